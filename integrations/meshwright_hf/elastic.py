@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.agent.server import WorkerGroup
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -21,6 +21,7 @@ from torch.distributed.launcher import api as torch_launcher
 
 from meshwright_hf import network
 from meshwright_hf.launch_job import RESTARTED_VARIABLE, Launch
+from meshwright_hf.tied_to_launcher import tied
 
 # Without it, the processes of all attempts would meet in one store, where they read addresses of ended processes.
 _FRESH_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -81,10 +82,15 @@ def meeting(config: Any, job: Launch) -> Any:
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent, which also prints what failed, and does not wait for processes that are stopped."""
+    """Torch's agent, which also prints what failed, does not wait for stopped processes, and leaves none behind."""
 
     _failures: Mapping[int, ProcessFailure] = {}
     _began = 0  # when the first processes were started, in ns since 1970
+
+    def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any):
+        if isinstance(spec.entrypoint, str):
+            spec.entrypoint, spec.args = tied(spec.entrypoint, spec.args)
+        super().__init__(spec, *args, **kwargs)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._began = self._began or time.time_ns()

@@ -14,6 +14,7 @@ from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright_hf import network
 from meshwright_hf.launch_job import Launch
+from meshwright_hf.unused_plan import watched_plan
 from meshwright_hf.versions import warn_outside_range
 
 DEFAULT_PORT = 29500  # torch's and accelerate's
@@ -187,7 +188,7 @@ def _run(job: Launch, arguments: list[str]) -> int:
         command, environment = prepare_simple_launcher_cmd_env(accelerate._validate_launch_command(options)[0])
         os.execvpe(command[0], command, environment)
     try:
-        with elastic_agent(job):
+        with watched_plan(job), elastic_agent(job):
             if job.num_processes == 1:  # accelerate would start it without torchrun, which does the restarts
                 accelerate.multi_gpu_launcher(accelerate._validate_launch_command(options)[0])
             else:

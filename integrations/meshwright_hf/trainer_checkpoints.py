@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.checkpoint.loaded_line import show_loaded
 from meshwright.checkpoint.sealed_folder import check_seal, close_seal, sealed_folder
 from meshwright.checkpoint.stock_optimizer import load_stock_optimizer, read_pickle
 from meshwright.data.loader import DistributedLoader
@@ -148,6 +150,7 @@ class CheckpointMixin:
             loader=None if loader is None else loader.state_dict(),
             epoch_draws=encoded_draws(self._epoch_draws),
             streams=None if runtime.streams is None else runtime.streams.state_dict(),
+            plan=None if runtime.plan is None else asdict(runtime.plan),
         )
 
         def save() -> None:
@@ -212,9 +215,12 @@ class CheckpointMixin:
         """Return the epoch and batch to resume at, also if the rows per step have changed since the checkpoint."""
         epoch, steps = super()._init_training_state(max_steps, *args, **kwargs)  # type: ignore[misc]
         checkpoint = kwargs.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
-        if not checkpoint or self.args.ignore_data_skip:
+        if not checkpoint:
             return epoch, steps
         progress = succeed_together(lambda: Progress.read(checkpoint))
+        show_loaded(checkpoint, step=self.state.global_step, plan=None if progress is None else progress.plan)
+        if self.args.ignore_data_skip:
+            return epoch, steps
         if progress is None:
             self._check_stock_batch(checkpoint)
         elif progress.loader is not None and progress.global_batch != self._global_batch():

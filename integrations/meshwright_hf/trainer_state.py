@@ -39,6 +39,7 @@ class Progress:
         loader: the state of the training loader; None if it is not on the mesh.
         epoch_draws: torch's random state when the epoch began, encoded; None if no epoch has begun.
         streams: the positions of the dropout masks; None without them.
+        plan: the fields of the plan; None in checkpoints of earlier versions.
     """
 
     mesh: tuple[int, ...]
@@ -46,6 +47,7 @@ class Progress:
     loader: dict[str, Any] | None
     epoch_draws: str | None
     streams: dict[str, int] | None
+    plan: dict[str, Any] | None = None
 
     def write(self, folder: str | Path) -> None:
         """Write ``meshwright_progress.json``."""
@@ -66,14 +68,15 @@ class Progress:
             said = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
-        kinds = {"mesh": list, "global_batch": int, "loader": dict, "epoch_draws": str, "streams": dict}
+        kinds = {"mesh": list, "global_batch": int, "loader": dict, "epoch_draws": str, "streams": dict, "plan": dict}
         names = {field.name for field in fields(Progress)}
-        if not isinstance(said, dict) or said.keys() != names:
+        if not isinstance(said, dict) or said.keys() | {"plan"} != names:
             raise CheckpointError(f"{path} does not have the fields {', '.join(sorted(names))}")
-        optional = ("loader", "epoch_draws", "streams")
+        optional = ("loader", "epoch_draws", "streams", "plan")
         for name, kind in kinds.items():
-            if type(said[name]) is not kind and not (name in optional and said[name] is None):
-                raise CheckpointError(f"{path} has a wrong value of {name!r}: {str(said[name])[:100]}")
+            value = said.get(name)
+            if type(value) is not kind and not (name in optional and value is None):
+                raise CheckpointError(f"{path} has a wrong value of {name!r}: {str(value)[:100]}")
         mesh = said["mesh"]
         if len(mesh) not in (2, 3, 4) or not all(type(size) is int and size >= 1 for size in mesh):
             raise CheckpointError(f"{path} has a wrong value of 'mesh': {mesh}")

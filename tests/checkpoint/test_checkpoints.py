@@ -14,6 +14,7 @@ from test_optimizer_state import Training
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.checkpoint.loaded_line import loaded_line
 from meshwright.checkpoint.opened import Opened
 from meshwright.checkpoint.part_files import read_elements
 from meshwright.checkpoint.regions import Block
@@ -116,12 +117,28 @@ def test_every_pair_of_plans(
     assert len(list(before.folder.glob("*.safetensors"))) == size(PLANS[source])
 
 
-def test_a_vector_with_gaps_in_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("step", "plan", "line"),
+    [
+        (20, {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1}, ", step 20, saved under dp2 tp2+sp zero1"),
+        (0, None, ", step 0"),
+        (None, {"tp": 2}, ", saved under dp1 tp2 zero0"),
+        (None, {"dp": "2"}, ""),  # damaged, or of another version: the line is no reason to fail
+        (None, {"unknown": 1}, ""),
+    ],
+)
+def test_the_line_of_a_checkpoint(step: int | None, plan: dict[str, Any] | None, line: str) -> None:
+    for folder in ("runs/a", str(Path("runs/a").absolute())):
+        assert loaded_line(folder, step=step, plan=plan) == f"meshwright: loaded runs/a{line}"
+
+
+def test_a_vector_with_gaps_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.arange(10.0)[::2])
     mw.save_checkpoint(tmp_path / "a", model, None)
     model.weight.data.zero_()
     mw.load_checkpoint(tmp_path / "a", model, None)
+    assert f"meshwright: loaded {tmp_path / 'a'}\n" in capsys.readouterr().err
     assert model.weight.tolist() == [0, 2, 4, 6, 8]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -10,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from typer.testing import CliRunner
 import meshwright as mw
 from harness.launchers import run_command
 from meshwright.choose.given_plan import given_plan
-from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line, read_plan
+from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, USED_VARIABLE, plan_line, read_plan
 from meshwright.cli import app
 from meshwright.cli.options import Context, Schedule
 from meshwright.context.methods import METHODS
@@ -33,6 +36,7 @@ from meshwright.pipeline.schedule import SCHEDULES
 from meshwright_hf import launcher, network
 from meshwright_hf.launch_job import Launch, find_plan
 from meshwright_hf.launcher import accelerate_arguments
+from meshwright_hf.unused_plan import watched_plan
 from support.models import build, tokens
 
 PLAN = mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1)
@@ -220,10 +224,34 @@ def test_machines_that_do_not_come(tmp_path: Path, script: Path) -> None:
 # What is started
 
 
+def test_a_plan_that_is_not_used(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script is not to blame if it failed; and a program's own plan is a use, if it is the launcher's."""
+    job = Launch(script=str(script), num_processes=4, plan=PLAN)
+
+    def said(change: Callable[[], Any], **fields: Any) -> str:
+        with contextlib.suppress(OSError), watched_plan(dataclasses.replace(job, **fields)):
+            capsys.readouterr()
+            change()
+        assert USED_VARIABLE not in os.environ
+        return capsys.readouterr().err
+
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    assert "'dp2 tp2+sp zero1' was never used" in said(lambda: None)
+    assert said(fail) == said(lambda: None, plan=None) == ""
+    for config in (mw.ToDistributedConfig(), mw.ToDistributedConfig(plan=PLAN)):
+        assert said(functools.partial(given_plan, config)) == ""
+    assert said(lambda: None, num_machines=2, machine_rank=1, main_process_ip="10.0.0.1") == ""
+
+
 def test_processes_get_the_plan_and_their_arguments(script: Path, tmp_path: Path) -> None:
     """On CPU too, where accelerate launch --cpu starts one process; options after the script are the script's."""
     done = run_command("launch", "--tp", "2", "--", str(script), "--tp", "3", "--cpu", "x y", folder=tmp_path)
     assert done.code == 0, done.output
+    assert "Unless a module that it imports does, the plan 'dp1 tp2 zero0' has no effect" in done.output
+    assert "the plan 'dp1 tp2 zero0' was never used: no process called to_distributed" in done.output
+    assert "from meshwright_hf.accelerate import Accelerator" in done.output
     lines = shown(done.output)
     assert [line[: line.index(",")] for line in lines] == ["{'RANK': '0'", "{'RANK': '1'"]
     plan = plan_line(dataclasses.asdict(mw.ParallelPlan(tp=2)))
@@ -323,8 +351,9 @@ while time.monotonic() < deadline:
         ([], {"pid": signal.SIGINT}, 130),
         ([], {"pid": signal.SIGTERM}, 143),
         (["stubborn"], {"pid": signal.SIGINT, "asked": signal.SIGINT}, 130),
+        ([], {"pid": signal.SIGKILL}, -signal.SIGKILL),
     ],
-    ids=["ctrl-c", "terminated", "ctrl-c twice"],
+    ids=["ctrl-c", "terminated", "ctrl-c twice", "killed"],
 )
 def test_an_interrupt_ends_all_processes(
     arguments: list[str], signals: dict[str, int], code: int, tmp_path: Path
@@ -340,8 +369,19 @@ def test_an_interrupt_ends_all_processes(
         interrupts=[(number, functools.partial(both, name)) for name, number in signals.items()],
     )  # fmt: skip
     assert done.code == code, done.output
+    deadline = time.monotonic() + (5 if code < 0 else 0)
     for path in tmp_path.glob("pid*"):
-        assert not psutil.pid_exists(int(path.name.removeprefix("pid")))
+        while (runs := _runs(int(path.name.removeprefix("pid")))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not runs
+
+
+def _runs(process: int) -> bool:
+    """Whether a process runs; nobody may have waited for one whose launcher was killed."""
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # Beside accelerate
@@ -385,6 +425,7 @@ def test_a_script_of_accelerate_trains_by_the_launchers_plan(
     monkeypatch.setenv("PYTHON_EXEC", str(preloaded_python))
     done = run_command("launch", "--dp", "2", "train.py", folder=tmp_path)
     assert done.code == 0, done.output
+    assert "never used" not in done.output and "no effect" not in done.output
     printed = [line.split() for line in shown(done.output)]
     assert {(rank, count) for rank, count, _ in printed} == {("0", "2"), ("1", "2")}
     for rank in ("0", "1"):

@@ -33,6 +33,7 @@ def test_an_exception_on_one_rank_ends_all(plan):
     first, second = run_program(failing, 2, plan)
     check(second, r"Traceback.*OSError: the disk is full", within=5)
     check(first, r"rank 1 \(host .*=1.*\): step 1, OSError: the disk is full \(.*test_ended_ranks.py:\d+\)", within=5)
+    check(first, "cannot go on with the comparison of the ranks' forward pass in step 2: rank 1", within=5)
 
 
 def failing_child(victim: int, exits: bool) -> None:

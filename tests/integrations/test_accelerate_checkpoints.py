@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,8 @@ def named_states(directory: Path) -> list[Any]:
             seen.append(Path(accelerate.save_state()).name)
         names = sorted(path.name for path in (directory / "checkpoints").iterdir())
         check_seal(directory / "checkpoints" / "checkpoint_2")
-        accelerate.load_state()
+        with contextlib.redirect_stderr(io.StringIO()) as shown:
+            accelerate.load_state()
         newest = counter.count
         dist.barrier()
         if dist.get_rank() == 0:
@@ -64,11 +67,14 @@ def named_states(directory: Path) -> list[Any]:
         accelerate.load_state()
         with pytest.raises(mw.CheckpointError, match=r"hooked\.txt is missing"):
             accelerate.load_state(directory / "checkpoints" / "checkpoint_2")
-        return [seen, names, newest, counter.count]
+        lines = [line for line in shown.getvalue().splitlines() if "loaded" in line]
+        return [seen, names, newest, counter.count, lines]
 
 
 def test_names_limits_objects_and_hooks(pool2: Any, tmp_path: Path) -> None:
-    for seen, names, newest, other in pool2.run(named_states, tmp_path):
+    line = f"meshwright: loaded {tmp_path / 'checkpoints' / 'checkpoint_2'}, saved under dp2 zero1"
+    for rank, (seen, names, newest, other, lines) in enumerate(pool2.run(named_states, tmp_path)):
+        assert lines == ([line] if rank == 0 else [])
         assert seen == [f"checkpoint_{number}" for number in (0, 0, 1, 1, 2, 2)]
         assert names == ["checkpoint_1", "checkpoint_2"] and (newest, other) == (2, 1)
 

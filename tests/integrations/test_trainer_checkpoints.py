@@ -103,6 +103,13 @@ def test_every_damage_of_every_file_is_named(saved: Path, tmp_path: Path) -> Non
     print(f"{tried} damages, {tried} named")
 
 
+def test_a_resumed_run_says_what_it_has_loaded(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved / "checkpoint-3"
+    run_trainer(tmp_path, {}, max_steps=4, resume=str(folder))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "loaded" in line]
+    assert lines == [f"meshwright: loaded {folder}, step 3, saved under dp2 zero1"]
+
+
 def test_a_mesh_without_stages_of_an_earlier_version(tmp_path: Path) -> None:
     said = {"mesh": [2, 1], "global_batch": 4, "loader": None, "epoch_draws": None, "streams": None}
     (tmp_path / PROGRESS).write_text(json.dumps(said))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.checkpoint.loaded_line import show_loaded
 from meshwright.checkpoint.seal import NAME as SEAL
 from meshwright.checkpoint.stock_optimizer import check_pickle, load_stock_optimizer
 from meshwright.errors import CheckpointError
@@ -114,6 +116,7 @@ def load_stock_optimizers(accelerator: Accelerator, folder: Path) -> None:
         path = folder / _numbered("optimizer", number, "bin")
         check_pickle(path)
         load_stock_optimizer(model, optimizer, path)
+    show_loaded(folder, step=None, plan=None)
 
 
 def _numbered(name: str, number: int, ending: str) -> str:
@@ -133,6 +136,7 @@ def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
         "shown_steps": [
             None if (watch := runtime_of(m).watch) is None else watch.step for m in planned_models(accelerator)
         ],
+        "plan": None if (plan := runtime_of(planned_models(accelerator)[0]).plan) is None else asdict(plan),
     }
 
     def write() -> None:
@@ -158,6 +162,7 @@ def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
     for scheduler, batches in zip(_schedulers(accelerator), said["batches"], strict=False):
         if rows is not None and saved_rows is not None:
             scheduler.count_in(rows, saved_rows, batches)
+    show_loaded(directory, step=next(iter(said.get("shown_steps", ())), None), plan=said.get("plan"))
 
 
 def planned_models(accelerator: Accelerator) -> list[nn.Module]:
@@ -176,8 +181,8 @@ def _read(accelerator: Accelerator, directory: str | os.PathLike[str]) -> dict[s
         said = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
-    fields = {"loaders", "dropout", "step", "rows", "batches"}  # earlier versions wrote no shown_steps
-    if not isinstance(said, dict) or said.keys() - {"shown_steps"} != fields:
+    fields = {"loaders", "dropout", "step", "rows", "batches"}  # earlier versions wrote no shown_steps and no plan
+    if not isinstance(said, dict) or said.keys() - {"shown_steps", "plan"} != fields:
         raise CheckpointError(f"{path} does not have the fields loaders, dropout, step, rows and batches")
     for name, here in (("loaders", _loaders(accelerator)), ("dropout", planned_models(accelerator))):
         if len(said[name]) != len(here):

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.background import Background
 from meshwright.checkpoint.folders import find_checkpoint
+from meshwright.checkpoint.loaded_line import show_loaded
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.opened import Opened, open_together
 from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, decode, is_encoded, master_key, state_key
@@ -66,7 +67,7 @@ def load_checkpoint(
 
     Each rank reads the parts of the files that it needs, and checks their digests. Under the plan that saved it, the
     run continues bitwise as if it had never stopped. Under another plan the random states of all ranks become those of
-    the first rank.
+    the first rank. Rank 0 prints one line with the folder, the step and the plan that saved it.
 
     Args:
         folder: the folder of a checkpoint, or a folder of checkpoints, which stands for the newest whole one in it.
@@ -134,6 +135,7 @@ def load_checkpoint(
         set_random_state(random, device)
     if runtime.watch is not None and manifest.step is not None:
         runtime.watch.resumed(manifest.step)
+    show_loaded(opened.folder, step=manifest.step, plan=manifest.plan)
     return Checkpoint(folder=opened.folder, step=manifest.step, extra=manifest.extra, plan=manifest.plan)
 
 

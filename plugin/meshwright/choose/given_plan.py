@@ -10,7 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, fields_of_text, launched_plan, read_plan
+from meshwright.choose.plan_file import (
+    PLAN_VARIABLE,
+    REPLAN_VARIABLE,
+    fields_of_text,
+    launched_plan,
+    mark_plan_used,
+    read_plan,
+)
 from meshwright.config import PLAN_FIELDS, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.config_fields import unknown_field
 from meshwright.errors import PlanError
@@ -31,6 +38,7 @@ def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
         PlanError: if the value is neither a plan nor a path of a plan file, this version cannot run the plan, or the
             config's plan differs from the launcher's.
     """
+    mark_plan_used()
     fields = launched_plan()
     launched = None if fields is None else plan_of_fields(fields, PLAN_VARIABLE)
     if launched is not None and os.environ.get(REPLAN_VARIABLE) and launched.world_size != world_size():

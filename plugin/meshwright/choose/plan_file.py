@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ PLAN_VARIABLE = (
 )
 # If set, the launcher's plan only holds for the number of processes that it needs; for another number one is picked.
 REPLAN_VARIABLE = "MESHWRIGHT_REPLAN"
+# The path of a file that exists once a program has asked for the launcher's plan; meshwright launch looks for it.
+USED_VARIABLE = "MESHWRIGHT_PLAN_USED"
 
 _FORM = """a plan has one field per line, as in 'dp: 2', or is a dict in one line, as in '{"dp": 2, "tp": 2}'"""
 
@@ -159,6 +162,14 @@ def launched_plan() -> dict[str, Any] | None:
     """
     text = os.environ.get(PLAN_VARIABLE, "").strip()
     return fields_of_text(text, PLAN_VARIABLE) if text else None
+
+
+def mark_plan_used() -> None:
+    """Tell ``meshwright launch``, if it started this program, that the program trains under a plan."""
+    path = os.environ.get(USED_VARIABLE)
+    if path:
+        with contextlib.suppress(OSError):  # the launcher is gone, or on another machine
+            Path(path).touch()
 
 
 def _fields_in(content: str, source: str) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Guard:
             return
         log = self.trace.of(ranks)
         what = ", ".join(statement.text for statement in statements if statement.text)
-        self.trace.begin(f"{place} {what}".strip())
+        self.trace.begin(f"the comparison of the ranks' {place}")
         parts = (place, f"step {self.step}", what, log.summary())
         finding = self._ask(place, ranks, ", ".join(part for part in parts if part))
         if finding is not None:

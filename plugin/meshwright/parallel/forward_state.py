@@ -139,7 +139,7 @@ class ForwardState:
             with torch._C.DisableTorchFunctionSubclass():  # read tensor subclasses as plain tensors
                 statement = compared.statement(module, inputs)
             others = statements if compared.axis.name != "pp" else self._of_stages()
-            guard.meet("forward", compared.axis.group, statement, *others)
+            guard.meet("forward pass", compared.axis.group, statement, *others)
             with torch._C.DisableTorchFunctionSubclass():
                 compared.gather(inputs, guard.step)
         if trains and self.comparison is not None:
@@ -147,7 +147,7 @@ class ForwardState:
                 if axis.size > 1:
                     self.comparison.compare_weights(axis)
         if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):
-            guard.meet("forward", self.dp.group, *statements)
+            guard.meet("forward pass", self.dp.group, *statements)
 
     def _of_stages(self) -> tuple[Statement, ...]:
         """Return what the stages of a pipeline compare; a stage with only frozen layers has no gradients to clear."""

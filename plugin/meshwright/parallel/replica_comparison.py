@@ -173,7 +173,7 @@ class ReplicaComparison:
             return
         for axis in (self.tp, self.dp, self.tie):
             if axis.size > 1:
-                self.guard.meet("comparison of the weights", axis.group, self.statement())
+                self.guard.meet("weights", axis.group, self.statement())
                 self._look(axis)
                 self._begin(axis)
                 self._look(axis)

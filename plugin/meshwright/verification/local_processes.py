@@ -30,7 +30,14 @@ Tell = Callable[[str], None]
 GRACE = 5.0  # seconds for the other ranks to answer after one rank failed
 STACKS_TIME = 10.0  # most seconds to wait for the processes to write their stacks
 _STACK = "most recent call first"  # what faulthandler writes
-_OF_A_LAUNCHER = ("MESHWRIGHT_PLAN", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID")
+_OF_A_LAUNCHER = (
+    "MESHWRIGHT_PLAN",
+    "MESHWRIGHT_PLAN_USED",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "NODE_RANK",
+    "TORCHELASTIC_RUN_ID",
+)
 
 
 @dataclass(frozen=True)
