@@ -67,12 +67,13 @@ def sample_seconds(probes: int, *, seconds: float, is_crowded: bool) -> float:
         is_crowded: whether the processes have more threads than there are cores.
 
     Example:
-        >>> sample_seconds(60, seconds=65, is_crowded=True), sample_seconds(60, seconds=65, is_crowded=False)
+        >>> sample_seconds(50, seconds=65, is_crowded=True), sample_seconds(50, seconds=65, is_crowded=False)
         (0.2, 0.01)
     """
     if not is_crowded:
         return SAMPLE
-    return max(SAMPLE, min(_CROWDED_SAMPLE, seconds / (_ROUNDS * max(1, probes))))
+    # Half of the time is left for allocating, for the run before each sample and for waiting.
+    return max(SAMPLE, min(_CROWDED_SAMPLE, seconds / (2 * _ROUNDS * max(1, probes))))
 
 
 def measure(
