@@ -8,7 +8,7 @@ import sys
 def say(text: str) -> None:
     """Print lines to standard error; an open bar of tqdm is cleared before, and drawn again below them."""
     bar = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    if getattr(bar, "_instances", None):
+    if bar is not None and getattr(bar, "_instances", None):
         bar.write(text, file=sys.stderr)
         sys.stderr.flush()
     else:
