@@ -9,14 +9,18 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from meshwright.calibration.from_probes import fit, nonnegative
 from meshwright.calibration.measure import calibrate
+from meshwright.calibration.profile_report import report
+from meshwright.calibration.timing import Probe, measure, sample_seconds
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.hardware import PROFILE_VERSION, Cluster, Coefficients, Device, HardwareProfile, Measurement
@@ -145,7 +149,7 @@ def test_profile_with_a_device_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": PROFILE_VERSION - 1}, f"version {PROFILE_VERSION - 1}.*calibrate again"),
+        ({"version": PROFILE_VERSION - 1}, f"version {PROFILE_VERSION - 1}.*measure again with meshwright calibrate"),
         ({"device": {"name": "x"}}, "not a hardware profile"),
         ({"points": [{"kind": "matmul"}]}, "not a hardware profile"),
     ],
@@ -196,6 +200,43 @@ def test_torchrun_decides_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(PlanError, match="torchrun launched 4"):
         calibrate(processes=2)
+
+
+@pytest.mark.parametrize(
+    ("probes", "seconds", "is_crowded", "sample"),
+    [(50, 65.0, False, 0.01), (50, 65.0, True, 0.2), (50, 30.0, True, 0.1), (600, 2.0, True, 0.01)],
+)
+def test_samples_outlast_the_time_for_which_one_process_keeps_a_core(
+    probes: int, seconds: float, is_crowded: bool, sample: float
+) -> None:
+    assert sample_seconds(probes, seconds=seconds, is_crowded=is_crowded) == pytest.approx(sample)
+
+
+def test_a_sample_repeats_a_short_run_until_it_is_full() -> None:
+    runs = {"a": 0}
+
+    def run() -> None:
+        runs["a"] += 1
+        time.sleep(0.001)
+
+    measure([Probe(kind="a", make=lambda: run)], torch.device("cpu"), seconds=0, sample=0.05)
+    assert 3 * 10 < runs["a"] <= 3 * 51 + 2  # three rounds of at most 50 runs; a busy machine sleeps for longer
+
+
+@pytest.mark.parametrize(
+    ("fields", "remarks"),
+    [
+        ({"band": 0.2, "measured": {"cores": "4", "threads": "1"}}, []),
+        ({"band": 2.59}, ["A band above 35% means that the machine was busy"]),
+        ({"band": 0.2, "measured": {"cores": "2", "threads": "1"}}, ["4 processes on 2 cores"]),
+        ({"band": 0.2, "measured": {"cores": "4", "threads": "2"}}, ["4 processes with 2 threads each on 4 cores"]),
+    ],
+)
+def test_the_report_says_what_the_band_means(fields: dict[str, object], remarks: list[str]) -> None:
+    text = report(profile(points=(), **fields), Path("p.json"))
+    said = ["A band above", "on 2 cores", "on 4 cores"]
+    assert all(remark in text for remark in remarks)
+    assert sum(words in text for words in said) == len(remarks)
 
 
 def test_two_processes_measure_and_plan(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +14,18 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.config import ParallelPlan
+from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.monitor.card import Card, Comparison
 from meshwright.monitor.estimate import Estimate, Machine, candidate_of, estimate
 from meshwright.monitor.figures import Figures, RankFigures, Step, together
+from meshwright.monitor.terminal import say
 from meshwright.monitor.words import clock, line
-from meshwright.planner.hardware import Cluster, HardwareProfile, device
+from meshwright.planner.hardware import Cluster, Coefficients, HardwareProfile, device
 from meshwright.planner.shapes import describe
 from support.models import build
 
 LENGTH = 16
+COMMAND = "meshwright calibrate --processes 4 --output machine.json"
 
 
 def rank(**changes: Any) -> RankFigures:
@@ -114,7 +120,7 @@ def estimated() -> Estimate:
 def test_the_card_shows_the_plan_and_its_estimate() -> None:
     card = Card(
         model="LlamaForCausalLM", parameters=22176, plan=ParallelPlan(dp=2), source="given in the call",
-        device="h100-sxm", batch=(4, LENGTH), estimate=estimated(), basis=machine().basis, has_peak=True,
+        device="h100-sxm", batch=(4, LENGTH), estimate=estimated(), basis=machine().basis,
     )  # fmt: skip
     text = str(card)
     for words in (
@@ -129,15 +135,104 @@ def test_the_card_shows_the_plan_and_its_estimate() -> None:
     assert "MFU" not in text
 
 
+def compared(ratio: float, *, launches: float = 0.1, **changes: Any) -> Comparison:
+    found = dataclasses.replace(estimated(), launches=launches)
+    facts: dict[str, Any] = {
+        "has_profile": False, "is_cpu": False, "command": COMMAND, "processes": 2, "cores": 2, "rank": 1,
+    }  # fmt: skip
+    return Comparison(
+        **{**facts, "estimate": found, "seconds": ratio * found.time.total, "peak": found.fullest.total, **changes}
+    )
+
+
 @pytest.mark.parametrize(("ratio", "hints"), [(1.0, 0), (1.39, 0), (1.41, 1), (0.5, 1)])
 def test_a_hint_names_what_is_outside_the_band(ratio: float, hints: int) -> None:
-    found = estimated()
-    compared = Comparison(
-        estimate=found, seconds=ratio * found.time.total, peak=found.fullest.total, rank=1, has_profile=False,
-        is_cpu=False,
+    found = compared(ratio).hints
+    assert len(found) == hints
+    assert all(COMMAND in hint and f"{ratio:.2f}x" in hint for hint in found)
+
+
+CROWDED, SMALL = "4 processes on 2 cores", "layers so small that launching operations takes most of the time"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "facts", "causes"),
+    [
+        (4.44, {}, []),
+        (4.44, {"processes": 4}, [CROWDED]),
+        (4.44, {"launches": 0.6}, [SMALL]),
+        (4.44, {"processes": 4, "launches": 0.6}, [CROWDED, SMALL]),
+        (0.4, {"processes": 4, "launches": 0.6}, []),  # these make a step slower, not faster
+        (4.44, {"processes": 4, "is_cpu": False}, []),
+    ],
+)
+def test_likely_causes_come_before_a_changed_machine(ratio: float, facts: dict[str, Any], causes: list[str]) -> None:
+    (hint,) = compared(ratio, **{"has_profile": True, "is_cpu": True, **facts}).hints
+    assert [cause for cause in (CROWDED, SMALL) if cause in hint] == causes
+    assert hint.endswith(COMMAND)
+    assert ("the machine is not as it was" in hint) == (not causes)
+    assert all(hint.index(cause) < hint.index("busier than") for cause in causes)
+
+
+def test_a_guess_for_some_cpu_is_no_reason_for_a_warning() -> None:
+    shown = compared(4.44, is_cpu=True, peak=2e12, processes=4)
+    assert shown.hints == [] and len(str(shown).splitlines()) == 1
+    assert "(a guess for some CPU), measured" in str(shown) and "(4.44x)" in str(shown)
+
+
+@pytest.mark.parametrize(("launch", "is_small"), [(1e-3, True), (1e-9, False)])
+def test_launches_count_against_the_time_of_a_layer(launch: float, is_small: bool) -> None:
+    own = machine(profile=HardwareProfile(name="mine", coefficients=Coefficients(launch=launch)))
+    share = estimate(own, ParallelPlan(dp=2), torch.bfloat16, (4, LENGTH), 1).launches
+    assert (share > 0.5) == is_small and share > 0
+
+
+def test_a_profile_of_other_processes_leaves_the_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "machine.json"
+    measured = dataclasses.replace(device("cpu"), shares_host=True)
+    HardwareProfile(name="AMD EPYC, 1 node(s) x 2", device=measured, dtype="float32", processes=2, rows=9).save(path)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    found = Machine.find(build("llama"), ToDistributedConfig(hardware_profile=path))
+    command = f"meshwright calibrate --processes 4 --output {path}"
+    assert found.command == command and found.profile.rows == 0 and found.peak_flops is None
+    assert found.unused_profile.endswith(f"Measure with {command}") and "--gpus-per-node" not in found.unused_profile
+    card = shown(found, is_cpu=True)
+    assert "per rank estimated (process and libraries" in card and "per step estimated" in card
+    assert f"profile not used: {path}: profile 'AMD EPYC" in card and "MFU     unknown: it needs the peak" in card
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found = Machine.find(build("llama"), ToDistributedConfig(hardware_profile=path))
+    assert found.profile.rows == 9 and found.peak_flops == measured.flops
+    assert "MFU" not in (card := shown(found, is_cpu=True)) and "not used" not in card
+
+
+def shown(found: Machine, *, is_cpu: bool) -> str:
+    plan = ParallelPlan(dp=found.per_node)
+    card = Card(
+        model="LlamaForCausalLM", parameters=22176, plan=plan, source="given in the call", device="cpu",
+        batch=(4, LENGTH), estimate=estimate(found, plan, torch.float32, (4, LENGTH), 1), basis=found.basis,
+        unknown_peak=found.unknown_peak, unused_profile=found.unused_profile, is_cpu=is_cpu,
     )  # fmt: skip
-    assert len(compared.hints) == hints
-    assert all("meshwright calibrate" in hint and f"{ratio:.2f}x" in hint for hint in compared.hints)
+    return str(card)
+
+
+def test_the_card_of_a_cpu_has_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    card = shown(Machine.find(build("llama"), ToDistributedConfig()), is_cpu=True)
+    assert f"{COMMAND}, and pass ToDistributedConfig(hardware_profile='machine.json')" in card
+    assert "slack" not in card
+
+
+def test_a_card_begins_on_a_line_of_its_own_beside_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    tqdm = pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with tqdm.tqdm(total=40, file=sys.stderr):
+        say("meshwright: a\n  b")
+    say("meshwright: c")
+    lines = sys.stderr.getvalue().replace("\r", "\n").splitlines()  # type: ignore[attr-defined]
+    assert {"meshwright: a", "  b", "meshwright: c"} <= set(lines)
 
 
 def test_figures_are_numbers_for_a_tracker() -> None:

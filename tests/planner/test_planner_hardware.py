@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshwright.choose.run_profile import load_run_profile
 from meshwright.errors import PlanError
 from meshwright.planner.hardware import CATALOGUE, PROFILE_VERSION, Cluster, Coefficients, HardwareProfile, device
 
@@ -83,3 +85,36 @@ def test_bad_profiles_are_named(tmp_path: Path, content: str | None, said: str) 
         path.write_text(content)
     with pytest.raises(PlanError, match=said):
         HardwareProfile.load(path)
+
+
+def measured(path: Path, **fields: Any) -> Path:
+    cpu = dataclasses.replace(device("cpu"), shares_host=True)
+    HardwareProfile(**{"name": "mine", "device": cpu, "dtype": "float32", "processes": 2, **fields}).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fields", "processes", "nodes", "command"),
+    [
+        ({}, 4, 1, "meshwright calibrate --processes 4 --output"),
+        ({}, 1, 1, "meshwright calibrate --processes 1 --output"),
+        ({}, 2, 2, "torchrun --nnodes 2 --nproc-per-node 2 ... -m meshwright.cli calibrate --output"),
+        ({"device": device("h100-sxm")}, 8, 1, "meshwright calibrate --processes 8 --output"),
+        (None, 4, 1, "meshwright calibrate --processes 4 --output"),
+    ],
+)
+def test_a_run_is_told_its_own_command(
+    tmp_path: Path, fields: dict[str, Any] | None, processes: int, nodes: int, command: str
+) -> None:
+    path = tmp_path / "m.json"
+    if fields is not None:
+        measured(path, **fields)
+    with pytest.raises(PlanError) as refused:
+        load_run_profile(path, processes=processes, nodes=nodes)
+    assert str(refused.value).endswith(f"{command} {path}") and "--gpus" not in str(refused.value)
+
+
+def test_a_run_takes_the_profile_of_its_processes(tmp_path: Path) -> None:
+    assert load_run_profile(measured(tmp_path / "m.json"), processes=2).processes == 2
+    gpus = measured(tmp_path / "g.json", device=device("h100-sxm"), processes=8)
+    assert load_run_profile(gpus, processes=4).processes == 8

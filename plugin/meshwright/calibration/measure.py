@@ -19,8 +19,9 @@ from meshwright.calibration.communication import communication_probes
 from meshwright.calibration.compute import compute_probes, rough_rate
 from meshwright.calibration.from_probes import fit
 from meshwright.calibration.host_copies import copy_probes
-from meshwright.calibration.timing import Probe, measure
+from meshwright.calibration.timing import Probe, measure, sample_seconds
 from meshwright.errors import PlanError
+from meshwright.mesh.cores import core_count, crowding
 from meshwright.mesh.process_group import backend_for, device_for, start_process_group, world_size
 from meshwright.planner.hardware import HardwareProfile, Measurement
 
@@ -104,12 +105,15 @@ def _measured(dtype: str, seconds: float) -> HardwareProfile | None:
         raise PlanError(f"{world} processes do not fill nodes of {per_node}; launch the same number on each node")
     rate = _slowest(rough_rate(device, DTYPES[dtype]))
     points: list[Measurement] = []
+    is_crowded = device.type == "cpu" and bool(crowding(per_node, cores=core_count(), threads=torch.get_num_threads()))
     with _bar() as tick:
         compute = [
             *compute_probes(device, DTYPES[dtype], rate=rate, longest=_SHARE * seconds),
             *copy_probes(device),
         ]
-        points += measure(compute, device, seconds=seconds * (_COMPUTE if world > 1 else 1.0), tick=tick)
+        budget = seconds * (_COMPUTE if world > 1 else 1.0)
+        sample = sample_seconds(len(compute), seconds=budget, is_crowded=is_crowded)
+        points += measure(compute, device, seconds=budget, sample=sample, tick=tick)
         if world > 1:
             links: list[Probe] = list(communication_probes(device, per_node, longest=_SHARE * seconds, rate=rate))
             points += measure(links, device, seconds=seconds * (1 - _COMPUTE), tick=tick)
@@ -141,7 +145,7 @@ def _profile(points: list[Measurement], device: torch.device, dtype: str, per_no
             "torch": torch.__version__,
             "host": platform.node(),
             "processor": model,
-            "cores": str(os.cpu_count()),
+            "cores": str(core_count()),
             "threads": str(threads),
             **{f"residual of {kind}": f"{value:.3f}" for kind, value in found.residuals.items()},
         },

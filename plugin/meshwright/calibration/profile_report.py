@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from meshwright.mesh.cores import crowding
 from meshwright.planner.explain import grid
 from meshwright.planner.hardware import HardwareProfile, Measurement
+
+_WIDE = 0.35  # band from which the measurements did not fit together
 
 
 def report(profile: HardwareProfile, path: Path) -> str:
@@ -42,8 +45,26 @@ def report(profile: HardwareProfile, path: Path) -> str:
     return (
         f"{profile.name}: {device.name}, {profile.dtype}, {profile.rows} points\n\n{grid(rows)}\n\n"
         f"Error band: ±{profile.band:.0%}, from the errors of the estimates for whole layers and collectives.\n"
-        f"Use it with: meshwright plan --model config.json --profile {path}"
+        + "".join(f"{remark}\n" for remark in _remarks(profile))
+        + f"Use it with: meshwright plan --model config.json --profile {path}"
     )
+
+
+def _remarks(profile: HardwareProfile) -> list[str]:
+    """Return what to know about the machine, as sentences."""
+    assert profile.device is not None
+    measured, remarks, crowded = profile.measured, [], ""
+    if profile.device.shares_host and "cores" in measured:
+        cores, threads = int(measured["cores"]), int(measured.get("threads", 1))
+        crowded = crowding(profile.processes, cores=cores, threads=threads)
+    if profile.band > _WIDE:
+        remarks.append(
+            f"A band above {_WIDE:.0%} means that the machine was busy or that its links are uneven: calibrate again "
+            "when the machine is idle."
+        )
+    if crowded:
+        remarks.append(f"{crowded}: the rates are those of a process that shares its core, and the band is wider.")
+    return remarks
 
 
 def _largest(profile: HardwareProfile, is_wanted: Callable[[Measurement], bool]) -> Measurement | None:

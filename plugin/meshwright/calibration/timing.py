@@ -17,8 +17,9 @@ from meshwright.planner.hardware import Measurement
 
 Run = Callable[[], object]
 
-_SAMPLE = 0.01  # shortest sample in seconds; shorter samples measure the clock and the scheduler
-_REPEATS = 200
+SAMPLE = 0.01  # shortest sample in seconds; shorter samples measure the clock and the scheduler
+_CROWDED_SAMPLE = 0.2  # the same, if processes wait for cores: many times the few milliseconds that one keeps a core
+_SHORTEST = 5e-5  # seconds of the shortest run of which a sample is full; shorter runs repeat no more often
 _ROUNDS = 3  # least number of rounds, even if the time is up
 
 
@@ -54,8 +55,34 @@ def seconds_of(run: Run, device: torch.device, repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
+def sample_seconds(probes: int, *, seconds: float, is_crowded: bool) -> float:
+    """Return the shortest sample that measures what a process gets of the machine.
+
+    If processes wait for cores, a sample that fits into the time for which one of them keeps a core would show the rate
+    of a core that it has alone. A longer one shows its share.
+
+    Args:
+        probes: number of probes, each of which is sampled at least three times.
+        seconds: time to spend.
+        is_crowded: whether the processes have more threads than there are cores.
+
+    Example:
+        >>> sample_seconds(50, seconds=65, is_crowded=True), sample_seconds(50, seconds=65, is_crowded=False)
+        (0.2, 0.01)
+    """
+    if not is_crowded:
+        return SAMPLE
+    # Half of the time is left for allocating, for the run before each sample and for waiting.
+    return max(SAMPLE, min(_CROWDED_SAMPLE, seconds / (2 * _ROUNDS * max(1, probes))))
+
+
 def measure(
-    probes: Sequence[Probe], device: torch.device, *, seconds: float, tick: Callable[[str], None] = lambda _: None
+    probes: Sequence[Probe],
+    device: torch.device,
+    *,
+    seconds: float,
+    sample: float = SAMPLE,
+    tick: Callable[[str], None] = lambda _: None,
 ) -> list[Measurement]:
     """Time every probe on all processes at once and return the medians, the same on every process.
 
@@ -66,6 +93,7 @@ def measure(
         probes: the probes, the same on every process.
         device: the device that they run on.
         seconds: time to spend; at least three rounds are run.
+        sample: seconds that a sample lasts at least; a shorter run is repeated.
         tick: function that is called before each sample with the kind of its probe.
     """
     start, rounds = time.perf_counter(), 0
@@ -78,7 +106,7 @@ def measure(
             run()
             if not repeats[index]:
                 once = _agreed(seconds_of(run, device))
-                repeats[index] = max(1, min(_REPEATS, int(_SAMPLE / max(once, 1e-7))))
+                repeats[index] = max(1, int(sample / max(once, _SHORTEST)))
             _meet()
             samples[index].append(seconds_of(run, device, repeats[index]))
             del run

@@ -37,7 +37,8 @@ class Staging:
         target = self.target = target.resolve()  # through a link: the folder behind it is replaced, not the link
         if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not is_ours(target))):
             raise CheckpointError(
-                f"{target} exists and holds something else than a checkpoint; save to a folder of another name"
+                f"{target} exists and holds something else than a checkpoint of Meshwright, for example a checkpoint "
+                "of another library; save to a folder of another name"
             )
         disk.make_folder(target.parent)
         self._hidden = _hidden(target, "saving")

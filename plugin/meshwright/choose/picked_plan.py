@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.choose.plan_file import runnable_fields
+from meshwright.choose.run_profile import load_run_profile
 from meshwright.choose.stages import against_stages, why_not_cut
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.context.check_method import check_method
@@ -98,7 +99,8 @@ def _search(
     no_stages: str | None,
 ) -> Search:
     shape = describe_model(model, config)
-    profile = HardwareProfile.load(config.hardware_profile) if config.hardware_profile else None
+    path, per_node = config.hardware_profile, max(1, world_size() // nodes)
+    profile = None if path is None else load_run_profile(path, processes=per_node, nodes=nodes)
     cluster = cluster_at_hand(device, nodes, profile)
     job = Job(
         seq_len=length, global_batch=rows, own_runtime=True, on_cpu=device.type == "cpu",

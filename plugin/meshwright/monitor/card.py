@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.choose.run_profile import PROFILE_FILE
 from meshwright.config import ParallelPlan
+from meshwright.mesh.cores import crowding
 from meshwright.monitor.estimate import Estimate
 from meshwright.monitor.words import memory as size
 from meshwright.planner.formatting import seconds
 from meshwright.planner.memory import Memory
 
-_PROFILE = "ToDistributedConfig(hardware_profile='machine.json')"
 _SMALL = 2**20  # bytes below which a part is not listed
+_MOSTLY = 0.5  # share of a layer's time from which launching operations counts as the most of it
 _WIDEST = 16  # ranks up to which the card shows the whole mesh
 
 
@@ -29,7 +31,9 @@ class Card:
         estimate: the planner's estimate; None without one.
         reason: why there is no estimate.
         basis: the source of the time estimate, such as data sheets.
-        has_peak: whether the devices' peak is known, which MFU needs.
+        unknown_peak: why the devices' peak, which MFU needs, is not known; empty if it is.
+        unused_profile: why the profile that the run names is not used; empty if it is, or if there is none.
+        is_cpu: whether the devices are CPUs.
     """
 
     model: str
@@ -41,7 +45,9 @@ class Card:
     estimate: Estimate | None
     reason: str = ""
     basis: str = ""
-    has_peak: bool = False
+    unknown_peak: str = ""
+    unused_profile: str = ""
+    is_cpu: bool = False
 
     @property
     def tokens_per_pass(self) -> int | None:
@@ -69,23 +75,27 @@ class Card:
             lines.append(f"  memory  no estimate: {self.reason}; measured after step 1")
         else:
             lines += [
-                f"  memory  {_memory(self.estimate)}; measured after step 1",
+                f"  memory  {_memory(self.estimate, is_cpu=self.is_cpu)}; measured after step 1",
                 f"  time    {seconds(self.estimate.time.total)} per step estimated, ±{self.estimate.band:.0%} "
                 f"({self.basis})",
             ]
-        if not self.has_peak:
-            lines.append(f"  MFU     unknown: {self.reason or f'it needs the peak of this CPU; pass {_PROFILE}'}")
+        if self.unused_profile:
+            lines.append(f"  profile not used: {self.unused_profile}")
+        if self.unknown_peak:
+            lines.append(f"  MFU     unknown: {self.unknown_peak}")
         return "\n".join(lines)
 
 
-def _memory(estimate: Estimate) -> str:
+def _memory(estimate: Estimate, *, is_cpu: bool) -> str:
     least, most = (pick(estimate.memory, key=lambda memory: memory.total) for pick in (min, max))
     low, high = size(least.total), size(most.total)
-    return f"{high if low == high else f'{low} to {high}'} per rank estimated ({_largest(most)})"
+    return f"{high if low == high else f'{low} to {high}'} per rank estimated ({_largest(most, is_cpu=is_cpu)})"
 
 
-def _largest(memory: Memory) -> str:
-    parts = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
+def _largest(memory: Memory, *, is_cpu: bool) -> str:
+    named = {**memory.parts, "process and libraries" if is_cpu else "CUDA context and allocator": memory.slack}
+    del named["slack"]
+    parts = sorted(named.items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {size(value)}" for name, value in parts if value >= _SMALL)
 
 
@@ -100,6 +110,9 @@ class Comparison:
         rank: that rank.
         has_profile: whether the estimate rests on a calibrated profile.
         is_cpu: whether the devices are CPUs.
+        command: the command that measures this machine.
+        processes: number of processes per host.
+        cores: number of cores of this host.
     """
 
     estimate: Estimate
@@ -108,6 +121,9 @@ class Comparison:
     rank: int
     has_profile: bool
     is_cpu: bool
+    command: str
+    processes: int
+    cores: int
 
     @property
     def time_ratio(self) -> float:
@@ -123,8 +139,9 @@ class Comparison:
 
     def __str__(self) -> str:
         estimate = self.estimate
+        sure = f"±{estimate.band:.0%}" if self.has_profile or not self.is_cpu else "a guess for some CPU"
         lines = [
-            f"meshwright: estimated {seconds(estimate.time.total)} per step (±{estimate.band:.0%}), measured "
+            f"meshwright: estimated {seconds(estimate.time.total)} per step ({sure}), measured "
             f"{seconds(self.seconds)} ({self.time_ratio:.2f}x); estimated {size(estimate.fullest.total)} of memory, "
             f"measured {size(self.peak)} on rank {self.rank} ({self.memory_ratio:.2f}x)"
         ]
@@ -132,17 +149,15 @@ class Comparison:
 
     @property
     def hints(self) -> list[str]:
-        """What to do about values outside the band, as sentences; empty if all values are inside."""
+        """What to do about values outside the band, as sentences; empty if all values are inside.
+
+        A guess for some CPU has no band, so without a profile there is none on CPU.
+        """
+        if self.is_cpu and not self.has_profile:
+            return []
         hints = []
         if not self.is_inside(self.time_ratio):
-            basis = "a guess for some CPU" if self.is_cpu else "data sheets"
-            measure = "meshwright calibrate --output machine.json"
-            cure = (
-                f"the machine is not as it was when the profile was measured; measure it again: {measure}"
-                if self.has_profile
-                else f"the estimate rests on {basis}; measure this machine with {measure}, and pass {_PROFILE}"
-            )
-            hints.append(f"The step takes {self.time_ratio:.2f}x the estimate, outside its band: {cure}")
+            hints.append(f"The step takes {self.time_ratio:.2f}x the estimate, outside its band{self._cure}")
         if not self.is_inside(self.memory_ratio):
             where = "a process's largest resident memory, which includes its libraries" if self.is_cpu else "of a GPU"
             hints.append(
@@ -150,6 +165,31 @@ class Comparison:
                 "print(meshwright.memory_of(model, optimizer))"
             )
         return hints
+
+    @property
+    def _cure(self) -> str:
+        """The rest of the sentence about the time."""
+        likely = f". Likely causes: {'; '.join(causes)}" if (causes := self._causes) else ""
+        if not self.has_profile:
+            use = f"ToDistributedConfig(hardware_profile={PROFILE_FILE!r})"
+            return f"{likely}. It rests on data sheets; measure this machine with {self.command}, and pass {use}"
+        if likely:
+            return (
+                f"{likely}. If the machine is busier than when the profile was measured, measure again: {self.command}"
+            )
+        return f": the machine is not as it was when the profile was measured; measure it again: {self.command}"
+
+    @property
+    def _causes(self) -> list[str]:
+        """What usually makes a step slower than its estimate, as far as it holds here."""
+        if self.time_ratio < 1:
+            return []
+        causes = []
+        if self.is_cpu and (crowded := crowding(self.processes, cores=self.cores)):
+            causes.append(crowded)
+        if self.estimate.launches > _MOSTLY:
+            causes.append("layers so small that launching operations takes most of the time")
+        return causes
 
 
 def _count(parameters: int) -> str:

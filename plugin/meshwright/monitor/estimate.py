@@ -9,9 +9,10 @@ import torch
 
 from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.choose.picked_plan import cluster_at_hand, describe_model
+from meshwright.choose.run_profile import PROFILE_FILE, calibrate_command, load_run_profile
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
-from meshwright.mesh.process_group import node_count
+from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.planner import own_plan
 from meshwright.planner.breakdown import StepTime
@@ -31,6 +32,8 @@ class Machine:
         cluster: the launched devices.
         profile: the efficiencies.
         is_known: whether the devices' peak comes from a data sheet or a measurement; False for a guess for some CPU.
+        command: the command that measures this machine.
+        unused_profile: why the profile that the run names is not used; empty if it is, or if there is none.
         logits: the logits that are in memory at once, as in ``Job``.
     """
 
@@ -38,6 +41,8 @@ class Machine:
     cluster: Cluster
     profile: HardwareProfile
     is_known: bool
+    command: str = ""
+    unused_profile: str = ""
     logits: Logits = "chunked"
 
     @classmethod
@@ -45,7 +50,7 @@ class Machine:
         """Describe the model and the devices at hand, without communication.
 
         Raises:
-            PlanError: if the planner cannot describe the model, or the profile was measured with other processes.
+            PlanError: if the planner cannot describe the model.
         """
         is_cut = find_runtime(model) is not None and not hasattr(getattr(model, "config", None), "to_dict")
         try:
@@ -54,15 +59,38 @@ class Machine:
             shape = None
         if shape is None:
             raise PlanError(f"the planner does not know the sizes of {type(model).__name__}")
-        device = device_of(model)
-        given = None if config.hardware_profile is None else HardwareProfile.load(config.hardware_profile)
+        device, nodes, path = device_of(model), node_count(), config.hardware_profile
+        per_node = max(1, world_size() // nodes)
+        given, unused = None, ""
+        if path is not None:
+            try:
+                given = load_run_profile(path, processes=per_node, nodes=nodes)
+            except PlanError as error:  # the memory does not depend on it, and the catalogue gives the time
+                unused = str(error)
         return cls(
             shape=shape,
-            cluster=cluster_at_hand(device, node_count(), given),
+            cluster=cluster_at_hand(device, nodes, given),
             profile=given or HardwareProfile(name="catalogue"),
             is_known=device.type != "cpu" or (given is not None and given.device is not None),
+            command=calibrate_command(processes=per_node, nodes=nodes, path=path or PROFILE_FILE),
+            unused_profile=unused,
             logits=logits_in_training(model, config),
         )
+
+    @property
+    def per_node(self) -> int:
+        """The number of processes per node."""
+        return min(self.cluster.gpus, self.cluster.gpus_per_node)
+
+    @property
+    def unknown_peak(self) -> str:
+        """Why the devices' peak is not known; empty if it is."""
+        if self.is_known:
+            return ""
+        if self.unused_profile:
+            return "it needs the peak of this CPU, from a profile that is valid for this run"
+        pass_it = f"pass ToDistributedConfig(hardware_profile={PROFILE_FILE!r})"
+        return f"it needs the peak of this CPU; measure it with {self.command}, and {pass_it}"
 
     @property
     def basis(self) -> str:
@@ -86,12 +114,14 @@ class Estimate:
         memory: the memory of a rank of each pipeline stage, by stage.
         band: relative error of the time; nine of ten runs are inside.
         ranks_per_stage: number of ranks of each stage.
+        launches: launching operations, as a share of the time of a layer without communication.
     """
 
     time: StepTime
     memory: tuple[Memory, ...]
     band: float
     ranks_per_stage: int
+    launches: float
 
     @property
     def fullest(self) -> Memory:
@@ -127,11 +157,19 @@ def estimate(machine: Machine, plan: ParallelPlan, dtype: torch.dtype, batch: tu
     )
     job = job.in_32_bits() if dtype.itemsize >= 4 else job
     try:
-        time = StepModel(machine.shape, machine.cluster, machine.profile.coefficients).step(candidate, job)
+        model = StepModel(machine.shape, machine.cluster, machine.profile.coefficients)
+        time, layer = model.step(candidate, job), model.layer(candidate, job)
         memory = tuple(stage_memory(machine.shape, candidate, job, stage) for stage in range(plan.pp))
     except (ArithmeticError, ValueError) as error:
         raise PlanError(f"no estimate of {plan.label}: {error}") from error
-    return Estimate(time=time, memory=memory, band=machine.profile.band, ranks_per_stage=plan.dp * plan.cp * plan.tp)
+    computing = layer.forward + layer.backward - layer.tensor - layer.context
+    return Estimate(
+        time=time,
+        memory=memory,
+        band=machine.profile.band,
+        ranks_per_stage=plan.dp * plan.cp * plan.tp,
+        launches=3 * machine.profile.coefficients.launch / computing,  # backward launches twice as many as forward
+    )
 
 
 def candidate_of(plan: ParallelPlan, rows: int, passes: int = 1) -> Candidate:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 import time
 import weakref
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from meshwright.config import ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.faults.together import succeed_together
+from meshwright.mesh.cores import core_count
 from meshwright.monitor.card import Card, Comparison
 from meshwright.monitor.estimate import Estimate, Machine, estimate
 from meshwright.monitor.figures import Figures
@@ -25,6 +25,7 @@ from meshwright.monitor.host_values import HostValues
 from meshwright.monitor.records import VERSION, RunLog
 from meshwright.monitor.reporter import Pending, Reporter
 from meshwright.monitor.step_observer import StepObserver
+from meshwright.monitor.terminal import say
 from meshwright.monitor.words import line, memory
 from meshwright.optim.runtime import Runtime, device_of
 from meshwright.parallel.row_layout import global_shape
@@ -220,10 +221,10 @@ class Monitor:
         if _rank() != 0:
             return
         card = self._card()
-        _print(str(card))
+        say(str(card))
         if self._prepared.log is not None:
             if self._prepared.log.has_earlier and self._first_step == 0:
-                _print(
+                say(
                     f"meshwright: {self._prepared.log.path} has an earlier run, which this run's "
                     "steps replace in the report. To keep both, set another ToDistributedConfig(logging_dir=...)"
                 )
@@ -266,7 +267,9 @@ class Monitor:
             estimate=self._estimate,
             reason=reason,
             basis="" if isinstance(machine, str) else machine.basis,
-            has_peak=not isinstance(machine, str) and machine.is_known,
+            unknown_peak=machine if isinstance(machine, str) else machine.unknown_peak,
+            unused_profile="" if isinstance(machine, str) else machine.unused_profile,
+            is_cpu=self._device.type == "cpu",
         )
 
     def _show(self, pending: Pending, figures: Figures) -> None:
@@ -277,7 +280,7 @@ class Monitor:
         if is_first:
             self._show_memory(figures)
         if self.prints and self.every is not None:
-            _print(line(figures, max_steps=pending.max_steps))
+            say(line(figures, max_steps=pending.max_steps))
         if not self._has_compared and pending.count >= _COMPARED and pending.per_step:
             self._has_compared = True
             self._compare(figures, pending.per_step)
@@ -288,7 +291,7 @@ class Monitor:
         words = f"peak {memory(figures.peak[figures.fullest])} on rank {figures.fullest}, the fullest ({what})"
         if self.steps.passes_per_step > 1:
             words += f"; {self.steps.passes_per_step} forward passes per step"
-        _print(f"meshwright: measured after step {figures.step}: {words}")
+        say(f"meshwright: measured after step {figures.step}: {words}")
         if self._prepared.log is not None:
             self._prepared.log.write("memory", {"step": figures.step, "peak": figures.peak, "memory_is": what})
 
@@ -306,8 +309,11 @@ class Monitor:
             rank=figures.fullest,
             has_profile=machine.profile.rows > 0,
             is_cpu=self._device.type == "cpu",
+            command=machine.command,
+            processes=machine.per_node,
+            cores=core_count(),
         )
-        _print(str(compared))
+        say(str(compared))
         if self._prepared.log is not None:
             record: dict[str, Any] = {
                 "step": figures.step,
@@ -357,7 +363,3 @@ def _of_estimate(found: Estimate | None) -> dict[str, Any]:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -194,12 +194,9 @@ class HardwareProfile:
         per_node = gpus_per_node or min(gpus or self.processes, self.processes)
         gpus = gpus or self.processes * self.nodes
         busy = min(gpus, per_node)
-        is_shared = self.device.shares_host and busy != self.processes
-        if is_shared or busy > self.processes:
-            why = "processes share its cores" if is_shared else "links between more devices were not measured"
+        if (reason := self.against_processes(busy)) is not None:
             raise PlanError(
-                f"profile {self.name!r} is valid for {self.processes} process(es) per host, not {busy}: {why}. Use "
-                f"--gpus-per-node {self.processes}, or meshwright calibrate --processes {busy}"
+                f"{reason}. Use --gpus-per-node {self.processes}, or meshwright calibrate --processes {busy}"
             )
         if gpus > per_node and self.nodes == 1 and slow_link is None:
             raise PlanError(
@@ -209,21 +206,34 @@ class HardwareProfile:
             )
         return Cluster(device=self.device, gpus=gpus, gpus_per_node=per_node, slow_link=slow_link)
 
+    def against_processes(self, processes: int) -> str | None:
+        """Return why the profile is not valid for a number of processes per host; None if it is."""
+        is_shared = self.device is not None and self.device.shares_host and processes != self.processes
+        if not is_shared and processes <= self.processes:
+            return None
+        why = "processes share its cores" if is_shared else "links between more devices were not measured"
+        return f"profile {self.name!r} is valid for {self.processes} process(es) per host, not {processes}: {why}"
+
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
         Path(path).write_text(json.dumps({"version": PROFILE_VERSION, **dataclasses.asdict(self)}, indent=2) + "\n")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> HardwareProfile:
+    def load(cls, path: str | os.PathLike[str], *, command: str | None = None) -> HardwareProfile:
         """Read a profile that ``save`` wrote.
+
+        Args:
+            path: the file.
+            command: the command that writes such a profile, for the errors.
 
         Raises:
             PlanError: the file does not exist, is not a profile, or has another version.
         """
+        command = command or f"meshwright calibrate --output {path}"
         try:
             content: Any = json.loads(Path(path).read_text())
         except FileNotFoundError:
-            raise PlanError(f"{path}: no such profile; write one with meshwright calibrate --output {path}") from None
+            raise PlanError(f"{path}: no such profile; write one with {command}") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise PlanError(f"{path}: not a hardware profile ({error})") from None
         if not isinstance(content, dict) or "version" not in content:
@@ -232,7 +242,7 @@ class HardwareProfile:
         if version != PROFILE_VERSION:
             raise PlanError(
                 f"{path}: the profile has version {version}, but this version of meshwright reads version "
-                f"{PROFILE_VERSION}; run meshwright calibrate again"
+                f"{PROFILE_VERSION}; measure again with {command}"
             )
         try:
             content["coefficients"] = Coefficients(**content["coefficients"])
