@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from harness import WorkerPool, preloaded
 from tiers import CROSSINGS, QUICK, belongs, matches
@@ -33,6 +34,10 @@ def preloaded_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     folder = tmp_path_factory.mktemp("python")
     with preloaded.commands(folder, (), {}):
         yield folder / "python"
+
+
+settings.register_profile("suite", deadline=None)  # a busy machine must not fail a test
+settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -192,7 +192,7 @@ def test_mistakes_are_errors_that_say_what_to_write(pool2: Any, tmp_path: Path) 
         "must be a list of",
         "step='3' must be a whole number",
         "keep=0",
-        "extra would come back different",
+        "extra would be read back differently",
         "extra is not JSON",
         "pass the loader that to_distributed returned",
         "holds something else than a checkpoint",

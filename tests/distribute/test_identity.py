@@ -187,4 +187,4 @@ def test_a_trained_parameter_outside_of_the_model_is_named(is_wrapped: bool, poo
     """Row 22: unless it is distributed by itself."""
     for said in pool2.run(warnings_of_a_stranger, is_wrapped):
         assert bool(said) is not is_wrapped  # each model says it; those of other tests may not be collected yet
-        assert is_wrapped or "the first of shape [2, 32]" in said[0]
+        assert is_wrapped or "the first has shape [2, 32]" in said[0]
