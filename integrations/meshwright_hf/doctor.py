@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.errors import PlanError
+from meshwright.mesh.cores import core_count
 from meshwright_hf import network
 from meshwright_hf.versions import TESTED, installed, place
 
@@ -185,7 +186,7 @@ def _network() -> Iterator[Finding]:
 
 
 def _resources() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = core_count()
     threads = os.environ.get("OMP_NUM_THREADS")
     text = f"{cores}; OMP_NUM_THREADS={threads or 'unset: meshwright launch divides the cores'}"
     yield Finding(topic="cores", status="ok", text=text)
