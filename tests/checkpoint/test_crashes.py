@@ -94,7 +94,7 @@ def killed_saves(root: Path, kind: str, victim: int, every: int) -> tuple[int, l
 def in_the_pool(victim: int, kind: str, root: Path, every: int) -> Any:
     # A simulated kill on one rank is an error of the collectives on the other, as the death of a process is.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.faults.together._attempt", attempt)
+        patch.setattr("meshwright.faults.together.attempt", attempt)
         return killed_saves(root, kind, victim, every)
 
 

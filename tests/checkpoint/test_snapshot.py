@@ -29,7 +29,7 @@ def part(values: dict[str, Tensor]) -> RankPart:
         own = [Block(0, 0, value.numel())]
         return Source(dtype=value.dtype, values=lambda: value, held=own, share=own)
 
-    return RankPart(place=0, sources={key: source(value) for key, value in values.items()}, random=None)
+    return RankPart(place=0, sources={key: source(value) for key, value in values.items()}, random=lambda: None)
 
 
 def copied(snapshot: Snapshot) -> dict[str, Tensor]:

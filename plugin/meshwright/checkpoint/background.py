@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import base64
 import itertools
 import logging
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -23,15 +25,18 @@ from meshwright.faults.together import Meeting
 
 logger = logging.getLogger(__name__)
 
-_POLL = 0.02  # seconds between two looks at the store
+_FIRST_POLL, _LAST_POLL = 0.001, 0.02  # seconds between two looks at the store: twice as long after each
 _PATIENCE = 120.0  # seconds that this rank, which has ended, waits for another one
 
 
 class Job(Protocol):
     """A save of a snapshot."""
 
-    def copy(self) -> None:
-        """Copy the tensors that the snapshot shares with the model. Never raises."""
+    def copy(self, meeting: Meeting | None) -> None:
+        """Copy the tensors that the snapshot shares with the model; every rank makes the call.
+
+        An error of one rank alone is raised by :meth:`run`.
+        """
 
     def run(self, meeting: Meeting | None, on_write: Callable[[int], None]) -> None:
         """Write and commit it."""
@@ -102,7 +107,7 @@ class Background:
 
     def _run(self, save: Job, meeting: Meeting | None, is_copied: threading.Event) -> None:
         try:
-            save.copy()
+            save.copy(meeting)
             is_copied.set()
             save.run(meeting, lambda _: None)
         except Exception as error:
@@ -165,6 +170,7 @@ class StoreMeeting:
         self.rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         self._count = 0
+        self._own: list[str] = []  # the keys that this rank has set and not deleted
 
     def texts_of_all(self, text: str) -> list[str]:
         """Return the text of every rank, in their order; every rank must make the call.
@@ -172,11 +178,13 @@ class StoreMeeting:
         Raises:
             TimeoutError: if the program has ended on this rank, and another rank does not answer.
         """
-        self._count += 1
-        self._store.set(f"{self._count}/{self.rank}", text)
+        self._set(text)
         keys = [f"{self._count}/{rank}" for rank in range(self._size)]
         self._wait(keys)
-        return [self._store.get(key).decode() for key in keys]
+        # All ranks have come here, so they have read everything before. The store lives as long as the job.
+        while len(self._own) > 1:
+            self._store.delete_key(self._own.pop(0))
+        return [self._get(key) for key in keys]
 
     def text_of_first(self, text: str) -> str:
         """Return rank 0's text on every rank; every rank must make the call.
@@ -184,12 +192,23 @@ class StoreMeeting:
         Raises:
             TimeoutError: if the program has ended on this rank, and rank 0 does not answer.
         """
-        self._count += 1
-        key = f"{self._count}/0"
         if self.rank == 0:
-            self._store.set(key, text)
+            self._set(text)
+        else:
+            self._count += 1
+        key = f"{self._count}/0"
         self._wait([key])
-        return self._store.get(key).decode()
+        return self._get(key)
+
+    # The store refuses values of more than 8 MiB, which the texts of very many tensors reach only uncompressed.
+    def _set(self, text: str) -> None:
+        self._count += 1
+        key = f"{self._count}/{self.rank}"
+        self._store.set(key, base64.b64encode(zlib.compress(text.encode(), level=1)).decode())
+        self._own.append(key)
+
+    def _get(self, key: str) -> str:
+        return zlib.decompress(base64.b64decode(self._store.get(key))).decode()
 
     def close(self) -> None:
         """Let rank 0, whose process may hold the store, end after the others have read the last texts."""
@@ -202,10 +221,11 @@ class StoreMeeting:
             logger.warning("after a save in the background, another rank did not confirm its end: %s", error)
 
     def _wait(self, keys: list[str]) -> None:
-        alone_since = None
+        alone_since, poll = None, _FIRST_POLL
         # Short looks: a wait would hold the store's connection, which the training uses too.
         while keys and not self._store.check(keys):
-            time.sleep(_POLL)
+            time.sleep(poll)
+            poll = min(2 * poll, _LAST_POLL)
             if not threading.main_thread().is_alive():
                 alone_since = alone_since or time.monotonic()
                 if time.monotonic() - alone_since > _PATIENCE:

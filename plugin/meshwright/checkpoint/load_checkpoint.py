@@ -22,7 +22,14 @@ from meshwright.checkpoint.part_files import read_elements
 from meshwright.checkpoint.random_state import check_random_state, set_random_state
 from meshwright.checkpoint.regions import Block, numel
 from meshwright.checkpoint.restore import ReadState, check_fits, read_state, set_state
-from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_manifest
+from meshwright.checkpoint.run_state import (
+    Mesh,
+    RunTensor,
+    mesh_of,
+    model_tensors,
+    optimizer_manifest,
+    runtime_or_single,
+)
 from meshwright.checkpoint.shares import Held
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
@@ -95,7 +102,8 @@ def load_checkpoint(
     """
     model = without_compilation(model)
     Background.of(model).wait()
-    runtime, mesh = succeed_together(lambda: mesh_of(model))
+    runtime = runtime_or_single(model)
+    mesh = succeed_together(lambda: mesh_of(model, runtime))
     given = {"optimizer": optimizer, "loader": loader, "scheduler": scheduler, "scaler": scaler}
     path = on_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
     if path is None:

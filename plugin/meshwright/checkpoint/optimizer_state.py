@@ -72,7 +72,7 @@ def save_optimizer(
     stem = on_first_rank(lambda: _new_stem(folder))
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (dtype, shape) in forms.items()}
     files = {file: {name: forms[name] for name in names} for file, names in split(stem, sizes, most).items() if names}
-    manifest = succeed_together(lambda: describe_optimizer(found, state, files))
+    manifest = succeed_together(lambda: describe_optimizer(found, state, encoded_groups(found), files))
 
     is_writer = is_first(found.runtime) and (not dist.is_initialized() or dist.get_rank() == 0)
     written = StreamedFiles(folder, files, f"writing {folder}") if is_writer else None
@@ -120,7 +120,12 @@ def with_own_text(model: nn.Module, optimizer: Optimizer) -> tuple[OptimizerPart
         CheckpointError: if state is neither a tensor nor a number.
     """
     found = parts_of(model, optimizer)
-    return found, json.dumps({"masters": _own_masters(found), "state": _own_state(found)}, default=str)
+    return found, own_text(found, own_state(found))
+
+
+def own_text(found: OptimizerParts, state: State) -> str:
+    """Return what :func:`of_all` needs of a rank with this state."""
+    return json.dumps({"masters": _own_masters(found), "state": state}, default=str)
 
 
 def of_all(found: OptimizerParts, texts: list[str]) -> tuple[OptimizerParts, State]:
@@ -147,7 +152,12 @@ def _merged(states: Iterable[State]) -> State:
     return {name: {key: _form(value) for key, value in values.items()} for name, values in result.items()}
 
 
-def _own_state(found: OptimizerParts) -> State:
+def own_state(found: OptimizerParts) -> State:
+    """Return a description of this rank's state, with the values of what is not a tensor.
+
+    Raises:
+        CheckpointError: if state is neither a tensor nor a number.
+    """
     return {
         name: {key: _described(name, key, value, part) for key, value in found.optimizer.state[part.key].items()}
         for name, part in found.parts.items()
@@ -212,30 +222,29 @@ def _gather(
     tensor: str,
 ) -> Tensor | None:
     part = found.parts[tensors[tensor][0]]
-    value = local_values(found, tensors[tensor], forms[tensor], device)
+    value = _local_values(found, tensors[tensor], forms[tensor], device)
     if forms[tensor][1] != tuple(part.record.global_shape):
         return value  # the same on every rank
     return assemble(value.reshape(-1), part.record, part.cut, found.runtime)
 
 
-def local_values(found: OptimizerParts, tensor: tuple[str, str | None], form: Form, device: torch.device) -> Tensor:
-    """Return this rank's elements of a tensor of the optimizer's state.
-
-    Args:
-        found: the optimizer.
-        tensor: the parameter and the key of its state; None for its master weight.
-        form: the dtype and the one-device shape of the tensor.
-        device: the device of elements that have no state yet.
-    """
+def _local_values(found: OptimizerParts, tensor: tuple[str, str | None], form: Form, device: torch.device) -> Tensor:
+    """Return this rank's elements of a tensor of the optimizer's state; the key of a master weight is None."""
     name, key = tensor
     part = found.parts[name]
     if key is None:
         value = part.key
     else:
         value = found.optimizer.state.get(part.key, {}).get(key) if part.key is not None else None
-    if value is None:  # no element here, or a slice that never had a gradient: one device would have zeros
-        return torch.zeros(part.own[1] - part.own[0], dtype=form[0], device=device)
-    return value.detach()
+    return new_state(part, form[0], device) if value is None else value.detach()
+
+
+def new_state(part: Part, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the state where a rank has none: of no element, or of a slice that never had a gradient.
+
+    One device would have zeros.
+    """
+    return torch.zeros(part.own[1] - part.own[0], dtype=dtype, device=device)
 
 
 def _new_stem(folder: Path) -> str:
@@ -243,8 +252,13 @@ def _new_stem(folder: Path) -> str:
     return f"optimizer-{uuid.uuid4().hex[:8]}"
 
 
-def describe_optimizer(found: OptimizerParts, state: State, files: dict[str, dict[str, Form]]) -> OptimizerManifest:
-    groups = [
+def encoded_groups(found: OptimizerParts) -> list[dict[str, Any]]:
+    """Return the parameter names and the encoded options of each group.
+
+    Raises:
+        CheckpointError: if an option is neither a number nor a text.
+    """
+    return [
         {
             "parameters": names,
             "options": {
@@ -255,6 +269,11 @@ def describe_optimizer(found: OptimizerParts, state: State, files: dict[str, dic
         }
         for index, (names, group) in enumerate(zip(found.groups, found.optimizer.param_groups, strict=True))
     ]
+
+
+def describe_optimizer(
+    found: OptimizerParts, state: State, groups: list[dict[str, Any]], files: dict[str, dict[str, Form]]
+) -> OptimizerManifest:
     are_tensors = {name: [key for key, v in values.items() if isinstance(v, tuple)] for name, values in state.items()}
     return OptimizerManifest(
         optimizer=type(found.optimizer).__name__,

@@ -103,12 +103,12 @@ class RankPart:
     Args:
         place: the rank's place on the mesh.
         sources: what it writes of each tensor, by the keys of the tensors.
-        random: the rank's random state, as JSON.
+        random: function that returns the rank's random state, as JSON.
     """
 
     place: int
     sources: Mapping[str, Source]
-    random: Any
+    random: Callable[[], Any]
 
     @property
     def num_bytes(self) -> int:
@@ -150,7 +150,7 @@ class RankPart:
             disk.sync(descriptor)
         finally:
             os.close(descriptor)
-        record = {"place": self.place, "random": self.random, "tensors": tensors}
+        record = {"place": self.place, "random": self.random(), "tensors": tensors}
         index = json.dumps(record, separators=(",", ":")).encode()
         disk.write_file(folder / index_name, index)
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,22 +15,26 @@ from meshwright.errors import CheckpointError
 Random = dict[str, Any]
 
 
-def random_state(device: torch.device) -> Random:
-    """Return the present random states.
+def random_state(device: torch.device) -> Callable[[], Random]:
+    """Return a function that encodes the present random states, so that a thread can do so later.
 
     Args:
         device: the device of the model; on CUDA its random state is saved too.
     """
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: Random = {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, [int(word) for word in keys], int(position), int(has_gauss), float(cached)],
-        "torch": encoded(torch.get_rng_state()),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device).tolist()
-    return state
+    of_torch = torch.get_rng_state()
+    of_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def encode() -> Random:
+        state: Random = {
+            "python": [version, list(words), gauss],
+            "numpy": [kind, [int(word) for word in keys], int(position), int(has_gauss), float(cached)],
+            "torch": encoded(of_torch),
+        }
+        return state if of_cuda is None else {**state, "cuda": of_cuda.tolist()}
+
+    return encode
 
 
 def check_random_state(state: Any, device: torch.device, where: str) -> None:

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from meshwright.checkpoint.optimizer_manifest import OptimizerManifest
+from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, master_key, state_key
 from meshwright.checkpoint.optimizer_state import (
     State,
     describe_optimizer,
-    local_values,
+    encoded_groups,
+    new_state,
+    own_state,
     saved_tensors,
     tensor_forms,
 )
@@ -24,7 +27,7 @@ from meshwright.checkpoint.shares import Held, Place, Sizes
 from meshwright.errors import CheckpointError
 from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.runtime import Runtime, find_runtime
-from meshwright.optim.state_parts import OptimizerParts
+from meshwright.optim.state_parts import OptimizerParts, parts_of
 from meshwright.parallel.collectives import Axes
 from meshwright.parallel.row_layout import RowLayout, ShardRecord
 
@@ -55,15 +58,19 @@ class Mesh:
         return self.sizes.index(self.place)
 
 
-def mesh_of(model: nn.Module) -> tuple[Runtime, Mesh]:
-    """Return the runtime of a model, or one of a single rank, and this rank's place.
+def runtime_or_single(model: nn.Module) -> Runtime:
+    """Return the runtime of a model, or one of a single rank."""
+    return find_runtime(model) or Runtime(axes=Axes(), parameters=[])
+
+
+def mesh_of(model: nn.Module, runtime: Runtime) -> Mesh:
+    """Return this rank's place on the mesh of a model with this runtime.
 
     Raises:
         CheckpointError: if an engine holds the model's state, or several processes the model, and it is not
             distributed over them.
     """
     check_no_engine(model)
-    runtime = find_runtime(model) or Runtime(axes=Axes(), parameters=[])
     sizes = _sizes(runtime)
     ranks = sizes.ranks
     # If the process group is gone, compare_before_save says so.
@@ -74,7 +81,7 @@ def mesh_of(model: nn.Module) -> tuple[Runtime, Mesh]:
             "pass the model that to_distributed returned"
         )
     place = Place(pp=runtime.pp.rank, dp=runtime.dp.rank, tp=runtime.tp.rank)
-    return runtime, Mesh(place=place, sizes=sizes)
+    return Mesh(place=place, sizes=sizes)
 
 
 def _sizes(runtime: Runtime) -> Sizes:
@@ -133,35 +140,65 @@ def _flattened(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor.detach().reshape(-1)
 
 
-def optimizer_tensors(found: OptimizerParts, state: State, device: torch.device) -> dict[str, RunTensor]:
-    """Return the tensors of an optimizer's state, by key.
+@dataclass(frozen=True, kw_only=True)
+class OwnOptimizer:
+    """What this rank has of an optimizer at one moment.
 
     Args:
-        found: the optimizer's parts, with ``has_master`` as it is on all ranks together.
-        state: the description of the state of all ranks.
-        device: the device of elements that have no state yet.
+        found: its parts.
+        state: a description of this rank's state.
+        groups: the names and the encoded options of each group.
+        values: function that returns this rank's elements of each tensor, by the tensor's key in files.
     """
-    sizes, sources = _sizes(found.runtime), saved_tensors(found, state)
-    tensors: dict[str, RunTensor] = {}
-    for key, form in tensor_forms(found, state).items():
-        part = found.parts[sources[key][0]]
-        if form[1] == tuple(part.record.global_shape):
-            held = Held.shard(form[0], part.record, part.cut, sizes.tp)
-        else:
-            held = Held.whole(*form, sizes)
-        values = functools.partial(local_values, found, sources[key], form, device)
-        tensors[key] = RunTensor(held=held, values=values)
-    return tensors
 
+    found: OptimizerParts
+    state: State
+    groups: list[dict[str, Any]]
+    values: dict[str, Callable[[], Tensor]]
 
-def optimizer_fields(found: OptimizerParts, state: State) -> dict[str, Any]:
-    """Return the rest of an optimizer's state as JSON.
+    @staticmethod
+    def of(model: nn.Module, optimizer: Optimizer) -> OwnOptimizer:
+        """Look at an optimizer.
 
-    Raises:
-        CheckpointError: if an option is neither a number nor a text.
-    """
-    described = vars(describe_optimizer(found, state, {}))
-    return {name: value for name, value in described.items() if name not in ("weight_map", "format")}
+        Raises:
+            OptimizerMismatchError: if it belongs to another model.
+            CheckpointError: if an engine holds its state, or options or state are neither numbers nor tensors.
+        """
+        found = parts_of(model, optimizer)
+        state, values = own_state(found), {}
+        for name, part in found.parts.items():
+            if part.key is None:
+                continue
+            if part.has_master:
+                values[master_key(name)] = part.key.detach
+            for key, described in state.get(name, {}).items():
+                if isinstance(described, tuple):
+                    values[state_key(name, key)] = found.optimizer.state[part.key][key].detach
+        return OwnOptimizer(found=found, state=state, groups=encoded_groups(found), values=values)
+
+    def tensors(self, state: State, device: torch.device) -> dict[str, RunTensor]:
+        """Return the tensors of the optimizer's state, by key.
+
+        Args:
+            state: the description of the state of all ranks.
+            device: the device of elements that have no state yet.
+        """
+        sizes, sources = _sizes(self.found.runtime), saved_tensors(self.found, state)
+        tensors: dict[str, RunTensor] = {}
+        for key, form in tensor_forms(self.found, state).items():
+            part = self.found.parts[sources[key][0]]
+            if form[1] == tuple(part.record.global_shape):
+                held = Held.shard(form[0], part.record, part.cut, sizes.tp)
+            else:
+                held = Held.whole(*form, sizes)
+            values = self.values.get(key) or functools.partial(new_state, part, form[0], device)
+            tensors[key] = RunTensor(held=held, values=values)
+        return tensors
+
+    def fields(self, state: State) -> dict[str, Any]:
+        """Return the rest of the state of all ranks as JSON."""
+        described = vars(describe_optimizer(self.found, state, self.groups, {}))
+        return {name: value for name, value in described.items() if name not in ("weight_map", "format")}
 
 
 def optimizer_manifest(fields: dict[str, Any], folder: str) -> OptimizerManifest:

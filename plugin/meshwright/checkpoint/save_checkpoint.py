@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import os
-import platform
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.background import Background
-from meshwright.checkpoint.folders import commit, keep_newest, stage
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.model_config import model_config
 from meshwright.checkpoint.optimizer_manifest import encode
-from meshwright.checkpoint.optimizer_state import State, of_all, with_own_text
-from meshwright.checkpoint.part_files import FileRecord, RankPart, Source
-from meshwright.checkpoint.random_state import random_state
-from meshwright.checkpoint.regions import Block
-from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_fields, optimizer_tensors
-from meshwright.checkpoint.shares import Held, shares
-from meshwright.checkpoint.snapshot import Snapshot
-from meshwright.checkpoint.staging import Staging
+from meshwright.checkpoint.own_run import OwnRun
+from meshwright.checkpoint.run_state import mesh_of, runtime_or_single
+from meshwright.checkpoint.save_job import SaveJob
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import Meeting, exchange_together, on_first_rank, succeed_together
-from meshwright.optim.runtime import Runtime, device_of
-from meshwright.optim.state_parts import OptimizerParts
+from meshwright.faults.together import succeed_together
+from meshwright.optim.runtime import device_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
-
-_LIBRARIES = ("meshwright", "torch", "transformers", "accelerate", "numpy")
 
 
 def save_checkpoint(
@@ -97,115 +79,31 @@ def save_checkpoint(
     background.wait()
     target = Path(os.path.abspath(folder))
     objects = Objects(loader=loader, scheduler=scheduler, scaler=scaler, extra=extra)
+    runtime = runtime_or_single(model)
+    # The ranks agree in a thread on what each of them writes. Memory of other devices is too scarce to wait for that.
+    plans_later = asynchronous and device_of(model).type == "cpu"
 
-    def begin() -> tuple[tuple[Runtime, Mesh, dict[str, Any], OptimizerParts | None], str]:
-        runtime, mesh = mesh_of(model)
-        found, text = (None, "") if optimizer is None else with_own_text(model, optimizer)
-        return (runtime, mesh, _checked(objects, step, keep), found), text
+    def prepare() -> OwnRun:
+        mesh, states = mesh_of(model, runtime), {"step": step, **_checked(objects, step, keep)}
+        with reading_shards():
+            own = OwnRun.of(model, optimizer, runtime, mesh, states)
+            return own.as_of_now() if plans_later else own
 
-    # Training waits for each exchange between the ranks, so only a few are made.
-    (runtime, mesh, states, found), texts = exchange_together(begin)
-    runtime.compare_before_save()
-
-    def prepare() -> Save:
-        tensors, ties, _ = model_tensors(model, runtime)
-        state: tuple[OptimizerParts, State] | None = None
-        if found is not None:
-            state = of_all(found, texts)
-            tensors |= optimizer_tensors(*state, device_of(model))
-
-        def manifest() -> Manifest:
-            return Manifest(
-                step=step,
-                written=time.time_ns(),
-                versions=dict(_versions()),
-                plan=None if runtime.plan is None else asdict(runtime.plan),
-                pp=mesh.sizes.pp,
-                dp=mesh.sizes.dp,
-                tp=mesh.sizes.tp,
-                tensors={key: (tensor.held.dtype, tensor.held.shape) for key, tensor in tensors.items()},
-                ties=ties,
-                optimizer=None if state is None else optimizer_fields(*state),
-                streams=None if runtime.streams is None else runtime.streams.state_dict(),
-                model_config=model_config(model),
-                files={},
-                **states,
-            )
-
-        part = RankPart(place=mesh.index, sources=_sources(tensors, mesh), random=random_state(device_of(model)))
-        return Save(
-            target=target,
-            part=Snapshot(part, background.memory) if asynchronous else part,
-            manifest=manifest() if not dist.is_initialized() or dist.get_rank() == 0 else None,
-            keep=keep,
-        )
-
+    own = runtime.succeed_before_save(prepare)
     with reading_shards():
-        save = succeed_together(prepare)
+        job = SaveJob(target, own, keep, background.memory if asynchronous else None)
+        if not plans_later:
+            job.plan(None)
+            succeed_together(job.check)
         if asynchronous:
-            if found is not None:
-                background.hold_steps_of(found.optimizer)
-            background.start(save)
+            if own.optimizer is not None:
+                background.hold_steps_of(own.optimizer.found.optimizer)
+            background.start(job)
         else:
             with Progress(f"writing {target.name}") as progress:
-                progress.start(save.part.num_bytes)
-                save.run(None, progress.add)
+                progress.start(job.num_bytes)
+                job.run(None, progress.add)
     return target
-
-
-@dataclass(frozen=True, kw_only=True)
-class Save:
-    """One save: each rank writes its files, then the first rank makes the checkpoint visible.
-
-    Args:
-        target: the folder that the checkpoint gets.
-        part: what this rank writes, or a snapshot of it.
-        manifest: the manifest, without the records of the files; None on all ranks but the first.
-        keep: the number of checkpoints to keep in the folder's parent; None for all.
-    """
-
-    target: Path
-    part: RankPart | Snapshot
-    manifest: Manifest | None
-    keep: int | None
-
-    def copy(self) -> None:
-        """Copy the tensors that a snapshot shares with the model. Never raises."""
-        if isinstance(self.part, Snapshot):
-            self.part.copy()
-
-    def run(self, meeting: Meeting | None, on_write: Callable[[int], None]) -> None:
-        """Write and commit the checkpoint; every rank makes the call.
-
-        Args:
-            meeting: how the ranks tell each other that their files are written; None for collectives.
-            on_write: function that is called with the number of bytes after each write.
-        """
-        staging: Staging | None = None
-
-        def start() -> str:
-            nonlocal staging
-            staging = stage(self.target)
-            return str(staging.path)
-
-        def write(path: Path) -> str:
-            part = self.part.copied() if isinstance(self.part, Snapshot) else self.part
-            return json.dumps({name: asdict(record) for name, record in part.write(path, on_write).items()})
-
-        def finish() -> None:
-            assert staging is not None and self.manifest is not None
-            commit(staging, dataclasses.replace(self.manifest, files=files))
-            if self.keep is not None:
-                keep_newest(self.target.parent, self.keep)
-
-        try:
-            path = Path(on_first_rank(start, meeting))
-            _, texts = exchange_together(lambda: (None, write(path)), meeting)
-            files = {name: FileRecord(**record) for text in texts for name, record in json.loads(text).items()}
-            on_first_rank(finish, meeting)
-        finally:
-            if staging is not None:
-                staging.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,32 +145,3 @@ def _state_of(value: Any, name: str) -> Any:
         advice = "; pass the loader that to_distributed returned" if name == "loader" else ""
         raise CheckpointError(f"{name}={type(value).__name__} has no state_dict and load_state_dict{advice}")
     return value.state_dict()
-
-
-def _sources(tensors: dict[str, RunTensor], mesh: Mesh) -> dict[str, Source]:
-    """What this rank writes."""
-    own = _own_shares(tuple((key, tensor.held) for key, tensor in tensors.items()), mesh)
-    return {
-        key: Source(dtype=tensors[key].held.dtype, values=tensors[key].values, held=held, share=share)
-        for key, (held, share) in own.items()
-    }
-
-
-# This is the same at each save of a run, and takes longer to compute than all else that training waits for.
-@functools.lru_cache(maxsize=1)
-def _own_shares(tensors: tuple[tuple[str, Held], ...], mesh: Mesh) -> dict[str, tuple[list[Block], list[Block]]]:
-    """For each tensor that this rank writes a part of: the elements that it holds, and those that it writes."""
-    held = dict(tensors)
-    own = shares(held, mesh.sizes)[mesh.index]
-    return {key: (held[key].part(mesh.place), share) for key, share in own.items()}
-
-
-@functools.cache  # reading them takes longer than any other preparation of a save
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

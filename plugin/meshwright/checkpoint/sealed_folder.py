@@ -21,7 +21,7 @@ from meshwright.checkpoint.read_files import reading
 from meshwright.checkpoint.seal import CHUNK, NAME, Seal, holds_only_what_was_sealed, sizes_in
 from meshwright.checkpoint.staging import Staging
 from meshwright.errors import CheckpointError, PeerFailedError
-from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
+from meshwright.faults.together import on_first_rank, raise_if_any, succeed_together, texts_of_all
 
 _READ = 2**20
 
@@ -69,7 +69,7 @@ def sealed_folder(
             raise
         except Exception as error:
             failure = error
-        succeed_together(lambda: _raise(failure))
+        succeed_together(lambda: raise_if_any(failure))
         files = _digested(path, on_first_rank(lambda: sorted(sizes_in(path).items())))
         on_first_rank(lambda: commit(files))
     finally:
@@ -199,8 +199,3 @@ def _digest_of(path: Path, start: int, stop: int) -> str:
 def _content(path: Path) -> bytes:
     with reading(path) as descriptor:
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -68,6 +69,16 @@ class Snapshot:
             raise self._error
         assert not self._pending
         return self._part
+
+
+def as_of_now(values: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return a function that returns the present values of a tensor, 1-d, whatever the program writes to it later.
+
+    They are shared with a CPU tensor, as :class:`Snapshot` does. Of other tensors they are a copy on the CPU.
+    """
+    present = values().contiguous().view(-1)
+    shared = _shared(present) if present.is_cpu else None
+    return partial(_same, present.to("cpu", copy=True) if shared is None else shared)
 
 
 def _shared(values: Tensor) -> Tensor | None:

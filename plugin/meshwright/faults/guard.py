@@ -110,16 +110,34 @@ class Guard:
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) == 1:
             return
-        log = self.trace.of(ranks)
-        what = ", ".join(statement.text for statement in statements if statement.text)
-        self.trace.begin(f"the comparison of the ranks' {place}")
-        parts = (place, f"step {self.step}", what, log.summary())
-        finding = self._ask(place, ranks, ", ".join(part for part in parts if part))
+        finding = self._compare(place, ranks, *(statement.text for statement in statements))
         if finding is not None:
             # Ranks that wait at different places do not all come here, so they cannot compare details.
             details = self._explain(place, ranks, statements) if finding["together"] else []
             raise self._diverged(ranks, finding, *details)
         self._agreed[place, ranks] = self.step
+
+    def agree(self, place: str, *texts: str) -> bool:
+        """Wait for all ranks as :meth:`meet` does, and return whether they agree instead of raising.
+
+        Args:
+            place: the place in the program.
+            texts: values that should be equal on all ranks.
+
+        Raises:
+            DivergenceError: the ranks are at different places.
+            PeerFailedError: a rank is gone or did not come to the meeting in time.
+        """
+        ranks = tuple(range(dist.get_world_size()))
+        finding = self._compare(place, ranks, *texts)
+        if finding is not None and not finding["together"]:
+            raise self._diverged(ranks, finding)
+        return finding is None
+
+    def _compare(self, place: str, ranks: tuple[int, ...], *texts: str) -> dict[str, Any] | None:
+        self.trace.begin(f"the comparison of the ranks' {place}")
+        parts = (place, f"step {self.step}", ", ".join(filter(None, texts)), self.trace.of(ranks).summary())
+        return self._ask(place, ranks, ", ".join(filter(None, parts)))
 
     def last_agreement(self, place: str, ranks: tuple[int, ...]) -> str:
         """Return when the ranks last agreed at this place, for messages."""

@@ -44,7 +44,7 @@ def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T
             message gives the rank that failed and its error.
     """
     exchange = texts_of_all if meeting is None else meeting.texts_of_all
-    result, error = _attempt(step)
+    result, error = attempt(step)
     # An empty text means success: if all texts are empty, a single collective shows it.
     texts = exchange("" if error is None else json.dumps(_describe(error)))
     _raise_first([json.loads(text) if text else None for text in texts], error)
@@ -66,7 +66,7 @@ def exchange_together(step: Callable[[], tuple[T, str]], meeting: Meeting | None
         Exception: if the step fails on any rank, as :func:`succeed_together` does.
     """
     exchange = texts_of_all if meeting is None else meeting.texts_of_all
-    done, error = _attempt(step)
+    done, error = attempt(step)
     received = [json.loads(other) for other in exchange(json.dumps([done and done[1], _describe(error)]))]
     _raise_first([failure for _, failure in received], error)
     assert done is not None
@@ -86,7 +86,7 @@ def on_first_rank(step: Callable[[], T], meeting: Meeting | None = None) -> T:
     if meeting is None and not dist.is_initialized():
         return step()
     rank = dist.get_rank() if meeting is None else meeting.rank
-    result, error = _attempt(lambda: json.dumps(step())) if rank == 0 else (None, None)
+    result, error = attempt(lambda: json.dumps(step())) if rank == 0 else (None, None)
     exchange = _text_of_first if meeting is None else meeting.text_of_first
     received, failure = json.loads(exchange(json.dumps([result, _describe(error)]) if rank == 0 else ""))
     _raise_first([failure], error)
@@ -171,11 +171,18 @@ def wait_for_first_rank() -> None:
         dist.barrier()
 
 
-def _attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Run a step, and return its result or its exception."""
     try:
         return step(), None
     except Exception as error:
         return None, error
+
+
+def raise_if_any(error: Exception | None) -> None:
+    """Raise an exception that :func:`attempt` returned."""
+    if error is not None:
+        raise error
 
 
 Description = tuple[list[str], str]  # the names of an error's classes, its own first, and its message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import functools
 import os
 
 import torch
@@ -73,14 +74,19 @@ def device_for(model_device: torch.device) -> torch.device:
 def start_process_group(device: torch.device, timeout_s: float) -> None:
     """Join the launcher's process group, unless the script has done so.
 
-    The process leaves the group at exit; otherwise gloo's threads abort the interpreter.
+    The process leaves the group at exit, also a gloo group that the script or accelerate has made; otherwise gloo's
+    threads may abort the interpreter, after a run that has succeeded.
 
     Raises:
         PlanError: if two ranks use the same GPU. The message names them.
         PeerFailedError: if other ranks do not come within the timeout. The message names them.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
-    if dist.is_initialized() or world_size() == 1:
+    if dist.is_initialized():
+        if "gloo" in str(dist.get_backend_config()):
+            _leave_at_exit()
+        return
+    if world_size() == 1:
         return
     device_id = device if device.type == "cuda" else None
     if (store := _launchers_store(timeout)) is not None:
@@ -103,7 +109,7 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
                 "or still busy. If they need longer, set a larger ToDistributedConfig(timeout_s=...)"
             ) from error
         raise
-    atexit.register(leave_process_group)
+    _leave_at_exit()
 
 
 def _attempt() -> str:
@@ -145,6 +151,12 @@ def _launchers_store(timeout: datetime.timedelta) -> dist.Store | None:
     return dist.TCPStore(reached, port, ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 
 
+@functools.cache  # a notebook may distribute many models
+def _leave_at_exit() -> None:
+    atexit.unregister(dist.destroy_process_group)  # the script's own, which would run later and find no group
+    atexit.register(leave_process_group)
+
+
 def leave_process_group() -> None:
     """Leave the group, if there is one; otherwise gloo's threads abort the interpreter at exit."""
     if dist.is_initialized():
@@ -160,4 +172,4 @@ def ensure_process_group(timeout_s: float = 120.0) -> None:
     start_process_group(device, timeout_s)
     if not dist.is_initialized():
         dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(leave_process_group)
+        _leave_at_exit()

@@ -17,9 +17,10 @@ def check_no_engine(model: nn.Module) -> None:
     Raises:
         CheckpointError: if an engine holds the state; the message names the engine's own calls.
     """
-    runtimes = (find_runtime(module) for module in model.modules())
+    modules = list(model.modules())
+    runtimes = map(find_runtime, modules)
     engine = next((runtime.engine for runtime in runtimes if runtime is not None and runtime.engine), None)
-    if engine is None and _is_of_deepspeed(model):
+    if engine is None and _is_of_deepspeed(model, modules):
         engine = "DeepSpeed"
     if engine is not None:
         raise CheckpointError(
@@ -29,6 +30,8 @@ def check_no_engine(model: nn.Module) -> None:
         )
 
 
-def _is_of_deepspeed(model: nn.Module) -> bool:
+def _is_of_deepspeed(model: nn.Module, modules: list[nn.Module]) -> bool:
     is_engine = any(kind.__module__.startswith("deepspeed.") for kind in type(model).__mro__)
-    return is_engine or any(hasattr(parameter, "ds_id") for parameter in model.parameters())  # partitioned by ZeRO-3
+    # ``parameters()`` would walk through all modules once more, while training waits for a save.
+    parameters = (parameter for module in modules for parameter in module._parameters.values())
+    return is_engine or any(hasattr(parameter, "ds_id") for parameter in parameters)  # partitioned by ZeRO-3

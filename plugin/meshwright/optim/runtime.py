@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from meshwright.config import ParallelPlan
 from meshwright.context.region import ContextRegion
 from meshwright.errors import AlreadyDistributedError, CheckpointError, PlanError
 from meshwright.faults.guard import Guard
+from meshwright.faults.together import attempt, raise_if_any, succeed_together
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axes, Axis
@@ -29,6 +31,8 @@ from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
+
+T = TypeVar("T")
 
 _ATTRIBUTE = "_meshwright"
 
@@ -209,6 +213,31 @@ class Runtime:
             )
         if self.comparison is not None:
             self.comparison.compare_now()
+
+    def succeed_before_save(self, step: Callable[[], T]) -> T:
+        """Run a step without communication, and :meth:`compare_before_save`; every rank must make the call.
+
+        If nothing is wrong, the ranks meet once. Only if they do not agree, they exchange what each has to say.
+
+        Raises:
+            Exception: if the step fails on any rank, as :func:`succeed_together` does.
+            DivergenceError, CheckpointError: as :meth:`compare_before_save` does.
+        """
+        result, error = attempt(step)
+        if self.guard is not None and self.guard.is_current:
+            statement = self.comparison.statement().text if self.comparison is not None else ""
+            if self.guard.agree("save", statement, "" if error is None else "failed"):
+                if error is not None:
+                    raise error
+                if self.comparison is not None:
+                    _, error = attempt(functools.partial(self.comparison.compare_now, is_met=True))
+                    if not self.comparison.is_of_all_ranks:
+                        succeed_together(lambda: raise_if_any(error))
+                    raise_if_any(error)
+                return cast(T, result)
+        succeed_together(lambda: raise_if_any(error))
+        self.compare_before_save()
+        return cast(T, result)
 
     def meet_before_publishing(self, *_: Any) -> None:
         """Compare the data-parallel ranks, which are about to step their slices."""

@@ -163,20 +163,38 @@ class ReplicaComparison:
         if not is_deferred(self._device):
             self._look(axis)
 
-    def compare_now(self) -> None:
+    def compare_now(self, *, is_met: bool = False) -> None:
         """Compare everything and wait for the result, for example before a save. All ranks must call this.
+
+        Args:
+            is_met: whether all ranks have just made the same :meth:`statement`, so that only digests are compared.
 
         Raises:
             DivergenceError: if weights differ; the message says since when.
         """
         if not self.every:
             return
-        for axis in (self.tp, self.dp, self.tie):
-            if axis.size > 1:
+        error: DivergenceError | None = None
+        for axis in self._axes:
+            if not is_met or not _has_all_ranks(axis):  # the log of a group's collectives is not that of all ranks
                 self.guard.meet("weights", axis.group, self.statement())
+            try:
                 self._look(axis)
                 self._begin(axis)
                 self._look(axis)
+            except DivergenceError as found:  # ranks of other groups go on to the next axis, and so must this one
+                error = error or found
+        if error is not None:
+            raise error
+
+    @property
+    def is_of_all_ranks(self) -> bool:
+        """Whether all ranks find the same differences; otherwise those of one group may find what others do not."""
+        return any(map(_has_all_ranks, self._axes))
+
+    @property
+    def _axes(self) -> list[Axis]:
+        return [axis for axis in (self.tp, self.dp, self.tie) if axis.size > 1]
 
     @property
     def _device(self) -> torch.device:
@@ -271,3 +289,7 @@ def _parted(differ: dict[str, list[list[int]]], axis: Axis, step: int, before: i
     since = f"since step {before}, when they were equal" if before else "since the call that distributed the model"
     head = f"{len(differ)} weight(s) that the ranks of {axis.name} share are no longer equal in step {step}:"
     return "\n".join([head, *lines, f"They were changed {since}. {WEIGHT_ADVICE}"])
+
+
+def _has_all_ranks(axis: Axis) -> bool:
+    return axis.size == dist.get_world_size()

@@ -66,6 +66,7 @@ class RowLayout:
         return RowLayout(dim, size, tuple(((min(r * step, size), min((r + 1) * step, size)),) for r in range(ranks)))
 
     @staticmethod
+    @functools.lru_cache(maxsize=2**11)  # each save asks for those of all parameters, while training waits
     def stretches(start: int, size: int, length: int, ranks: int) -> RowLayout:
         """Return which elements of ``flat[start : start + size]`` are in each rank's ``length``-element slice."""
         borders = [min(max(rank * length - start, 0), size) for rank in range(ranks + 1)]

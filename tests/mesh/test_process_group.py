@@ -1,0 +1,40 @@
+"""The end of a process group."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import atexit
+import torch
+import torch.distributed as dist
+from meshwright.mesh.process_group import start_process_group
+
+{before}
+dist.init_process_group("{backend}", store=dist.HashStore(), rank=0, world_size=1)
+atexit.register(lambda: print("still in the group" if dist.is_initialized() else "left"))
+{own}
+for _ in range(2):
+    start_process_group(torch.device("cpu"), 10.0)
+"""
+FAKE = "from torch.testing._internal.distributed.fake_pg import FakeStore"
+
+
+@pytest.mark.parametrize(
+    ("before", "backend", "own", "printed"),
+    [
+        ("", "gloo", "", "left"),  # accelerate never leaves its group, unless the script calls end_training()
+        ("", "gloo", "atexit.register(dist.destroy_process_group)", "left"),
+        (FAKE, "fake", "", "still in the group"),  # only gloo has threads that may abort
+    ],
+)
+def test_the_scripts_own_gloo_group_ends_before_the_interpreter(
+    before: str, backend: str, own: str, printed: str
+) -> None:
+    script = SCRIPT.format(before=before, backend=backend, own=own)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.split("\n")[0] == printed
+    assert "Error" not in ended.stderr
