@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -31,7 +31,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """The result of a contest.
+    """The result of a contest with torch's schedule over one kind of stages.
 
     Args:
         ours: what our steps took, one for each round.
@@ -49,68 +49,82 @@ class Contest:
         cpu = Ratio.paired([turn.cpu for turn in ours], [turn.cpu for turn in theirs])
         seconds = median(turn.wall for turn in ours)
         return (
-            f"ours / torch {wall} in time, {cpu} in CPU time of all ranks; {len(ours)} rounds, {seconds:.3f} s per step"
+            f"ours / torch {wall} in time, {cpu} in CPU time of all ranks; {len(ours)} rounds, {seconds:.3f} s per "
+            f"step; gradients differ by {self.off:.1e}"
         )
 
 
-def compare(schedule: str, sizes: Sizes, *, rounds: int, seconds: float) -> Contest:
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One side of a contest: a function that computes the gradients of a step, and one that clears them."""
+
+    step: Callable[[], None]
+    clear: Callable[[], None]
+
+
+def compare(schedule: str, sizes: Sizes, *, stages: Sequence[str], rounds: int, seconds: float) -> dict[str, Contest]:
     """Compare the steps of a schedule; every rank must make the call. A step is forward and backward of a batch.
 
     Args:
         schedule: the schedule's name.
         sizes: the model and the rows.
-        rounds: the largest number of rounds, each with a step of either side.
+        stages: the kinds of stages that torch's schedule runs; each is a side of its own.
+        rounds: the largest number of rounds, each with a step of every side.
         seconds: the time after which no further round begins.
+
+    Returns:
+        The result for each kind of stages.
     """
     model, batch = sizes.distributed(schedule, dist.get_world_size()), sizes.batch()
     guard = active_guard()
-    theirs = TorchSchedule(schedule, sizes)
 
     def ours() -> None:
         observe(guard)
         model(**batch).loss.backward()
 
-    def of_torch() -> None:
+    ours()
+    own = mw.full_gradients(model)
+    model.zero_grad()
+    sides, off = [Side(step=ours, clear=model.zero_grad)], []
+    for kind in stages:
+        theirs = TorchSchedule(schedule, sizes, kind)
         observe(None)  # the guard must not watch torch's messages
         theirs.step()
-
-    of_torch()
-    found = _gathered(theirs.gradients())
-    theirs.zero_grad()
-    ours()
-    off = _largest_difference(mw.full_gradients(model), found)
-    model.zero_grad()
-    sides = ((ours, model.zero_grad), (of_torch, theirs.zero_grad))
-    for step, clear in sides:  # warm-up
-        _turn(step)
-        clear()
-    turns: tuple[list[Turn], list[Turn]] = [], []
+        off.append(_largest_difference(own, _gathered(theirs.gradients())))
+        theirs.zero_grad()
+        sides.append(Side(step=theirs.step, clear=theirs.zero_grad))
+    for side in sides:  # warm-up
+        _turn(side)
+    turns: list[list[Turn]] = [[] for _ in sides]
     gc.disable()
     end = time.perf_counter() + seconds
     for number in range(rounds):
         gc.collect()
-        for place in (0, 1) if number % 2 else (1, 0):
-            step, clear = sides[place]
-            turns[place].append(_turn(step))
-            clear()
+        order = [(number + place) % len(sides) for place in range(len(sides))]
+        for place in order if number // len(sides) % 2 else reversed(order):
+            turns[place].append(_turn(sides[place]))
         if _first_says(time.perf_counter() > end):
             break
     gc.enable()
     observe(guard)
-    return Contest(ours=turns[0], theirs=turns[1], off=off)
+    return {
+        kind: Contest(ours=turns[0], theirs=theirs, off=most)
+        for kind, theirs, most in zip(stages, turns[1:], off, strict=True)
+    }
 
 
-def _turn(step: Callable[[], None]) -> Turn:
-    """Return what a step takes, from when every rank is ready until every rank is done."""
+def _turn(side: Side) -> Turn:
+    """Return what a step takes, from when every rank is ready until every rank is done; clear its gradients."""
     observe(None)
     dist.barrier()
     start, used = time.perf_counter(), time.process_time()
-    step()
+    side.step()
     used = time.process_time() - used
     observe(None)
     dist.barrier()
     wall, cpu = time.perf_counter() - start, torch.tensor(used, dtype=torch.float64)
     dist.all_reduce(cpu)
+    side.clear()
     return Turn(wall=wall, cpu=cpu.item())
 
 

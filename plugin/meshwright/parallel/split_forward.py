@@ -25,6 +25,7 @@ from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.micro_batch_outputs import Pieces
 from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.summed_gradients import TWICE, SummedGradients
 
 
@@ -138,10 +139,9 @@ class _WholeGradients:
 
     def add_from(self, loss: Tensor) -> None:
         parameters = self.sums.parameters
-        with self.sums.computing():
+        with self.sums.computing(), reading_shards():
             new = torch.autograd.grad(loss, parameters, allow_unused=True)
-        for parameter, gradient in zip(parameters, new, strict=True):
-            self.sums.add(parameter, gradient)
+        self.sums.add(parameters, new)
 
     def attach(self, loss: Tensor | None, other: Tensor) -> Any:
         return self.sums.attach(loss, other)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.tensor_checks import is_known_one
 
 TWICE = (
     "backward ran a second time through a batch that the plan splits into micro-batches, but the first backward "
@@ -38,24 +39,30 @@ class SummedGradients:
             for sync in self.syncs:
                 stack.enter_context(sync.paused())
             stack.enter_context(_without_hooks(self.parameters))
-            stack.enter_context(reading_shards())
             yield
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Add a gradient of one parameter. None adds nothing. The tensor may be changed from now on."""
-        if gradient is None:
-            return
-        # Sum in float32, since many small bf16 gradients added in bf16 lose their low bits.
-        is_half = gradient.dtype in (torch.bfloat16, torch.float16)
-        gradient = gradient.float() if is_half else gradient
-        total = self._sums.get(id(parameter))
-        self._sums[id(parameter)] = gradient if total is None else total.add_(gradient)
+    def add(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        """Add a gradient of each parameter. None adds nothing. The tensors may be changed from now on."""
+        sums, added = [], []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            total = self._sums.get(id(parameter))
+            if total is None:
+                # Sum in float32, since many small bf16 gradients added in bf16 lose their low bits.
+                is_half = gradient.dtype in (torch.bfloat16, torch.float16)
+                self._sums[id(parameter)] = gradient.float() if is_half else gradient
+            else:
+                sums.append(total)
+                added.append(gradient)
+        if sums:
+            torch._foreach_add_(sums, added)
 
     def add_product(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """Add ``left.T @ right`` to the gradient of one parameter, at once if no rounding of the product is lost."""
         total = self._sums.get(id(parameter))
         if total is None or total.dtype != left.dtype:
-            self.add(parameter, left.t() @ right)
+            self.add([parameter], [left.t() @ right])
         else:
             total.addmm_(left.t(), right)
 
@@ -102,4 +109,6 @@ class _AddGradients(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(TWICE)
+        if is_known_one(grad):
+            return grad, None, None, *gradients
         return grad, None, None, *[None if g is None else g.mul_(grad) for g in gradients]

@@ -27,6 +27,11 @@ def require(holds: Tensor, error: Callable[[], Exception]) -> None:
         torch._assert_async(holds, str(error()))
 
 
+def is_known_one(scalar: Tensor) -> bool:
+    """Return whether a scalar is 1; False if finding out would make the host wait for a device."""
+    return type(scalar) is Tensor and scalar.device.type == "cpu" and scalar.item() == 1
+
+
 def require_words(words: Tensor, vocab_size: int, what: str, *, ignored: int | None = None) -> None:
     """Raise if a word is outside of the vocabulary. No rank would own it, so it would count as zero on all ranks.
 

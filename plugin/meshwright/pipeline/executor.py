@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.pipeline.links import Expected, Links, Receiver
 from meshwright.pipeline.schedule import Kind, Operation
@@ -138,13 +139,12 @@ class Step:
         inputs: list[Tensor] = [*([] if received is None else [received]), *parameters]
         found: tuple[Tensor | None, ...] = (None,) * len(inputs)
         if output.requires_grad and inputs:  # False if all stages so far are frozen
-            with self.stages.active(stage), sums.computing(), later.waiting(operation):
+            with self.stages.active(stage), later.waiting(operation), reading_shards():
                 found = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
         if received is not None:
             first, *found = found  # type: ignore[assignment]
             self._give(operation, torch.zeros_like(received) if first is None else first)
-        for parameter, own in zip(parameters, found, strict=True):
-            sums.add(parameter, own)
+        sums.add(parameters, found)
 
     def _take(self, is_forward: bool, stage: int, micro_batch: int, sender: int) -> Tensor:
         key = (is_forward, stage, micro_batch)
@@ -168,13 +168,14 @@ class Step:
 def run_training(step: Step, sums: SummedGradients, later: WeightGradients) -> None:
     """Run all operations of a training step. The gradients go to ``sums``, the loss of the last stage to the step."""
     step.open(trains=True)
-    for operation in step.operations:
-        if operation.kind is Kind.FORWARD:
-            step.forward(operation.stage, operation.micro_batch, trains=True)
-        elif operation.kind is Kind.WEIGHT_GRAD:
-            later.add_to(sums, operation.stage, operation.micro_batch)
-        else:
-            step.backward(operation, sums, later)
+    with sums.computing():
+        for operation in step.operations:
+            if operation.kind is Kind.FORWARD:
+                step.forward(operation.stage, operation.micro_batch, trains=True)
+            elif operation.kind is Kind.WEIGHT_GRAD:
+                later.add_to(sums, operation.stage, operation.micro_batch)
+            else:
+                step.backward(operation, sums, later)
     step.links.end()
 
 
