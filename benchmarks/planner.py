@@ -15,17 +15,19 @@ from typing import Annotated
 import typer
 
 from meshwright.calibration.runs import Run, read_runs
-from meshwright.calibration.validate import LeaveOut, Score, held_out, validate
+from meshwright.calibration.validate import LeaveOut, Score, held_out, predictions_of, validate
 from meshwright.planner.candidate import Job
-from meshwright.planner.hardware import Cluster, device
+from meshwright.planner.hardware import Cluster, HardwareProfile, device
 from meshwright.planner.search import search
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Space
 
 EXCERPT = Path("tests/data/published_runs_excerpt.csv")
 ROWS = 8  # calibration rows per source
-FEWEST = 12  # minimum rows of a source, so that enough rows are left to score
+FEWEST = 11  # minimum rows of a group, so that some rows are left to score
+LARGE = 20  # minimum rows of a publisher in the table of publishers
 GOALS = {"DGXC": 0.03, "llm-foundry": 0.06, "BigScience": 0.08, "vTrain": 0.10}
+GOAL = 0.08  # of a publisher, and of a group that GOALS does not name
 VIEWS: tuple[LeaveOut, ...] = ("rows", "model", "gpus", "test")
 LLAMA_405B = ModelShape(
     name="405B", layers=126, hidden=16384, heads=128, kv_heads=8, head_dim=128, ffn=53248, vocab=128256
@@ -42,7 +44,7 @@ def main(
     for line in left_out:
         print(f"left out: {line}")
     print(f"{runs.name}: {len(measured)} step times, {sum(map(held_out, measured))} of them in the test split\n")
-    for table in (uncalibrated(measured), calibrated(measured, seeds), speed()):
+    for table in (uncalibrated(measured), calibrated(measured, seeds), by_schedule(measured, seeds), speed()):
         for line in table:
             print(line, flush=True)
         print()
@@ -62,9 +64,7 @@ def uncalibrated(runs: Sequence[Run]) -> Iterator[str]:
 
 def calibrated(runs: Sequence[Run], seeds: int) -> Iterator[str]:
     """Yield the table of estimates after a few calibration rows, by how calibration and scored rows are separated."""
-    sizes = Counter(run.group for run in runs)
-    kept = [run for run in runs if sizes[run.group] >= FEWEST and run.group.split()[0] in GOALS]
-    if not kept:
+    if not (kept := _with_enough(runs)):
         return
     found: dict[LeaveOut, list[list[Score]]] = {view: [] for view in VIEWS}
     for seed, view in itertools.product(range(seeds), VIEWS):
@@ -74,7 +74,7 @@ def calibrated(runs: Sequence[Run], seeds: int) -> Iterator[str]:
     head = "| source | goal | other rows | other models | more GPUs | test split |"
     yield head + "\n|---|---|---|---|---|---|"
     for index, score in enumerate(found["rows"][0]):
-        goal = f"≤ {GOALS[score.group.split()[0]]:.0%}"
+        goal = f"≤ {GOALS.get(score.group.split()[0], GOAL):.0%}"
         yield _line(score.group, goal, [_cell([draw[index] for draw in found[view]]) for view in VIEWS])
     chosen = [score for draw in found["rows"] for score in draw if score.choices]
     covered = {view: [score for draw in found[view] for score in draw if score.rows] for view in VIEWS}
@@ -84,6 +84,37 @@ def calibrated(runs: Sequence[Run], seeds: int) -> Iterator[str]:
         yield _line(f"regret of the first choice, {sets:.0f} sets", "≤ 4%",
                     [_percent(_weighted(chosen, "regret", "choices")), "", "", ""])  # fmt: skip
         yield _line("best in the top 3", "≥ 90%", [_percent(_weighted(chosen, "top3", "choices")), "", "", ""])
+    yield from _publishers(runs, found["rows"])
+
+
+def _publishers(runs: Sequence[Run], draws: Sequence[Sequence[Score]]) -> Iterator[str]:
+    """Yield the table of publishers with many rows; its errors are means over the scored rows of all their groups."""
+    sizes = Counter(run.group.split()[0] for run in runs)
+    yield f"\n| publisher of {LARGE} or more rows | goal | rows | scored | error, bias |\n|---|---|---|---|---|"
+    for name in (name for name, size in sizes.items() if size >= LARGE):
+        scores = [score for draw in draws for score in draw if score.group.split()[0] == name and score.rows]
+        scored = sum(score.rows for score in scores) / len(draws)
+        error = f"{_weighted(scores, 'mean'):.1%}, {_weighted(scores, 'bias'):+.1%}"
+        yield _line(name, f"≤ {GOAL:.0%}", [str(sizes[name]), f"{scored:.0f}", error])
+
+
+def by_schedule(runs: Sequence[Run], seeds: int) -> Iterator[str]:
+    """Yield the table of the estimates of other rows after a few calibration rows, by source and schedule."""
+    errors: dict[tuple[str, str], list[float]] = {}
+    profile = HardwareProfile(name="catalogue")
+    kept = _with_enough(runs)
+    for seed, group in itertools.product(range(seeds), dict.fromkeys(run.group for run in kept)):
+        members = [run for run in kept if run.group == group]
+        for found in predictions_of(members, ROWS, seed, "rows", "chosen", profile):
+            schedule = found.run.plan.schedule if found.run.plan.pp > 1 else "no pipeline"
+            error = found.seconds / (found.run.seconds or 1.0) - 1
+            errors.setdefault((schedule, group), []).append(error)
+            errors.setdefault((schedule, "all"), []).append(error)
+    yield f"{ROWS} calibration rows, other rows, mean over {seeds} seeds, by schedule\n"
+    yield "| schedule | source | rows | error | bias |\n|---|---|---|---|---|"
+    for (schedule, group), found_errors in sorted(errors.items()):
+        rows, error = round(len(found_errors) / seeds), statistics.fmean(map(abs, found_errors))
+        yield _line(schedule, group, [str(rows), _percent(error), f"{statistics.fmean(found_errors):+.1%}"])
 
 
 def speed() -> Iterator[str]:
@@ -97,6 +128,12 @@ def speed() -> Iterator[str]:
     start = time.perf_counter()
     subprocess.run([sys.executable, "-m", "meshwright.cli", "plan", "--help"], check=True, stdout=subprocess.DEVNULL)
     yield _line("meshwright plan --help", f"{time.perf_counter() - start:.1f}", [])
+
+
+def _with_enough(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs of the groups that have enough rows to calibrate on some and score the others."""
+    sizes = Counter(run.group for run in runs)
+    return [run for run in runs if sizes[run.group] >= FEWEST]
 
 
 def _cell(scores: Sequence[Score]) -> str:

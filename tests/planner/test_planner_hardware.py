@@ -23,8 +23,8 @@ def test_every_device_says_where_its_figures_come_from(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     (
-        "a100-40", "a100-80", "h100-sxm", "h100-pcie", "h200", "b200", "gb200", "gb300", "l40s", "rtx-4090", "mi300x",
-        "cpu",
+        "a100-40", "a100-80", "h100-sxm", "h100-96", "h100-pcie", "h200", "b200", "gb200", "gb300", "l40s", "rtx-4090",
+        "mi300x", "cpu",
     ),
 )  # fmt: skip
 def test_catalogue_is_whole(name: str) -> None:

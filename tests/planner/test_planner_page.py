@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import itertools
 import json
@@ -45,6 +46,7 @@ SEVENTY = dataclasses.replace(SEVEN, name="70B", layers=80, hidden=8192, heads=6
 HUGE = dataclasses.replace(SEVENTY, name="405B", layers=126, hidden=16384, heads=128, ffn=53248)
 
 
+@functools.cache
 def find(shape: ModelShape, gpus: int, batch: int, *, seq: int = 8192, future: bool = False) -> Search:
     cluster = Cluster(device=device("h100-sxm"), gpus=gpus)
     job = Job(seq_len=seq, global_batch=batch)

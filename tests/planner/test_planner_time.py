@@ -12,6 +12,7 @@ from meshwright.errors import PlanError
 from meshwright.pipeline.schedule import stages_of_rank
 from meshwright.planner import simulate
 from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.hardware import Cluster, Coefficients, device
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import Pipeline, pipeline_time
@@ -172,6 +173,28 @@ def test_a_group_of_ranks_that_share_one_state_gathers_the_weights_inside_the_no
     model = StepModel(SHAPE, cluster, Coefficients())
     (_, gather), (_, near, across) = (model.overlaps(p, JOB, 1.0, 1.0) for p in (plan, grouped))
     assert near.seconds < gather.seconds / 5 and across.seconds > near.seconds
+
+
+@pytest.mark.parametrize("reduced", [None, "bfloat16"])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_the_time_counts_the_bytes_that_the_runtime_sends(zero_stage: int, element_bytes: int, reduced: Any) -> None:
+    """``step_traffic`` equals the trace. 1e-3 is for counts of tokens and flags, padding, and norms, whole under tp."""
+    ranks, micro = 4, 2
+    sharded = {"shard": ranks} if zero_stage else {"replicate": ranks}
+    plan = Candidate(**sharded, tp=2, zero_stage=zero_stage, accumulation=micro, reduce_dtype=reduced)
+    job = Job(seq_len=64, global_batch=ranks * micro, own_runtime=True)
+    job = job.in_32_bits() if element_bytes == 4 else job
+    cluster = Cluster(device=device("h100-sxm"), gpus=8)
+    bandwidth_alone = Coefficients(latency=1e-30, fast_link=1.0)
+    for tied in (False, True):
+        shape = dataclasses.replace(SHAPE, tied=tied)
+        overlaps = StepModel(shape, cluster, bandwidth_alone).overlaps(plan, job, 0.0, 0.0)
+        seconds = sum(one.seconds * (micro if one.is_repeated else 1) for one in overlaps)
+        sent = 0.0
+        for axes in step_traffic(shape, plan, seq_len=64, element_bytes=element_bytes).values():
+            sent += axes["dp"].bytes * (2 if axes["dp"].counts["all-reduce"] > 1 else 1)  # an all-reduce goes twice
+        assert seconds * cluster.fast * ranks / (ranks - 1) == pytest.approx(sent, rel=1e-3)
 
 
 def test_twice_the_devices_never_halve_the_time_entirely() -> None:

@@ -26,8 +26,8 @@ COLUMNS = (
 
 _DEVICES = (
     (r"GB200", "gb200"), (r"GB300", "gb300"), (r"B200", "b200"), (r"H200", "h200"), (r"H100.*PCIE", "h100-pcie"),
-    (r"H100", "h100-sxm"), (r"A[18]00.*40", "a100-40"), (r"A[18]00", "a100-80"), (r"V100.*16", "v100-16"),
-    (r"V100", "v100-32"), (r"L40S", "l40s"), (r"4090", "rtx-4090"), (r"MI300", "mi300x"),
+    (r"H100.*96", "h100-96"), (r"H100", "h100-sxm"), (r"A[18]00.*40", "a100-40"), (r"A[18]00", "a100-80"),
+    (r"V100.*16", "v100-16"), (r"V100", "v100-32"), (r"L40S", "l40s"), (r"4090", "rtx-4090"), (r"MI300", "mi300x"),
 )  # fmt: skip
 # Frameworks that one publisher's table may contain; each is calibrated separately, since their kernels differ.
 _FRAMEWORKS = ("maxtext", "paxml", "jax-toolbox")

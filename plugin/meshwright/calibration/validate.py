@@ -52,7 +52,9 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Prediction:
+class Prediction:
+    """The estimated step time of a measured run, in seconds, and the relative error of its printed band."""
+
     run: Run
     seconds: float
     band: float
@@ -89,7 +91,7 @@ def validate(
     scores = []
     for group in dict.fromkeys(run.group for run in runs):
         members = [run for run in runs if run.group == group]
-        predictions = list(_predictions(members, calibrate_rows, seed, leave, draw, profile))
+        predictions = list(predictions_of(members, calibrate_rows, seed, leave, draw, profile))
         scores.append(_score(group, members, predictions))
     return scores
 
@@ -141,14 +143,15 @@ def _model(run: Run) -> tuple[int, int]:
     return run.shape.hidden, run.shape.layers
 
 
-def _predictions(
+def predictions_of(
     runs: Sequence[Run], rows: int, seed: int, leave: LeaveOut, draw: Draw, profile: HardwareProfile
-) -> Iterator[_Prediction]:
+) -> Iterator[Prediction]:
+    """Yield a prediction for each scored run of one group; see :func:`validate` for the arguments."""
     for calibration, scored in splits(runs, rows, seed, leave, profile.coefficients, draw):
         found = fit(calibration, profile.coefficients) if calibration else None
         for run in scored:
             seconds = estimate(run, found.coefficients if found else profile.coefficients)
-            yield _Prediction(run=run, seconds=seconds, band=band(found, run) if found else profile.band)
+            yield Prediction(run=run, seconds=seconds, band=band(found, run) if found else profile.band)
 
 
 def band(found: Fit, run: Run) -> float:
@@ -157,7 +160,7 @@ def band(found: Fit, run: Run) -> float:
     return (1.645 + 1.52 / found.freedom) * found.deviation(run)
 
 
-def _score(group: str, members: Sequence[Run], predictions: Sequence[_Prediction]) -> Score:
+def _score(group: str, members: Sequence[Run], predictions: Sequence[Prediction]) -> Score:
     errors = [p.seconds / (p.run.seconds or 1.0) - 1 for p in predictions]
     # The band is printed as the estimate divided by 1 + band to the estimate times 1 + band.
     inside = [abs(math.log1p(error)) <= math.log1p(p.band) for error, p in zip(errors, predictions, strict=True)]
@@ -183,12 +186,12 @@ def _score(group: str, members: Sequence[Run], predictions: Sequence[_Prediction
     )
 
 
-def choices(predictions: Sequence[_Prediction]) -> tuple[list[float], list[bool]]:
+def choices(predictions: Sequence[Prediction]) -> tuple[list[float], list[bool]]:
     """Return two lists: the regret of the pick, and whether the best run is among the first three picks.
 
     Each list has one value for each set of three or more competing runs.
     """
-    sets: dict[object, list[_Prediction]] = {}
+    sets: dict[object, list[Prediction]] = {}
     for prediction in predictions:
         sets.setdefault(prediction.run.choice, []).append(prediction)
     regrets, hits = [], []

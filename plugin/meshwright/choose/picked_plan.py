@@ -34,7 +34,8 @@ from meshwright.parallel.structure import describe as describe_structure
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.devices import Device
-from meshwright.planner.formatting import gib, seconds
+from meshwright.planner.formatting import memory as memory_text
+from meshwright.planner.formatting import seconds
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import ModelShape, describe
@@ -275,7 +276,7 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
         f"picked {choice.plan.label} for {name} ({found.shape.parameters / 1e6:,.1f} M parameters), "
         f"{job.global_batch} x {job.seq_len} tokens per step on {cluster.gpus} x {cluster.device.name}",
         f"  estimated {seconds(choice.time.total)} per step (±{found.profile.band:.0%}), "
-        f"{gib(choice.memory.total)} of {gib(found.budget)} per device; {found.fitting} of "
+        f"{memory_text(choice.memory.total)} of {memory_text(found.budget)} per device; {found.fitting} of "
         f"{found.weighed} plans fit",
         f"  {slower}{against or 'nothing was ruled out'}. To choose: ToDistributedConfig(plan=ParallelPlan(...))",
     ]

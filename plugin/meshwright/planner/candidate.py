@@ -153,14 +153,26 @@ class Candidate:
         """Whether the gradients of the weights are computed apart from those of the activations."""
         return self.pp > 1 and self.schedule in SPLIT_BACKWARD
 
-    def sent_bytes(self, gradient_bytes: int) -> int:
+    def summed_bytes(self, gradient_bytes: int, *, own_runtime: bool = True) -> int:
+        """Return the bytes of an element in which backward leaves gradients of ``gradient_bytes`` to be reduced.
+
+        Example:
+            >>> Candidate(zero_stage=1).summed_bytes(2)  # this runtime's ZeRO keeps 16-bit gradients in 32 bits
+            4
+        """
+        return max(gradient_bytes, 4) if self.zero_stage and own_runtime else gradient_bytes
+
+    def sent_bytes(self, gradient_bytes: int, *, own_runtime: bool = True) -> int:
         """Return the bytes in which a gradient element of ``gradient_bytes`` travels over dp.
 
         Example:
+            >>> Candidate(shard=2, zero_stage=1).sent_bytes(2)
+            4
             >>> Candidate(replicate=2, reduce_dtype="bfloat16").sent_bytes(4)
             2
         """
-        return gradient_bytes if self.reduce_dtype is None else min(gradient_bytes, 2)
+        wide = self.summed_bytes(gradient_bytes, own_runtime=own_runtime)
+        return wide if self.reduce_dtype is None else min(wide, 2)
 
     @property
     def runs_today(self) -> bool:

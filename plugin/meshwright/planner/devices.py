@@ -74,6 +74,12 @@ CATALOGUE: Mapping[str, Device] = {
             source=_NVIDIA + "H100 SXM; HGX: 8 x 400 Gb/s",
         ),
         Device(
+            name="h100-96", memory=96 * _GIB, flops=800 * _T, flops_8bit=1600 * _T, bandwidth=2400 * _GB,
+            fast_link=450 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.709,
+            source="arXiv 2411.01783, appendix A: H100 with 96 GB of HBM2e, limited to 500 W, 800 TF/s in 16 bits; the "
+            "8-bit rate is twice that; efficiencies of h100-sxm",
+        ),
+        Device(
             name="h100-pcie", memory=80 * _GIB, flops=756 * _T, flops_8bit=1513 * _T, bandwidth=2000 * _GB,
             fast_link=50 * _GB, slow_link=25 * _GB, source=_NVIDIA + "H100 PCIe; PCIe 5 x16 between devices",
         ),

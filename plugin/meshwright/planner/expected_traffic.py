@@ -112,9 +112,8 @@ def _tensor(
     # Stages 2 and 3 reduce the gradients of every micro-batch.
     times = micro if plan.zero_stage > 1 and plan.data_ranks > 1 else 1
     for bucket in units(members) if is_gathered else buckets(members, b):
-        wide = 4 if plan.zero_stage else b
         backward.add("all-reduce", times * any(members[index].is_grad_partial for index in bucket),
-                     sum(members[index].full for index in bucket) * wide)  # fmt: skip
+                     sum(members[index].full for index in bucket) * plan.summed_bytes(b))  # fmt: skip
 
 
 def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]) -> None:
@@ -131,7 +130,7 @@ def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[s
         if plan.zero_stage:
             numel = math.ceil(numel / plan.data_ranks) * plan.data_ranks
             times = plan.accumulation if plan.zero_stage == 2 else 1
-            phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", times, numel * plan.sent_bytes(4))
+            phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", times, numel * plan.sent_bytes(b))
             phases["optimizer"]["dp"].add("all-gather", 1, numel * b)
         else:
             # One extra number per parameter says whether this rank has a gradient of the parameter.
@@ -156,4 +155,4 @@ def _gathered_weights(
         is_twice = shape.tied and unit[0] == 0
         forward.add("all-gather", micro * (1 + is_twice), numel * b)
         backward.add("all-gather", 0 if is_kept else micro, numel * b)
-        backward.add("all-to-all" if gloo else "reduce-scatter", micro, numel * plan.sent_bytes(4))
+        backward.add("all-to-all" if gloo else "reduce-scatter", micro, numel * plan.sent_bytes(b))

@@ -258,8 +258,8 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
     missing = [len(bucket) for bucket in groups]
     sizes = [sum(members[index].numel for index in bucket) for bucket in groups]
     is_sharded = plan.zero_stage > 0
-    wide = 4 if is_sharded else b
-    sent = [size * plan.sent_bytes(wide) for size in sizes]
+    wide = plan.summed_bytes(b)
+    sent = [size * plan.sent_bytes(b) for size in sizes]
     held, started, most = 0.0, 0, 0.0
 
     def start(number: int) -> None:

@@ -15,6 +15,16 @@ def gib(value: float) -> str:
     return f"{value / _GIB:.1f} GiB"
 
 
+def memory(value: float) -> str:
+    """Return a number of bytes as text, in MiB below one GiB.
+
+    Example:
+        >>> memory(2.0**31), memory(2.0**29)
+        ('2.0 GiB', '512 MiB')
+    """
+    return f"{value / 2**30:,.1f} GiB" if value >= 2**30 else f"{value / 2**20:,.0f} MiB"
+
+
 def seconds(value: float) -> str:
     """Return a duration as text, with two to four digits.
 

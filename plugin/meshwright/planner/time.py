@@ -315,7 +315,8 @@ class StepModel:
         if size == 1:
             return []
         elements = self.stage_parameters(plan)
-        gradients, weights = elements * plan.sent_bytes(job.gradient_bytes), elements * job.weight_bytes
+        gradients = elements * plan.sent_bytes(job.gradient_bytes, own_runtime=job.own_runtime)
+        weights = elements * job.weight_bytes
 
         def hidden_by(phase: Literal["forward", "backward"], communication: float, *, is_repeated: bool) -> Overlap:
             exposed = _exposed(communication, forward if phase == "forward" else backward, self.k.overlap)
@@ -327,10 +328,15 @@ class StepModel:
             volume = 2 * self.ring(gradients / shard, plan.replicate, plan.tp * shard)
             across.append(hidden_by("backward", volume, is_repeated=False))
         if plan.zero_stage == 3:
-            gather, scatter = self.ring(weights, shard, plan.tp), self.ring(gradients, shard, plan.tp)
+            # In this runtime backward does not read the embedding, nor the head, whose gradients forward computes.
+            ends = self.shape.embedding_parameters + self.shape.head_parameters if job.own_runtime else 0
+            read_again = weights - ends / plan.tp * job.weight_bytes
+            twice = self.shape.embedding_parameters if job.own_runtime and self.shape.tied else 0
+            gather = self.ring(weights + twice / plan.tp * job.weight_bytes, shard, plan.tp)
+            again, scatter = self.ring(read_again, shard, plan.tp), self.ring(gradients, shard, plan.tp)
             return [
                 hidden_by("forward", gather, is_repeated=True),
-                hidden_by("backward", gather + scatter, is_repeated=True),
+                hidden_by("backward", again + scatter, is_repeated=True),
                 *across,
             ]
         if not plan.zero_stage:
@@ -347,7 +353,8 @@ class StepModel:
         elements = self.stage_parameters(plan)
         if plan.zero_stage:
             elements /= plan.shard * plan.cp
-        traffic = elements * (2 * job.optimizer_bytes + job.gradient_bytes + job.weight_bytes)
+        gradient = plan.summed_bytes(job.gradient_bytes, own_runtime=job.own_runtime)
+        traffic = elements * (2 * job.optimizer_bytes + gradient + job.weight_bytes)
         return self.k.optimizer * traffic / self.memory_rate
 
 
