@@ -28,7 +28,7 @@ class MeshwrightCallback(TrainerCallback):
     """Adds throughput and memory figures, the planner's plan and a comparison of the replicas' weights to any Trainer.
 
     Each log of the training loss gets ``tokens_per_second`` and ``mfu`` over all devices since the last log, and the
-    largest ``peak_memory_gb`` of all ranks. Reporting integrations (``report_to``) run before a user's callbacks, so
+    largest ``peak_memory_gib`` of all ranks. Reporting integrations (``report_to``) run before a user's callbacks, so
     they do not get these figures. The printed logs and ``state.log_history`` have them. MeshwrightTrainer logs such
     figures itself, so there the callback adds none.
 
@@ -158,7 +158,7 @@ class MeshwrightCallback(TrainerCallback):
             ranks = torch.stack(parts)
         runtime = find_runtime(model)
         copies = 1 if runtime is None else runtime.axes.row_copies  # number of ranks with the same rows
-        found = {"peak_memory_gb": round(ranks[:, 2].max().item() / 1e9, 3)}
+        found = {"peak_memory_gib": round(ranks[:, 2].max().item() / 2**30, 3)}
         tokens, length = ranks[:, 0].sum().item() / copies, int(ranks[:, 1].max())
         if self._hook is not None and elapsed > 0:
             found["tokens_per_second"] = round(tokens / elapsed, 1)

@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
+from meshwright.mesh.cores import core_count
 from meshwright_hf import network
 from meshwright_hf.launch_job import Launch
 from meshwright_hf.unused_plan import watched_plan
@@ -64,7 +65,7 @@ def _check_cores(job: Launch) -> None:
 
     A few per core are only slow: trying a plan of four processes on two cores is what the README's commands do.
     """
-    cores = os.cpu_count() or 1
+    cores = core_count()
     most = max(TRIED_ON_CPU, 2 * cores)
     if job.local_processes > most and not job.oversubscribe:
         raise PlanError(
@@ -120,7 +121,8 @@ def _threads(job: Launch, on_cpu: bool) -> int | None:
         return None
     import psutil
 
-    return max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // job.local_processes)
+    # A thread per physical core: two threads of one core share its arithmetic units.
+    return max(1, min(psutil.cpu_count(logical=False) or core_count(), core_count()) // job.local_processes)
 
 
 def _with_address(job: Launch) -> Launch:

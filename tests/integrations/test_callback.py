@@ -51,7 +51,7 @@ def test_in_a_stock_trainer_it_says_what_it_cannot_do_and_watches(pool2: Any, tm
     assert "picked" in lines[1] and "tokens/s in all" in lines[1]
     assert silent == []  # one rank speaks
     for entry in logs:
-        assert entry["tokens_per_second"] > 0 and entry["peak_memory_gb"] > 0
+        assert entry["tokens_per_second"] > 0 and entry["peak_memory_gib"] > 0
         assert "mfu" not in entry  # nobody knows what this CPU could do
 
 

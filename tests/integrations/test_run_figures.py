@@ -26,7 +26,7 @@ from support.models import build
 from support.trainers import GLOBAL_BATCH, LENGTH, Rows, arguments, fresh_accelerate
 
 NAMES = {
-    "seconds_per_step", "tokens_per_second", "tokens_per_second_per_device", "peak_memory_gb", "peak_memory_rank",
+    "seconds_per_step", "tokens_per_second", "tokens_per_second_per_device", "peak_memory_gib", "peak_memory_rank",
     "slowest_rank", "slowest_rank_behind_ms",
 }  # fmt: skip
 

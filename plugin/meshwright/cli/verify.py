@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json as json_format
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -110,12 +109,13 @@ def _plans(words: str, processes: int | None) -> tuple[ParallelPlan, ParallelPla
     """Return the plan, and the one of the same kind that this machine runs in its place."""
     from meshwright.choose.given_plan import resolve_plan
     from meshwright.errors import PlanError
+    from meshwright.mesh.cores import core_count
     from meshwright.verification.smaller_plan import smaller_plan
 
     if processes is not None and processes < 1:
         raise PlanError(f"--processes {processes} must be at least 1")
     wanted = resolve_plan(words, "--plan")
-    return wanted, smaller_plan(wanted, processes or max(_LEAST_PROCESSES, os.cpu_count() or 1))
+    return wanted, smaller_plan(wanted, processes or max(_LEAST_PROCESSES, core_count()))
 
 
 def _modules(model: Path) -> list[str]:

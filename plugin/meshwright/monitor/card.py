@@ -8,7 +8,7 @@ from meshwright.choose.run_profile import PROFILE_FILE
 from meshwright.config import ParallelPlan
 from meshwright.mesh.cores import crowding
 from meshwright.monitor.estimate import Estimate
-from meshwright.monitor.words import memory as size
+from meshwright.planner.formatting import memory as size
 from meshwright.planner.formatting import seconds
 from meshwright.planner.memory import Memory
 

@@ -87,7 +87,7 @@ class Figures:
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_device": self.tokens_per_second / self.ranks,
             "mfu": self.mfu,
-            "peak_memory_gb": self.peak[self.fullest] / 1e9,
+            "peak_memory_gib": self.peak[self.fullest] / 2**30,
             "peak_memory_rank": self.fullest,
             "slowest_rank": self.slowest,
             "slowest_rank_behind_ms": None if self.slowest is None else 1e3 * self.behind,

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.faults.together import texts_of_all
-from meshwright.monitor.words import memory as memory_text
 from meshwright.optim.runtime import Runtime, device_of, runtime_of
 from meshwright.planner.explain import grid
+from meshwright.planner.formatting import memory as memory_text
 from meshwright.planner.memory import Memory
 
 
@@ -51,7 +51,7 @@ class MemoryOfRanks:
 
         report = mw.memory_of(model, optimizer)
         print(report)
-        print(max(held.peak for held in report.measured) / 1e6, "MB")
+        print(max(held.peak for held in report.measured) / 2**20, "MiB")
     """
 
     measured: tuple[HeldMemory, ...]

@@ -26,9 +26,10 @@ from meshwright.monitor.records import VERSION, RunLog
 from meshwright.monitor.reporter import Pending, Reporter
 from meshwright.monitor.step_observer import StepObserver
 from meshwright.monitor.terminal import say
-from meshwright.monitor.words import line, memory
+from meshwright.monitor.words import line
 from meshwright.optim.runtime import Runtime, device_of
 from meshwright.parallel.row_layout import global_shape
+from meshwright.planner.formatting import memory
 from meshwright.roles.adapters import without_wrappers
 
 _COMPARED = 10  # steps after which the estimate is compared with what was measured

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.monitor.figures import Figures
-from meshwright.planner.formatting import seconds
+from meshwright.planner.formatting import memory, seconds
 
 
 def line(figures: Figures, *, max_steps: int | None = None) -> str:
@@ -50,13 +50,3 @@ def clock(value: float) -> str:
     days, rest = divmod(round(value), 86400)
     text = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}d {text}" if days else text
-
-
-def memory(value: float) -> str:
-    """Return a number of bytes as text, in MiB below one GiB.
-
-    Example:
-        >>> memory(2.0**31), memory(2.0**29)
-        ('2.0 GiB', '512 MiB')
-    """
-    return f"{value / 2**30:,.1f} GiB" if value >= 2**30 else f"{value / 2**20:,.0f} MiB"
