@@ -20,6 +20,9 @@ OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/
 	$(wildcard tests/integrations/test_hf_[bd]*.py tests/integrations/test_trainer*.py) \
 	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py
 
+# Python's default. A machine that sets it would compile every test, and the sources for every command, again and again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two processes, each with its own half of the cores and its own pools of ranks. 0 is one process with all cores.
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
