@@ -54,7 +54,7 @@ def evaluate(model: torch.nn.Module, loader: DataLoader) -> float:
 
 def main(steps: int, folder: Path) -> None:
     model = get_peft_model(base_model(), LoraConfig(r=8, lora_alpha=32, use_rslora=True, target_modules=TARGETS))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
     collate = TokenCollator(pad_token_id=0)
     training = [start for start in range(WORDS) if start % 8 != 5]
     shuffled = torch.Generator().manual_seed(0)
