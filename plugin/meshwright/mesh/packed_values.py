@@ -344,7 +344,11 @@ class _Reader:
 
         mode, size, place, palette = body
         width, height = _sizes(size)
-        image = Image.frombytes(mode, (width, height), self.decode(place))
+        pixels = self.decode(place)
+        # Pillow takes the memory of the whole image before it counts the bytes; no mode has less than a bit per pixel.
+        if 8 * len(pixels) < width * height:
+            raise ValueError(f"an image of {width} x {height} pixels in {len(pixels)} bytes")
+        image = Image.frombytes(mode, (width, height), pixels)
         if palette is not None:
             image.putpalette(palette)
         return image
