@@ -159,5 +159,6 @@ def traced_program(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    names = sys.argv[1:]
-    print(json.dumps({name: traced_fault(name) if name in FAULTS else traced_program(name) for name in names}))
+    for line in sys.stdin:
+        name = line.rstrip("\n")
+        print(json.dumps(traced_fault(name) if name in FAULTS else traced_program(name)), flush=True)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +32,43 @@ pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_un
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, preloaded_python: Path) -> Any:
-    """What was found in each program and fault whose test runs in this session, traced by one process."""
-    own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    names = [name for item in own for kind, name in item.callspec.params.items() if kind in ("program", "fault")]
+def found(preloaded_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[str]]]:
+    """Return what is found in a program or a fault; one process traces all that are asked for."""
     tests = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path]), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [preloaded_python, "-m", "support.cuda_steps", *names],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    errors = tmp_path_factory.mktemp("cuda_trace") / "errors.txt"
+    with (
+        errors.open("w") as stderr,
+        subprocess.Popen(
+            [preloaded_python, "-m", "support.cuda_steps"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin and process.stdout
+
+        def ask(name: str) -> list[str]:
+            print(name, file=process.stdin, flush=True)
+            answer = process.stdout.readline()
+            assert answer, errors.read_text()[-4000:]
+            return json.loads(answer)
+
+        yield ask
+        process.stdin.close()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_step_waits_nowhere_and_its_collectives_fit(program: str, found: Any) -> None:
-    assert found[program] == []
+    assert found(program) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, found: Any) -> None:
-    assert any(WORDS[fault] in problem for problem in found[fault]), found[fault]
+    problems = found(fault)
+    assert any(WORDS[fault] in problem for problem in problems), problems
 
 
 def step_of(*issued: Issued) -> CudaStep:
