@@ -194,6 +194,8 @@ def interrupted() -> None:
     step = trainer(DP2)
     step()
     if dist.get_rank() == 1:
+        # A suite in the background of a shell inherits that SIGINT is ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         mark_fault()
         os.kill(os.getpid(), signal.SIGINT)
     time.sleep(20)

@@ -408,10 +408,10 @@ def test_the_best_model_is_loaded_at_the_end(pool2: Any, tmp_path: Path) -> None
         "save_total_limit": 1,
         "load_best_model_at_end": True,
     }
+    expected = run_trainer(tmp_path / "one", **options)
     for plan in ({"tp": 2}, {"dp": 2, "zero_stage": 1}, PP2):
         folder = tmp_path / str(plan)
         run = pool2.run(run_trainer, folder, plan, **options, timeout=200)[0]
-        expected = run_trainer(tmp_path / "one", **options)
         assert largest_difference(run.evaluations, expected.evaluations) <= TOLERANCE
         assert Path(run.best).name == Path(expected.best).name
         # The last evaluation is of the best weights, not of the last ones.
