@@ -308,4 +308,4 @@ def test_replicated_activations_are_equal_whatever_draws(program: Any, pool2: An
 def test_a_legal_program_is_not_stopped(index: int, pool4: Any) -> None:
     """A few steps of ``python -m benchmarks.false_alarms``, which runs 10,000."""
     family = false_alarms.FAMILIES[index % len(false_alarms.FAMILIES)]
-    assert pool4.run(false_alarms.train, false_alarms.PLANS[index], family, 8) == [8] * 4
+    assert pool4.run(false_alarms.train, false_alarms.PLANS[index], family, 15) == [15] * 4

@@ -1,6 +1,8 @@
-"""Traces steps on fake CUDA tensors in a process of its own, since the library for them stays loaded; prints JSON.
+"""Traces steps on fake CUDA tensors in a process of its own, since the library for them stays loaded.
 
-python -m support.cuda_steps NAME ...
+Reads the names of programs and faults, one a line, and answers each with a line of JSON:
+
+echo "dp2 tp2+sp zero1" | python -m support.cuda_steps
 """
 
 from __future__ import annotations
