@@ -9,7 +9,8 @@ import torch
 from hypothesis import settings
 
 from harness import WorkerPool, preloaded
-from tiers import CROSSINGS, QUICK, belongs, matches
+from quick_tier import QUICK
+from tiers import CROSSINGS, belongs, matches
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each test the mark of its tier, and refuse a pattern of ``tiers.py`` that fits no test of its file."""
+    """Give each test the mark of its tier, and refuse a pattern that fits no test of its file."""
     for mark, tier in (("crossing", CROSSINGS), ("quick", QUICK)):
         unused = {file: set(patterns) for file, patterns in tier.items()}
         for item in items:

@@ -392,7 +392,8 @@ def test_resuming_goes_on_with_the_dropout_masks(pool2: Any, tmp_path: Path) -> 
             assert len(resumed.losses) == 6 and (resumed.losses, resumed.norms) == (whole.losses, whole.norms)
 
 
-def test_the_best_model_is_loaded_at_the_end(pool2: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"dp": 2, "zero_stage": 1}, PP2], ids=str)
+def test_the_best_model_is_loaded_at_the_end(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
     options = {
         "max_steps": 8,
         "learning_rate": 3e-3,
@@ -409,12 +410,11 @@ def test_the_best_model_is_loaded_at_the_end(pool2: Any, tmp_path: Path) -> None
         "load_best_model_at_end": True,
     }
     expected = run_trainer(tmp_path / "one", **options)
-    for plan in ({"tp": 2}, {"dp": 2, "zero_stage": 1}, PP2):
-        folder = tmp_path / str(plan)
-        run = pool2.run(run_trainer, folder, plan, **options, timeout=200)[0]
-        assert largest_difference(run.evaluations, expected.evaluations) <= TOLERANCE
-        assert Path(run.best).name == Path(expected.best).name
-        # The last evaluation is of the best weights, not of the last ones.
-        best = max(run.evaluations)
-        assert run.metrics["eval_loss"] == pytest.approx(best, rel=1e-6) and best > run.evaluations[-1] * 1.001
-        assert len(list(folder.glob("checkpoint-*"))) <= 2
+    folder = tmp_path / "planned"
+    run = pool2.run(run_trainer, folder, plan, **options, timeout=200)[0]
+    assert largest_difference(run.evaluations, expected.evaluations) <= TOLERANCE
+    assert Path(run.best).name == Path(expected.best).name
+    # The last evaluation is of the best weights, not of the last ones.
+    best = max(run.evaluations)
+    assert run.metrics["eval_loss"] == pytest.approx(best, rel=1e-6) and best > run.evaluations[-1] * 1.001
+    assert len(list(folder.glob("checkpoint-*"))) <= 2
