@@ -31,6 +31,7 @@ class SummedGradients:
         self.parameters = list(parameters)
         self.syncs = syncs
         self._sums: dict[int, Tensor] = {}
+        self._storages: set[int] = set()  # memory of the sums
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -41,22 +42,42 @@ class SummedGradients:
             stack.enter_context(_without_hooks(self.parameters))
             yield
 
-    def add(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-        """Add a gradient of each parameter. None adds nothing. The tensors may be changed from now on."""
+    def add(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], *, used: Tensor | None = None
+    ) -> None:
+        """Add a gradient of each parameter. None adds nothing. The tensors may be changed from now on.
+
+        Args:
+            parameters: the parameters.
+            gradients: the gradient of each.
+            used: a gradient of the same backward that is still read, so its memory must not be changed.
+        """
         sums, added = [], []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 continue
             total = self._sums.get(id(parameter))
             if total is None:
-                # Sum in float32, since many small bf16 gradients added in bf16 lose their low bits.
-                is_half = gradient.dtype in (torch.bfloat16, torch.float16)
-                self._sums[id(parameter)] = gradient.float() if is_half else gradient
+                self._sums[id(parameter)] = self._first(gradient, used)
             else:
                 sums.append(total)
                 added.append(gradient)
         if sums:
             torch._foreach_add_(sums, added)
+
+    def _first(self, gradient: Tensor, used: Tensor | None) -> Tensor:
+        """Return the sum that begins with a gradient."""
+        if gradient.dtype in (torch.bfloat16, torch.float16):
+            return gradient.float()  # many small bf16 gradients added in bf16 would lose their low bits
+        if gradient.layout != torch.strided:
+            return gradient
+        # Autograd gives both terms of a sum one tensor, and a term that was expanded an expanded one.
+        storage = gradient.untyped_storage()._cdata
+        is_shared = storage in self._storages or (used is not None and storage == used.untyped_storage()._cdata)
+        if is_shared or not gradient.is_contiguous():
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        self._storages.add(gradient.untyped_storage()._cdata)
+        return gradient
 
     def add_product(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """Add ``left.T @ right`` to the gradient of one parameter, at once if no rounding of the product is lost."""
@@ -77,7 +98,7 @@ class SummedGradients:
     def attach(self, loss: Tensor | None, other: Tensor) -> Any:
         """Return ``loss + other``; backward gives the sums, times the gradient of this result, to the parameters."""
         sums = [self._sums.get(id(parameter)) for parameter in self.parameters]
-        self._sums = {}
+        self._sums, self._storages = {}, set()
         with reading_shards():
             return _AddGradients.apply(loss, other, sums, *self.parameters)
 

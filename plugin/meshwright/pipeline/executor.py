@@ -141,10 +141,12 @@ class Step:
         if output.requires_grad and inputs:  # False if all stages so far are frozen
             with self.stages.active(stage), later.waiting(operation), reading_shards():
                 found = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
+        sent = None
         if received is not None:
             first, *found = found  # type: ignore[assignment]
-            self._give(operation, torch.zeros_like(received) if first is None else first)
-        sums.add(parameters, found)
+            sent = torch.zeros_like(received) if first is None else first
+            self._give(operation, sent)
+        sums.add(parameters, found, used=sent)
 
     def _take(self, is_forward: bool, stage: int, micro_batch: int, sender: int) -> Tensor:
         key = (is_forward, stage, micro_batch)
