@@ -22,7 +22,13 @@ print(len(names))
 def test_a_benchmark_finds_what_it_imports() -> None:
     found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL], cwd=ROOT, env=found, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", IMPORT_ALL],
+        cwd=ROOT,
+        env=found,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) > 50
