@@ -13,6 +13,7 @@ from meshwright.parallel.row_layout import RowLayout, Span, record_of
 from meshwright.parallel.saved_tensors import memory
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import ShardedParameter, guard
+from meshwright.planner.flat_offsets import flat_offsets, sharded_length
 
 
 class FlatShard:
@@ -33,8 +34,8 @@ class FlatShard:
         first = parameters[0]
         self.dtype, self.is_trained = first.dtype, first.requires_grad
         sizes = [shape.numel() for shape in shapes]
-        self.starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        self.length = -(-sum(sizes) // dp.size)
+        self.starts = flat_offsets(sizes)[:-1]
+        self.length = sharded_length(sizes, dp.size) // dp.size
         kept = flat_dtype(self.dtype) if self.is_trained else self.dtype
         self.master = torch.zeros(self.length, dtype=kept, device=device)
         self.stand_in = torch.full((), torch.nan, dtype=self.dtype, device=device)

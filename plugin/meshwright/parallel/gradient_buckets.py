@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.collectives import Axis, all_reduce
-from meshwright.parallel.row_layout import record_of
+from meshwright.parallel.row_layout import Span, record_of
 from meshwright.parallel.tensor_guards import is_stand_in
+from meshwright.planner.flat_offsets import flat_offsets, sharded_length
 
 
 @dataclass(eq=False)
 class Bucket:
     """Parameters whose gradients are reduced as one flat tensor.
+
+    The parameters begin at the positions that ``flat_offsets`` defines. The padding between and after them is zero.
 
     Args:
         parameters: the bucket's parameters, of one dtype and on one device.
@@ -29,16 +32,29 @@ class Bucket:
     dtype: torch.dtype
     offsets: list[int] = field(init=False)
     numel: int = field(init=False)
+    _end: int = field(init=False)
 
     def __post_init__(self) -> None:
         sizes = [p.shape.numel() for p in self.parameters]
-        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.numel = -(-sum(sizes) // self.multiple) * self.multiple
+        *self.offsets, self._end = flat_offsets(sizes)
+        self.numel = sharded_length(sizes, self.multiple)
 
     @property
     def is_grad_partial(self) -> bool:
         """Whether any of the gradients is partial over the TP axis."""
         return any(record_of(parameter).is_grad_partial for parameter in self.parameters)
+
+    @property
+    def tp_numel(self) -> int:
+        """The number of elements that :meth:`average_copies` sends."""
+        if self._is_replicated:
+            return self._end
+        return sum(r.global_shape.numel() for r in map(record_of, self.parameters) if r.is_grad_partial)
+
+    @property
+    def _is_replicated(self) -> bool:
+        """Whether every rank of tp holds every row, with a partial gradient."""
+        return all(record_of(p).is_grad_partial and not record_of(p).is_sharded for p in self.parameters)
 
     def segments(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each parameter with its part of ``flat``, in the parameter's shape."""
@@ -48,7 +64,8 @@ class Bucket:
     def flatten_gradients(self, scale: float, *, extra: int = 0) -> Tensor:
         """Return one flat tensor: all gradients times ``scale`` (zeros if missing), then ``extra`` zeros."""
         flat = torch.empty(self.numel + extra, dtype=self.dtype, device=self.parameters[0].device)
-        flat[self.offsets[-1] + self.parameters[-1].shape.numel() :].zero_()
+        for start, stop in self._padding(len(flat)):
+            flat[start:stop].zero_()
         for parameter, segment in self.segments(flat):
             if has_gradient(parameter):
                 assert parameter.grad is not None
@@ -57,16 +74,23 @@ class Bucket:
                 segment.zero_()
         return flat
 
+    def _padding(self, length: int) -> Iterator[Span]:
+        """Yield the spans of a flat tensor that hold no parameter."""
+        following = [*self.offsets[1:], length]
+        for parameter, offset, stop in zip(self.parameters, self.offsets, following, strict=True):
+            start = offset + parameter.shape.numel()
+            if start < stop:
+                yield start, stop
+
     def average_copies(self, flat: Tensor, tp: Axis) -> None:
         """Replace every copy of a row's gradient by the mean over the copies, in place, with one all-reduce.
 
         Each contribution was multiplied by the number of copies on arrival (see GradientSync), so
         this mean is the sum of the contributions. Gradients that are not partial stay as they are.
         """
-        if all(record_of(p).is_grad_partial and not record_of(p).is_sharded for p in self.parameters):
+        if self._is_replicated:
             # Norms and biases, whose rows every rank holds, take two kernels together instead of several each.
-            length = self.offsets[-1] + self.parameters[-1].shape.numel()
-            all_reduce(flat[:length], tp).div_(tp.size)
+            all_reduce(flat[: self._end], tp).div_(tp.size)
             return
         partial = [(p, segment) for p, segment in self.segments(flat) if record_of(p).is_grad_partial]
         full = [torch.zeros(record_of(p).global_shape, dtype=flat.dtype, device=flat.device) for p, _ in partial]
