@@ -271,8 +271,9 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
         nonlocal held, most
         flat, raw = sizes[number] * wide, sizes[number] * b
         held += flat
-        # The sum over tp holds partial gradients twice: as whole parameters, and joined into one tensor.
-        most = max(most, held + 2 * wide * sum(members[index].full for index in groups[number]))
+        # The sum over tp joins partial gradients into one tensor. A gradient of a part of the rows is made whole first.
+        partial = [members[index] for index in groups[number]]
+        most = max(most, held + wide * sum(m.full * (1 if m.full == m.numel else 2) for m in partial))
         is_copied = sent[number] != flat  # a bucket that travels in fewer bytes is copied
         if is_copied:
             held += sent[number]
@@ -280,9 +281,9 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
         if is_copied and is_gathered:  # ZeRO-3 frees the bucket before it sends the copy, as traces show
             held -= flat
         if is_sharded:
-            # gloo receives into its own buffer, and frees the tensor that it has sent.
-            most = max(most, held + flat / plan.data_ranks + (sent[number] if cpu else 0))
-            held += flat / plan.data_ranks - raw
+            # gloo receives into its own buffer, and frees the tensor that it has sent; the result is made at the end.
+            most = max(most, held + (sent[number] if cpu else flat / plan.data_ranks))
+            held += (0 if cpu else flat / plan.data_ranks) - raw
         if is_copied and not is_gathered:
             held -= flat
         most = max(most, held)
@@ -290,7 +291,10 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
             finish(number - in_flight)
 
     def finish(number: int) -> None:
-        nonlocal held
+        nonlocal held, most
+        if is_sharded and cpu:
+            held += sizes[number] * wide / plan.data_ranks
+            most = max(most, held)
         held -= sent[number]
 
     for index in range(len(members) - 1, -1, -1):

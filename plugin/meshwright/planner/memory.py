@@ -278,7 +278,7 @@ def _reduction(plan: Candidate, job: Job, elements: float) -> float:
     if plan.data_ranks == 1 or not job.on_cpu:
         return 0.0
     # gloo exchanges copies of the buckets under ZeRO.
-    return (2.5 if plan.zero_stage else 1.0) * min(4 * elements, IN_FLIGHT * BUCKET_BYTES)
+    return (2.0 if plan.zero_stage else 1.0) * min(4 * elements, IN_FLIGHT * BUCKET_BYTES)
 
 
 def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
