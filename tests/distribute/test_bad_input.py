@@ -44,6 +44,15 @@ def empty_optimizer() -> None:
     call(build("llama"), optimizer, dp=2)
 
 
+def parameter_twice() -> None:
+    model = build("llama")
+    call(model, torch.optim.AdamW([*model.parameters(), model.lm_head.weight]), dp=2, zero_stage=3)
+
+
+def another_model_on_a_rank() -> None:
+    call(build("llama", num_hidden_layers=2 + dist.get_rank()), dp=2)
+
+
 def tied_in_two_ways() -> None:
     model = build("llama", intermediate_size=32)
     mlp = model.model.layers[0].mlp
@@ -122,9 +131,20 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
         "AlreadyDistributedError",
         r"wrapped by DistributedDataParallel",
     ),
+    "torch's DataParallel": (
+        lambda: call(torch.nn.DataParallel(build("llama")), dp=2),
+        "AlreadyDistributedError",
+        r"wrapped by DataParallel already",
+    ),
     "twice": (twice, "AlreadyDistributedError", r"distributed by an earlier call"),
     "foreign optimizer": (foreign_optimizer, "OptimizerMismatchError", r"parameters are not the model's"),
     "empty optimizer": (empty_optimizer, "OptimizerMismatchError", r"the optimizer has no parameters"),
+    "a parameter twice": (
+        parameter_twice,
+        "OptimizerMismatchError",
+        r"1 parameter\(s\) more than once \(the first is lm_head.weight\)",
+    ),
+    "another model on a rank": (another_model_on_a_rank, "PlanError", r"rank\(s\) 1 built another model than rank 0"),
     "no parameters": (lambda: call(torch.nn.ReLU(), dp=2), "PlanError", r"ReLU has no parameters"),
     "not a module": (
         lambda: call({"a": 1}, dp=2),
@@ -180,3 +200,9 @@ def fail_late() -> None:
 
 def test_a_failed_call_changes_nothing(pool2: Any) -> None:
     pool2.run(fail_late)
+
+
+def test_clipping_takes_the_model() -> None:
+    parameters: Any = build("llama").parameters()
+    with pytest.raises(TypeError, match=r"takes the model, not a generator.*write mw.clip_grad_norm_\(model, max_norm"):
+        mw.clip_grad_norm_(parameters, 1.0)

@@ -32,6 +32,7 @@ def clip_grad_norm_(
         The norm before clipping, the same on every rank.
 
     Raises:
+        TypeError: if ``model`` is neither, such as ``model.parameters()``.
         ValueError: if the gradients were never synchronised (see ``no_sync``).
         RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set.
 
@@ -41,6 +42,11 @@ def clip_grad_norm_(
         norm = mw.clip_grad_norm_(model, 1.0)
         optimizer.step()
     """
+    if not isinstance(model, nn.Module | Optimizer):
+        raise TypeError(
+            f"clip_grad_norm_ takes the model, not a {type(model).__name__}: the norm needs the gradients of all "
+            "ranks; write mw.clip_grad_norm_(model, max_norm), not model.parameters()"
+        )
     runtime = find_runtime(model)
     if runtime is None:
         parameters = (
