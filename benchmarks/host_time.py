@@ -57,6 +57,7 @@ def distribute(model: nn.Module, plan: ParallelPlan) -> None:
     installation = Installation.on_fake_rank(model, plan)
     installation.make_weights(InitialWeights.find(model, None).make).attach(model)
     installation.install(torch.optim.AdamW(model.parameters()), seed=0)
+    installation.guard_shards()
 
 
 def times(model: Any) -> tuple[float, float]:

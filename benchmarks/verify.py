@@ -114,7 +114,6 @@ def _faults() -> dict[str, str]:
 
 
 def _fault(name: str) -> Outcome:
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
     from support import planted
 
     started = time.monotonic()

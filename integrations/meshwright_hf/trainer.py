@@ -42,6 +42,7 @@ from meshwright_hf.trainer_data import gather_rows, mesh_loader
 from meshwright_hf.trainer_evaluation import EvaluationLoss
 from meshwright_hf.trainer_figures import count_from, figures_for, show_run, without_lines
 from meshwright_hf.trainer_items import ItemsUse
+from meshwright_hf.trainer_smoothing import smoothing, takes_smoothing
 from meshwright_hf.trl_trainers import check_last_batch, check_trl, whole_loader, with_global_batch
 from meshwright_hf.versions import warn_outside_range
 
@@ -80,6 +81,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         self._mesh_config = config_of(meshwright)
         self._is_training_loader = self._is_distributing = self._counts_own_rows = False
         self._items = ItemsUse()
+        self._smoothing = 0.0  # the label smoothing of the model's own loss
         self._distributed: Any = None  # the model that _distribute has set up
         self._trained: set[str] | None = None  # parameters with gradients when the optimizer was made
         check_arguments(arguments_of(args, kwargs))
@@ -120,6 +122,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
                 mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
         self._distributed, runtime = self.model, self._runtime
         self._evaluation_loss = EvaluationLoss(self, runtime)
+        if not _reads_logits(type(self)) and takes_smoothing(self, runtime):
+            self._smoothing, self.label_smoother = self.label_smoother.epsilon, None
         check_run(self, runtime)
         check_trl(self, runtime)
         runtime.gathers_evaluated_logits = False  # prediction_step gathers them only where it returns them
@@ -263,7 +267,11 @@ class MeshwrightTrainerMixin(CheckpointMixin):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the Trainer's loss; a loss that was divided by the items of all ranks is multiplied by dp."""
-        with self._items.of_one_loss(self, self._runtime):  # for a subclass that calls it from its own training_step
+        inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+        with (
+            self._items.of_one_loss(self, self._runtime),  # for a subclass that calls it from its own training_step
+            smoothing(self._runtime, self._smoothing, inputs),
+        ):
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:

@@ -220,6 +220,26 @@ def test_zero_3_that_is_compared_with_pipelines_is_calibrated_on_its_own(tmp_pat
     assert len({run.group for run in read_runs(write([weights, sharded_row()], tmp_path))}) == 1
 
 
+@pytest.mark.parametrize(
+    ("pp", "batch", "micro", "count"),
+    [("1", "64", 4, 1), ("2", "64", 4, 2), ("4", "64", 4, 4), ("4", "24", 1, 6), ("4", "8", 1, 2)],
+)
+def test_without_a_micro_batch_a_pipeline_runs_one_for_each_rank(
+    tmp_path: Path, pp: str, batch: str, micro: int, count: int
+) -> None:
+    """torchtitan's default; a rank whose sequences do not divide runs them one at a time."""
+    row = sharded_row(pp=pp, dp=str(16 // int(pp)), global_batch=batch, micro_batch="")
+    [run] = read_runs(write([row], tmp_path))
+    assert (run.plan.micro_batch, run.plan.accumulation) == (micro, count)
+
+
+def test_fsdp_in_a_pipeline_gathers_weights_once_per_step(tmp_path: Path) -> None:
+    alone, piped = sharded_row(zero_stage="3"), sharded_row(zero_stage="3", pp="2", dp="8")
+    runs = read_runs(write([alone, piped], tmp_path))
+    assert [run.plan.zero_stage for run in runs] == [3, 1]
+    assert len({run.group for run in runs}) == 1  # both are one program, unlike ZeRO-3 beside another's pipeline
+
+
 # -- malformed tables -------------------------------------------------------------------------------------------------
 
 

@@ -171,7 +171,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "rows packed into one": ({"dp": 2}, {"extra": {"data_collator": packed}}),
     "SGD by a name, label smoothing, evaluation": (
-        {"tp": 2},
+        {"tp": 2, "sequence_parallel": True},
         {"optim": "sgd", "learning_rate": 0.1, "label_smoothing_factor": 0.1, "evaluated": 5},
     ),
     "unfreezing, sequence parallel": ({"tp": 2, "sequence_parallel": True}, unfreezing()),
@@ -188,6 +188,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "average_tokens_across_devices": False,
             "include_num_input_tokens_seen": "all",
             "model": {"tie_word_embeddings": True},
+            "label_smoothing_factor": 0.2,
+            "evaluated": 5,
         },
     ),
 }

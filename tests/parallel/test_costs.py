@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
+from meshwright.parallel import sharded_parameter
 from support.models import build, tokens
 from support.reference import make_optimizer
 from support.traffic import Traffic
@@ -52,8 +54,8 @@ def test_collectives_of_a_layer_with_sequence_parallelism(pool2: Any) -> None:
     assert calls == {"all_gather": 4, "reduce_scatter": 2}
     norms = {"all_reduce": sizes.pop("all_reduce", 0)}  # one call for all layers: it adds bytes, not calls
     assert sizes == {"all_gather": 4 * activation, "reduce_scatter": 2 * activation}
-    # Two norm weights a layer, and the biases of o_proj and down_proj.
-    assert norms == {"all_reduce": 4 * HIDDEN * 4}
+    # Two norm weights a layer, and the biases of o_proj and down_proj: 32 elements each, padded to 64.
+    assert norms == {"all_reduce": 4 * 64 * 4}
 
 
 def test_collectives_of_a_layer_without_sequence_parallelism(pool2: Any) -> None:
@@ -100,6 +102,26 @@ def micro_batched_reductions() -> dict[str, int]:
 
 def test_micro_batches_of_the_plan_reduce_once(pool2: Any) -> None:
     assert pool2.run(micro_batched_reductions)[0] == {"all_reduce": 1}
+
+
+def guarded_reads(plan: dict[str, Any], layers: int) -> int:
+    """How often a forward and a backward pass read a property of a guarded parameter, each time through Python."""
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+    model = build("llama", num_hidden_layers=layers)
+    model, _, _ = mw.to_distributed(model, make_optimizer(model), config=config)
+    ids = tokens(2, LENGTH)
+    with mock.patch.object(sharded_parameter, "_call", side_effect=sharded_parameter._call) as call:
+        model(input_ids=ids, labels=ids).loss.backward()
+        in_step = call.call_count
+        assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+        assert call.call_count > in_step, "the parameter is not guarded, so nothing was counted"
+    return in_step
+
+
+@pytest.mark.parametrize("plan", [SP, {"dp": 2, "zero_stage": 3}])
+def test_a_layer_reads_no_guarded_parameter_through_python(plan: dict[str, Any], pool2: Any) -> None:
+    two, three = (pool2.run(guarded_reads, plan, layers)[0] for layers in (2, 3))
+    assert two == three
 
 
 def overlap(plan: dict[str, Any]) -> int:

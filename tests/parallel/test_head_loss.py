@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -23,6 +24,7 @@ from transformers import (
 
 import meshwright as mw
 from meshwright.errors import UnreadableTensorError
+from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, HeadLoss
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.cross_entropy import Words
@@ -56,7 +58,18 @@ def make(family: str, **overrides: Any) -> PreTrainedModel:
     return model
 
 
-def train(plan: dict[str, Any] | None, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+def loss_of(model: Any, batch: dict[str, Tensor], smoothing: float) -> Tensor:
+    if not smoothing:
+        return model(**batch).loss
+    runtime = find_runtime(model)
+    if runtime is not None:
+        with runtime.loss.smoothed(smoothing):  # type: ignore[union-attr]
+            return model(**batch).loss
+    logits, targets = model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
+
+
+def train(plan: dict[str, Any] | None, cases: list[tuple[str, dict[str, Any]]], smoothing: float = 0.0) -> list[Any]:
     """For each case, the loss, the whole gradients and how often the fused loss ran, with chunks of five tokens."""
     results = []
     runs: list[int] = []
@@ -77,16 +90,16 @@ def train(plan: dict[str, Any] | None, cases: list[tuple[str, dict[str, Any]]]) 
                 config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
                 model, _, batches = mw.to_distributed(model, None, batches, config=config)
             for batch in batches:
-                loss = model(**batch).loss
+                loss = loss_of(model, batch, smoothing)
                 (loss / 2).backward()  # a factor of the program's own
             gradients = {n: p.grad for n, p in model.named_parameters()}
             results.append((loss.item(), gradients if plan is None else mw.full_gradients(model), len(runs)))
     return results
 
 
-def assert_equal(cases: list[tuple[str, dict[str, Any]]], actual: list[Any]) -> None:
+def assert_equal(cases: list[tuple[str, dict[str, Any]]], actual: list[Any], smoothing: float = 0.0) -> None:
     for case, (loss, gradients, runs), (expected_loss, expected, stock_runs) in zip(
-        cases, actual, train(None, cases), strict=True
+        cases, actual, train(None, cases, smoothing), strict=True
     ):
         assert runs > stock_runs == 0, case
         # float64: only the order of sums differs; a chunk that counts twice is off by a fifth.
@@ -99,6 +112,23 @@ def assert_equal(cases: list[tuple[str, dict[str, Any]]], actual: list[Any]) -> 
 
 def test_heads_on_one_process() -> None:
     assert_equal(CASES, train({}, CASES))
+
+
+# A bias, a soft cap and a scale; 97 words, of which two ranks have 49 and 48, so that one column is padding.
+SMOOTHED = [("phi", {}), ("gemma2", {}), ("cohere", {})]
+
+
+def test_smoothed_labels_on_one_process() -> None:
+    assert_equal(SMOOTHED, train({}, SMOOTHED, 0.1), 0.1)
+    # Without smoothing the loss is another one, so that a factor which is lost would be seen.
+    assert abs(train(None, SMOOTHED[:1])[0][0] / train(None, SMOOTHED[:1], 0.1)[0][0] - 1) > 1e-3
+
+
+@pytest.mark.parametrize("plan", [{"tp": 2, "sequence_parallel": True}, {"pp": 2, "gradient_accumulation_steps": 3}])
+def test_smoothed_labels_on_two_ranks(plan: dict[str, Any], pool2: Any) -> None:
+    first, last = pool2.run(train, plan, SMOOTHED, 0.1, timeout=300)
+    # Rank 0 has the gathered gradients; the head runs on the last rank.
+    assert_equal(SMOOTHED, [(*a[:2], b[2]) for a, b in zip(first, last, strict=True)], 0.1)
 
 
 TWO_RANKS: dict[str, tuple[dict[str, Any], slice]] = {
@@ -275,7 +305,7 @@ def test_a_graph_that_is_kept_runs_twice() -> None:
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    words = Words(first=0, count=len(weight), ignored=-100, axis=Axis("tp"))
+    words = Words.of_columns(len(weight), vocab_size=len(weight), ignored=-100, axis=Axis("tp"))
     what = HeadLoss(words=words, steps=(), dtype=hidden.dtype)
     factor = torch.tensor(1 / len(targets))
     result: Tensor = ChunkedHeadLoss.apply(hidden, weight, None, targets, factor, what)

@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from meshwright.parallel import collectives
 
@@ -28,8 +27,8 @@ class Traffic:
         # reduce-scatter is an all-to-all and a local sum (see collectives.start_reduce_scatter).
         names = {
             "all_gather": (collectives, "_all_gather", 0),
-            "reduce_scatter": (dist, "all_to_all_single", 1),
-            "all_reduce": (dist, "all_reduce", 0),
+            "reduce_scatter": (collectives, "_all_to_all", 1),
+            "all_reduce": (collectives, "_all_reduce", 0),
         }
         self._patches = []
         for name, (owner, attribute, position) in names.items():

@@ -139,7 +139,7 @@ def _rotary(new: New, rows: int, width: int) -> Run:
 def _loss(new: New, rows: int, width: int) -> Run:
     logits = new(rows, width).float()
     targets = torch.arange(rows, device=logits.device) % width
-    words = Words(first=0, count=width, ignored=-100, axis=Axis("tp"))
+    words = Words.of_columns(width, vocab_size=width, ignored=-100, axis=Axis("tp"))
 
     def run() -> None:
         leaf = logits.requires_grad_()

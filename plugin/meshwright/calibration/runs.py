@@ -109,7 +109,7 @@ def read_runs(path: str | Path, left_out: list[str] | None = None) -> list[Run]:
                     if left_out is None:
                         raise
                     left_out.append(str(error))
-            return _apart(runs)
+            return [_gathered_once(run) for run in _apart(runs)]
     except FileNotFoundError:
         raise PlanError(f"{path}: no such file; give a table in the format of published_runs.csv") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -134,8 +134,10 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
     try:
         tp, cp, pp, dp = (number(name, int) for name in ("tp", "cp", "pp", "dp"))
         gpus, batch = (number(name, int) for name in ("n_gpus", "global_batch"))
-        # Without a stated micro-batch, all of a rank's sequences run at once, or one at a time through a pipeline.
-        micro = number("micro_batch", int, max(1, batch // max(1, dp)) if pp == 1 else 1)
+        # Without a stated micro-batch, a rank's sequences form as many micro-batches as the pipeline has ranks. This is
+        # the default of torchtitan (build_pipeline_schedule), whose tables do not state it.
+        local, ranks = batch // max(1, dp), max(1, pp)
+        micro = number("micro_batch", int, 1 if local % ranks else max(1, local // ranks))
         if tp * cp * pp * dp != gpus:
             raise PlanError(f"{path}: line {line}: tp x cp x pp x dp = {tp * cp * pp * dp} is not n_gpus={gpus}")
         if not micro or batch % (dp * micro):
@@ -170,7 +172,7 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
                 tp=tp,
                 sequence_parallel=bool(number("sp", int, 0)),
                 cp=cp,
-                context="ring",  # the default of Megatron-LM, NeMo and torchtitan, which the tables do not state
+                context="ring",  # not stated: the default of Megatron-LM and NeMo; torchtitan rotates only gradients
                 pp=pp,
                 schedule=schedule,
                 chunks=chunks,
@@ -239,6 +241,17 @@ def _apart(runs: list[Run]) -> list[Run]:
         else run
         for run in runs
     ]
+
+
+def _gathered_once(run: Run) -> Run:
+    """Return a run of ZeRO-3 with pipeline stages as one of ZeRO-1, whose communication and memory it has.
+
+    In a pipeline, PyTorch's FSDP gathers the weights for the first micro-batch and keeps them (torchtitan's
+    ``apply_fsdp``), and reduces the gradients after the last (``torch.distributed.pipelining``'s stages).
+    """
+    if run.plan.pp == 1 or run.plan.zero_stage != 3:
+        return run
+    return dataclasses.replace(run, plan=dataclasses.replace(run.plan, zero_stage=1))
 
 
 def _precision(text: str) -> Precision:

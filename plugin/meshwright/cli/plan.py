@@ -99,7 +99,7 @@ def plan(
         typer.Option(
             "--gather-logits",
             help="Count the memory of whole logits, as with ToDistributedConfig(gather_logits=True): for a program "
-            "that reads outputs.logits in training, as label smoothing and TRL's trainers do.",
+            "that reads outputs.logits in training, as TRL's trainers do.",
             rich_help_panel=_JOB,
         ),
     ] = False,

@@ -155,7 +155,7 @@ class Installation:
         seed = int(agree(torch.tensor([dropout_seed()], device=self.device), axes.tp, axes.dp, axes.pp))
         self.install(optimizer, seed=seed)
         if runtime.engine is None:
-            self._guard_shards()
+            self.guard_shards()
         guard_model(model, runtime)
         # With adapters, the model wraps the decoder, and a user may save either.
         for part in {id(x): x for x in (model, decoder)}.values():
@@ -377,7 +377,8 @@ class Installation:
             has_weights=runtime.weights is None and runtime.engine is None,
         )
 
-    def _guard_shards(self) -> None:
+    def guard_shards(self) -> None:
+        """Make operations raise that would read a shard as the whole."""
         if self.structure is not None and self._cuts_weights:
             guard_shards(self.model, self.structure)
         if self.runtime.weights is not None:

@@ -98,14 +98,22 @@ def describe(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     # Only a gather's inputs and a scatter's outputs exist on every rank. The ranks' shares of an
     # all-to-all differ by design, and an all-gather's inputs are described by its outputs.
     chosen: Any = args[1:2] if operation == "gather" else args[:1] if operation in ("scatter", "allgather") else args
-    options = kwargs.get("opts", args[-1] if args else None)
-    reduction = getattr(options, "reduceOp", None)
+    reduction = root = None
+    if operation not in _WITHOUT_SETTINGS:
+        options = kwargs.get("opts", args[-1] if args else None)
+        reduction, root = getattr(options, "reduceOp", None), getattr(options, "rootRank", None)
     return _text(
         operation,
         tuple([(x.dtype, x.shape) for x in _tensors(chosen)]),
         None if reduction is None else reduction.op.name.lower(),
-        getattr(options, "rootRank", None),
+        root,
     )
+
+
+# Their options have neither a reduction nor a root, and a search for an attribute that does not exist is slow.
+_WITHOUT_SETTINGS = frozenset(
+    {"_allgather_base", "all_gather_single", "allgather", "all_to_all_single", "alltoall", "alltoall_base", "barrier"}
+)
 
 
 # A step repeats the shapes of the step before, and the text of each collective costs more than the log around it.

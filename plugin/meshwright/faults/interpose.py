@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -134,36 +134,47 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(*args, **kwargs)
         except RuntimeError as error:
-            if _observer is None:
-                raise
-            explained = _observer.explain(error)
-            if explained is error:
-                raise
-            raise explained from error
+            _raise_explained(error)
 
     return call
 
 
-def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
-    explained = _explained(method)
+def _raise_explained(error: RuntimeError) -> NoReturn:
+    """Raise a network error with its reason, or as it is; call this where it was caught."""
+    if _observer is None:
+        raise error
+    explained = _observer.explain(error)
+    if explained is error:
+        raise error
+    raise explained from error
 
+
+# The next two functions repeat what _explained and waiting do, since a call of a wrapper in a wrapper costs time at
+# each collective of a layer.
+def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with waiting():
-            return explained(*args, **kwargs)
+        begun = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            _raise_explained(error)
+        finally:
+            _state.waited += time.perf_counter() - begun
 
     return call
 
 
 def _observed_collective(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    start = _explained(method)
-
     @functools.wraps(method)
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         if _observer is None:
             return method(group, *args, **kwargs)
         _observer.collective(group, name, args, kwargs)
-        return start(group, *args, **kwargs)
+        try:
+            return method(group, *args, **kwargs)
+        except RuntimeError as error:
+            _raise_explained(error)
 
     return call
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 from meshwright.parallel.collectives import Axis, start_all_gather
 from meshwright.parallel.gradient_buckets import Bucket, flat_dtype
 from meshwright.parallel.row_layout import RowLayout, Span, record_of
-from meshwright.parallel.saved_tensors import memory
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import ShardedParameter, guard
+from meshwright.planner.flat_offsets import flat_offsets, sharded_length
 
 
 class FlatShard:
@@ -33,13 +34,18 @@ class FlatShard:
         first = parameters[0]
         self.dtype, self.is_trained = first.dtype, first.requires_grad
         sizes = [shape.numel() for shape in shapes]
-        self.starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        self.length = -(-sum(sizes) // dp.size)
+        offsets = flat_offsets(sizes)
+        self.starts = offsets[:-1]
+        self.length = sharded_length(sizes, dp.size) // dp.size
+        spans = [stop - start for start, stop in pairwise(offsets)]
+        self._sizes, self._spans = sizes, [*spans, self.length * dp.size - offsets[-1]]  # the last one is padding
         kept = flat_dtype(self.dtype) if self.is_trained else self.dtype
         self.master = torch.zeros(self.length, dtype=kept, device=device)
         self.stand_in = torch.full((), torch.nan, dtype=self.dtype, device=device)
+        self._stand_ins = [self.stand_in.expand(shape) for shape in shapes]
         self.is_lent = self.is_guarded = False
         self._full: Tensor | None = None
+        self._storage: int | None = None  # the storage of the gathered tensor
         self._wait: Callable[[], Tensor] | None = None
 
     @property
@@ -73,6 +79,7 @@ class FlatShard:
         self.start()
         if self._wait is not None:
             self._full, self._wait = self._wait(), None
+            self._storage = self._full.untyped_storage()._cdata
         assert self._full is not None
         return self._full
 
@@ -80,7 +87,7 @@ class FlatShard:
         """Drop the gathered tensor; its memory is freed when nothing uses it any more."""
         if self._wait is not None:
             self._wait()
-        self._full = self._wait = None
+        self._full = self._storage = self._wait = None
 
     def publish(self) -> None:
         """Drop the gathered values, which are stale after the optimizer's step."""
@@ -98,9 +105,9 @@ class FlatShard:
         """
         if self.is_lent:
             return
-        storage, _ = memory(self.stand_in)
+        storage = self.stand_in.untyped_storage()._cdata
         for index, parameter in enumerate(self.parameters):
-            if memory(parameter)[0] == storage:
+            if parameter.untyped_storage()._cdata == storage:
                 continue
             if (parameter.dtype, parameter.shape) != (self.dtype, self.shapes[index]):
                 raise ValueError(
@@ -141,10 +148,11 @@ class FlatShard:
     def take_back(self) -> None:
         """Replace the parameters' values with placeholders."""
         self.is_lent = False
-        for parameter, shape in zip(self.parameters, self.shapes, strict=True):
-            parameter.data = self.stand_in.expand(shape)
-            if self.is_guarded:
-                guard(parameter)
+        with reading_shards():
+            for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
+                parameter.data = stand_in
+                if self.is_guarded:
+                    guard(parameter)
 
     def guard(self) -> None:
         """Make each parameter a ``ShardedParameter`` of this rank's elements while it has no gathered values."""
@@ -162,13 +170,9 @@ class FlatShard:
         low, high = self._own(index)[0]
         return local.flatten()[low:high]
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is a view of the gathered tensor."""
-        return (
-            self._full is not None
-            and tensor.dtype == self.dtype
-            and tensor.untyped_storage()._cdata == self._full.untyped_storage()._cdata
-        )
+    def holds(self, tensor: Tensor, storage: int) -> bool:
+        """Return whether ``tensor``, which has this storage, is a view of the gathered tensor."""
+        return storage == self._storage and tensor.dtype == self.dtype
 
     def part(self, index: int) -> tuple[Tensor, RowLayout]:
         """Return this rank's elements of a parameter's flattened TP shard, and the shard's row layout over dp."""
@@ -176,8 +180,11 @@ class FlatShard:
         return self.master[begin : begin + high - low].to(self.dtype), self._cut(index)
 
     def _segments(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for parameter, start, shape in zip(self.parameters, self.starts, self.shapes, strict=True):
-            yield parameter, full[start : start + shape.numel()].view(shape)
+        pieces = full.split_with_sizes(self._spans)[:-1]
+        for parameter, piece, shape, size, span in zip(
+            self.parameters, pieces, self.shapes, self._sizes, self._spans[:-1], strict=True
+        ):
+            yield parameter, (piece if size == span else piece[:size]).view(shape)
 
     def _cut(self, index: int) -> RowLayout:
         return RowLayout.stretches(self.starts[index], self.shapes[index].numel(), self.length, self.dp.size)

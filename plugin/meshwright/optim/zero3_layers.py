@@ -65,6 +65,7 @@ class ShardedWeights:
         self.flats = list(dict.fromkeys(flat for step in self.steps for flat in step.flats))
         self._task = -1
         self._current: _Step | None = None
+        self._gathered: list[FlatShard] = []  # by backward
         self._lent_again: list[FlatShard] = []
 
     def keep(self, parameter: Tensor, local: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ class ShardedWeights:
         """Gather a step's weights for backward, and release the weights that backward needed before."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task, self._current = task, None
+            self._task, self._current, self._gathered = task, None, self.flats
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if step is self._current:
             return
@@ -202,9 +203,11 @@ class ShardedWeights:
         before = self.steps[step.index - 1] if step.index else None
         ahead = before.flats if before is not None and before.is_awaited else []
         self._take_back()
-        for flat in self.flats:
-            if flat not in step.flats and flat not in ahead:
+        needed = [*step.flats, *ahead]
+        for flat in self._gathered:
+            if flat not in needed:
                 flat.release()
+        self._gathered = needed
         step.gather(ahead)
 
     def lend_again(self, step: _Step) -> None:
@@ -224,6 +227,7 @@ class ShardedWeights:
         self._task = -1
         self._take_back()
         self.release()
+        self._gathered = []
         for step in self.steps:
             step.is_awaited = False
 
@@ -295,9 +299,13 @@ class _Step:
 
     def _note(self, tensor: Tensor) -> Callable[[], Tensor] | None:
         """Return the handle from which backward gets a view of a weight; None if the tensor is not a weight."""
-        flat = next((flat for flat in self.flats if flat.holds(tensor)), None)
-        if flat is None:
-            return None
+        storage = tensor.untyped_storage()._cdata
+        for flat in self.flats:
+            if flat.holds(tensor, storage):
+                return self._handle(flat, tensor)
+        return None
+
+    def _handle(self, flat: FlatShard, tensor: Tensor) -> Callable[[], Tensor]:
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
         def view() -> Tensor:

@@ -149,7 +149,9 @@ class ReduceScatter:
         return (piece for sharded in self.sharded for piece in sharded.slices)
 
     def prepare(self, parameter: nn.Parameter) -> None:
-        if not has_gradient(parameter):
+        if parameter.grad is None:
+            self._forget_one(parameter)
+        elif not has_gradient(parameter):
             self._forget([parameter])
             parameter.grad = None  # autograd must not add into the stand-in
         elif id(parameter) not in self._arrived:  # the program set this gradient, and the pass adds to it
@@ -179,7 +181,8 @@ class ReduceScatter:
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
         sharded = self._of[id(bucket)]
         wait = start_reduce_scatter(flat.to(self.sent or flat.dtype), self.dp, flat.dtype)
-        self._forget(p for p in bucket.parameters if not has_gradient(p))  # another rank may have their gradients
+        if missing := [p for p in bucket.parameters if not has_gradient(p)]:
+            self._forget(missing)  # another rank may have their gradients
         self._stand_in(bucket)
 
         def finish() -> None:
@@ -237,8 +240,8 @@ class ReduceScatter:
     def clear(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool = True) -> None:
         """Clear all gradients of these parameters, synchronised or not, or set them to zero if not ``set_to_none``."""
         cleared = {id(p): p for p in parameters}
-        for parameter in cleared.values():
-            shards = [piece.shard for piece in self._slices_of.get(id(parameter), [])]
+        for key, parameter in cleared.items():
+            shards = [piece.shard for piece in self._slices_of.get(key, ())]
             if set_to_none:
                 for holder in (parameter, *shards):
                     holder.grad = None
@@ -283,11 +286,20 @@ class ReduceScatter:
         if zeroed := [p for p in parameters if is_stand_in(p.grad) and is_cleared(p.grad)]:
             self.clear(zeroed, set_to_none=False)
 
+    def _forget_one(self, parameter: nn.Parameter) -> None:
+        """Do what :meth:`_forget` does for a parameter without a gradient; each gradient of each pass needs this."""
+        for piece in self._slices_of.get(id(parameter), ()):
+            piece.shard.grad = None
+        if (sharded := self._with.get(id(parameter))) is not None and sharded.unsynced is not None:
+            self.clear([parameter])
+
     def _stand_in(self, bucket: Bucket) -> None:
+        first = bucket.parameters[0]
+        zero = torch.zeros((), dtype=first.dtype, device=first.device)
         for parameter in bucket.parameters:
             self._arrived.discard(id(parameter))
             if has_gradient(parameter):
-                parameter.grad = HeldGradient.stand_in(parameter)
+                parameter.grad = HeldGradient.stand_in(parameter, zero)
 
 
 def lay_out(parameters: Iterable[nn.Parameter], dp: Axis, bucket_bytes: int) -> list[ShardedBucket]:

@@ -195,13 +195,11 @@ def hidden_states(
         if isinstance(value, Tensor) and value.is_floating_point():
 
             def put(new: Tensor, old: Tensor = value, at: Any = place) -> Any:
-                def is_replaced(key: Any, x: Any) -> bool:
-                    if x is not old:
-                        return False
+                def is_replaced(key: Any) -> bool:
                     return key == at or (names[key] if isinstance(key, int) and key < len(names) else key) in _TWINS
 
-                positional = tuple(new if is_replaced(i, x) else x for i, x in enumerate(args))
-                return positional, {n: new if is_replaced(n, x) else x for n, x in kwargs.items()}
+                positional = tuple([new if x is old and is_replaced(i) else x for i, x in enumerate(args)])
+                return positional, {n: new if x is old and is_replaced(n) else x for n, x in kwargs.items()}
 
             return value, put
     raise AssertionError("a block was called without hidden states")

@@ -6,7 +6,8 @@ and takes the same arguments, including ``shift_labels``, ``ignore_index`` and `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class CausalLMLoss:
     def __init__(self, *, vocab_size: int, tp: Axis, mean: GlobalMean):
         self.vocab_size, self.tp, self.mean = vocab_size, tp, mean
         self.region: Parted | None = None  # under context parallelism: knows the tokens of this rank's logits
+        self._smoothing = 0.0
 
     def __call__(
         self,
@@ -58,6 +60,15 @@ class CausalLMLoss:
             return self._of_head(deferred, targets_N, count, num_items_in_batch, ignore_index)
         loss_sum = self._sum(without_stand_in(logits), targets_N, ignore_index)
         return self.mean.of(loss_sum.reshape(1), count, num_items_in_batch)
+
+    @contextlib.contextmanager
+    def smoothed(self, factor: float) -> Iterator[None]:
+        """Compute the loss with label smoothing inside the context, as transformers' ``LabelSmoother`` does."""
+        before, self._smoothing = self._smoothing, factor
+        try:
+            yield
+        finally:
+            self._smoothing = before
 
     def counts(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the number of valid labels in this rank's part of a batch."""
@@ -93,7 +104,9 @@ class CausalLMLoss:
     def _words(self, targets_N: Tensor, columns: int, vocab_size: int, ignore_index: int) -> Words:
         """Return the words of this rank's columns, once all targets are words of the vocabulary."""
         require_words(targets_N, vocab_size, "label", ignored=ignore_index)
-        return Words.of_columns(columns, vocab_size=vocab_size, ignored=ignore_index, axis=self.tp)
+        return Words.of_columns(
+            columns, vocab_size=vocab_size, ignored=ignore_index, axis=self.tp, smoothing=self._smoothing
+        )
 
     def _sum(self, logits: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:
         if isinstance(logits, ShardedLogits):
@@ -101,7 +114,9 @@ class CausalLMLoss:
         columns = logits.shape[-1]
         logits = at_least_float32(logits.reshape(-1, columns))
         if columns >= self.vocab_size:  # not sharded; a traced step's fake tensors are never ShardedLogits
-            return F.cross_entropy(logits, targets_N, ignore_index=ignore_index, reduction="sum")
+            return F.cross_entropy(
+                logits, targets_N, ignore_index=ignore_index, reduction="sum", label_smoothing=self._smoothing
+            )
         words = self._words(targets_N, columns, self.vocab_size, ignore_index)
         result: Tensor = VocabParallelCrossEntropy.apply(logits, targets_N, words)
         return result

@@ -106,7 +106,7 @@ def _forward(
         losses_N, softmax = exponentials_(wide, targets_N[rows], loss.words)
         losses.append(losses_N.sum())
         if any(needs):
-            gradient_(wide, softmax, factor)
+            gradient_(wide, softmax, loss.words, factor)
             grad = final if wide is final else final.copy_(wide)
             del wide
             grad = run_backward(loss.steps, grad, kept)

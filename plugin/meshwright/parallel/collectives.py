@@ -6,6 +6,7 @@ where tensor parallelism goes wrong. A tensor's rows are along dim 0.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.process_group import wire_device
 
-# torch 2.13 renamed both functions: its old names warn, and older versions lack the new names.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# torch 2.13 renamed these methods of a process group: its old names warn, and older versions lack the new names.
+_IS_RENAMED = hasattr(ProcessGroup, "all_gather_single")
+_ALL_GATHER = "all_gather_single" if _IS_RENAMED else "_allgather_base"
+_REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
+_ALL_TO_ALL = "all_to_all_single" if _IS_RENAMED else "alltoall_base"
 
 
 @dataclass(frozen=True)
@@ -87,13 +91,51 @@ class Axes:
 Operation = Callable[[Tensor, Axis], Tensor]
 
 
+# The next functions call a process group as those of torch.distributed do, without the checks of the arguments, which
+# take longer than the call and hold here.
+def _all_gather(out: Tensor, x: Tensor, group: Any, *, is_async: bool = False) -> Any:
+    work = getattr(group, _ALL_GATHER)(_real(out), _real(x), _options(AllgatherOptions, is_async))
+    return work if is_async else _end(work)
+
+
+def _reduce_scatter(out: Tensor, x: Tensor, group: Any, *, is_async: bool = False) -> Any:
+    work = getattr(group, _REDUCE_SCATTER)(out, x, _options(ReduceScatterOptions, is_async))
+    return work if is_async else _end(work)
+
+
+def _all_to_all(out: Tensor, x: Tensor, group: Any, *, is_async: bool = False) -> Any:
+    work = getattr(group, _ALL_TO_ALL)(_real(out), _real(x), [], [], _options(AllToAllOptions, is_async))
+    return work if is_async else _end(work)
+
+
+def _all_reduce(x: Tensor, group: Any, *, is_async: bool = False) -> Any:
+    work = group.allreduce([_real(x)], _options(AllreduceOptions, is_async))
+    return work if is_async else _end(work)
+
+
+@functools.cache
+def _options(kind: Callable[[], Any], is_async: bool) -> Any:
+    options = kind()
+    options.asyncOp = is_async
+    return options
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x  # no backend has complex numbers
+
+
+def _end(work: Any) -> None:
+    if work is not None:  # NCCL has put it in the current stream
+        work.wait()
+
+
 @own_collectives()
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """Return the rows of every rank of the axis, in rank order."""
     if axis.size == 1:
         return x
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    _all_gather(out, x.contiguous(), group=axis.group)
+    _all_gather(out, x.contiguous(), axis.group)
     return out
 
 
@@ -103,7 +145,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     if axis.size == 1:
         return lambda: x
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    work = _all_gather(out, x.contiguous(), group=axis.group, async_op=True)
+    work = _all_gather(out, x.contiguous(), axis.group, is_async=True)
     return lambda: _wait(work, out)
 
 
@@ -111,17 +153,17 @@ def start_all_gather(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> None:
     """Fill ``out`` with the rows of every rank; ``x`` may be this rank's part of ``out`` itself."""
     if axis.size > 1:
-        _all_gather(out, x, group=axis.group)
+        _all_gather(out, x, axis.group)
 
 
 @own_collectives()
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Sum ``x`` over the axis and return this rank's equal share of the rows."""
     if axis.size == 1 or x.device.type == "cpu":
-        return start_reduce_scatter(x, axis)()
+        return _start_reduce_scatter(x, axis)()
     assert x.shape[0] % axis.size == 0
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    _reduce_scatter(out, x.contiguous(), group=axis.group)
+    _reduce_scatter(out, x.contiguous(), axis.group)
     return out
 
 
@@ -135,6 +177,10 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None
         dtype: the dtype of the result (default: that of ``x``). On CPU the sum is computed in this dtype; NCCL adds in
             the dtype of ``x``.
     """
+    return _start_reduce_scatter(x, axis, dtype)
+
+
+def _start_reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
     dtype = x.dtype if dtype is None else dtype
     if axis.size == 1:
         return lambda: x.to(dtype)
@@ -143,13 +189,13 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None
     shape = (x.shape[0] // axis.size, *x.shape[1:])
     if x.device.type != "cpu":
         out = x.new_empty(shape)
-        work = _reduce_scatter(out, x, group=axis.group, async_op=True)
+        work = _reduce_scatter(out, x, axis.group, is_async=True)
         return lambda: _wait(work, out).to(dtype)
     # gloo's reduce-scatter is a full all-reduce and a copy, with twice the bytes and four times the time
     # (2 ranks, 4 MiB: 6.6 ms against 1.6 ms). An all-to-all moves only the rows that each rank needs.
-    out, parts = x.new_empty(shape, dtype=dtype), torch.empty_like(x)
-    work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-    return lambda: torch.sum(_wait(work, parts).view(axis.size, *out.shape), 0, dtype=dtype, out=out)
+    parts = torch.empty_like(x)
+    work = _all_to_all(parts, x, axis.group, is_async=True)
+    return lambda: torch.sum(_wait(work, parts).view(axis.size, *shape), 0, dtype=dtype)
 
 
 @own_collectives()
@@ -160,7 +206,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
         return x
     x = x.contiguous()
     out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=axis.group)
+    _all_to_all(out, x, axis.group)
     return out
 
 
@@ -168,7 +214,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum ``x`` over the axis, in place."""
     if axis.size > 1:
-        dist.all_reduce(x, group=axis.group)
+        _all_reduce(x, axis.group)
     return x
 
 
@@ -177,7 +223,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Start an all-reduce in place; the returned function waits for it and returns ``x``."""
     if axis.size == 1:
         return lambda: x
-    work = dist.all_reduce(x, group=axis.group, async_op=True)
+    work = _all_reduce(x, axis.group, is_async=True)
     return lambda: _wait(work, x)
 
 
@@ -208,6 +254,17 @@ def _wait(work: Any, result: Tensor) -> Tensor:
     return result
 
 
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Do what torch's decorator of this name does, but do not turn gradients off again where they are off."""
+    differentiated = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *gradients: Any) -> Any:
+        return differentiated(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+
+    return call
+
+
 class _Collective(torch.autograd.Function):
     """Runs one operation in forward and its counterpart in backward."""
 
@@ -217,7 +274,7 @@ class _Collective(torch.autograd.Function):
         return run(x, axis)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # a collective has no graph, so a second derivative would lack it
+    @once_differentiable  # a collective has no graph, so a second derivative would lack it
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.run_backward(grad, ctx.axis), None, None, None
 

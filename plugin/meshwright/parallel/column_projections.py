@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.parallel import saved_tensors as saved
-from meshwright.parallel.collectives import Axis, all_gather, start_all_gather, start_all_reduce, start_reduce_scatter
+from meshwright.parallel.collectives import (
+    Axis,
+    all_gather,
+    once_differentiable,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from meshwright.parallel.linear_layers import is_stock_linear, weight_gradient
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.roles.projection import is_transposed
@@ -55,10 +62,10 @@ class ColumnProjections:
         """Return whether the next pass can use :meth:`enter`; otherwise autograd computes all gradients."""
         if not (self.modules and x.requires_grad and torch.is_grad_enabled()):
             return False
-        return all(
-            vars(module).get("forward") is override and module._parameters.get("weight") is not None
-            for module, override in zip(self.modules, self._overrides, strict=True)
-        )
+        for module, override in zip(self.modules, self._overrides, strict=True):
+            if module.__dict__.get("forward") is not override or module._parameters.get("weight") is None:
+                return False
+        return True
 
     def enter(self, x: Tensor, axis: Axis) -> Tensor:
         """Return the rows that the projections read, from this rank's rows or from all; :meth:`open` must follow."""
@@ -70,7 +77,7 @@ class ColumnProjections:
     def open(self, full: Tensor) -> None:
         """Let the projections compute their outputs from ``full``, the result of :meth:`enter` in the block's shape."""
         assert self.current is not None
-        self.current.memory, self.current.numel = saved.memory(full), full.numel()
+        self.current.full, self.current.memory = full, saved.memory(full)
 
     def close(self, *, has_ended: bool) -> None:
         """End the pass.
@@ -100,12 +107,15 @@ class _Pass:
         self.weights = weights
         self.node: Any = None
         self.unread = set(range(len(weights)))
+        self.full: Tensor | None = None
         self.memory: tuple[int, int] | None = None
-        self.numel = 0
 
     def holds(self, x: Tensor) -> bool:
         """Return whether ``x`` is the block's input, in any shape."""
-        return x.numel() == self.numel and x.is_contiguous() and saved.memory(x) == self.memory
+        if x is self.full:
+            return True
+        is_whole = self.full is not None and x.numel() == self.full.numel() and x.is_contiguous()
+        return is_whole and saved.memory(x) == self.memory
 
 
 class _ColumnForward(MethodOverride):
@@ -147,7 +157,7 @@ class _EnterProjections(torch.autograd.Function):
         return full
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # as other collectives
+    @once_differentiable  # as other collectives
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         taken, regathered = ctx.taken, ctx.regathered
         ctx.task, ctx.taken, ctx.regathered = -1, [], None
@@ -157,7 +167,7 @@ class _EnterProjections(torch.autograd.Function):
             x = (ctx.saved_tensors[0] if regathered is None else regathered()).flatten(0, -2)
             for index, transposed, gradient in taken:
                 rows = gradient.flatten(0, -2)
-                read = x if len(x) == len(rows) else x[: len(rows)]  # without the padding
+                read = x if x.shape[0] == rows.shape[0] else x[: rows.shape[0]]  # without the padding
                 own = weight_gradient(read, rows, transposed).to(ctx.dtypes[index])
                 before = of_weights[index]
                 of_weights[index] = own if before is None else before + own

@@ -31,18 +31,23 @@ class Words:
         count: the number of this rank's columns that are words; the other columns are padding.
         ignored: the target of tokens that do not count.
         axis: the TP axis.
+        vocab_size: the number of words in the full vocabulary.
+        smoothing: the part of a target's probability that is spread evenly over the vocabulary (label smoothing).
     """
 
     first: int
     count: int
     ignored: int
     axis: Axis
+    vocab_size: int
+    smoothing: float = 0.0
 
     @classmethod
-    def of_columns(cls, columns: int, *, vocab_size: int, ignored: int, axis: Axis) -> Words:
+    def of_columns(cls, columns: int, *, vocab_size: int, ignored: int, axis: Axis, smoothing: float = 0.0) -> Words:
         """Return the words that a rank's columns score, if every rank of the axis has this number of columns."""
         first = min(axis.rank * columns, vocab_size)
-        return cls(first=first, count=min(columns, vocab_size - first), ignored=ignored, axis=axis)
+        count = min(columns, vocab_size - first)
+        return cls(first=first, count=count, ignored=ignored, axis=axis, vocab_size=vocab_size, smoothing=smoothing)
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,14 @@ class Softmax:
     Args:
         scale_N: the factor of each token's exponentials; 0 for a token that does not count.
         column_N: the column of each token's target, or 0.
-        is_ours_N: whether this rank has the target.
+        target_N: the probability that the loss wants for this column, 0 on a rank without the target.
+        even_N: the probability that the loss wants for each word in addition; None without label smoothing.
     """
 
     scale_N: Tensor
     column_N: Tensor
-    is_ours_N: Tensor
+    target_N: Tensor
+    even_N: Tensor | None
 
 
 def exponentials_(logits_NW: Tensor, targets_N: Tensor, words: Words) -> tuple[Tensor, Softmax]:
@@ -70,37 +77,48 @@ def exponentials_(logits_NW: Tensor, targets_N: Tensor, words: Words) -> tuple[T
     is_ours_N = (column_N >= 0) & (column_N < words.count) & is_valid_N
     column_N = column_N.where(is_ours_N, 0)
 
-    statistics_3N = exp_NW.new_empty(3, exp_NW.shape[0])
-    maximum_N, total_N, target_N = statistics_3N
+    smoothing = words.smoothing
+    statistics_SN = exp_NW.new_empty(4 if smoothing else 3, exp_NW.shape[0])
+    maximum_N, total_N, target_N = statistics_SN[:3]
     for rows in _row_blocks(exp_NW):
         block = exp_NW[rows]
         # A rank with padding columns only (in a tiny vocabulary) has no finite maximum.
         peak = block.amax(1, keepdim=True).clamp_(min=torch.finfo(block.dtype).min)
         target_N[rows] = block.gather(1, column_N[rows, None])[:, 0]
+        if smoothing:
+            statistics_SN[3, rows] = block[:, : words.count].sum(1)
         block.sub_(peak).exp_()
         maximum_N[rows] = peak[:, 0]
         total_N[rows] = block.sum(1)
     target_N.masked_fill_(~is_ours_N, 0)
 
-    gathered = all_gather(statistics_3N[None], words.axis)
+    gathered = all_gather(statistics_SN[None], words.axis)
     peak_N = gathered[:, 0].amax(0)
     denominator_N = (gathered[:, 1] * (gathered[:, 0] - peak_N).exp()).sum(0)
-    loss_N = denominator_N.log() + peak_N - gathered[:, 2].sum(0)
+    wanted_N = gathered[:, 2].sum(0)  # the mean of the logits under the probabilities that the loss wants
+    even_N = None
+    if smoothing:
+        wanted_N = wanted_N * (1 - smoothing) + gathered[:, 3].sum(0) * (smoothing / words.vocab_size)
+        even_N = is_valid_N.to(exp_NW.dtype) * (smoothing / words.vocab_size)
+    loss_N = denominator_N.log() + peak_N - wanted_N
 
     # softmax = exp(logit - own peak) * scale; an ignored token has no gradient.
     scale_N = ((maximum_N - peak_N).exp() / denominator_N) * is_valid_N
-    return loss_N.masked_fill_(~is_valid_N, 0), Softmax(scale_N, column_N, is_ours_N)
+    probability_N = is_ours_N.to(exp_NW.dtype) * (1 - smoothing)
+    return loss_N.masked_fill_(~is_valid_N, 0), Softmax(scale_N, column_N, probability_N, even_N)
 
 
-def gradient_(exp_NW: Tensor, softmax: Softmax, factor: Tensor | None) -> Tensor:
+def gradient_(exp_NW: Tensor, softmax: Softmax, words: Words, factor: Tensor | None) -> Tensor:
     """Overwrite exponentials by the gradient of the tokens' summed loss times ``factor``."""
-    scale_N, column_N = softmax.scale_N, softmax.column_N
-    target_grad_N = -softmax.is_ours_N.to(exp_NW.dtype)
+    scale_N, target_grad_N, even_N = softmax.scale_N, -softmax.target_N, softmax.even_N
     if factor is not None:
         scale_N, target_grad_N = scale_N * factor, target_grad_N * factor
+        even_N = None if even_N is None else even_N * factor
     for rows in _row_blocks(exp_NW):
         block = exp_NW[rows].mul_(scale_N[rows, None])
-        block.scatter_add_(1, column_N[rows, None], target_grad_N[rows, None].to(block.dtype))
+        if even_N is not None:
+            block[:, : words.count].sub_(even_N[rows, None].to(block.dtype))
+        block.scatter_add_(1, softmax.column_N[rows, None], target_grad_N[rows, None].to(block.dtype))
     return exp_NW
 
 
@@ -117,7 +135,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits_NW: Tensor, targets_N: Tensor, words: Words) -> Tensor:
         exp_NW = logits_NW.detach()
         loss_N, softmax = exponentials_(exp_NW, targets_N, words)
-        ctx.save_for_backward(exp_NW, softmax.scale_N, softmax.column_N, softmax.is_ours_N)
+        ctx.save_for_backward(exp_NW, softmax.scale_N, softmax.column_N, softmax.target_N, softmax.even_N)
+        ctx.words = words
         return loss_N.sum()
 
     @staticmethod
@@ -125,7 +144,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         refuse_second_order()
         # In place, so a second backward through the same graph fails autograd's version check.
         grad_NW, *softmax = ctx.saved_tensors
-        return gradient_(grad_NW, Softmax(*softmax), grad), None, None
+        return gradient_(grad_NW, Softmax(*softmax), ctx.words, grad), None, None
 
 
 def refuse_second_order() -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.collectives import Axis, all_reduce
-from meshwright.parallel.row_layout import record_of
+from meshwright.parallel.row_layout import ShardRecord, record_of
+from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.tensor_guards import is_stand_in
+from meshwright.planner.flat_offsets import flat_offsets, sharded_length
 
 
 @dataclass(eq=False)
 class Bucket:
     """Parameters whose gradients are reduced as one flat tensor.
+
+    The parameters begin at the positions that ``flat_offsets`` defines. The padding between and after them is zero.
 
     Args:
         parameters: the bucket's parameters, of one dtype and on one device.
@@ -29,32 +35,64 @@ class Bucket:
     dtype: torch.dtype
     offsets: list[int] = field(init=False)
     numel: int = field(init=False)
+    _end: int = field(init=False)  # of the last parameter, with its padding
+    _sizes: list[int] = field(init=False)
+    _spans: list[int] = field(init=False)  # the sizes with their padding
 
     def __post_init__(self) -> None:
         sizes = [p.shape.numel() for p in self.parameters]
-        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.numel = -(-sum(sizes) // self.multiple) * self.multiple
+        offsets = flat_offsets(sizes)
+        *self.offsets, self._end = offsets
+        self.numel = sharded_length(sizes, self.multiple)
+        self._sizes, self._spans = sizes, [stop - start for start, stop in pairwise(offsets)]
 
-    @property
+    @functools.cached_property
     def is_grad_partial(self) -> bool:
         """Whether any of the gradients is partial over the TP axis."""
-        return any(record_of(parameter).is_grad_partial for parameter in self.parameters)
+        return bool(self._partial)
+
+    @functools.cached_property
+    def _partial(self) -> list[int]:
+        """The indices of the parameters whose gradients are partial over the TP axis."""
+        return [index for index, parameter in enumerate(self.parameters) if record_of(parameter).is_grad_partial]
+
+    @property
+    def tp_numel(self) -> int:
+        """The number of elements that :meth:`average_copies` sends."""
+        if self._is_replicated:
+            return self._end
+        return sum(record_of(self.parameters[index]).global_shape.numel() for index in self._partial)
+
+    @functools.cached_property
+    def _is_replicated(self) -> bool:
+        """Whether every rank of tp holds every row, with a partial gradient."""
+        return all(record_of(p).is_grad_partial and not record_of(p).is_sharded for p in self.parameters)
 
     def segments(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each parameter with its part of ``flat``, in the parameter's shape."""
-        for parameter, offset in zip(self.parameters, self.offsets, strict=True):
-            yield parameter, flat[offset : offset + parameter.shape.numel()].view(parameter.shape)
+        for index, parameter in enumerate(self.parameters):
+            yield parameter, self._segment(flat, index)
+
+    def _segment(self, flat: Tensor, index: int) -> Tensor:
+        offset = self.offsets[index]
+        return flat[offset : offset + self._sizes[index]].view(self.parameters[index].shape)
 
     def flatten_gradients(self, scale: float, *, extra: int = 0) -> Tensor:
         """Return one flat tensor: all gradients times ``scale`` (zeros if missing), then ``extra`` zeros."""
         flat = torch.empty(self.numel + extra, dtype=self.dtype, device=self.parameters[0].device)
-        flat[self.offsets[-1] + self.parameters[-1].shape.numel() :].zero_()
-        for parameter, segment in self.segments(flat):
-            if has_gradient(parameter):
-                assert parameter.grad is not None
-                torch.mul(parameter.grad.as_subclass(Tensor), scale, out=segment)
-            else:
-                segment.zero_()
+        *pieces, rest = flat.split_with_sizes([*self._spans, self.numel + extra - self._end])
+        with reading_shards():
+            for parameter, piece, size, span in zip(self.parameters, pieces, self._sizes, self._spans, strict=True):
+                if size < span:
+                    piece[size:].zero_()
+                    piece = piece[:size]
+                gradient = parameter.grad
+                if gradient is None or is_stand_in(gradient):
+                    piece.zero_()
+                else:
+                    torch.mul(gradient, scale, out=piece.view(parameter.shape))
+        if self._end < self.numel + extra:
+            rest.zero_()
         return flat
 
     def average_copies(self, flat: Tensor, tp: Axis) -> None:
@@ -63,29 +101,35 @@ class Bucket:
         Each contribution was multiplied by the number of copies on arrival (see GradientSync), so
         this mean is the sum of the contributions. Gradients that are not partial stay as they are.
         """
-        if all(record_of(p).is_grad_partial and not record_of(p).is_sharded for p in self.parameters):
+        if self._is_replicated:
             # Norms and biases, whose rows every rank holds, take two kernels together instead of several each.
-            length = self.offsets[-1] + self.parameters[-1].shape.numel()
-            all_reduce(flat[:length], tp).div_(tp.size)
+            all_reduce(flat[: self._end], tp).div_(tp.size)
             return
-        partial = [(p, segment) for p, segment in self.segments(flat) if record_of(p).is_grad_partial]
-        full = [torch.zeros(record_of(p).global_shape, dtype=flat.dtype, device=flat.device) for p, _ in partial]
-        for whole, (parameter, segment) in zip(full, partial, strict=True):
-            record_of(parameter).layout.add(whole, segment, tp.rank)
-        joined = all_reduce(torch.cat([whole.flatten() for whole in full]), tp)
-        pieces = joined.split([whole.numel() for whole in full])
-        for whole, (parameter, segment) in zip(pieces, partial, strict=True):
-            record = record_of(parameter)
-            torch.div(
-                record.layout.take(whole.view(record.global_shape), tp.rank),
-                record.copies(segment),
-                out=segment,
-            )
+        partial = [(record_of(self.parameters[index]), self._segment(flat, index)) for index in self._partial]
+        full = [_whole(record, segment, tp.rank).flatten() for record, segment in partial]
+        joined = all_reduce(torch.cat(full), tp)
+        pieces = joined.split([len(whole) for whole in full])
+        for whole, (record, segment) in zip(pieces, partial, strict=True):
+            whole = whole.view(record.global_shape)
+            if record.is_sharded:
+                torch.div(record.layout.take(whole, tp.rank), record.copies(segment), out=segment)
+            else:
+                torch.div(whole, tp.size, out=segment)
+
+
+def _whole(record: ShardRecord, segment: Tensor, rank: int) -> Tensor:
+    """Return a gradient of the one-device shape that has a rank's rows, and zeros in the other ranks' rows."""
+    if not record.is_sharded:
+        return segment
+    whole = torch.zeros(record.global_shape, dtype=segment.dtype, device=segment.device)
+    record.layout.add(whole, segment, rank)
+    return whole
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Return whether ``.grad`` is a gradient and not the stand-in for a gradient that ZeRO has taken."""
-    return parameter.grad is not None and not is_stand_in(parameter.grad)
+    gradient = parameter.grad
+    return gradient is not None and not is_stand_in(gradient)
 
 
 def make_buckets(

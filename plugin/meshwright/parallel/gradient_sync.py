@@ -114,7 +114,8 @@ class GradientSync:
             for parameter in bucket.parameters:
                 _add_hooks(parameter, self)
         for parameter in unreduced:
-            parameter.register_post_accumulate_grad_hook(_guard)
+            if _has_part(parameter):
+                parameter.register_post_accumulate_grad_hook(_mark)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copied or pickled model has None in place of this object, since its parameters have no hooks.
@@ -246,29 +247,36 @@ class GradientSync:
         if not any(sync._has_gradients for sync in self._peers):  # the pass was torch.autograd.grad
             return
         self._unused = None
-        if not self._enabled:
-            for bucket in self.buckets:
-                self.reduction.hold(bucket)
-            return
-        for bucket in self.buckets[self._next :]:
-            self._start(bucket)
+        with reading_shards():
+            if not self._enabled:
+                for bucket in self.buckets:
+                    self.reduction.hold(bucket)
+                return
+            for bucket in self.buckets[self._next :]:
+                self._start(bucket)
         self._meet()
         finish, self._finish = self._finish, []
-        for wait in finish:
-            wait()
+        with reading_shards():
+            for wait in finish:
+                wait()
 
 
 def _add_hooks(parameter: nn.Parameter, sync: GradientSync) -> None:
     # Weak references, since autograd's hooks would keep the parameter, process groups and their threads alive.
     own, synchroniser = weakref.ref(parameter), weakref.ref(sync)
 
+    # A guarded parameter would pass each read of its .grad through Python.
     def arrive(grad: Tensor | None) -> Tensor | None:
         target, of = own(), synchroniser()
-        return None if target is None or of is None else of.arrive(target, grad)
+        if target is None or of is None:
+            return None
+        with reading_shards():
+            return of.arrive(target, grad)
 
     def accumulated(target: Tensor) -> None:
         if (of := synchroniser()) is not None:
-            of.accumulated(target)  # type: ignore[arg-type]
+            with reading_shards():
+                of.accumulated(target)  # type: ignore[arg-type]
 
     parameter.register_hook(arrive)
     parameter.register_post_accumulate_grad_hook(accumulated)
@@ -333,7 +341,18 @@ class AllReduce:
         return finish
 
 
-def _guard(parameter: nn.Parameter) -> None:
+def _has_part(parameter: nn.Parameter) -> bool:
+    """Return whether this rank has a part of a parameter's gradient, or a part of all gradients."""
     record = getattr(parameter, "meshwright", None)
-    if parameter.grad is not None and record is not None and (record.is_sharded or record.is_staged):
-        parameter.grad = LocalGradient.of(parameter.grad, record)
+    return record is not None and (record.is_sharded or record.is_staged)
+
+
+def _guard(parameter: nn.Parameter) -> None:
+    if _has_part(parameter):
+        _mark(parameter)
+
+
+def _mark(parameter: Tensor) -> None:
+    with reading_shards():
+        if (gradient := parameter.grad) is not None:
+            parameter.grad = LocalGradient.of(gradient, record_of(parameter))

@@ -18,6 +18,13 @@ from meshwright.parallel.autograd_graph import in_backward, tensors_in
 from meshwright.parallel.shard_reads import reading_shards, record_if_any
 from meshwright.parallel.sharded_parameter import become
 
+# These make no graph. An optimizer's zero_grad() reads and writes the gradient of each parameter.
+_PROPERTIES: frozenset[Any] = frozenset(
+    access
+    for name in ("grad", "requires_grad", "shape", "dtype", "device")
+    for access in (getattr(Tensor, name).__get__, getattr(Tensor, name).__set__)
+)
+
 
 class PartialParameter(nn.Parameter):
     """A parameter that divides gradients of the program's own operations by the number of ranks that compute them."""
@@ -27,7 +34,7 @@ class PartialParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with reading_shards():
-            if not torch.is_grad_enabled() or in_backward():
+            if func in _PROPERTIES or not torch.is_grad_enabled() or in_backward():
                 return func(*args, **(kwargs or {}))
             partial = {id(x): x for x in tensors_in((args, kwargs)) if isinstance(x, PartialParameter)}
             first = torch.autograd._get_sequence_nr()

@@ -61,5 +61,5 @@ def memory(tensor: Tensor) -> tuple[int, int]:
 
 
 def _unpack(packed: Any) -> Tensor:
-    result: Tensor = packed() if callable(packed) and not isinstance(packed, Tensor) else packed
+    result: Tensor = packed if isinstance(packed, Tensor) else packed()
     return result

@@ -77,4 +77,6 @@ class SequenceSharding:
         length = local_length * self.axis.size
         if self._local_length(self._length) == local_length:
             length = self._length
-        return rows[: batch * length].view(batch, length, -1)
+        if rows.shape[0] != batch * length:
+            rows = rows[: batch * length]  # without the padding
+        return rows.view(batch, length, -1)

@@ -93,9 +93,16 @@ class HeldGradient(UnreadableTensor):
     _CLEARING: ClassVar[set[Any]] = {Tensor.zero_, torch._foreach_zero_, Tensor.requires_grad_, Tensor.detach_}
 
     @classmethod
-    def stand_in(cls, parameter: Tensor) -> HeldGradient:
-        empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        held = empty.as_subclass(cls)
+    def stand_in(cls, parameter: Tensor, zero: Tensor | None = None) -> HeldGradient:
+        """Return a stand-in for a parameter's gradient.
+
+        Args:
+            parameter: the parameter.
+            zero: a zero of the parameter's dtype and device, which several stand-ins may share.
+        """
+        if zero is None:
+            zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        held = zero.expand(parameter.shape).as_subclass(cls)
         held.__dict__["is_cleared"] = False
         return held
 

@@ -286,7 +286,7 @@ def refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: 
     if not torch.is_grad_enabled():
         return
     hidden, _ = hidden_states(args, kwargs)
-    if any(_has_gradient(x, hidden) for x in args) or any(_has_gradient(x, hidden) for x in kwargs.values()):
+    if any(_has_gradient(x, hidden) for x in (*args, *kwargs.values())):
         named = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
         raise PlanError(
             f"{type(module).__name__} is given {', '.join(n for n, x in named.items() if _has_gradient(x, hidden))} "

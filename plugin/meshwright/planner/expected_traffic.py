@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ from meshwright.context.methods import local_tokens
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate, count_recomputed
 from meshwright.planner.context_cost import exchanges
+from meshwright.planner.flat_offsets import flat_offsets, sharded_length
 from meshwright.planner.head_chunks import head_chunk
 from meshwright.planner.shapes import ModelShape
 
@@ -112,8 +112,15 @@ def _tensor(
     # Stages 2 and 3 reduce the gradients of every micro-batch.
     times = micro if plan.zero_stage > 1 and plan.data_ranks > 1 else 1
     for bucket in units(members) if is_gathered else buckets(members, b):
-        backward.add("all-reduce", times * any(members[index].is_grad_partial for index in bucket),
-                     sum(members[index].full for index in bucket) * plan.summed_bytes(b))  # fmt: skip
+        partial = [members[index] for index in bucket if members[index].is_grad_partial]
+        backward.add("all-reduce", times * bool(partial), _summed(partial, len(bucket)) * plan.summed_bytes(b))
+
+
+def _summed(partial: list[Parameter], count: int) -> int:
+    """Return how many elements the sum over tp of the partial gradients of a bucket of ``count`` parameters sends."""
+    if len(partial) == count and all(member.full == member.numel for member in partial):
+        return flat_offsets(member.numel for member in partial)[-1]  # sent in place, with the padding
+    return sum(member.full for member in partial)
 
 
 def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]) -> None:
@@ -126,15 +133,15 @@ def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[s
         _gathered_weights(members, shape, plan, b, gloo, phases)
         return
     for bucket in buckets(members, b):
-        numel = sum(members[index].numel for index in bucket)
+        sizes = [members[index].numel for index in bucket]
         if plan.zero_stage:
-            numel = math.ceil(numel / plan.data_ranks) * plan.data_ranks
+            numel = sharded_length(sizes, plan.data_ranks)
             times = plan.accumulation if plan.zero_stage == 2 else 1
             phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", times, numel * plan.sent_bytes(b))
             phases["optimizer"]["dp"].add("all-gather", 1, numel * b)
         else:
             # One extra number per parameter says whether this rank has a gradient of the parameter.
-            phases["backward"]["dp"].add("all-reduce", 1, (numel + len(bucket)) * plan.sent_bytes(b))
+            phases["backward"]["dp"].add("all-reduce", 1, (flat_offsets(sizes)[-1] + len(bucket)) * plan.sent_bytes(b))
 
 
 def _gathered_weights(
@@ -145,7 +152,7 @@ def _gathered_weights(
     forward, backward = phases["forward"]["dp"], phases["backward"]["dp"]
     micro = plan.accumulation
     for unit in units(members):
-        numel = math.ceil(sum(members[index].numel for index in unit) / plan.data_ranks) * plan.data_ranks
+        numel = sharded_length((members[index].numel for index in unit), plan.data_ranks)
         first = members[unit[0]]
         is_embedding, is_head = first.layer < 0, first.layer == shape.layers and unit[0] == len(members) - 1
         # The embedding and the head both gather a tied matrix. Their backward does not read it.

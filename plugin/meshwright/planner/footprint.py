@@ -12,6 +12,7 @@ from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate, Logits, count_recomputed
 from meshwright.planner.context_memory import attention_memory, embedding_memory
+from meshwright.planner.flat_offsets import flat_offsets
 from meshwright.planner.head_memory import after_head, head_peak
 from meshwright.planner.shapes import ModelShape
 
@@ -72,14 +73,17 @@ def footprint(
     )  # fmt: skip
     members = _members(shape, layout)
     elements = sum(member.numel for member in members)
+    padded = flat_offsets(member.numel for member in members)[-1]  # in the flat tensors of ZeRO
     saved = saved_activations(shape, plan, seq_len=seq_len, element_bytes=b, logits=logits)
     is_sharded = plan.zero_stage > 0 and plan.data_ranks > 1
     state = 4 if is_sharded else b
     ranks = plan.data_ranks if is_sharded else 1
     is_gathered = is_sharded and plan.zero_stage == 3
-    optimizer = elements * (2 * state + (4 if is_sharded and b < 4 and not is_gathered else 0)) / ranks
+    optimizer = elements * 2 * state / ranks
+    if is_sharded and b < 4 and not is_gathered:
+        optimizer += 4 * padded / ranks
     gradients = elements * state / ranks
-    weights = elements * state / ranks if is_gathered else elements * b
+    weights = padded * state / ranks if is_gathered else (padded if is_sharded else elements) * b
     held = weights + optimizer
     gathered = _Gathered.of(members, shape, b) if is_gathered else _Gathered()
     recomputed = count_recomputed(plan, shape.layers)

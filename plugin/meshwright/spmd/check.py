@@ -183,7 +183,7 @@ def _unsummed(model: nn.Module, runtime: Runtime, sent: _Reductions) -> Iterator
                 yield Finding(record.name, "has a gradient", f"that nothing reduces over {axis}")
     for bucket in buckets:
         partial = [record_of(p) for p in bucket.parameters if record_of(p).is_grad_partial]
-        if runtime.tp.size > 1 and partial and sum(r.global_shape.numel() for r in partial) not in sent.sizes["tp"]:
+        if runtime.tp.size > 1 and partial and bucket.tp_numel not in sent.sizes["tp"]:
             names = ", ".join(record.name for record in partial[:3])
             yield Finding(names, "has a gradient", "that is partial over tp, and no all-reduce of it was issued")
         if runtime.dp.size > 1 and not any(size >= bucket.numel for size in sent.sizes["dp"]):

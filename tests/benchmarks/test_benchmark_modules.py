@@ -1,0 +1,34 @@
+"""Every benchmark can be imported where pytest has not put the tests on the path, as its command does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+IMPORT_ALL = """
+import importlib, pkgutil, benchmarks
+names = [module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
+for name in names:
+    if not name.endswith("__main__") and ".stand_ins" not in name:
+        importlib.import_module(name)
+print(len(names))
+"""
+
+
+def test_a_benchmark_finds_what_it_imports() -> None:
+    found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL],
+        cwd=ROOT,
+        env=found,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 50
