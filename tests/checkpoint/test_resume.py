@@ -170,6 +170,9 @@ def mistakes(folder: Path) -> list[str]:
         lambda: mw.save_checkpoint(folder / "b", model, optimizer, extra=object()),
         lambda: mw.save_checkpoint(folder / "b", model, optimizer, loader=[1]),
         lambda: mw.save_checkpoint(folder, model, optimizer),
+        lambda: mw.save_checkpoint(model, folder, optimizer),  # type: ignore[arg-type]
+        lambda: mw.load_checkpoint(None, model, optimizer),  # type: ignore[arg-type]
+        lambda: mw.load_checkpoint(folder / "a", optimizer, model),  # type: ignore[arg-type]
     ]
     found = []
     for call in calls:
@@ -214,6 +217,9 @@ def test_mistakes_are_errors_that_say_what_to_write(pool2: Any, tmp_path: Path) 
         "extra is not JSON",
         "pass the loader that to_distributed returned",
         "holds something else than a checkpoint",
+        "folder is of type LlamaForCausalLM, not a path; write mw.save_checkpoint(folder, model, optimizer, ...)",
+        "folder is None, not a path",
+        "not a module; write mw.load_checkpoint(folder, model, optimizer, ...)",
     ]
     for messages in pool2.run(mistakes, tmp_path):
         for message, part in zip(messages, wanted, strict=True):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.background import Background
+from meshwright.checkpoint.check_objects import check_objects
 from meshwright.checkpoint.optimizer_manifest import encode
 from meshwright.checkpoint.own_run import OwnRun
 from meshwright.checkpoint.run_state import mesh_of, runtime_or_single
@@ -76,6 +77,7 @@ def save_checkpoint(
             if step % 100 == 0:
                 mw.save_checkpoint(f"runs/step-{step}", model, optimizer, loader=loader, step=step, keep=2)
     """
+    check_objects("save_checkpoint", folder, model, optimizer)
     model = without_compilation(model)
     background = Background.of(model)
     background.wait()

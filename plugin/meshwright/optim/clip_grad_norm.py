@@ -32,7 +32,7 @@ def clip_grad_norm_(
         The norm before clipping, the same on every rank.
 
     Raises:
-        TypeError: if ``model`` is neither, such as ``model.parameters()``.
+        TypeError: if ``model`` is neither, such as ``model.parameters()``, or ``max_norm`` is not a number.
         ValueError: if the gradients were never synchronised (see ``no_sync``).
         RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set.
 
@@ -46,6 +46,11 @@ def clip_grad_norm_(
         raise TypeError(
             f"clip_grad_norm_ takes the model, not a {type(model).__name__}: the norm needs the gradients of all "
             "ranks; write mw.clip_grad_norm_(model, max_norm), not model.parameters()"
+        )
+    if max_norm is None or isinstance(max_norm, str):
+        raise TypeError(
+            f"max_norm={max_norm!r} is not a number; write mw.clip_grad_norm_(model, 1.0), or math.inf in place of 1.0 "
+            "to compute the norm alone"
         )
     runtime = find_runtime(model)
     if runtime is None:
