@@ -62,6 +62,7 @@ def clip_grad_norm_(
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     runtime.check_own("clip_grad_norm_", "set gradient_clipping in its configuration")
     runtime.check_synced()
+    runtime.meet_all("clip_grad_norm_")
     gradients = runtime.counted_gradients()
     like = runtime.parameters[0] if runtime.parameters else torch.zeros(())
     norm = global_norm(gradients, norm_type=float(norm_type), axes=(runtime.tp, runtime.dp, runtime.pp), like=like)
