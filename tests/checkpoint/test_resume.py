@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,9 @@ def mistakes(folder: Path) -> list[str]:
         lambda: mw.save_checkpoint(folder / "b", model, optimizer, extra=object()),
         lambda: mw.save_checkpoint(folder / "b", model, optimizer, loader=[1]),
         lambda: mw.save_checkpoint(folder, model, optimizer),
+        lambda: mw.save_checkpoint(model, folder, optimizer),  # type: ignore[arg-type]
+        lambda: mw.load_checkpoint(None, model, optimizer),  # type: ignore[arg-type]
+        lambda: mw.load_checkpoint(folder / "a", optimizer, model),  # type: ignore[arg-type]
     ]
     found = []
     for call in calls:
@@ -180,6 +184,23 @@ def mistakes(folder: Path) -> list[str]:
     assert mw.load_checkpoint(folder / "nothing", model, optimizer, missing_ok=True) is None
     assert not (folder / "b").exists()
     return found
+
+
+def warned_of_scheduler(folder: Path) -> list[str]:
+    run = Program("dp2", PLANS["dp2"])
+    found = []
+    for name, scheduler in (("a", None), ("b", run.scheduler)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            mw.save_checkpoint(folder / name, run.model, run.optimizer, scheduler=scheduler)
+        found.append(" ".join(str(warning.message) for warning in caught))
+    return found
+
+
+def test_a_scheduler_that_is_not_saved_is_named(pool2: Any, tmp_path: Path) -> None:
+    forgotten, saved = pool2.run(warned_of_scheduler, tmp_path)[0]
+    assert "pass scheduler=... to save_checkpoint and load_checkpoint" in forgotten
+    assert "scheduler" not in saved
 
 
 def test_mistakes_are_errors_that_say_what_to_write(pool2: Any, tmp_path: Path) -> None:
@@ -196,6 +217,9 @@ def test_mistakes_are_errors_that_say_what_to_write(pool2: Any, tmp_path: Path) 
         "extra is not JSON",
         "pass the loader that to_distributed returned",
         "holds something else than a checkpoint",
+        "folder is of type LlamaForCausalLM, not a path; write mw.save_checkpoint(folder, model, optimizer, ...)",
+        "folder is None, not a path",
+        "not a module; write mw.load_checkpoint(folder, model, optimizer, ...)",
     ]
     for messages in pool2.run(mistakes, tmp_path):
         for message, part in zip(messages, wanted, strict=True):

@@ -33,7 +33,7 @@ class Run:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), check_replicas_every=every)
         self.model, self.optimizer, _ = mw.to_distributed(model, optimizer, config=config)
-        self.skips_step = self.skips_batch = self.keeps_gradients = False
+        self.skips_step = self.skips_clip = self.skips_batch = self.keeps_gradients = False
         self.mask: Tensor | None = None
         self.shift_of_batches = 0
         self.dp_rank = dist.get_rank() // plan.get("tp", 1)
@@ -42,7 +42,8 @@ class Run:
         # Each data-parallel rank has rows of its own, the ranks of tp the same ones.
         ids = tokens(2, 12, seed=100 * (number + self.shift_of_batches) + self.dp_rank)
         self.model(input_ids=ids, labels=labels_for(ids), attention_mask=self.mask).loss.backward()
-        mw.clip_grad_norm_(self.model, 1.0)
+        if not self.skips_clip:
+            mw.clip_grad_norm_(self.model, 1.0)
         if not self.skips_step:
             self.optimizer.step()
         if not self.keeps_gradients:
@@ -65,6 +66,10 @@ def other_mask(run: Run) -> None:
 
 def skipped_step(run: Run) -> None:
     run.skips_step = True
+
+
+def skipped_clip(run: Run) -> None:
+    run.skips_clip = True
 
 
 def kept_gradients(run: Run) -> None:
@@ -123,6 +128,7 @@ NAMED = {
         1,
         r"optimizer.step\(\): called 6 times on rank 0 .*; called 5 times on rank 1|optimizer step, step 6.*step 7",
     ),
+    "a skipped clip": (skipped_clip, [DP2, SP2], 1, r"clip_grad_norm_"),
     "gradients kept": (kept_gradients, [DP2, TP2], 1, r"zero_grad\(\): gradients cleared .* on rank 0"),
     "another learning rate": (
         other_rate,

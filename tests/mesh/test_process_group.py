@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from meshwright.errors import PlanError
+from meshwright.mesh.process_group import world_size
+
 SCRIPT = """
 import atexit
 import torch
@@ -38,3 +41,9 @@ def test_the_scripts_own_gloo_group_ends_before_the_interpreter(
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert ended.stdout.split("\n")[0] == printed
     assert "Error" not in ended.stderr
+
+
+def test_a_number_of_the_environment_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(PlanError, match=r"WORLD_SIZE='two' in the environment is not a number.*unset it"):
+        world_size()

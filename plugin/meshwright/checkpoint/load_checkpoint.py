@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.background import Background
+from meshwright.checkpoint.check_objects import check_objects
 from meshwright.checkpoint.folders import find_checkpoint
 from meshwright.checkpoint.loaded_line import show_loaded
 from meshwright.checkpoint.manifest import NAME, Manifest
@@ -100,6 +101,7 @@ def load_checkpoint(
         done = mw.load_checkpoint("runs", model, optimizer, loader=loader, missing_ok=True)
         first_step = 0 if done is None else done.step
     """
+    check_objects("load_checkpoint", folder, model, optimizer)
     model = without_compilation(model)
     Background.of(model).wait()
     runtime = runtime_or_single(model)

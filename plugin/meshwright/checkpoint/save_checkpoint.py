@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.background import Background
+from meshwright.checkpoint.check_objects import check_objects
 from meshwright.checkpoint.optimizer_manifest import encode
 from meshwright.checkpoint.own_run import OwnRun
 from meshwright.checkpoint.run_state import mesh_of, runtime_or_single
@@ -74,11 +77,14 @@ def save_checkpoint(
             if step % 100 == 0:
                 mw.save_checkpoint(f"runs/step-{step}", model, optimizer, loader=loader, step=step, keep=2)
     """
+    check_objects("save_checkpoint", folder, model, optimizer)
     model = without_compilation(model)
     background = Background.of(model)
     background.wait()
     target = Path(os.path.abspath(folder))
     objects = Objects(loader=loader, scheduler=scheduler, scaler=scaler, extra=extra)
+    if scheduler is None and optimizer is not None:
+        _warn_of_scheduler(optimizer)
     runtime = runtime_or_single(model)
     # The ranks agree in a thread on what each of them writes. Memory of other devices is too scarce to wait for that.
     plans_later = asynchronous and device_of(model).type == "cpu"
@@ -114,6 +120,18 @@ class Objects:
     scheduler: Any
     scaler: Any
     extra: Any
+
+
+def _warn_of_scheduler(optimizer: Optimizer) -> None:
+    """Warn on the first rank, once per line that saves, if a scheduler that is not saved changes the learning rate."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    # torch's schedulers write initial_lr into the groups of their optimizer.
+    if is_first and any("initial_lr" in group for group in optimizer.param_groups):
+        warnings.warn(
+            "the optimizer has a learning rate scheduler, but save_checkpoint was not given it, so a resumed run would "
+            "begin the schedule anew; pass scheduler=... to save_checkpoint and load_checkpoint",
+            stacklevel=3,
+        )
 
 
 def _checked(objects: Objects, step: int | None, keep: int | None) -> dict[str, Any]:

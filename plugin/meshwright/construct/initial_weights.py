@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,8 +163,9 @@ class InitialWeights:
         """
         if axes.tp.size * axes.dp.size * axes.pp.size == 1:
             return False
-        differ = self._equalise_draws(device)
-        if tensors := [t.detach() for t in self._own_tensors(model)]:
+        tensors = [t.detach() for t in self._own_tensors(model)]
+        differ = self._equalise_draws(tensors, device)
+        if tensors:
             digest = torch.stack([memory_digest(t) for t in tensors]).to(device)
             ranks = all_gather(all_gather(all_gather(digest[None], axes.tp), axes.dp), axes.pp)
             if not torch.equal(ranks, ranks[:1].expand_as(ranks)):
@@ -172,14 +174,21 @@ class InitialWeights:
                     take_from_first(tensor, device)
         return differ
 
-    def _equalise_draws(self, device: torch.device) -> bool:
+    def _equalise_draws(self, tensors: Sequence[Tensor], device: torch.device) -> bool:
         """Give every rank the recipes of rank 0; return whether any rank's differed.
+
+        Args:
+            tensors: the tensors that this rank has made; their digests can be gathered only if all ranks made as many.
+            device: a device that the process group can communicate on.
 
         Raises:
             PlanError: if the ranks did not build the same model.
         """
         tapes = list({id(recipe.tape): recipe.tape for recipe in self.recipes.values()}.values())
-        form = [len(self.recipes), len(self.values), sorted(self.names.values()), *(tape.form() for tape in tapes)]
+        form = [
+            *(len(self.recipes), len(self.values), sorted(self.names.values())),
+            *([(tuple(t.shape), t.dtype) for t in tensors], *(tape.form() for tape in tapes)),
+        ]
         texts = texts_of_all(json.dumps([hashlib.sha256(repr(form).encode()).hexdigest(), _digest(tapes)]))
         digests = [json.loads(text) for text in texts]
         if others := [rank for rank, (other, _) in enumerate(digests) if other != digests[0][0]]:

@@ -39,7 +39,7 @@ def check_model(model: nn.Module) -> None:
         AlreadyDistributedError: if the model is distributed; the message says by what.
         PlanError: if the model has no parameters.
     """
-    wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+    wrappers = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
     for module in model.modules():
         names = {kind.__name__ for kind in type(module).__mro__} & wrappers
         if names:

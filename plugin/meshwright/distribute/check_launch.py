@@ -24,7 +24,10 @@ def check_devices(device_num: int | None, node_num: int | None) -> None:
     world = world_size()
     for name, value in (("device_num", device_num), ("node_num", node_num)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise PlanError(f"{name} must be a positive integer, not {value!r}")
+            raise PlanError(
+                f"{name} must be a positive integer, not {value!r}. After the loader, pass arguments by name: "
+                "to_distributed(model, optimizer, loader, plan=...). A scheduler is not passed; it keeps working"
+            )
     nodes = node_num or node_count()
     if device_num is not None and device_num * nodes != world:
         raise PlanError(

@@ -10,23 +10,36 @@ import os
 import torch
 import torch.distributed as dist
 
-from meshwright.errors import PeerFailedError
+from meshwright.errors import PeerFailedError, PlanError
 from meshwright.mesh.listening import LOOPBACK, bound_socket, listening_address
 from meshwright.mesh.local_device import check_one_rank_per_gpu, local_rank
 
 
 def world_size() -> int:
     """Return the number of processes, from the process group or else from the launcher's environment."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else _number("WORLD_SIZE", 1)
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else _number("RANK", 0)
 
 
 def node_count() -> int:
     """Return the number of nodes, from the launcher's LOCAL_WORLD_SIZE; 1 if the launcher does not set it."""
-    return max(1, world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size())))
+    return max(1, world_size() // max(1, _number("LOCAL_WORLD_SIZE", world_size())))
+
+
+def _number(name: str, default: int) -> int:
+    """Return a number that a launcher sets in the environment."""
+    value = os.environ.get(name)
+    if value is None:
+        return default
+    if not value.isdecimal():
+        raise PlanError(
+            f"{name}={value!r} in the environment is not a number. A launcher sets it for each process: unset it, or "
+            "start the script with: meshwright launch --num_processes N -- SCRIPT"
+        )
+    return int(value)
 
 
 def backend_for(device: torch.device) -> str:

@@ -32,6 +32,7 @@ def clip_grad_norm_(
         The norm before clipping, the same on every rank.
 
     Raises:
+        TypeError: if ``model`` is neither, such as ``model.parameters()``, or ``max_norm`` is not a number.
         ValueError: if the gradients were never synchronised (see ``no_sync``).
         RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set.
 
@@ -41,6 +42,16 @@ def clip_grad_norm_(
         norm = mw.clip_grad_norm_(model, 1.0)
         optimizer.step()
     """
+    if not isinstance(model, nn.Module | Optimizer):
+        raise TypeError(
+            f"clip_grad_norm_ takes the model, not a {type(model).__name__}: the norm needs the gradients of all "
+            "ranks; write mw.clip_grad_norm_(model, max_norm), not model.parameters()"
+        )
+    if max_norm is None or isinstance(max_norm, str):
+        raise TypeError(
+            f"max_norm={max_norm!r} is not a number; write mw.clip_grad_norm_(model, 1.0), or math.inf in place of 1.0 "
+            "to compute the norm alone"
+        )
     runtime = find_runtime(model)
     if runtime is None:
         parameters = (
@@ -51,6 +62,7 @@ def clip_grad_norm_(
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     runtime.check_own("clip_grad_norm_", "set gradient_clipping in its configuration")
     runtime.check_synced()
+    runtime.meet_all("clip_grad_norm_")
     gradients = runtime.counted_gradients()
     like = runtime.parameters[0] if runtime.parameters else torch.zeros(())
     norm = global_norm(gradients, norm_type=float(norm_type), axes=(runtime.tp, runtime.dp, runtime.pp), like=like)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
@@ -243,6 +244,24 @@ class Runtime:
         """Compare the data-parallel ranks, which are about to step their slices."""
         if self.guard is not None and self.dp.size > 1:
             self.guard.meet("optimizer step", self.dp.group)
+
+    def meet_all(self, place: str) -> None:
+        """Compare all ranks of the model, which are about to make collectives outside of a pass.
+
+        Without the meeting, a rank that comes alone would meet another collective of its peers, and gloo would abort.
+
+        Args:
+            place: the place in the program.
+
+        Raises:
+            DivergenceError, PeerFailedError: as :meth:`Guard.meet` does.
+        """
+        axes = [axis for axis in (self.tp, self.dp, self.pp) if axis.size > 1]
+        if self.guard is None or not axes:
+            return
+        is_world = math.prod(axis.size for axis in axes) == dist.get_world_size()
+        for group in [None] if is_world else [axis.group for axis in axes]:
+            self.guard.meet(place, group)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

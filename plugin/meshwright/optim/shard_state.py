@@ -16,17 +16,23 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
     """Check that the optimizer steps parameters of this model.
 
     Raises:
-        OptimizerMismatchError: if the optimizer has no parameters, or has parameters that are not the model's.
+        OptimizerMismatchError: if the optimizer has no parameters, has one twice, or has one of another model.
     """
-    own = {id(p) for p in model.parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
     given = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = [p for p in given if id(p) not in own]
+    foreign = [p for p in given if id(p) not in names]
     if not given:
         raise OptimizerMismatchError("the optimizer has no parameters; build it from model.parameters()")
     if foreign:
         raise OptimizerMismatchError(
             f"{len(foreign)} of the optimizer's {len(given)} parameters are not the model's (the first has shape "
             f"{tuple(foreign[0].shape)}); build the optimizer from the parameters of the model you pass"
+        )
+    if repeated := len(given) - len({id(p) for p in given}):
+        first = next(p for i, p in enumerate(given) if any(p is other for other in given[:i]))
+        raise OptimizerMismatchError(
+            f"the optimizer has {repeated} parameter(s) more than once (the first is {names[id(first)]}), so each step "
+            "would change them several times; pass each parameter once, in one group"
         )
 
 

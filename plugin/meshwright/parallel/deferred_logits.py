@@ -203,7 +203,7 @@ class Deferred:
         if len(hidden) != len(targets_N):
             raise ValueError(
                 f"the head has logits of {len(hidden)} tokens, but there are {len(targets_N)} labels. Pass labels of "
-                "the tokens whose logits are kept (logits_to_keep)"
+                "the same shape as input_ids; with logits_to_keep, pass those of the tokens whose logits are kept"
             )
         what = HeadLoss(words=words, steps=self.steps, dtype=self.product)
 

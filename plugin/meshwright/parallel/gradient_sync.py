@@ -320,8 +320,15 @@ class AllReduce:
         # One element per parameter records whether this rank has a gradient, since a gradient may be all zeros.
         has_one = flat[bucket.numel :].fill_(1)
         for index, parameter in enumerate(bucket.parameters):
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 has_one[index] = 0
+            elif gradient.dtype != bucket.dtype:
+                raise ValueError(
+                    f"{record_of(parameter).name} is now {gradient.dtype}, but was {bucket.dtype} when the model was "
+                    "distributed, and its gradients are reduced in that dtype. Call model.to(...), .bfloat16(), "
+                    ".float() or the like before to_distributed"
+                )
         return flat
 
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
