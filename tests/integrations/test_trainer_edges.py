@@ -128,8 +128,8 @@ def test_a_model_that_is_distributed_already_trains_by_its_plan(
     # float32: sums in another order. Gradients that are not averaged over dp, or a rank's own, have other norms.
     assert losses == pytest.approx([log["loss"] for log in expected], rel=1e-5)
     assert norms == pytest.approx([log["grad_norm"] for log in expected], rel=1e-4)
-    # Two moments of half of the parameters, padding and step counters aside; unsharded it would be twice as many. One of
-    # the halves may have most of the padding.
+    # Two moments of half of the parameters, padding and step counters aside; unsharded it would be twice as many. One
+    # half may have most of the padding.
     padding = flat_offsets(p.numel() for p in model.parameters())[-1] - count
     assert padding < 0.05 * count
     assert all(count - padding <= state < 1.1 * count for _, _, state in ranks)
