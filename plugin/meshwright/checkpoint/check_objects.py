@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError
 
@@ -26,7 +25,7 @@ def check_objects(call: str, folder: Any, model: Any, optimizer: Any) -> None:
         wrong = f"folder is {_kind(folder)}, not a path"
     elif not isinstance(model, nn.Module):
         wrong = f"model is {_kind(model)}, not a module"
-    elif optimizer is not None and not isinstance(optimizer, Optimizer):
+    elif optimizer is not None and not hasattr(optimizer, "param_groups"):  # engines wrap theirs in other classes
         wrong = f"optimizer is {_kind(optimizer)}, not an optimizer"
     if wrong is not None:
         raise CheckpointError(f"{wrong}; write mw.{call}(folder, model, optimizer, ...)")
