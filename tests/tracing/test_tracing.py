@@ -105,8 +105,8 @@ def test_a_trace_is_what_a_run_measures(family: str, plan: str, pool2: Any, pool
     """Of a few steps the nearest counts: on a loaded machine gloo's threads may hold a buffer for longer than a wait
     allows, which adds to what a phase leaves or, if it was held as the phase began, takes away from it.
 
-    Equal to 256 bytes, which are scalars or one norm. What a trace would get wrong is far off: with the mask that transformers
-    builds for fake tensors, Llama's activations are 12 to 20 % too many.
+    Equal to 256 bytes, which are scalars or one norm. What a trace would get wrong is far off: with the mask that
+    transformers builds for fake tensors, Llama's activations are 12 to 20 % too many.
     """
     fields = (PLANS | CONTEXT)[plan]
     world = mw.ParallelPlan(**fields).world_size
