@@ -163,7 +163,7 @@ class ReduceScatter:
     def hold(self, bucket: Bucket) -> None:
         sharded = self._of[id(bucket)]
         if any(has_gradient(p) for p in bucket.parameters):
-            flat = bucket.flatten_gradients(1 / self.dp.size)
+            flat = bucket.take_gradients(1 / self.dp.size)
             sharded.unsynced = flat if sharded.unsynced is None else sharded.unsynced.add_(flat)
             self._stand_in(bucket)
 
@@ -172,7 +172,7 @@ class ReduceScatter:
 
     def take(self, bucket: Bucket) -> Tensor:
         sharded = self._of[id(bucket)]
-        flat = bucket.flatten_gradients(1 / self.dp.size)
+        flat = bucket.take_gradients(1 / self.dp.size)
         if sharded.unsynced is not None:
             flat.add_(sharded.unsynced)
             sharded.unsynced = None

@@ -195,7 +195,13 @@ def _start_reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = Non
     # (2 ranks, 4 MiB: 6.6 ms against 1.6 ms). An all-to-all moves only the rows that each rank needs.
     parts = torch.empty_like(x)
     work = _all_to_all(parts, x, axis.group, is_async=True)
-    return lambda: torch.sum(_wait(work, parts).view(axis.size, *shape), 0, dtype=dtype)
+    return lambda: _sum_of_parts(_wait(work, parts).view(axis.size, *shape), dtype)
+
+
+def _sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    if len(parts) == 2 and dtype == parts.dtype:
+        return torch.add(*parts)  # torch.sum would first fill its result with zeros
+    return torch.sum(parts, 0, dtype=dtype)
 
 
 @own_collectives()

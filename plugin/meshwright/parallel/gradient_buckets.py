@@ -95,6 +95,18 @@ class Bucket:
             rest.zero_()
         return flat
 
+    def take_gradients(self, scale: float) -> Tensor:
+        """Return what :meth:`flatten_gradients` returns, and maybe use the memory of ``.grad``, which must be replaced.
+
+        A large parameter, such as an embedding, has a bucket of its own, so that its gradient is flat already. Scaling
+        it in place saves a copy of this size and the time to fill it.
+        """
+        with reading_shards():
+            gradient = self.parameters[0].grad
+            if self.numel == self._sizes[0] and gradient is not None and _can_be_scaled(gradient, self.dtype):
+                return gradient.as_subclass(Tensor).view(-1).mul_(scale)
+            return self.flatten_gradients(scale)
+
     def average_copies(self, flat: Tensor, tp: Axis) -> None:
         """Replace every copy of a row's gradient by the mean over the copies, in place, with one all-reduce.
 
@@ -115,6 +127,17 @@ class Bucket:
                 torch.div(record.layout.take(whole, tp.rank), record.copies(segment), out=segment)
             else:
                 torch.div(whole, tp.size, out=segment)
+
+
+def _can_be_scaled(gradient: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a gradient is flat, of this dtype, and the only tensor that has its memory."""
+    if is_stand_in(gradient) or gradient.dtype != dtype or gradient.requires_grad:
+        return False
+    if gradient.layout != torch.strided or not gradient.is_contiguous():
+        return False
+    # Autograd gives two parameters one memory, e.g. if views of both are added. The second owner is `storage` itself.
+    storage = gradient.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) == 2
 
 
 def _whole(record: ShardRecord, segment: Tensor, rank: int) -> Tensor:
