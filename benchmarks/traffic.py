@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.contenders import Contender
+from meshwright.parallel import collectives
 
 KINDS = {
     "_allgather_base_": "all-gather",
@@ -96,6 +98,7 @@ def _bytes(tree: Any) -> int:
 
 def traffic_of_step(contender: Contender) -> dict[str, Traffic]:
     """Return the collectives of one step by phase: ``forward``, ``backward``, ``update``."""
+    collectives.GLOO_BROADCASTS_FROM = sys.maxsize  # count one all-gather, as NCCL has it, and not its broadcasts
     with CountCollectives() as forward:
         loss = contender.forward()
     with CountCollectives() as backward:

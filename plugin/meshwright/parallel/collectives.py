@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.process_group import wire_device
@@ -26,6 +32,11 @@ _IS_RENAMED = hasattr(ProcessGroup, "all_gather_single")
 _ALL_GATHER = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 _ALL_TO_ALL = "all_to_all_single" if _IS_RENAMED else "alltoall_base"
+
+# gloo gathers into a new tensor of the result's size, and copies the result from there. A broadcast from each rank
+# moves the same bytes straight to their place (2 ranks, 64 MiB: 31 ms against 105 ms; 4 MiB: 2.8 ms against 5.0 ms).
+# Below this size of the result, the calls cost more than the copy.
+GLOO_BROADCASTS_FROM = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -94,8 +105,41 @@ Operation = Callable[[Tensor, Axis], Tensor]
 # The next functions call a process group as those of torch.distributed do, without the checks of the arguments, which
 # take longer than the call and hold here.
 def _all_gather(out: Tensor, x: Tensor, group: Any, *, is_async: bool = False) -> Any:
-    work = getattr(group, _ALL_GATHER)(_real(out), _real(x), _options(AllgatherOptions, is_async))
+    if out.nbytes >= GLOO_BROADCASTS_FROM and _is_gloo(group, out.device):
+        work = _broadcast_parts(_real(out), _real(x), group)
+    else:
+        work = getattr(group, _ALL_GATHER)(_real(out), _real(x), _options(AllgatherOptions, is_async))
     return work if is_async else _end(work)
+
+
+def _is_gloo(group: Any, device: torch.device) -> bool:
+    return device.type == "cpu" and type(group._get_backend(device)).__name__ == "ProcessGroupGloo"
+
+
+def _broadcast_parts(out: Tensor, x: Tensor, group: Any) -> _Works:
+    parts = out.chunk(group.size())
+    own = parts[group.rank()]
+    if own.data_ptr() != x.data_ptr():
+        own.copy_(x.detach())
+    return _Works([group.broadcast([part], _broadcast_from(rank)) for rank, part in enumerate(parts)])
+
+
+@functools.cache
+def _broadcast_from(rank: int) -> BroadcastOptions:
+    options = BroadcastOptions()
+    options.rootRank = rank
+    return options
+
+
+class _Works:
+    """Several collectives that are waited for as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def _reduce_scatter(out: Tensor, x: Tensor, group: Any, *, is_async: bool = False) -> Any:
