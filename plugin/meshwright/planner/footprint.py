@@ -12,7 +12,7 @@ from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate, Logits, count_recomputed
 from meshwright.planner.context_memory import attention_memory, embedding_memory
-from meshwright.planner.flat_offsets import flat_offsets
+from meshwright.planner.flat_offsets import flat_offsets, sharded_length
 from meshwright.planner.head_memory import after_head, head_peak
 from meshwright.planner.shapes import ModelShape
 
@@ -226,7 +226,8 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
             elif layer < recomputed:  # backward frees a recomputed tensor after its last reader, which is the norm
                 rest += max(norm, of_mlp + n * b * (2 * shape.ffn / plan.tp + shape.hidden))
             else:
-                rest += mlp + of_mlp
+                # The first gradients of a layer are those of norms, before the backward of the MLP.
+                rest += (mlp if arrived[layer] else norm + rows) + of_mlp
             rest += gathered.layers if layer else gathered.layers / 2
         elif layer == shape.layers:
             rest += micro.held_below(layer) + gathered.head
@@ -261,6 +262,7 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
     bucket_of = {index: number for number, bucket in enumerate(groups) for index in bucket}
     missing = [len(bucket) for bucket in groups]
     sizes = [sum(members[index].numel for index in bucket) for bucket in groups]
+    lengths = [sharded_length((members[index].numel for index in bucket), plan.data_ranks) for bucket in groups]
     is_sharded = plan.zero_stage > 0
     wide = plan.summed_bytes(b)
     sent = [size * plan.sent_bytes(b) for size in sizes]
@@ -270,7 +272,9 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
         """Start the reduction of a bucket, and finish the oldest reduction if too many are in flight."""
         nonlocal held, most
         flat, raw = sizes[number] * wide, sizes[number] * b
-        held += flat
+        # ZeRO scales the only gradient of a bucket where it is, without a copy.
+        is_in_place = is_sharded and len(groups[number]) == 1 and lengths[number] == sizes[number] and flat == raw
+        held += 0 if is_in_place else flat
         # The sum over tp joins partial gradients into one tensor. A gradient of a part of the rows is made whole first.
         partial = [members[index] for index in groups[number]]
         most = max(most, held + wide * sum(m.full * (1 if m.full == m.numel else 2) for m in partial))
@@ -278,13 +282,14 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
         if is_copied:
             held += sent[number]
             most = max(most, held)
-        if is_copied and is_gathered:  # ZeRO-3 frees the bucket before it sends the copy, as traces show
+        is_freed_first = is_copied and is_gathered and not is_in_place
+        if is_freed_first:  # ZeRO-3 frees the bucket before it sends the copy, as traces show
             held -= flat
         if is_sharded:
             # gloo receives into its own buffer, and frees the tensor that it has sent; the result is made at the end.
             most = max(most, held + (sent[number] if cpu else flat / plan.data_ranks))
-            held += (0 if cpu else flat / plan.data_ranks) - raw
-        if is_copied and not is_gathered:
+            held += (0 if cpu else flat / plan.data_ranks) - (0 if is_in_place else raw)
+        if is_copied and not is_freed_first:
             held -= flat
         most = max(most, held)
         if number >= in_flight:
