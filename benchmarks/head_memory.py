@@ -1,4 +1,4 @@
-"""Traces the peak memory of a step of models with a vocabulary of 128,256 words, on fake tensors."""
+"""Traces the peak memory of a step with head and loss in chunks and with whole logits, on fake tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.config import ParallelPlan
 from meshwright.plan_text import parse_plan
-from meshwright.tracing.trace import trace_step
+from meshwright.tracing.trace import Trace, trace_step
 
 SIZES = ((1024, 4, 1), (2048, 2, 1), (2048, 16, 1), (2048, 4, 4))  # hidden, layers, rows
 PLANS = ("tp1", "tp1 recompute=full", "tp2+sp", "tp2+sp recompute=full")
@@ -31,15 +31,31 @@ def model_on_meta(hidden: int, layers: int, length: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(torch.bfloat16).train()
 
 
+def traced(model: LlamaForCausalLM, plan: ParallelPlan, rows: int, length: int, *, is_whole: bool) -> Trace:
+    """Trace a step, with the logits of all tokens in memory if ``is_whole``."""
+    if is_whole:
+        model.lm_head.register_forward_hook(_nothing)  # a program's hook on the head keeps the logits whole
+    return trace_step(model, plan, rows=rows, length=length)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
 def main(length: Annotated[int, typer.Option(min=1, help="number of tokens per row (default: 8192)")] = 8192) -> None:
-    """Print the peak of a step and what is held between steps, in GiB per rank, for bfloat16 models."""
+    """Print the peaks of a step, and what is held between steps, in GiB per rank, for bfloat16 models."""
     for hidden, layers, rows in SIZES:
         for words in PLANS:
             plan = ParallelPlan(**parse_plan(words))
-            trace = trace_step(model_on_meta(hidden, layers, length), plan, rows=rows, length=length)
-            peak, held = trace.peak / 2**30, (trace.parameters + trace.optimizer) / 2**30
+            whole, chunked = (
+                traced(model_on_meta(hidden, layers, length), plan, rows, length, is_whole=is_whole)
+                for is_whole in (True, False)
+            )
+            held = (chunked.parameters + chunked.optimizer) / 2**30
             print(
-                f"h{hidden}, {layers} layers, {rows} x {length}, {words}: peak {peak:.2f}, held {held:.2f}", flush=True
+                f"h{hidden}, {layers} layers, {rows} x {length}, {words}: whole logits {whole.peak / 2**30:.2f}, "
+                f"in chunks {chunked.peak / 2**30:.2f}, ratio {chunked.peak / whole.peak:.2f}, held {held:.2f}",
+                flush=True,
             )
 
 

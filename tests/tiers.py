@@ -52,6 +52,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_one_graph_between_two_collectives[model]",
         "test_one_graph_between_two_collectives[each layer]",
         "test_other_plans[*",
+        "test_plans_of_four_ranks[*",
         "test_a_compiled_model_of_other_plans[*",
         "test_layers_that_cannot_be_compiled_run_eagerly[*",
         "test_generated_code",

@@ -24,13 +24,16 @@ TOLERANCE = 1e-10
 LAYERS = 9  # more than the 8 variants of one function that dynamo compiles before it gives up with a warning
 
 
-def trained(plan: str, how: str, *, layers: int = 2, backend: str = "aot_eager", **options: Any) -> Any:
+def trained(
+    plan: str, how: str, *, family: str = "llama", layers: int = 2, backend: str = "aot_eager", **options: Any
+) -> Any:
     """Train for two steps of different lengths and evaluate, and return what was computed and what was compiled.
 
     Args:
         plan: the plan in words.
         how: what is compiled: "nothing", "layers" (by the config), "model" or "each layer" (by the program, after the
             call); "model before", "forward before" or "layers before" (by the program, which also trains for a step).
+        family: the model's family.
         layers: the number of layers.
         backend: the backend of torch.compile.
         options: the arguments of the model's config.
@@ -46,7 +49,7 @@ def trained(plan: str, how: str, *, layers: int = 2, backend: str = "aot_eager",
         graphs.append(list(found))
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
-    model: Any = build("llama", num_hidden_layers=layers, **options).double()
+    model: Any = build(family, num_hidden_layers=layers, **options).double()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     whole = model
     if how == "model before":
@@ -69,8 +72,10 @@ def trained(plan: str, how: str, *, layers: int = 2, backend: str = "aot_eager",
     if how == "each layer":
         for layer in model.model.layers:
             layer.compile(backend=record)
-    has_rows = mw.plan_of(model).dp > 1
-    rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2) if has_rows else slice(None)
+    shape = mw.plan_of(model)
+    assert shape.dp == 1 or shape.pp == 1
+    first = 4 // shape.dp * (dist.get_rank() // (shape.tp * shape.cp) % shape.dp)
+    rows = slice(first, first + 4 // shape.dp)
     numbers = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -116,9 +121,24 @@ def test_one_graph_between_two_collectives(how: str, pool2: Any) -> None:
         assert 0 < variants < LAYERS * (2 if name.startswith("norm") else 1), (name, graphs)
 
 
-@pytest.mark.parametrize("plan", ["tp2", "dp2 zero1", "cp2", "pp2 mb2", "tp2+sp recompute=full", "tp2+sp ga2"])
+@pytest.mark.parametrize(
+    "plan",
+    ["tp2", "dp2 zero1", "cp2", "pp2 mb2", "pp2(gpipe) mb2", "tp2+sp recompute=full", "tp2+sp ga2"],
+)
 def test_other_plans(plan: str, pool2: Any) -> None:
     check(pool2, plan, "layers")
+
+
+@pytest.mark.parametrize(
+    ("plan", "how", "family"),
+    [
+        ("dp2 tp2+sp zero2", "layers", "gemma2"),
+        ("pp2 tp2+sp mb2", "model", "llama"),
+        ("cp4(hybrid-2)", "layers", "llama"),
+    ],
+)
+def test_plans_of_four_ranks(plan: str, how: str, family: str, pool4: Any) -> None:
+    check(pool4, plan, how, family=family, layers=2 if "pp2" in plan else 1)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from meshwright.optim.attach_gradients import install_gradient_sync
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.shard_state import check_ownership
+from meshwright.parallel.added_parameters import check_none_added
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.roles.adapters import without_wrappers
@@ -122,12 +123,7 @@ def complete(
 
 
 def _check_unchanged(runtime: Runtime, model: nn.Module) -> None:
-    added = [name for name, parameter in model.named_parameters() if not hasattr(parameter, "meshwright")]
-    if added:
-        raise PlanError(
-            f"{added[0]} and {len(added) - 1} more parameter(s) were added after the model was distributed; add "
-            "adapters first, and distribute the model with them"
-        )
+    check_none_added(model.named_parameters())
     changed = [] if runtime.weights is None else runtime.weights.changed()
     if changed:
         raise PlanError(

@@ -53,6 +53,7 @@ from meshwright.parallel.tensor_parallel import (
     shard_shape,
     share_partial_gradients,
 )
+from meshwright.parallel.token_loss import TokenLoss, calls_cross_entropy
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 from meshwright.pipeline.cut import Cut, with_stages
@@ -219,8 +220,7 @@ class Installation:
             watch_steps(runtime, is_trusted=self.config.optimizer_is_elementwise)
         if self.loss is not None:
             mean = GlobalMean(runtime.dp, self.config.num_items_in_batch, parts=runtime.cp.size)
-            vocab_size = self.tensor_structure.vocab_size if self.tensor_structure else 0
-            runtime.loss = install_loss(decoder, self.loss, mean, tp=runtime.tp, vocab_size=vocab_size)
+            runtime.loss = install_loss(decoder, self.loss, mean, tp=runtime.tp, vocab_size=self._sharded_words)
             if self.loss.is_causal_lm:
                 runtime.loss.region = runtime.region  # type: ignore[attr-defined]
             if self.cut is not None:
@@ -335,6 +335,7 @@ class Installation:
             is_sharded=self.tensor_structure is not None,
             count_steps=runtime.count_sharded_steps,
             has_values=runtime.has_values,
+            token_loss=None if self._is_causal_lm else TokenLoss(vocab_size=self._sharded_words, tp=runtime.tp),
         )
         head.forward = DeferringHead(head, deferral)
 
@@ -346,20 +347,27 @@ class Installation:
         return find() if callable(find) else None
 
     @property
+    def _sharded_words(self) -> int:
+        """The number of words in the full vocabulary if tp shards it, and otherwise 0."""
+        return self.tensor_structure.vocab_size if self.tensor_structure else 0
+
+    @property
+    def _is_causal_lm(self) -> bool:
+        return self.loss is not None and self.loss.is_causal_lm
+
+    @property
     def _has_sharded_loss(self) -> bool:
-        return self._reads_no_logits and self.tensor_structure is not None
+        return self._is_causal_lm and not self.config.gather_logits and self.tensor_structure is not None
 
     @property
     def _has_head_loss(self) -> bool:
+        """Whether training with labels needs no logits but for the loss, which can compute them in chunks."""
         # An engine gathers weights by hooks of its own. Under gpipe the last stage would hold the gradient of the
         # head's weight once for each micro-batch.
         is_single = self.cut is None or self.cut.schedule != "gpipe"
-        return self._reads_no_logits and self.runtime.engine is None and is_single
-
-    @property
-    def _reads_no_logits(self) -> bool:
-        """Whether training with labels needs no logits but for the loss."""
-        return self.loss is not None and self.loss.is_causal_lm and not self.config.gather_logits
+        # A loss that the forward itself computes is of the labels of all tokens, and a rank of cp has some of them.
+        is_known = self._is_causal_lm or (self.context is None and calls_cross_entropy(self.decoder))
+        return is_known and not self.config.gather_logits and self.runtime.engine is None and is_single
 
     def _comparison(self) -> ReplicaComparison:
         runtime, plan = self.runtime, self.plan

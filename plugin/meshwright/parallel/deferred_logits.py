@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -45,12 +45,14 @@ class Deferral:
         is_sharded: whether a rank's logits are those of its own part of the vocabulary.
         count_steps: function that returns the number of optimizer steps that a weight's version counter does not show.
         has_values: whether a weight is in memory; False if reading it would communicate.
+        token_loss: the loss that the model's own forward computes with torch's functions; see ``TokenLoss``.
     """
 
     is_wanted: Callable[[], bool]
     is_sharded: bool
     count_steps: Callable[[], int]
     has_values: Callable[[nn.Parameter], bool]
+    token_loss: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Tensor | None] | None = None
 
 
 class DeferringHead(MethodOverride):
@@ -174,6 +176,10 @@ class Deferred:
         """Return the stand-in for the logits after one more step."""
         return dataclasses.replace(self, steps=(*self.steps, step)).stand_in()
 
+    def flat(self) -> Tensor:
+        """Return the stand-in for the logits of all tokens in one dimension."""
+        return dataclasses.replace(self, hidden=self.hidden.flatten(0, -2)).stand_in()
+
     def values(self) -> Tensor:
         """Return the differentiable logits, computed now unless they are already."""
         if self._values is None:
@@ -282,6 +288,11 @@ class _StandIn(Tensor):
                     return func(*args, **kwargs)
             if func is Tensor.contiguous and deferred.head.deferral.is_wanted():
                 return first
+            own = deferred.head.deferral.token_loss
+            if own is not None and deferred.head.deferral.is_wanted():
+                found = own(func, args, kwargs)
+                if found is not None:
+                    return found
             step = step_of(func, args, kwargs, deferred.dtype)
             if step is not None:
                 is_same = isinstance(step, Cast) and step.target == deferred.dtype

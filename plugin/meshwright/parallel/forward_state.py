@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshwright.compiling import active_backend
 from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
+from meshwright.parallel.added_parameters import AddedParameters
 from meshwright.parallel.autograd_graph import scale_gradient
 from meshwright.parallel.collectives import Axes, share
 from meshwright.parallel.compiled_layers import CompilableLayers
@@ -67,6 +68,7 @@ class ForwardState:
     def __post_init__(self) -> None:
         self.dp = self.axes.dp
         self._inputs = [ComparedInputs(axis) for axis in (self.axes.tp, self.axes.cp, self.axes.pp) if axis.size > 1]
+        self._added = AddedParameters(self.model)
         self._keeps_sharded = self._defers = False
         self._restore: Restore | None = None
         self._ends: list[Callable[[], Any]] = []  # called at the end of each running call; the outermost first
@@ -100,6 +102,8 @@ class ForwardState:
             self.hooked.look()
         if self.guard is not None:
             self._compare(self.guard, module, inputs, trains=trains)
+        if torch.is_grad_enabled() or self.axes.tp.size > 1:
+            self._added.check()
         if torch.is_grad_enabled():
             self.follow()
         has_loss = module is self.model and module.training and labels is not None
