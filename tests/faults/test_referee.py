@@ -187,6 +187,6 @@ def work_of_a_meeting(ranks: int) -> int:
 
 
 def test_the_work_of_a_meeting_is_linear_in_the_ranks() -> None:
-    """Before, each rank's question made the referee look at all ranks, which is 16 times the work for 4 times as many."""
+    """If each question made the referee look at all ranks, four times the ranks would take 16 times the work."""
     few, many = work_of_a_meeting(64), work_of_a_meeting(256)
     assert many < 4.4 * few

@@ -34,7 +34,8 @@ def trace_cuda(
         Precision, typer.Option(help='Dtype of the weights; "autocast": float32 weights under bfloat16 autocast.')
     ] = Precision.BFLOAT16,
     ranks: Annotated[
-        int, typer.Option(help="Most ranks to trace: rank 0, its neighbour on each axis, one of each stage, then others.")
+        int,
+        typer.Option(help="Most ranks to trace: rank 0, its neighbour on each axis, one of each stage, then others."),
     ] = 8,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
@@ -123,25 +124,25 @@ def _text(report: dict[str, Any]) -> str:
     issued = f"collectives and messages of a step: {max(report['collectives'].values())} on the rank with the most"
     lines = []
     for found in report["problems"]:
-        where = f" (ranks {', '.join(map(str, found['ranks']))})" if found["ranks"] else ""
+        of_ranks = found["ranks"]
+        where = f" (rank{'s' * (len(of_ranks) > 1)} {', '.join(map(str, of_ranks))})" if of_ranks else ""
         lines.append(f"  {found['problem']}{where}")
     return "\n".join([traced, issued, *(["found:", *lines] if lines else [_nothing(report)])])
 
 
 def _nothing(report: dict[str, Any]) -> str:
-    found = "nothing found: the host waits for the GPU nowhere"
+    found, ranks, groups = (
+        "nothing found: the host waits for the GPU nowhere",
+        report["traced"],
+        report["compared_groups"],
+    )
     if report["world_size"] == 1:
         return found
-    if not report["compared_groups"]:
-        return f"{found}. No two of the traced ranks share a process group, so their collectives were not compared"
-    compared = "the collectives of the ranks" if report["ranks"] == report["world_size"] else _traced(report)
-    return f"{found}, and {compared} fit together"
-
-
-def _traced(report: dict[str, Any]) -> str:
-    *ranks, last = report["traced"]
-    groups = report["compared_groups"]
+    if len(ranks) == report["world_size"]:
+        return f"{found}, and the ranks' collectives fit together"
+    if not groups:
+        return f"{found}; no two of the traced ranks share a process group, so no collectives were compared"
     return (
-        f"the collectives of ranks {', '.join(map(str, ranks))} and {last} in the {groups} process group"
-        f"{'s' * (groups > 1)} that two or more of them share"
+        f"{found}, and the collectives of ranks {', '.join(map(str, ranks))} fit together in the {groups} process "
+        f"groups of which two or more were traced"
     )

@@ -59,8 +59,9 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     except PlanError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"transformers cannot make a causal LM from {path}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # of many kinds: each config of transformers checks its fields in its own way
+        why = str(error.__cause__ or error).splitlines() or [type(error).__name__]
+        raise PlanError(f"transformers cannot make a causal LM from {path}: {why[0]}") from error
 
 
 def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job, stage: int | None = None) -> str:

@@ -13,7 +13,7 @@ _SENT, _RECEIVED = "send", "recv_"
 
 
 def chosen_ranks(plan: ParallelPlan, most: int) -> list[int]:
-    """Return which ranks of a plan to trace if not all can be, so that as many kinds of groups as possible are compared.
+    """Return which ranks of a plan to trace, so that two ranks of each kind of process group are compared.
 
     Rank 0 and its neighbour on each axis come first, then the first rank of each stage, then the neighbours of these.
 

@@ -273,10 +273,14 @@ def _memory_of(x: Tensor) -> int:
 
 
 def _place() -> str:
-    """Return the line of the program that runs: the innermost one of Meshwright, else of a library above torch."""
+    """Return the line of the program that runs: the innermost one of Meshwright, or of a library above torch."""
     frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
-    own = [f for f in frames if Path(f.filename).is_relative_to(_PACKAGE) and "/tracing/" not in f.filename]
-    other = [f for f in frames if "/site-packages/" in f.filename]
-    frame = (own or other or frames)[-1]
+    named = [f for f in frames if _is_own(f.filename) or "/site-packages/" in f.filename]
+    frame = (named or frames)[-1]
     parts = Path(frame.filename).parts[-2:]
     return f"{'/'.join(parts)}:{frame.lineno}"
+
+
+def _is_own(file: str) -> bool:
+    path = Path(file)
+    return path.is_relative_to(_PACKAGE) and path.relative_to(_PACKAGE).parts[0] not in ("tracing", "cli")
