@@ -190,14 +190,14 @@ class HostWaitMode(TorchDispatchMode):
 
     def _check_early(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> None:
         used, changed = set(map(_memory_of, given)), set(map(_memory_of, _changed_by(func, args, kwargs)))
-        place = f"{func._opname} in {_place()}"
+        found = ["read before its copy to the host has ended"] if used & self._arriving.keys() else []
         for pending in self._pending.values():
             if any(_memory_of(x) in used for x in pending.written):
-                self.early[f"used before its collective has ended: {place}"] += 1
+                found.append("used before its collective has ended")
             elif any(_memory_of(x) in changed for x in pending.read):
-                self.early[f"overwritten before its collective has ended: {place}"] += 1
-        if used & self._arriving.keys():
-            self.early[f"read before its copy to the host has ended: {place}"] += 1
+                found.append("overwritten before its collective has ended")
+        for what in found:
+            self.early[f"{what}: {func._opname} in {_place()}"] += 1
 
     def _check_copy(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if name not in _ENTERS or self.step < 0 or not isinstance(result, Tensor):
