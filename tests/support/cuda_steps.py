@@ -37,6 +37,10 @@ def mask() -> dict[str, Any]:
     return {"attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.int64, device=DEVICE)}
 
 
+def packed() -> dict[str, Any]:
+    return {"position_ids": torch.arange(LENGTH, device=DEVICE).remainder(8).expand(ROWS, LENGTH)}
+
+
 def own_items() -> dict[str, Any]:
     return {"num_items_in_batch": torch.full((), 60, device=DEVICE)}
 
@@ -233,8 +237,13 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "sends a transposed tensor": (
         before_the_norm(lambda x: dist.all_reduce(x.transpose(0, 1))), "of a tensor that is not contiguous",
     ),
+    "packed rows under cp": (unchanged, "the host reads the places of packed documents"),
 }  # fmt: skip
-OF_PROGRAM: dict[str, dict[str, Any]] = {"an optimizer on the host": {"make_optimizer": _StateOnHost}}
+# The faults that need another plan or program.
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "an optimizer on the host": ({"dp": 2}, {"make_optimizer": _StateOnHost}),
+    "packed rows under cp": ({"cp": 2}, {"batch": packed}),
+}
 
 
 def traced(
@@ -256,9 +265,12 @@ def traced(
 
 
 def traced_fault(name: str) -> list[str]:
-    """Return the problems of rank 0, and of both ranks where they differ."""
-    ranks = (0, 1) if "rank" in name else (0,)
-    return traced(mw.ParallelPlan(dp=2), {}, OF_PROGRAM.get(name, {}), ranks, FAULTS[name][0])
+    """Return the problems of rank 0, and of both ranks where they differ; or why the trace refuses the program."""
+    plan, program = OTHERS.get(name, ({"dp": 2}, {}))
+    try:
+        return traced(mw.ParallelPlan(**plan), {}, program, (0, 1) if "rank" in name else (0,), FAULTS[name][0])
+    except mw.PlanError as error:
+        return [str(error)]
 
 
 def traced_program(name: str) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from meshwright.choose.given_plan import resolve_plan
+from meshwright.cli.trace_cuda import _nothing
 from meshwright.tracing.cuda_order import chosen_ranks, compared_groups, order_problems
 from meshwright.tracing.cuda_trace import CudaStep
 from meshwright.tracing.fake_cuda import why_unavailable
@@ -114,3 +115,13 @@ def test_groups_are_compared_if_two_of_their_ranks_are_traced() -> None:
     steps = {rank: step_of(issued("allreduce_", 4)) for rank in (0, 1)}
     assert compared_groups(steps) == 1
     assert compared_groups({0: steps[0]}) == 0
+
+
+@pytest.mark.parametrize(("world_size", "traced", "groups", "words"), [
+    (1, [0], 0, "nowhere"),
+    (2, [0, 1], 1, "nowhere, and the ranks' collectives fit together"),
+    (8, [0], 0, "nowhere; no two of the traced ranks share a process group, so no collectives were compared"),
+    (8, [0, 1, 4], 3, "ranks 0, 1, 4 fit together in the process groups that two or more of them share (3)"),
+])  # fmt: skip
+def test_the_result_says_what_was_compared(world_size: int, traced: list[int], groups: int, words: str) -> None:
+    assert _nothing({"world_size": world_size, "traced": traced, "compared_groups": groups}).endswith(words)

@@ -131,11 +131,8 @@ def _text(report: dict[str, Any]) -> str:
 
 
 def _nothing(report: dict[str, Any]) -> str:
-    found, ranks, groups = (
-        "nothing found: the host waits for the GPU nowhere",
-        report["traced"],
-        report["compared_groups"],
-    )
+    found = "nothing found: the host waits for the GPU nowhere"
+    ranks, groups = report["traced"], report["compared_groups"]
     if report["world_size"] == 1:
         return found
     if len(ranks) == report["world_size"]:
@@ -143,6 +140,6 @@ def _nothing(report: dict[str, Any]) -> str:
     if not groups:
         return f"{found}; no two of the traced ranks share a process group, so no collectives were compared"
     return (
-        f"{found}, and the collectives of ranks {', '.join(map(str, ranks))} fit together in the {groups} process "
-        f"groups of which two or more were traced"
+        f"{found}, and the collectives of ranks {', '.join(map(str, ranks))} fit together in the process groups that "
+        f"two or more of them share ({groups})"
     )
