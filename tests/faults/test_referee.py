@@ -1,5 +1,9 @@
 """The rules by which ranks are compared and given up: no sockets, no processes, a clock of our own."""
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
@@ -158,3 +162,31 @@ def test_the_first_difference_is_found_also_when_its_beginning_is_forgotten():
     assert f"1: op {3 * LENGTH - 4}" in text
     assert logs[0].digest != logs[1].digest
     assert first_difference({"0": logs[0].recent(), "1": logs[0].recent()}) is None
+
+
+def work_of_a_meeting(ranks: int) -> int:
+    """Return how many instructions of the interpreter the referee runs for one meeting of all ranks."""
+    made, count = referee(ranks), 0
+    group = made.group(range(ranks))
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        posts = [post for rank in range(ranks) for post in made.ask(rank, "step", group, "same", "", 1.0)]
+        made.tick(2.0)
+    finally:
+        sys.settrace(before)
+    assert [post.body for post in posts] == [{"agreed": True}]
+    return count
+
+
+def test_the_work_of_a_meeting_is_linear_in_the_ranks() -> None:
+    """If each question made the referee look at all ranks, four times the ranks would take 16 times the work."""
+    few, many = work_of_a_meeting(64), work_of_a_meeting(256)
+    assert many < 4.4 * few

@@ -6,10 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.parallel.collectives import Axis
 from meshwright.parallel.head_layout import HeadLayout
 from meshwright.parallel.row_layout import RowLayout, expanded
+from meshwright.parallel.tensor_parallel import _WideNorm
 
 
 def rows_of(layout: RowLayout, rank: int) -> torch.Tensor:
@@ -141,3 +144,14 @@ def test_rows_in_four_need_a_key_head_for_each_query_head() -> None:
     says = r"but there are 4 key/value heads and 8 query heads. Give the projection another role"
     with pytest.raises(PlanError, match=says):
         HeadLayout(heads=8, kv_heads=4, head_dim=2, tp=2).rows_in_four()
+
+
+def test_a_norm_over_a_sharded_width_trains_after_an_evaluation_in_inference_mode() -> None:
+    """The norm keeps a tensor from its first call, which backward of later calls saves."""
+    norm = nn.RMSNorm(8, eps=1e-6)
+    _WideNorm(norm, RowLayout.even(8, 1), Axis("tp"))
+    x = torch.randn(2, 8, requires_grad=True)
+    with torch.inference_mode():
+        evaluated = norm(x)
+    norm(x).sum().backward()
+    assert torch.allclose(evaluated, nn.functional.rms_norm(x, (8,), norm.weight, 1e-6)) and x.grad is not None

@@ -94,5 +94,11 @@ def test_what_cannot_be_traced(config: Path, tmp_path: Path) -> None:
         trace_and_compare(model, shape, Candidate(accumulation=8), JOB, stage=0)
     unknown = tmp_path / "unknown.json"
     unknown.write_text(json.dumps({**CONFIG, "model_type": "nobody_s"}))
-    with pytest.raises(PlanError, match="transformers cannot make a causal LM"):
+    with pytest.raises(PlanError, match=r"unknown.json has model_type 'nobody_s', which transformers") as error:
         model_on_meta(unknown, torch.float32)
+    assert "llama" not in str(error.value)
+    unknown.write_text("[]")
+    with pytest.raises(PlanError, match=r"transformers cannot make a causal LM from .*unknown.json"):
+        model_on_meta(unknown, torch.float32)
+    with pytest.raises(PlanError, match=rf"no such file: {tmp_path}/absent.json"):
+        model_on_meta(tmp_path / "absent.json", torch.float32)

@@ -33,16 +33,20 @@ def trace_cuda(
     precision: Annotated[
         Precision, typer.Option(help='Dtype of the weights; "autocast": float32 weights under bfloat16 autocast.')
     ] = Precision.BFLOAT16,
-    ranks: Annotated[int, typer.Option(help="Number of ranks to trace, from rank 0 on.")] = 8,
+    ranks: Annotated[
+        int,
+        typer.Option(help="Most ranks to trace: rank 0, its neighbour on each axis, one of each stage, then others."),
+    ] = 8,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check without a GPU where a plan would make the host wait on CUDA, and whether the collectives fit together.
 
     Runs forward, backward, clipping and the optimizer's step of each rank on fake CUDA tensors, one rank after the
-    other in this process. Nothing is computed, so no weights and no memory are needed. Every branch for CUDA runs, with
-    every collective. The command reports where the host would wait for the GPU, copies that block, tensors on the wrong
-    device, collectives that NCCL would not take, tensors that are used before their collective has ended, and ranks
-    whose collectives differ in kind, size or order, on which NCCL would hang.
+    other in this process. Nothing is computed, so no weights and no memory are needed. The step takes the branches of
+    the code for CUDA and issues its collectives. The command reports where the host would wait for the GPU, copies that
+    block, tensors on the wrong device, collectives that NCCL would not take, tensors that are used before their
+    collective has ended, and traced ranks whose collectives differ in kind, size, dtype, root or order, on which NCCL
+    would hang. docs/cuda.md says what the trace does not see.
 
     If torch is built without CUDA, the command first compiles a small library. This happens once, takes about 20
     seconds and needs a C++ compiler. The exit code is 0 if nothing was found, 1 if something was, and 2 if the model
@@ -73,7 +77,7 @@ def _report(model: Path, words: str, rows: int, length: int, precision: Precisio
 
     from meshwright.choose.given_plan import resolve_plan
     from meshwright.errors import PlanError
-    from meshwright.tracing.cuda_order import order_problems
+    from meshwright.tracing.cuda_order import chosen_ranks, compared_groups, order_problems
     from meshwright.tracing.cuda_trace import CudaProgram
 
     for name, number in (("--rows", rows), ("--length", length), ("--ranks", ranks)):
@@ -84,7 +88,7 @@ def _report(model: Path, words: str, rows: int, length: int, precision: Precisio
         rows=rows, length=length, autocast=torch.bfloat16 if precision is Precision.AUTOCAST else None
     )
     dtype = torch.bfloat16 if precision is Precision.BFLOAT16 else torch.float32
-    steps = _steps(model, plan, program, min(ranks, plan.world_size), dtype)
+    steps = _steps(model, plan, program, chosen_ranks(plan, ranks), dtype)
     found: dict[str, list[int]] = {}
     for rank, step in steps.items():
         for problem in step.problems:
@@ -92,6 +96,8 @@ def _report(model: Path, words: str, rows: int, length: int, precision: Precisio
     return {
         "plan": plan.label,
         "ranks": len(steps),
+        "traced": list(steps),
+        "compared_groups": compared_groups(steps),
         "world_size": plan.world_size,
         "collectives": {rank: len(step.issued) for rank, step in steps.items()},
         "problems": [
@@ -101,7 +107,7 @@ def _report(model: Path, words: str, rows: int, length: int, precision: Precisio
     }
 
 
-def _steps(model: Path, plan: ParallelPlan, program: CudaProgram, ranks: int, dtype: Any) -> dict[int, CudaStep]:
+def _steps(model: Path, plan: ParallelPlan, program: CudaProgram, ranks: list[int], dtype: Any) -> dict[int, CudaStep]:
     from rich.console import Console
     from rich.progress import track
 
@@ -109,7 +115,7 @@ def _steps(model: Path, plan: ParallelPlan, program: CudaProgram, ranks: int, dt
     from meshwright.tracing.cuda_trace import trace_cuda_step
 
     console = Console(stderr=True)
-    steps = track(range(ranks), "tracing ranks", console=console, disable=not console.is_terminal, transient=True)
+    steps = track(ranks, "tracing ranks", console=console, disable=not console.is_terminal, transient=True)
     return {rank: trace_cuda_step(model_on_meta(model, dtype), plan, program, rank=rank) for rank in steps}
 
 
@@ -118,7 +124,22 @@ def _text(report: dict[str, Any]) -> str:
     issued = f"collectives and messages of a step: {max(report['collectives'].values())} on the rank with the most"
     lines = []
     for found in report["problems"]:
-        where = f" (ranks {', '.join(map(str, found['ranks']))})" if found["ranks"] else ""
+        of_ranks = found["ranks"]
+        where = f" (rank{'s' * (len(of_ranks) > 1)} {', '.join(map(str, of_ranks))})" if of_ranks else ""
         lines.append(f"  {found['problem']}{where}")
-    nothing = "nothing found: the host waits for the GPU nowhere, and the ranks' collectives fit together"
-    return "\n".join([traced, issued, *(["found:", *lines] if lines else [nothing])])
+    return "\n".join([traced, issued, *(["found:", *lines] if lines else [_nothing(report)])])
+
+
+def _nothing(report: dict[str, Any]) -> str:
+    found = "nothing found: the host waits for the GPU nowhere"
+    ranks, groups = report["traced"], report["compared_groups"]
+    if report["world_size"] == 1:
+        return found
+    if len(ranks) == report["world_size"]:
+        return f"{found}, and the ranks' collectives fit together"
+    if not groups:
+        return f"{found}; no two of the traced ranks share a process group, so no collectives were compared"
+    return (
+        f"{found}, and the collectives of ranks {', '.join(map(str, ranks))} fit together in the process groups that "
+        f"two or more of them share ({groups})"
+    )

@@ -187,11 +187,14 @@ class ReduceScatter:
 
         def finish() -> None:
             own = wait()
+            # One read, only if this rank lacks a gradient that another may have: reading makes the host wait for CUDA.
+            lacking = [piece.in_shard for piece in sharded.slices if piece.parameter.grad is None]
+            others_have = iter(torch.stack([own[part].any() for part in lacking]).tolist() if lacking else ())
             for piece in sharded.slices:
                 gradient = own[piece.in_shard]
                 # If no rank had a gradient, leave None, so that the optimizer skips the parameter as on one device.
                 if piece.parameter.grad is None:
-                    if not gradient.any():
+                    if not next(others_have):
                         continue
                     piece.parameter.grad = HeldGradient.stand_in(piece.parameter)  # another rank had a gradient
                 if piece.shard.grad is None:

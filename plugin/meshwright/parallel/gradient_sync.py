@@ -322,7 +322,7 @@ class AllReduce:
         for index, parameter in enumerate(bucket.parameters):
             gradient = parameter.grad
             if gradient is None:
-                has_one[index] = 0
+                has_one[index].zero_()  # an assignment would copy the number from the host
             elif gradient.dtype != bucket.dtype:
                 raise ValueError(
                     f"{record_of(parameter).name} is now {gradient.dtype}, but was {bucket.dtype} when the model was "
@@ -337,7 +337,9 @@ class AllReduce:
 
         def finish() -> None:
             reduced = wait().to(dtype)
-            ranks_with_one = reduced[bucket.numel :]
+            # One read, only if this rank lacks a gradient that another may have: reading makes the host wait for CUDA.
+            lacks_one = self.dp.size > 1 and any(p.grad is None for p in bucket.parameters)
+            ranks_with_one = reduced[bucket.numel :].tolist() if lacks_one else [0.0] * len(bucket.parameters)
             for index, (parameter, segment) in enumerate(bucket.segments(reduced)):
                 # No rank had a gradient: keep None, so the optimizer skips the parameter as on one device.
                 if parameter.grad is None and not ranks_with_one[index]:

@@ -315,12 +315,19 @@ class _WideNorm:
         self.eps = float(eps)
         # A key head that several ranks hold counts once.
         self.weight = 1.0 / expanded(rows.copies(axis.rank), torch.empty(0, dtype=torch.float64))
+        self._placed = self.weight  # on the device of the activations, since each copy to it would make the host wait
         norm.register_forward_hook(self._rescale)
 
     def _rescale(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         square = args[0].to(torch.promote_types(args[0].dtype, torch.float32)).pow(2)
         own_mean = square.mean(-1, keepdim=True)
-        weighted = (square * self.weight.to(square)).sum(-1, keepdim=True)
+        weighted = (square * self._placed_like(square)).sum(-1, keepdim=True)
         mean = reduce_for_shards(weighted, self.axis) / self.size
         result: Tensor = output * ((own_mean + self.eps) / (mean + self.eps)).sqrt().to(output.dtype)
         return result
+
+    def _placed_like(self, x: Tensor) -> Tensor:
+        if (self._placed.device, self._placed.dtype) != (x.device, x.dtype):
+            with torch.inference_mode(False):  # backward saves it, in a later step too
+                self._placed = self.weight.to(x)
+        return self._placed

@@ -37,6 +37,8 @@ from meshwright.pipeline.weight_gradients import WeightGradients
 
 # The dtype of the first parameter, that of autocast, and that of the tokens, which may be embeddings.
 _Precision = tuple[torch.dtype, torch.dtype | None, torch.dtype]
+# The name and dtype of each argument. The loss uses num_items_in_batch for all batches of a kind or for none.
+_Kind = frozenset[tuple[str, torch.dtype | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,7 @@ class PipelineForward(MethodOverride):
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
         self._loss_dtypes: dict[_Precision, torch.dtype] = {}
+        self._uses_items: dict[_Kind, bool] = {}
         if runtime.comparison is not None:
             runtime.comparison.tie = pipeline.tie
         named = decoder.named_parameters(remove_duplicate=False)
@@ -277,8 +280,12 @@ class PipelineForward(MethodOverride):
             own[2].fill_(bool(mean.used_items))
         own = own.to(wire_device(device))
         dist.broadcast(own, group=pp.group, group_src=last)
-        # Read only for a batch with num_items_in_batch, since reading makes the host wait for the device.
-        mean.used_items = step.batches[0].get("num_items_in_batch") is not None and bool(own[2])
+        mean.used_items = False
+        if (kind := _kind_of(step.batches[0])) is not None:
+            # Read once for each kind of batch, since reading makes the host wait for the device.
+            if kind not in self._uses_items:
+                self._uses_items[kind] = bool(own[2])
+            mean.used_items = self._uses_items[kind]
         if key not in self._loss_dtypes:
             self._loss_dtypes[key] = DTYPES[int(own[1])]
         return own[0].to(device, self._loss_dtypes[key])
@@ -295,6 +302,14 @@ class PipelineForward(MethodOverride):
                     dtype = torch.promote_types(parameter.dtype, torch.float32)  # the dtype of the other stage's sum
                     own = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
                 sums.put(parameter, all_reduce(own.contiguous(), tie))
+
+
+def _kind_of(batch: dict[str, Any]) -> _Kind | None:
+    """Return the kind of a batch with num_items_in_batch; None for other batches."""
+    if batch.get("num_items_in_batch") is None:
+        return None
+    given = {name: value for name, value in batch.items() if value is not None}
+    return frozenset((name, getattr(value, "dtype", None)) for name, value in given.items())
 
 
 def _own_modules(decoder: nn.Module, cut: Cut) -> list[nn.Module]:

@@ -32,7 +32,8 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         dtype: the dtype of its parameters.
 
     Raises:
-        PlanError: if transformers is not installed, or cannot make a causal LM from the config.
+        PlanError: if transformers is not installed, there is no such file, or transformers cannot make a causal LM
+            from the config.
     """
     try:
         # Imported by name, since the core must not depend on transformers.
@@ -42,13 +43,25 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
             "tracing a step runs the model's own code, so it needs transformers: pip install transformers"
         ) from None
     path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise PlanError(f"no such file: {path}")
     try:
-        fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        fields = json.loads(path.read_text())
+        if (kind := fields.get("model_type")) not in transformers.CONFIG_MAPPING:
+            raise PlanError(
+                f"{path} has model_type {kind!r}, which transformers {transformers.__version__} does not know, so it "
+                "cannot make a causal LM from the file. Correct model_type, or install a transformers that has this "
+                "model; the code of a model outside of transformers is not run"
+            )
         config = transformers.AutoConfig.for_model(**fields)
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-    except (OSError, ValueError, KeyError) as error:
-        raise PlanError(f"transformers cannot make a causal LM from {path}: {str(error).splitlines()[0]}") from error
+    except PlanError:
+        raise
+    except Exception as error:  # of many kinds: each config of transformers checks its fields in its own way
+        why = str(error.__cause__ or error).splitlines() or [type(error).__name__]
+        raise PlanError(f"transformers cannot make a causal LM from {path}: {why[0]}") from error
 
 
 def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job, stage: int | None = None) -> str:

@@ -5,32 +5,67 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from meshwright.config import ParallelPlan
 from meshwright.tracing.cuda_trace import CudaStep
 from meshwright.tracing.host_waits import Issued
 
 _SENT, _RECEIVED = "send", "recv_"
 
 
+def chosen_ranks(plan: ParallelPlan, most: int) -> list[int]:
+    """Return which ranks of a plan to trace, so that two ranks of each kind of process group are compared.
+
+    Rank 0 and its neighbour on each axis come first, then the first rank of each stage, then the neighbours of these.
+
+    Args:
+        plan: the plan.
+        most: the largest number of ranks.
+    """
+    # From the innermost axis of the mesh to the outermost: tp, cp (which hybrid cuts in two), dp, pp.
+    groups = plan.ulysses or 1
+    apart = plan.world_size // plan.pp
+    strides = ((1, plan.tp), (plan.tp, plan.cp), (plan.tp * groups, plan.cp // groups), (plan.tp * plan.cp, plan.dp))
+    neighbours = [0, *(stride for stride, size in strides if size > 1)]
+    stages = [0, 1, plan.pp - 1, *range(plan.pp)] if plan.pp > 1 else [0]
+    order = [*neighbours, *(s * apart for s in stages), *(s * apart + n for s in stages for n in neighbours)]
+    return sorted(list(dict.fromkeys([*order, *range(min(most, plan.world_size))]))[:most])
+
+
 def order_problems(steps: Mapping[int, CudaStep]) -> list[str]:
     """Return where the ranks of a group would not fit together, in words; empty if they all do.
 
-    All ranks of a group must issue the same collectives of the same sizes in the same order. What one rank of a pair
-    sends, the other must receive in the same order, group by group, as NCCL has no tags.
+    All ranks of a group must issue the same collectives in the same order, of the same sizes, dtypes and roots. What
+    one rank of a pair sends, the other must receive in the same order, group by group, as NCCL has no tags.
 
     Args:
         steps: the traced step of each rank.
     """
+    problems = []
+    for lists in _by_group(steps):
+        problems += _of_collectives(lists) + _of_messages(lists)
+    return problems
+
+
+def compared_groups(steps: Mapping[int, CudaStep]) -> int:
+    """Return the number of process groups of which :func:`order_problems` compares at least two ranks.
+
+    Args:
+        steps: the traced step of each rank.
+    """
+    return sum(len(lists) > 1 for lists in _by_group(steps))
+
+
+def _by_group(steps: Mapping[int, CudaStep]) -> list[dict[int, list[Issued]]]:
+    """Return for each process group what each traced rank of it issues."""
     by_group: dict[str, dict[int, list[Issued]]] = defaultdict(dict)
     members: dict[str, tuple[int, ...]] = {}
     for rank, step in steps.items():
         for issued in step.issued:
             by_group[issued.group].setdefault(rank, []).append(issued)
             members[issued.group] = issued.ranks
-    problems = []
-    for group, ranks in members.items():
-        lists = {rank: by_group[group].get(rank, []) for rank in ranks if rank in steps}
-        problems += _of_collectives(lists) + _of_messages(lists)
-    return problems
+    return [
+        {rank: by_group[group].get(rank, []) for rank in ranks if rank in steps} for group, ranks in members.items()
+    ]
 
 
 def _of_collectives(lists: dict[int, list[Issued]]) -> list[str]:
@@ -40,7 +75,7 @@ def _of_collectives(lists: dict[int, list[Issued]]) -> list[str]:
     for rank, found in others:
         for index in range(max(len(expected), len(found))):
             a, b = (x[index] if index < len(x) else None for x in (expected, found))
-            if a is None or b is None or (a.kind, a.shape) != (b.kind, b.shape):
+            if a is None or b is None or a.must_match != b.must_match:
                 problems.append(
                     f"collective {index + 1} of ranks {list(lists)}: rank {first} issues {_text(a)}, rank {rank} "
                     f"{_text(b)}"
@@ -53,15 +88,18 @@ def _of_messages(lists: dict[int, list[Issued]]) -> list[str]:
     problems = []
     for sender, of_sender in lists.items():
         for receiver, of_receiver in lists.items():
-            sent = [x.shape for x in of_sender if x.kind == _SENT and x.peer == receiver]
-            received = [x.shape for x in of_receiver if x.kind == _RECEIVED and x.peer == sender]
+            sent = [(*x.shape, x.dtype) for x in of_sender if x.kind == _SENT and x.peer == receiver]
+            received = [(*x.shape, x.dtype) for x in of_receiver if x.kind == _RECEIVED and x.peer == sender]
             if sent != received:
                 problems.append(
                     f"rank {sender} sends {len(sent)} messages to rank {receiver}, which receives {len(received)}, or "
-                    f"their sizes differ: {sent} and {received}"
+                    f"their sizes or dtypes differ: {sent} and {received}"
                 )
     return problems
 
 
 def _text(issued: Issued | None) -> str:
-    return "nothing more" if issued is None else f"{issued.kind} of {list(issued.shape)}"
+    if issued is None:
+        return "nothing more"
+    root = "" if issued.root is None else f" with root {issued.root}"
+    return f"{issued.kind} of {list(issued.shape)} {issued.dtype}{root}"

@@ -1,6 +1,6 @@
 """Runs steps of a plan on fake CUDA tensors and says where the host would wait for the GPU, without a GPU.
 
-Every branch for CUDA runs, with every collective, but nothing is computed or sent.
+The step takes the branches for CUDA and issues its collectives, but nothing is computed or sent.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.errors import PlanError
 from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.optim.runtime import Runtime
@@ -24,6 +25,11 @@ from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, tra
 from meshwright.tracing.fake_world import fake_world
 from meshwright.tracing.host_waits import HostWaitMode, Issued
 
+_PACKED = (
+    "the batch has position_ids, and the plan is {}. Under context parallelism the host reads the places of packed "
+    "documents from the GPU, once for each forward pass (see docs/cuda.md), and fake tensors have no places. Trace the "
+    "plan without position_ids, or packed rows under a plan without cp"
+)
 STEPS = 2  # only the second step counts: it has the optimizer's state, and reads what the first step left
 
 
@@ -34,14 +40,14 @@ class CudaStep:
     Args:
         waits: where the host waits for the device, and how often.
         copies: where a copy between host and device makes the host wait.
-        unawaited: where a tensor of a collective is used before the collective was waited for.
-        on_host: the names of weights, buffers and gradients that are not on the device.
+        early: where a tensor is used or overwritten before its collective, or its copy to the host, has ended.
+        on_host: the names of weights, buffers and optimizer states that are not on the device.
         issued: the collectives and messages, in order.
     """
 
     waits: Counter[str]
     copies: Counter[str]
-    unawaited: Counter[str]
+    early: Counter[str]
     on_host: tuple[str, ...]
     issued: tuple[Issued, ...]
 
@@ -50,9 +56,9 @@ class CudaStep:
         """What would slow down or break a run on CUDA, in words; empty if nothing was found."""
         found = [f"the host waits: {place} ({count} times)" for place, count in self.waits.items()]
         found += [f"a blocking copy: {place} ({count} times)" for place, count in self.copies.items()]
-        found += [f"used before its collective has ended: {place}" for place in self.unawaited]
+        found += list(self.early)
         found += [f"not on the device: {name}" for name in self.on_host]
-        odd = {f"{x.kind} of tensors on {' and '.join(x.devices)}" for x in self.issued if not x.is_native}
+        odd = {x.oddity for x in self.issued if x.oddity is not None}
         return found + [f"a collective that NCCL does not take as it is: {what}" for what in sorted(odd)]
 
 
@@ -66,6 +72,7 @@ class CudaProgram:
         batch: a function that returns further arguments of the model, called on the fake device.
         autocast: the dtype of autocast; None runs without autocast.
         max_norm: the bound of the gradients' norm; None to leave out clipping.
+        trains: False traces an evaluation instead: the forward alone, without gradients.
         make_optimizer: a function that makes the optimizer from the model's parameters.
         config: the options of ``to_distributed``.
     """
@@ -75,6 +82,7 @@ class CudaProgram:
     batch: Callable[[], Mapping[str, Any]] = dict
     autocast: torch.dtype | None = None
     max_norm: float | None = 1.0
+    trains: bool = True
     make_optimizer: OptimizerFactory = torch.optim.AdamW
     config: ToDistributedConfig = field(default_factory=ToDistributedConfig)
 
@@ -113,16 +121,19 @@ def trace_cuda_step(
 
     Raises:
         ValueError: if this process is already in a process group, or the model is not on the meta device.
-        PlanError: if the model or this version cannot run the plan, or fake CUDA tensors cannot be made here.
+        PlanError: if the model or this version cannot run the plan, fake CUDA tensors cannot be made here, or the batch
+            has packed rows under context parallelism, whose values the host reads.
     """
     mode = HostWaitMode()
-    with fake_cuda(mode), fake_world(plan.world_size, rank), traceable(), mode.watching_works():
+    with fake_cuda(mode), fake_world(plan.world_size, rank), traceable(has_equal=True), mode.watching():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         runtime, optimizer = install(
             model, plan, program.make_optimizer, fake, device=DEVICE, config=program.config, guard=_LonelyGuard()
         )
         _watch(model, runtime, program.config)
         with fake, mode:
+            if plan.cp > 1 and program.batch().get("position_ids") is not None:
+                raise PlanError(_PACKED.format(plan.label))
             ids = torch.zeros(program.rows, program.length, dtype=torch.int64, device=DEVICE)
             foresee(model, ids, hidden=program.autocast or next(model.parameters()).dtype)
             if prepare is not None:
@@ -135,8 +146,8 @@ def trace_cuda_step(
         return CudaStep(
             waits=mode.waits,
             copies=mode.copies,
-            unawaited=mode.unawaited,
-            on_host=_on_host(model, runtime),
+            early=mode.early,
+            on_host=_on_host(model, optimizer),
             issued=tuple(mode.issued),
         )
 
@@ -153,7 +164,11 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, program: Cu
     with contextlib.ExitStack() as precision:
         if program.autocast is not None:
             precision.enter_context(torch.autocast("cuda", dtype=program.autocast))
-        loss = model(input_ids=ids, labels=ids, **program.batch()).loss
+        if not program.trains:
+            precision.enter_context(torch.no_grad())
+        loss = model.train(program.trains)(input_ids=ids, labels=ids, **program.batch()).loss
+    if not program.trains:
+        return
     loss.backward()
     if program.max_norm is not None:
         clip_grad_norm_(model, program.max_norm)
@@ -161,6 +176,10 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, program: Cu
     optimizer.zero_grad()
 
 
-def _on_host(model: nn.Module, runtime: Runtime) -> tuple[str, ...]:
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return tuple(name for name, x in tensors.items() if not x.is_cuda)
+def _on_host(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for state in optimizer.state.values():
+        # A number, such as the count of steps, is on the host unless the optimizer is capturable or fused.
+        states = {f"{key} of the optimizer": x for key, x in state.items() if isinstance(x, Tensor) and x.ndim > 0}
+        named |= {name: x for name, x in states.items() if not x.is_cuda}
+    return tuple(name for name, x in named.items() if not x.is_cuda)

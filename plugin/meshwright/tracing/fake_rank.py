@@ -30,8 +30,9 @@ OptimizerFactory = Callable[[Any], Optimizer]
 
 def foresee(model: Any, ids: Tensor, *, hidden: torch.dtype) -> None:
     """Tell the stages of a pipeline what they will receive, since no rank sends it."""
-    if isinstance(model.forward, PipelineForward):
-        model.forward.foresee({"input_ids": ids}, hidden=hidden, loss=torch.float32)
+    for module in model.modules():  # adapters wrap the decoder
+        if isinstance(forward := vars(module).get("forward"), PipelineForward):
+            forward.foresee({"input_ids": ids}, hidden=hidden, loss=torch.float32)
 
 
 def install(
@@ -100,8 +101,12 @@ def _without_fakes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def traceable() -> Iterator[None]:
-    """Patch code that fake tensors do not support: subclasses that guard reads, and loops over cache-sized pieces."""
+def traceable(*, has_equal: bool = False) -> Iterator[None]:
+    """Patch code that fake tensors do not support: subclasses that guard reads, and loops over cache-sized pieces.
+
+    Args:
+        has_equal: whether ``torch.equal`` runs and gets its result from elsewhere; otherwise it returns True.
+    """
     as_subclass = Tensor.as_subclass
 
     def keep_fake(tensor: Tensor, kind: Any) -> Any:
@@ -114,7 +119,8 @@ def traceable() -> Iterator[None]:
         # Ranks are read as numbers, to make the groups of "hybrid".
         patches.enter_context(mock.patch.object(distribution, "context_axes", _without_fakes(context_axes)))
         # ZeRO checks whether the program wrote into half-precision weights, which does not happen here.
-        patches.enter_context(mock.patch.object(torch, "equal", lambda *_: True))
+        if not has_equal:
+            patches.enter_context(mock.patch.object(torch, "equal", lambda *_: True))
         # transformers checks for packed rows, which fake positions cannot show, and builds a mask if in doubt.
         masking = sys.modules.get("transformers.masking_utils")
         if hasattr(masking, "find_packed_sequence_indices"):

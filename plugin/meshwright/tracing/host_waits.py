@@ -33,7 +33,9 @@ _READ_BY_HOST = {
     "aten::unique_consecutive",
 }
 _OF_LISTS = ("allgather_", "reduce_scatter_", "alltoall_", "gather_", "scatter_")  # c10d copies these together first
+_MESSAGES = ("send", "recv", "recv_anysource")  # torch's methods, which never wait
 _ENTERS = {"aten::lift_fresh", "aten::_to_copy", "aten::copy_"}
+_AGREEMENTS = {"largest"}  # functions of Meshwright in which the hosts agree over gloo, in a step
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -46,8 +48,12 @@ class Issued:
         group: the name of the process group, which is the same on its ranks.
         ranks: the ranks of the group.
         shape: the shape of its largest tensor.
+        dtype: the dtype of its largest tensor.
         devices: the kinds of the devices of its tensors.
+        root: the rank from which a broadcast sends, or to which a reduction goes; None for other collectives.
         peer: the other rank of a message; None for a collective.
+        is_contiguous: whether each of its tensors on the GPU is one piece of memory in the order of its elements.
+        is_agreement: whether it is one of the agreements of the hosts that the runtime makes in a step.
     """
 
     kind: str
@@ -55,15 +61,39 @@ class Issued:
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
     devices: tuple[str, ...]
+    dtype: str = "float32"
+    root: int | None = None
     peer: int | None = None
+    is_contiguous: bool = True
+    is_agreement: bool = False
 
     @property
-    def is_native(self) -> bool:
-        """Whether its tensors are on one kind of device, and each is one piece of memory, as NCCL requires.
+    def must_match(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks of the group."""
+        return self.kind, self.shape, self.dtype, self.root
 
-        A collective on the CPU is an agreement of the hosts; it goes over gloo and waits for no GPU.
+    @property
+    def oddity(self) -> str | None:
+        """What NCCL does not accept about it, in words; None if NCCL takes it as it is.
+
+        The hosts' agreements are on the CPU; they go over gloo and wait for no GPU.
         """
-        return len(self.devices) < 2 and self.kind not in _OF_LISTS
+        if self.kind == "barrier":
+            return None
+        if self.kind in _OF_LISTS:
+            return f"{self.kind} of a list of tensors"
+        if len(self.devices) > 1 or (self.devices == ("cpu",) and not self.is_agreement):
+            return f"{self.kind} of tensors on {' and '.join(self.devices)}"
+        return None if self.is_contiguous else f"{self.kind} of a tensor that is not contiguous"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    """A collective or message that the program has not waited for, with the tensors that it writes and reads."""
+
+    work: Any
+    written: list[Tensor]
+    read: list[Tensor]
 
 
 class HostWaitMode(TorchDispatchMode):
@@ -73,7 +103,7 @@ class HostWaitMode(TorchDispatchMode):
         step: the number of the current step; -1 before and after the steps that count.
         waits: the places where the host waits for the device, and how often.
         copies: the places of copies between host and device that the host waits for.
-        unawaited: the places that use a tensor of a collective before the program has waited for the collective.
+        early: the places that use a tensor before its collective or its copy has ended, in words.
         issued: the collectives and messages, in order.
     """
 
@@ -82,31 +112,49 @@ class HostWaitMode(TorchDispatchMode):
         self.step = -1
         self.waits: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
-        self.unawaited: Counter[str] = Counter()
+        self.early: Counter[str] = Counter()
         self.issued: list[Issued] = []
-        self._pending: dict[int, tuple[Any, list[Tensor]]] = {}  # id of a work -> the work, and what it writes
+        self._pending: dict[int, _Pending] = {}  # by the id of the work
+        self._arriving: dict[int, Tensor] = {}  # copies to the host that have not ended, by their memory
 
     def host_waits(self, what: str) -> None:
         """Record that the host waits for the device."""
         if self.step >= 0:
             self.waits[f"{what} in {_place()}"] += 1
+            self._arriving.clear()
 
     @contextlib.contextmanager
-    def watching_works(self) -> Iterator[None]:
-        """Follow which collectives the program has waited for."""
+    def watching(self) -> Iterator[None]:
+        """Follow which collectives the program has waited for, and where it reads whole tensors."""
         with contextlib.ExitStack() as patches:
-            for name in COLLECTIVES:
+            for name in (*COLLECTIVES, *_MESSAGES):
                 if (method := getattr(dist.ProcessGroup, name, None)) is not None:
-                    patches.enter_context(mock.patch.object(dist.ProcessGroup, name, self._started(method)))
+                    patches.enter_context(mock.patch.object(dist.ProcessGroup, name, self._started(name, method)))
             for kind in (dist.Work, FakeWork):
                 patches.enter_context(mock.patch.object(kind, "wait", self._awaited(kind.wait)))
+            patches.enter_context(mock.patch.object(FakeTensor, "tolist", lambda x: self._to_list(x)))
             yield
 
-    def _started(self, method: Any) -> Any:
-        def call(group: Any, written: Any, *args: Any, **kwargs: Any) -> Any:
-            work = method(group, written, *args, **kwargs)
-            if any(getattr(x, "asyncOp", False) for x in (*args, *kwargs.values())):  # the device waits for others
-                self._pending[id(work)] = work, [x for x in tree_leaves(written) if isinstance(x, Tensor)]
+    def _to_list(self, x: Any) -> Any:
+        """Stand in for ``Tensor.tolist``, which copies all values at once."""
+        if x.is_cuda:
+            self.host_waits("tolist")
+
+        def nested(shape: tuple[int, ...]) -> Any:
+            return [nested(shape[1:]) for _ in range(shape[0])] if shape else _value_of(x.dtype)
+
+        return nested(tuple(x.shape))
+
+    def _started(self, name: str, method: Any) -> Any:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            work = method(group, *args, **kwargs)
+            is_async = any(getattr(x, "asyncOp", False) for x in (*args, *kwargs.values()))
+            if name == "barrier" and not is_async:
+                self.host_waits("barrier")
+            elif is_async or name in _MESSAGES:  # the device waits for others
+                read = _tensors_in((args, kwargs))
+                written = [] if name == "send" else _tensors_in(args[:1])
+                self._pending[id(work)] = _Pending(work=work, written=written, read=read)
             return work
 
         return call
@@ -120,16 +168,16 @@ class HostWaitMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, given = func._schema.name, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        is_on_device = any(x.is_cuda for x in given)
+        name, given = func._schema.name, _tensors_in((args, kwargs))
         if func.namespace == "c10d":
-            self._collective(name.removeprefix("c10d::"), args, kwargs, given)
+            self._collective(func, args, kwargs, given)
             return func(*args, **kwargs)
-        if is_on_device:
+        if any(x.is_cuda for x in given):
             self._check_waits(func, name, args, given)
-        if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor):
-            dtype = args[0].dtype  # a value with which a step can continue
-            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if self.step >= 0 and (self._pending or self._arriving) and not _is_view(func):
+            self._check_early(func, args, kwargs, given)
+        if name in ("aten::_local_scalar_dense", "aten::equal") and isinstance(args[0], FakeTensor):
+            return _value_of(args[0].dtype) if name != "aten::equal" else True  # with which a step can continue
         result = func(*args, **kwargs)
         self._check_copy(name, args, kwargs, result)
         return result
@@ -139,10 +187,17 @@ class HostWaitMode(TorchDispatchMode):
         repeats = func._opname == "repeat_interleave" and len(args) < 4
         if name in _READ_BY_HOST or masked or repeats:
             self.host_waits(func._opname)
-        if self.step >= 0 and self._pending:
-            used = {_memory_of(x) for x in given}
-            if any(_memory_of(x) in used for _, written in self._pending.values() for x in written):
-                self.unawaited[f"{func._opname} in {_place()}"] += 1
+
+    def _check_early(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> None:
+        used, changed = set(map(_memory_of, given)), set(map(_memory_of, _changed_by(func, args, kwargs)))
+        found = ["read before its copy to the host has ended"] if used & self._arriving.keys() else []
+        for pending in self._pending.values():
+            if any(_memory_of(x) in used for x in pending.written):
+                found.append("used before its collective has ended")
+            elif any(_memory_of(x) in changed for x in pending.read):
+                found.append("overwritten before its collective has ended")
+        for what in found:
+            self.early[f"{what}: {func._opname} in {_place()}"] += 1
 
     def _check_copy(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if name not in _ENTERS or self.step < 0 or not isinstance(result, Tensor):
@@ -153,26 +208,62 @@ class HostWaitMode(TorchDispatchMode):
         is_async = kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2])
         if not is_async:
             self.copies[f"{source.device.type} to {result.device.type} in {_place()}"] += 1
+        elif source.is_cuda:
+            self._arriving[_memory_of(result)] = result
 
-    def _collective(self, kind: str, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> None:
+    def _collective(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> None:
         if self.step < 0:
             return
+        kind = func._schema.name.removeprefix("c10d::")
+        named = {**dict(zip((x.name for x in func._schema.arguments), args, strict=False)), **kwargs}
         scripted = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.ScriptObject)]
         boxed = next(x for x in scripted if x._type().name() == "ProcessGroup")  # type: ignore[attr-defined]
         group = dist.ProcessGroup.unbox(boxed)
         ranks = tuple(dist.get_process_group_ranks(group))
-        peers = [x for x in args if type(x) is int] if kind in ("send", "recv_") else []
+        root, peer = named.get("root_rank"), named.get("dst", named.get("src"))
         largest = max(given, key=lambda x: x.numel(), default=None)
+        devices = tuple(sorted({x.device.type for x in given}))
         self.issued.append(
             Issued(
                 kind=kind,
                 group=group.group_name,
                 ranks=ranks,
                 shape=() if largest is None else tuple(largest.shape),
-                devices=tuple(sorted({x.device.type for x in given})),
-                peer=ranks[peers[0]] if peers else None,
+                dtype="" if largest is None else str(largest.dtype).removeprefix("torch."),
+                devices=devices,
+                root=None if root is None else ranks[root],
+                peer=None if peer is None else ranks[peer],
+                is_contiguous=all(x.is_contiguous() for x in given if x.is_cuda),
+                is_agreement=devices == ("cpu",) and _is_agreement(),
             )
         )
+
+
+def _value_of(dtype: torch.dtype) -> bool | float | int:
+    """Return the value with which a step continues that reads a fake tensor."""
+    return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _changed_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes to."""
+    named = {**dict(zip((x.name for x in func._schema.arguments), args, strict=False)), **kwargs}
+    written = [x.name for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+    return _tensors_in([named.get(name) for name in written])
+
+
+def _is_view(func: Any) -> bool:
+    """Return whether an operation returns a view, and neither reads nor writes values."""
+    returned = [x.alias_info for x in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _is_agreement() -> bool:
+    frames = traceback.extract_stack()
+    return any(f.name in _AGREEMENTS and Path(f.filename).is_relative_to(_PACKAGE) for f in frames)
 
 
 def _memory_of(x: Tensor) -> int:
@@ -182,10 +273,14 @@ def _memory_of(x: Tensor) -> int:
 
 
 def _place() -> str:
-    """Return the line of the program that runs: the innermost one of Meshwright, else of a library above torch."""
+    """Return the line of the program that runs: the innermost one of Meshwright, or of a library above torch."""
     frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
-    own = [f for f in frames if Path(f.filename).is_relative_to(_PACKAGE) and "/tracing/" not in f.filename]
-    other = [f for f in frames if "/site-packages/" in f.filename]
-    frame = (own or other or frames)[-1]
+    named = [f for f in frames if _is_own(f.filename) or "/site-packages/" in f.filename]
+    frame = (named or frames)[-1]
     parts = Path(frame.filename).parts[-2:]
     return f"{'/'.join(parts)}:{frame.lineno}"
+
+
+def _is_own(file: str) -> bool:
+    path = Path(file)
+    return path.is_relative_to(_PACKAGE) and path.relative_to(_PACKAGE).parts[0] not in ("tracing", "cli")
