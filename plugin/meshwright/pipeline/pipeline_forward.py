@@ -280,12 +280,18 @@ class PipelineForward(MethodOverride):
             own[2].fill_(bool(mean.used_items))
         own = own.to(wire_device(device))
         dist.broadcast(own, group=pp.group, group_src=last)
-        mean.used_items = False
+        used, mean.used_items = bool(mean.used_items), False
         if (kind := _kind_of(step.batches[0])) is not None:
             # Read once for each kind of batch, since reading makes the host wait for the device.
             if kind not in self._uses_items:
                 self._uses_items[kind] = bool(own[2])
             mean.used_items = self._uses_items[kind]
+            if pp.rank == last and used != mean.used_items:
+                raise PlanError(
+                    "the loss function of this pipeline has changed: it now "
+                    f"{'uses' if used else 'ignores'} num_items_in_batch, unlike in earlier steps. Build the model and "
+                    "call to_distributed again with the new loss function"
+                )
         if key not in self._loss_dtypes:
             self._loss_dtypes[key] = DTYPES[int(own[1])]
         return own[0].to(device, self._loss_dtypes[key])
