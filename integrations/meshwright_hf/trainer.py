@@ -270,7 +270,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         inputs = args[1] if len(args) > 1 else kwargs["inputs"]
         with (
             self._items.of_one_loss(self, self._runtime),  # for a subclass that calls it from its own training_step
-            smoothing(self._runtime, self._smoothing, inputs),
+            smoothing(self, self._runtime, self._smoothing, inputs),
         ):
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 

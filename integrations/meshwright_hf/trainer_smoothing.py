@@ -25,26 +25,49 @@ def takes_smoothing(trainer: Any, runtime: Runtime) -> bool:
         trainer: the Trainer, whose ``compute_loss`` must be that of transformers.
         runtime: the runtime of its model.
     """
-    name = without_wrappers(trainer.model)[1]._get_name()
+    model = without_wrappers(trainer.model)[1]
+    name = model._get_name()
     return (
         _COUNTS_ITEMS
         and trainer.compute_loss_func is None
         and type(trainer.label_smoother) is LabelSmoother
         and isinstance(runtime.loss, CausalLMLoss)
         and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        and not _adds_to_loss(getattr(model, "config", None))
     )
 
 
-def smoothing(runtime: Runtime, factor: float, inputs: Any) -> AbstractContextManager[None]:
+def _adds_to_loss(config: Any) -> bool:
+    """Return whether a model's forward adds a term to its loss when it gets labels: the Trainer's smoother hides them.
+
+    The term is a router's auxiliary loss or the z-loss of Bamba.
+    """
+    return bool(getattr(config, "output_router_logits", None) or getattr(config, "z_loss_coefficient", None))
+
+
+def smoothing(trainer: Any, runtime: Runtime, factor: float, inputs: Any) -> AbstractContextManager[None]:
     """Let the model's own loss smooth labels inside the context.
 
     Args:
+        trainer: the Trainer.
         runtime: the model's runtime.
         factor: ``TrainingArguments.label_smoothing_factor``; 0 for none.
         inputs: the batch. Its ``shift_labels`` are removed, since the Trainer's smoother shifts ``labels`` itself.
+
+    Raises:
+        ValueError: if the forward would add a term to the loss, though its config did not say so before.
     """
     if not factor:
         return contextlib.nullcontext()
+    config = getattr(without_wrappers(trainer.model)[1], "config", None)
+    if "labels" in inputs and (inputs.get("output_router_logits") or _adds_to_loss(config)):
+        raise ValueError(
+            "the model adds a router's auxiliary loss or a z-loss to its own loss, because the batch has "
+            "output_router_logits or model.config was changed after the Trainer was made. With label_smoothing_factor "
+            "the loss of transformers' Trainer is without that term, so this loss would differ from it. Before the "
+            "Trainer is made, write model.config.output_router_logits = True, or remove output_router_logits from the "
+            "batch"
+        )
     inputs.pop("shift_labels", None)
     assert isinstance(runtime.loss, CausalLMLoss)
     return runtime.loss.smoothed(factor)

@@ -298,6 +298,23 @@ def test_data_parallel_over_a_part_of_the_world():
         assert (outcome.code, "trained" in outcome.output) == (0, True), outcome
 
 
+def halves() -> None:
+    """A correct program: each half of the ranks trains a model of its own, for its own number of steps."""
+    step = trainer(mw.ParallelPlan(dp=4))
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = dist.get_rank() // 2
+    ddp = mw.DataParallel(torch.nn.Linear(4, 4), group=groups[half], timeout_s=TIMEOUT)
+    for _ in range(1 + half):
+        ddp(torch.ones(2, 4)).sum().backward()
+    step()
+    print("trained", flush=True)
+
+
+def test_parts_of_the_world_may_take_other_numbers_of_steps():
+    for outcome in run_program(halves, 4):
+        assert (outcome.code, "trained" in outcome.output) == (0, True), outcome
+
+
 def second_thread() -> None:
     """A correct program: a thread of rank 0 starts its collectives before, one of rank 1 after the main thread's."""
     step = trainer(DP2)

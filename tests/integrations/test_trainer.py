@@ -14,7 +14,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, LlamaForCausalLM, TrainerCallback
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainerCallback,
+    default_data_collator,
+)
 
 import meshwright as mw
 from meshwright.parallel.mean_over_ranks import GlobalMean
@@ -205,6 +212,31 @@ def test_settings_keep_their_meaning(setting: str, pool2: Any, tmp_path: Path) -
     assert run.tokens_seen == expected.tokens_seen
     if run.metrics:
         assert largest_difference(list(run.metrics.values()), list(expected.metrics.values())) <= TOLERANCE
+
+
+def with_router_logits(rows: list[Any]) -> dict[str, Any]:
+    return {**default_data_collator(rows), "output_router_logits": True}
+
+
+def run_routed(output_dir: Path, plan: dict[str, Any] | None, extra: dict[str, Any], **routed: Any) -> Run:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, router_aux_loss_coef=1.0, **routed))
+    extra = {"model": model, "compute_metrics": None, **extra}  # its outputs are several
+    return run_trainer(output_dir, plan, max_steps=2, label_smoothing_factor=0.1, evaluated=5, rows=16, extra=extra)
+
+
+def test_a_smoothed_loss_has_no_auxiliary_loss(pool2: Any, tmp_path: Path) -> None:
+    """The stock Trainer hides the labels from the forward, which then adds nothing."""
+    expected = run_routed(tmp_path, None, {}, output_router_logits=True)
+    split = run_routed(tmp_path, {"gradient_accumulation_steps": 2}, {}, output_router_logits=True)
+    ranks = pool2.run(run_routed, tmp_path, {"dp": 2}, {}, output_router_logits=True, timeout=200)
+    for run in (split, *ranks):
+        assert_same_training(run, expected)
+        assert run.metrics["eval_loss"] == pytest.approx(expected.metrics["eval_loss"], rel=TOLERANCE)
+    with pytest.raises(ValueError, match=r"write model.config.output_router_logits = True"):
+        run_routed(tmp_path, {}, {"data_collator": with_router_logits})
 
 
 def evaluate_by_own_loss(

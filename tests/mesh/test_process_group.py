@@ -1,4 +1,4 @@
-"""The end of a process group."""
+"""The end of a process group, and the next one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from harness.programs import run_program
 from meshwright.errors import PlanError
-from meshwright.mesh.process_group import world_size
+from meshwright.mesh.process_group import start_process_group, world_size
 
 SCRIPT = """
 import atexit
@@ -41,6 +44,20 @@ def test_the_scripts_own_gloo_group_ends_before_the_interpreter(
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert ended.stdout.split("\n")[0] == printed
     assert "Error" not in ended.stderr
+
+
+def groups_one_after_another() -> None:
+    for _ in range(8):
+        start_process_group(torch.device("cpu"), 10.0)
+        dist.all_reduce(ones := torch.ones(1))
+        assert ones == 2
+        dist.destroy_process_group()
+
+
+def test_a_group_may_follow_a_group() -> None:
+    """The launcher's store still has the addresses of the group before, which nobody may read."""
+    for outcome in run_program(groups_one_after_another, 2):
+        assert outcome.code == 0, outcome
 
 
 def test_a_number_of_the_environment_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

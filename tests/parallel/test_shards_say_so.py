@@ -163,7 +163,7 @@ def test_optimizers_choose_their_kernels_as_for_plain_parameters(plan: dict[str,
     assert pool2.run(kernels, plan) == [["Parameter Tensor", outside]] * 2
 
 
-def step_with_a_closure(plan: dict[str, Any]) -> None:
+def step_with_a_closure(plan: dict[str, Any], fails_before: bool) -> None:
     """The penalty comes first, before the model's forward pass."""
     model = build("llama")
     model, optimizer = distribute(model, plan, torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -173,10 +173,16 @@ def step_with_a_closure(plan: dict[str, Any]) -> None:
         ids = tokens(2, 12)
         return model(input_ids=ids, labels=ids).loss + penalty
 
+    if fails_before:
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 // 0)
+        model.get_parameter(UP).norm()
+        return
     optimizer.step(closure)
 
 
-def test_a_closure_sees_shards(pool2: Any) -> None:
-    """While the optimizer steps, its parameters are plain ones; not while it runs the program's closure."""
-    for kind, message in pool2.run_expecting_error(step_with_a_closure, SP2):
-        assert kind == "UnreadableTensorError" and "weight_decay" in message
+@pytest.mark.parametrize(("fails_before", "advice"), [(False, "weight_decay"), (True, "full_state_dict")])
+def test_a_closure_sees_shards(fails_before: bool, advice: str, pool2: Any) -> None:
+    """While the optimizer steps, its parameters are plain ones; not in the program's closure, nor after it failed."""
+    for kind, message in pool2.run_expecting_error(step_with_a_closure, SP2, fails_before):
+        assert kind == "UnreadableTensorError" and advice in message

@@ -261,3 +261,18 @@ def test_bf16_autocast_is_as_exact_as_on_one_device(pool2: Any) -> None:
     assert error(ours) < 1.5 * error(stock)
     size = sum(g.square().sum().item() for g in exact.values()) ** 0.5
     assert error(stock) < 0.05 * size  # a missing term would be an error of order 1
+
+
+def float64_under_autocast(plan: dict[str, Any] | None) -> float:
+    model = build("llama").double()
+    if plan is not None:
+        model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+    ids = tokens(4, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item()
+
+
+def test_autocast_leaves_float64_alone(pool2: Any) -> None:
+    assert pool2.run(float64_under_autocast, SP) == pytest.approx([float64_under_autocast(None)] * 2, rel=1e-6)

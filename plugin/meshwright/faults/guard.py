@@ -136,8 +136,9 @@ class Guard:
 
     def _compare(self, place: str, ranks: tuple[int, ...], *texts: str) -> dict[str, Any] | None:
         self.trace.begin(f"the comparison of the ranks' {place}")
-        parts = (place, f"step {self.step}", ", ".join(filter(None, texts)), self.trace.of(ranks).summary())
-        return self._ask(place, ranks, ", ".join(filter(None, parts)))
+        parts = (place, ", ".join(filter(None, texts)), self.trace.of(ranks).summary())
+        # The step is not compared, since other ranks may have taken steps of other models. The summary is the group's.
+        return self._ask(place, ranks, ", ".join(filter(None, parts)), note=f"step {self.step}")
 
     def last_agreement(self, place: str, ranks: tuple[int, ...]) -> str:
         """Return when the ranks last agreed at this place, for messages."""

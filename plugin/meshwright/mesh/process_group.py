@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
+import itertools
 import os
 
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from meshwright.errors import PeerFailedError, PlanError
 from meshwright.mesh.listening import LOOPBACK, bound_socket, listening_address
 from meshwright.mesh.local_device import check_one_rank_per_gpu, local_rank
+
+_made = itertools.count()  # the process groups made here, so that each has keys of its own in the launcher's store
 
 
 def world_size() -> int:
@@ -107,7 +110,7 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
     else:
         store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
-    store = dist.PrefixStore(f"meshwright{_attempt()}", store)
+    store = dist.PrefixStore(f"meshwright{_attempt()}/{next(_made)}", store)
     store.set(f"rank {rank}", "here")
     try:
         if device.type == "cuda":

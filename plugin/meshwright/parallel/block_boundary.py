@@ -206,6 +206,10 @@ def hidden_states(
 
 
 def _cast_for_autocast(x: Tensor) -> Tensor:
-    """Cast to autocast's dtype before the collective, to halve its bytes; the projections would cast anyway."""
+    """Cast to autocast's dtype before the collective, to halve its bytes; the projections would cast anyway.
+
+    Autocast leaves float64 alone.
+    """
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    is_cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if is_cast else x

@@ -75,10 +75,9 @@ class StepWindow:
 
         def closure() -> Any:
             self.close()
-            try:
-                return argument()
-            finally:
-                self.open(optimizer)
+            result = argument()
+            self.open(optimizer)  # not if it raises, since the step then ends without its post hook
+            return result
 
         return closure
 
