@@ -265,6 +265,9 @@ def refusals() -> dict[str, str]:
     split = distributed({**PLAN, "schedule": "zb-h1"})
     split.gradient_checkpointing_enable()
     record("checkpointing", lambda: split(**batch()))
+    reentrant = distributed(PLAN)
+    reentrant.gradient_checkpointing_enable({"use_reentrant": True})
+    record("reentrant", lambda: reentrant(**batch()))
     three = distributed({"pp": 2, "schedule": "interleaved", "gradient_accumulation_steps": 3})
     record("three micro-batches", lambda: three(**batch(rows=6)))
     return said
@@ -285,6 +288,7 @@ WORDS = {
     "float16": "bfloat16",
     "torch's clipping": "meshwright.clip_grad_norm_",
     "checkpointing": "gradient_checkpointing_disable",
+    "reentrant": "{'use_reentrant': False}",
     "state dict": "another pipeline stage holds model.",
     "optimizer's state dict": "the state of its own stages",
     "read of another stage": "another pipeline stage holds model.",

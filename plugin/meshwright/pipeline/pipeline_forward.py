@@ -183,6 +183,12 @@ class PipelineForward(MethodOverride):
                 "weights after a layer that was recomputed is freed. Call model.gradient_checkpointing_disable(), or "
                 "use ParallelPlan(schedule='1f1b')"
             )
+        if self.stages.is_reentrant:
+            raise PlanError(
+                "gradient checkpointing is on with use_reentrant=True, and a stage computes its gradients by "
+                "torch.autograd.grad(), which reentrant checkpoints refuse. Write "
+                "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+            )
         if torch.float16 in self._precision(batch):
             raise PlanError(
                 "training in float16 under ParallelPlan.pp > 1: the gradients are computed inside the model's forward, "
