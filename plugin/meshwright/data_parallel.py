@@ -165,7 +165,7 @@ class DataParallel(nn.Module):
             )
         guard = runtime_of(self).guard
         if guard is not None and self.training and torch.is_grad_enabled():
-            guard.begin_step()
+            guard.begin_step(runtime_of(self).dp.group)
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             tensors = [t for t in tensors_in(output) if t.grad_fn is not None]

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ class Guard:
     def __init__(self, *, name: str, timeout: float) -> None:
         self.name, self.timeout = name, timeout
         self.step = 0
+        self._steps: Counter[frozenset[int]] = Counter()  # by the ranks that train the model
         self.trace = Trace()
         self._agreed: dict[tuple[str, tuple[int, ...]], int] = {}  # the step of the ranks' last meeting at each place
         self._rank = dist.get_rank()
@@ -87,9 +89,15 @@ class Guard:
         is_over = self._is_closed or self._is_failing or os.getpid() != self._process
         return not is_over and dist.is_initialized() and dist.group.WORLD is self._world()
 
-    def begin_step(self) -> None:
-        """Count a step, which begins with a forward pass in training."""
+    def begin_step(self, group: Any = None) -> None:
+        """Count a step, which begins with a forward pass in training.
+
+        Args:
+            group: the ranks of the model; None for all ranks.
+        """
         self.step += 1
+        if self.is_current:
+            self._steps[frozenset(dist.get_process_group_ranks(group))] += 1
         self.trace.begin("forward")
 
     def meet(self, place: str, group: Any, *statements: Statement) -> None:
@@ -136,9 +144,10 @@ class Guard:
 
     def _compare(self, place: str, ranks: tuple[int, ...], *texts: str) -> dict[str, Any] | None:
         self.trace.begin(f"the comparison of the ranks' {place}")
-        parts = (place, ", ".join(filter(None, texts)), self.trace.of(ranks).summary())
-        # The step is not compared, since other ranks may have taken steps of other models. The summary is the group's.
-        return self._ask(place, ranks, ", ".join(filter(None, parts)), note=f"step {self.step}")
+        # Only steps of models that all of these ranks train, since some of them may have trained models of their own.
+        step = sum(count for trained, count in self._steps.items() if trained.issuperset(ranks))
+        parts = (place, f"step {step}", ", ".join(filter(None, texts)), self.trace.of(ranks).summary())
+        return self._ask(place, ranks, ", ".join(filter(None, parts)))
 
     def last_agreement(self, place: str, ranks: tuple[int, ...]) -> str:
         """Return when the ranks last agreed at this place, for messages."""
