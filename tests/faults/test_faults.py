@@ -315,6 +315,21 @@ def test_parts_of_the_world_may_take_other_numbers_of_steps():
         assert (outcome.code, "trained" in outcome.output) == (0, True), outcome
 
 
+def uneven_passes() -> None:
+    """A wrong program: rank 1 adds one more pass to its gradients than rank 0 before both reduce them."""
+    ddp = mw.DataParallel(torch.nn.Linear(4, 4), timeout_s=TIMEOUT)
+    for _ in range(1 + dist.get_rank()):
+        with ddp.no_sync():
+            ddp(torch.ones(2, 4)).sum().backward()
+    ddp(torch.ones(2, 4)).sum().backward()
+
+
+def test_ranks_that_accumulate_different_numbers_of_passes():
+    for outcome in run_program(uneven_passes, 2):
+        assert outcome.code != 0, outcome
+        assert re.search(r"rank 0 .*gradients, step 2(.|\n)*rank 1 .*gradients, step 3", outcome.output), outcome
+
+
 def second_thread() -> None:
     """A correct program: a thread of rank 0 starts its collectives before, one of rank 1 after the main thread's."""
     step = trainer(DP2)
