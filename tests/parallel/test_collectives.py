@@ -36,8 +36,8 @@ class Names(TorchDispatchMode):
 def gathered(dtype: torch.dtype, is_large: bool) -> tuple[list[bool], list[str]]:
     """Return whether each form of a gather gives every rank's rows, and the collectives that ran."""
     axis = Axis("tp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-    limit = GLOO_BROADCASTS_FROM // (dtype.itemsize * WIDTH * axis.size)
-    rows = limit + axis.size if is_large else limit // 2
+    limit = GLOO_BROADCASTS_FROM // (dtype.itemsize * WIDTH)
+    rows = limit if is_large else limit - 1
     wanted = torch.cat([torch.arange(rows * WIDTH).view(rows, WIDTH) % 251 - rank for rank in range(axis.size)])
     wanted = wanted.to(dtype)
     own = slice(axis.rank * rows, (axis.rank + 1) * rows)
