@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,9 +27,9 @@ from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, HeadLoss
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.cross_entropy import Words
-from meshwright.planner import head_chunks
 from meshwright.tracing.traced_memory import LiveBytes
 from support.exact import Float64, relative_difference
+from support.fused_loss import counting_fused_losses
 from support.models import SIZES, build, labels_for, tokens
 
 ROWS, LENGTH = 3, 12
@@ -72,15 +71,7 @@ def loss_of(model: Any, batch: dict[str, Tensor], smoothing: float) -> Tensor:
 def train(plan: dict[str, Any] | None, cases: list[tuple[str, dict[str, Any]]], smoothing: float = 0.0) -> list[Any]:
     """For each case, the loss, the whole gradients and how often the fused loss ran, with chunks of five tokens."""
     results = []
-    runs: list[int] = []
-    apply = ChunkedHeadLoss.apply
-
-    def counted(*args: Any) -> Tensor:
-        runs.append(len(args[0]))
-        result: Tensor = apply(*args)
-        return result
-
-    with mock.patch.object(head_chunks, "_FEWEST", 5), mock.patch.object(ChunkedHeadLoss, "apply", counted), Float64():
+    with counting_fused_losses(tokens_per_chunk=5) as runs, Float64():
         for family, overrides in cases:
             runs.clear()
             model: Any = make(family, **overrides).double()

@@ -7,15 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 import meshwright as mw
 from benchmarks.families.models import DENSE, build
 from meshwright.errors import UnreadableTensorError
-from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss
 from meshwright.parallel.token_loss import calls_cross_entropy
-from meshwright.planner import head_chunks
 from support.exact import Float64, relative_difference
+from support.fused_loss import counting_fused_losses
 from support.models import labels_for, tokens
 
 FAMILIES = (
@@ -28,15 +26,7 @@ ROWS, LENGTH = 3, 12
 def train(plan: dict[str, Any] | None, families: tuple[str, ...], ignored: int = -100) -> list[Any]:
     """For each family, the loss, the whole gradients and how often the fused loss ran, with chunks of five tokens."""
     results = []
-    runs: list[int] = []
-    apply = ChunkedHeadLoss.apply
-
-    def counted(*args: Any) -> Tensor:
-        runs.append(len(args[0]))
-        result: Tensor = apply(*args)
-        return result
-
-    with mock.patch.object(head_chunks, "_FEWEST", 5), mock.patch.object(ChunkedHeadLoss, "apply", counted), Float64():
+    with counting_fused_losses(tokens_per_chunk=5) as runs, Float64():
         for family in families:
             runs.clear()
             model: Any = build(family)

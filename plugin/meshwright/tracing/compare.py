@@ -48,20 +48,19 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         raise PlanError(f"no such file: {path}")
     try:
         fields = json.loads(path.read_text())
-        if (kind := fields.get("model_type")) not in transformers.CONFIG_MAPPING:
-            raise PlanError(
-                f"{path} has model_type {kind!r}, which transformers {transformers.__version__} does not know, so it "
-                "cannot make a causal LM from the file. Correct model_type, or install a transformers that has this "
-                "model; the code of a model outside of transformers is not run"
-            )
-        config = transformers.AutoConfig.for_model(**fields)
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-    except PlanError:
-        raise
+        kind = fields.get("model_type")
+        if kind in transformers.CONFIG_MAPPING:
+            config = transformers.AutoConfig.for_model(**fields)
+            with torch.device("meta"):
+                return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     except Exception as error:  # of many kinds: each config of transformers checks its fields in its own way
         why = str(error.__cause__ or error).splitlines() or [type(error).__name__]
         raise PlanError(f"transformers cannot make a causal LM from {path}: {why[0]}") from error
+    raise PlanError(
+        f"{path} has model_type {kind!r}, which transformers {transformers.__version__} does not know, so it cannot "
+        "make a causal LM from the file. Correct model_type, or install a transformers that has this model; the code of "
+        "a model outside of transformers is not run"
+    )
 
 
 def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job, stage: int | None = None) -> str:
