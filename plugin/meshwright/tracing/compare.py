@@ -58,8 +58,8 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         raise PlanError(f"transformers cannot make a causal LM from {path}: {why[0]}") from error
     raise PlanError(
         f"{path} has model_type {kind!r}, which transformers {transformers.__version__} does not know, so it cannot "
-        "make a causal LM from the file. Correct model_type, or install a transformers that has this model; the code of "
-        "a model outside of transformers is not run"
+        "make a causal LM from the file. Correct model_type, or install a transformers that has this model; the code "
+        "of a model outside of transformers is not run"
     )
 
 
