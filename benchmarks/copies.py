@@ -61,6 +61,8 @@ def main() -> None:
     for number in range(rounds):
         alone.append(_step([processes[number % PARTS]]))
         together.append(_step(processes))
+    for process in processes:
+        process.send(False)  # the end
     for name, which in (("wall", 0), ("CPU", 1)):
         ratio = Ratio.paired([step[which] for step in together], [step[which] for step in alone])
         print(f"{PARTS} copies at once / one alone, {name} time: {ratio}, {rounds} rounds")
