@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshwright.compiling import eager
+from meshwright.faults.memory_digest import value_digest
 from meshwright.faults.same_call import Claim, agreed
 from meshwright.mesh.process_group import ensure_process_group
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.resharding.layouts import check_dtype, decode, encode, layout_of, make_layout, process_mesh
 from meshwright.resharding.move import move, settle, wrap
+from meshwright.resharding.plain_operands import PlainOperands
 from meshwright.resharding.regions import Layout, of_gradient, within
 
 __all__ = ["Partial", "Replicate", "Shard", "reshard", "shard_tensor"]
@@ -37,10 +39,12 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
     rank copies its own part; no data is sent. Under ``Partial("sum")``, the first rank of the axis has the value and
     the others have zeros. Under avg, max and min, every rank has the value. If the tensor requires a gradient, it
     receives the full gradient on every rank of the world. An ``nn.Parameter`` becomes a new ``nn.Parameter``, which is
-    a leaf that modules and optimizers accept.
+    a leaf that modules and optimizers accept. In torch's operations, a plain tensor may then stand beside the result:
+    it means the same value on every rank, and is compared.
 
     Args:
-        data: a tensor, an array, nested lists or a number; the same on every rank of the world.
+        data: a tensor, an array, nested lists or a number; the same on every rank of the world. A DTensor that has
+            this mesh and these placements is returned as it is.
         mesh: a ``ProcessMesh``, or a ``DeviceMesh`` that is the same on every rank.
         placements: one ``Shard(dim)``, ``Replicate()`` or ``Partial(op)`` per mesh axis. Two axes may shard the same
             dim, a dim may be shorter than its axis, and negative dims count from the last.
@@ -50,7 +54,7 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
 
     Raises:
         ValueError: on every rank, if the number or kind of the placements is wrong, the tensor lacks a dim, integers
-            would be averaged, the mesh has a rank outside the world, or the ranks' calls differ.
+            would be averaged, the mesh has a rank outside the world, or the ranks' calls or their data differ.
 
     Example:
         >>> mesh = mw.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])  # doctest: +SKIP
@@ -59,25 +63,35 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
     """
 
     ensure_process_group()
+    placed = _shard("shard_tensor", data, mesh, placements)
+    if isinstance(data, nn.Parameter) and not isinstance(data, DTensor):
+        return cast(DTensor, nn.Parameter(placed.detach(), requires_grad=data.requires_grad))
+    return placed
 
+
+def _shard(call: str, data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
     def check() -> Claim[tuple[Tensor, Layout]]:
-        if isinstance(data, DTensor):
-            raise ValueError("the data is a DTensor already; move it with reshard(data, mesh, placements)")
-        tensor = _as_tensor(data)
+        tensor = data if isinstance(data, DTensor) else _as_tensor(data)
         layout = make_layout(mesh, placements, tensor.shape)
         check_dtype(tensor.dtype, layout)
-        same = _described("shard_tensor", tensor) | {
+        same = _described(call, tensor) | {
             "is a parameter": str(isinstance(tensor, nn.Parameter)),
             "mesh": _mesh_text(mesh),
             "placements": str(layout),
         }
+        if not isinstance(tensor, DTensor):
+            return Claim((tensor, layout), same | {f"values in {call}": f"digest {value_digest(tensor):016x}"})
+        grid = process_mesh(tensor.device_mesh)
+        found = layout.placements if dist.get_rank() not in grid else tensor.placements  # others do not know them
+        if not layout.same_grid(Layout(grid, found)) or layout.placements != found:
+            raise ValueError("the data is a DTensor already; move it with reshard(data, mesh, placements)")
         return Claim((tensor, layout), same)
 
     (tensor, layout), _ = agreed(check)
+    if isinstance(tensor, DTensor):
+        return tensor
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else mesh.to_device_mesh(_device_type(tensor))
-    if isinstance(tensor, nn.Parameter):
-        placed = wrap(_own_part(tensor.detach(), layout, device_mesh), device_mesh, layout.placements, tensor.shape)
-        return cast(DTensor, nn.Parameter(placed, requires_grad=tensor.requires_grad))
+    _OPERANDS.accept(device_mesh)
     result: DTensor = _ShardTensor.apply(tensor, device_mesh, layout)
     return result
 
@@ -136,6 +150,7 @@ def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTe
     source = Layout(grid, decode(number, grid.ndim))
     device_type = tensor.device_mesh.device_type
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else mesh.to_device_mesh(device_type)
+    _OPERANDS.accept(device_mesh)
     result: DTensor = _Reshard.apply(tensor, source, device_mesh, target)
     return result
 
@@ -169,6 +184,26 @@ class _ShardTensor(torch.autograd.Function):
         grad, layout = settle(grad, ctx.layout, world)
         device_mesh = world.mesh.to_device_mesh(grad.device_mesh.device_type)
         return move(grad, layout, device_mesh, world.placements).to_local().to(ctx.device), None, None
+
+
+def accept_plain_tensors(device_mesh: DeviceMesh) -> None:
+    """Let plain tensors stand beside DTensors on this mesh in torch's operations."""
+    _OPERANDS.accept(device_mesh)
+
+
+@eager
+def _place_beside(tensor: Tensor, device_mesh: DeviceMesh, name: str) -> DTensor:
+    call = f"{name}, of a plain tensor beside a DTensor"
+    return _shard(call, tensor, device_mesh, [Replicate()] * device_mesh.ndim)
+
+
+@eager
+def _gather(tensor: DTensor) -> Tensor:
+    world = ProcessMesh(range(dist.get_world_size()), ["world"]).to_device_mesh(tensor.device_mesh.device_type)
+    return reshard(tensor, world, [Replicate()]).to_local()
+
+
+_OPERANDS = PlainOperands(place=_place_beside, gather=_gather)
 
 
 def _as_tensor(data: Any) -> Tensor:

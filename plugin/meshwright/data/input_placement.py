@@ -15,6 +15,7 @@ from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.nested import is_dense, kind_of, map_tensors, take_rows
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.parallel.collectives import Axis
+from meshwright.placement import accept_plain_tensors
 from meshwright.resharding.layouts import process_mesh
 from meshwright.resharding.move import wrap
 
@@ -148,7 +149,8 @@ class Placer:
         if as_dtensors:
             # Creating process groups is collective, so every rank creates all of them, in the order of the inputs.
             for target in flat(targets):
-                self._device_meshes[target.mesh] = target.mesh.to_device_mesh(device_type)
+                mesh = self._device_meshes[target.mesh] = target.mesh.to_device_mesh(device_type)
+                accept_plain_tensors(mesh)
 
     def place(self, batch: Any, portion: Portion) -> Any:
         """Return the batch with its inputs on their meshes.

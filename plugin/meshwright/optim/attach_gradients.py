@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.errors import PlanError
-from meshwright.mesh.process_group import world_size
+from meshwright.faults.memory_digest import value_digest
+from meshwright.faults.same_call import Claim, agreed
+from meshwright.mesh.process_group import ensure_process_group, world_size
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, attach
@@ -84,8 +88,8 @@ def shard_optimizer(
 
     Args:
         optimizer: an elementwise optimizer (AdamW, SGD, ...) of parameters that are whole on every rank.
-        mesh: the ProcessMesh or DeviceMesh that has the axis; None for parameters that are DTensors. Every rank of the
-            world must make the call.
+        mesh: the ProcessMesh or DeviceMesh that has the axis; None for parameters that are DTensors, or for an axis of
+            all ranks, whose parameters are then compared. Every rank of the world must make the call.
         stage: the ZeRO stage: 1, or 2, which keeps no whole gradients under ``no_sync``. Stage 3 needs
             ``to_distributed``.
         axis: name of the data-parallel axis.
@@ -95,8 +99,9 @@ def shard_optimizer(
         The same optimizer object.
 
     Raises:
-        PlanError: if the mesh or the axis is missing, or the stage is not 1 or 2.
+        PlanError: if the axis is missing, or the stage is not 1 or 2.
         OptimizerMismatchError: if the optimizer's update is not elementwise.
+        ValueError: without a mesh, if the parameters of two ranks differ.
 
     Example::
 
@@ -124,7 +129,7 @@ def shard_optimizer(
     check_elementwise(optimizer, is_trusted=False)
     if any(hasattr(p, "meshwright") for p in parameters):
         raise PlanError("these parameters are distributed already; use ParallelPlan.zero_stage in to_distributed")
-    dp = _axis_of(mesh, axis, parameters[0].device.type)
+    dp = _axis_of(_mesh_of_all(parameters, axis) if mesh is None else mesh, axis, parameters[0].device.type)
     for index, parameter in enumerate(parameters):
         rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
         parameter.meshwright = ShardRecord(str(index), parameter.shape, rows, 0, False)
@@ -139,9 +144,19 @@ def shard_optimizer(
     return optimizer
 
 
-def _axis_of(mesh: ProcessMesh | DeviceMesh | None, name: str, device_type: str) -> Axis:
-    if mesh is None:
-        raise PlanError("shard_optimizer needs mesh=..., with the axis over which to shard the state")
+def _mesh_of_all(parameters: Sequence[nn.Parameter], axis: str) -> ProcessMesh:
+    """Return a mesh whose only axis has all ranks, after they have compared the parameters.
+
+    Raises:
+        ValueError: if the parameters differ, so that the ranks would train the mean of different models.
+    """
+    ensure_process_group()
+    digests = {f"values of parameter {i} {tuple(p.shape)}": f"{value_digest(p):016x}" for i, p in enumerate(parameters)}
+    agreed(lambda: Claim(None, {"call": "shard_optimizer without mesh=", **digests}))
+    return ProcessMesh(range(world_size()), [axis])
+
+
+def _axis_of(mesh: ProcessMesh | DeviceMesh, name: str, device_type: str) -> Axis:
     names = mesh.dim_names if isinstance(mesh, ProcessMesh) else mesh.mesh_dim_names or ()
     if name not in names:
         raise PlanError(f"the mesh has the axes {', '.join(names)}, but no {name!r}; pass axis=...")
