@@ -42,6 +42,7 @@ from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
+from meshwright.parallel.replicated_state import ModuleTensors
 from meshwright.parallel.row_layout import is_held
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.structure import DecoderStructure, ParameterLayout
@@ -380,9 +381,14 @@ class Installation:
             self.model,
             tp=runtime.tp,
             dp=runtime.dp,
+            pp=runtime.pp,
             guard=runtime.guard,
             every=every,
+            every_state=self.config.check_replicas_every or 50,
             has_weights=runtime.weights is None and runtime.engine is None,
+            has_optimizer_state=plan.zero_stage == 0,
+            tensors=ModuleTensors(self.model, () if self.cut is None else self.cut.layers),
+            streams=runtime.streams,
         )
 
     def guard_shards(self) -> None:

@@ -147,7 +147,7 @@ class ForwardState:
             with torch._C.DisableTorchFunctionSubclass():
                 compared.gather(inputs, guard.step)
         if trains and self.comparison is not None:
-            for axis in (self.axes.tp, self.comparison.tie):
+            for axis in (self.axes.tp, self.axes.pp, self.comparison.tie):
                 if axis.size > 1:
                     self.comparison.compare_weights(axis)
         if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):

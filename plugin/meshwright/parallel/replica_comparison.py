@@ -4,11 +4,13 @@ The check is on by default.
 
 - The text of each meeting contains the optimizer's settings and number of steps, ``requires_grad`` of each parameter,
   and whether gradients were cleared.
-- Digests of the weights' memory are compared every few steps and before a save. Replicas over dp get the same reduced
-  gradients and take the same elementwise steps, so they are bitwise equal. Norms and copied key/value rows whose
-  gradients are averaged over tp are bitwise equal too. For other replicated weights, each rank of tp computes the
-  whole gradient itself. These weights are equal on the CPU. On CUDA, kernels may add in another order, so
-  these weights are compared there only under ``torch.use_deterministic_algorithms(True)``.
+- Digests of the weights' memory, and of the optimizer's state of them, are compared every few steps and before a save.
+  Replicas over dp get the same reduced gradients and take the same elementwise steps, so they are bitwise equal. Norms
+  and copied key/value rows whose gradients are averaged over tp are bitwise equal too. For other replicated weights,
+  each rank of tp computes the whole gradient itself. These weights are equal on the CPU. On CUDA, kernels may add in
+  another order, so these weights are compared there only under ``torch.use_deterministic_algorithms(True)``.
+- Digests of buffers and of other tensors that modules keep travel with them. They are compared in the first steps too,
+  in which forward shows what it writes: each data-parallel rank would write what follows from its own rows.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from meshwright.faults.memory_digest import memory_digest
 from meshwright.faults.statement import SHOWN, Statement
 from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.replicated_state import ModuleTensors, optimizer_digest
 from meshwright.parallel.row_layout import ShardRecord
 from meshwright.parallel.shard_reads import reading_shards
 
@@ -44,6 +48,15 @@ WEIGHT_ADVICE = (
     "ranks alike, and resume from a checkpoint that was saved before:\n"
     "    mw.load_weights(model, CHECKPOINT)"
 )
+STATE_ADVICE = (
+    "One device has one value of each. If the model's forward writes it, each rank has written what follows from its "
+    "own rows (as statistics of a batch do), so the numbers are not those of one device. Write what follows from the "
+    "rows of all ranks instead: gather them in forward with mw.gather_rows(x), or use a layer that needs no batch, "
+    "such as nn.LayerNorm in place of nn.BatchNorm1d. If forward does not write it, the program has changed it on one "
+    "rank only, or a rank's memory is faulty: resume from a checkpoint that was saved before"
+)
+_OF_OPTIMIZER, _BUFFER = "optimizer's state of ", "buffer "
+FIRST = 3  # steps in which the tensors of modules are compared in any case
 
 
 @dataclass(frozen=True)
@@ -78,32 +91,58 @@ class ReplicaComparison:
     Args:
         model: a model whose parameters have records.
         tp, dp: the axes over which the replicas are compared.
+        pp: the pipeline's axis, over which the tensors are compared that modules outside of the layers keep.
         guard: the guard, which counts the steps and holds the meetings.
         every: the number of steps between two comparisons of the weights; 0 for never.
+        every_state: the number of steps between two comparisons of the other tensors; None for ``every``.
         has_weights: whether this process holds the weights and the runtime steps them; else they are not compared.
+        has_optimizer_state: whether each rank keeps the optimizer's state of the weights that it holds.
+        tensors: the tensors of the model's modules that are no parameters; None if ranks may have their own.
+        streams: the random streams of the model, whose seed and number of passes are equal on all ranks.
     """
 
-    def __init__(self, model: nn.Module, *, tp: Axis, dp: Axis, guard: Guard, every: int, has_weights: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tp: Axis,
+        dp: Axis,
+        pp: Axis | None = None,
+        guard: Guard,
+        every: int,
+        every_state: int | None = None,
+        has_weights: bool,
+        has_optimizer_state: bool = False,
+        tensors: ModuleTensors | None = None,
+        streams: DropoutStreams | None = None,
+    ):
         self.tp, self.dp, self.guard, self.every, self.has_weights = tp, dp, guard, every, has_weights
+        self.every_state = every if every_state is None else every_state
+        self.pp = Axis("pp") if pp is None else pp
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
+        self.streams, self.has_optimizer_state = streams, has_optimizer_state
+        self._tensors = tensors
         self._named = list(model.named_parameters())
         self._optimizer: Optimizer | None = None
         self._steps = self._steps_seen = 0
         self._cleared = ""
         self._compared: dict[str, int] = {}  # axis -> the step of the last comparison of weights
-        self._gathered: dict[str, tuple[Gathered, list[list[str]]]] = {}
+        self._state_compared: dict[str, int] = {}  # the same of the tensors of modules
+        self._gathered: dict[str, _Digests] = {}
 
     def for_copy(self) -> ReplicaComparison:
         """Return a comparison without an optimizer for a copy of the model; pass the copy to :meth:`look_at`."""
         new = copy.copy(self)
-        new._named, new._optimizer, new._compared, new._gathered = [], None, {}, {}
+        new._named, new._optimizer, new._compared, new._state_compared, new._gathered = [], None, {}, {}, {}
         new._steps = new._steps_seen = 0
         new._cleared = ""
         return new
 
-    def look_at(self, model: nn.Module) -> None:
-        """Compare the parameters of this model from now on."""
-        self._named = list(model.named_parameters())
+    def look_at(self, model: nn.Module, streams: DropoutStreams | None) -> None:
+        """Compare the parameters of this model and its streams from now on."""
+        self._named, self.streams = list(model.named_parameters()), streams
+        if self._tensors is not None:
+            self._tensors = ModuleTensors(model)
 
     def watch(self, optimizer: Optimizer) -> None:
         """Compare an optimizer's settings and steps from now on."""
@@ -118,6 +157,8 @@ class ReplicaComparison:
         with reading_shards():  # reading a guarded parameter's property takes microseconds, and this runs in every step
             trained = bytes(parameter.requires_grad for _, parameter in self._named)
         parts = [f"parameters trained {zlib.crc32(trained):08x}"]
+        if self.streams is not None:
+            parts.append(f"random stream {self.streams.moment}")
         if self._optimizer is not None:
             settings = repr([value for group in self._optimizer.param_groups for value in _settings(group).items()])
             parts += [f"{self._steps} optimizer steps", f"settings {zlib.crc32(settings.encode()):08x}"]
@@ -142,6 +183,8 @@ class ReplicaComparison:
 
     def _details(self) -> dict[str, str]:
         found = {}
+        if self.streams is not None:
+            found["the model's random stream (seed and training passes)"] = self.streams.moment
         if self._optimizer is not None:
             found["optimizer.step()"] = f"called {self._steps} times"
             for index, group in enumerate(self._optimizer.param_groups):
@@ -149,19 +192,24 @@ class ReplicaComparison:
         return found | {f"requires_grad of {name}": str(p.requires_grad) for name, p in self._named}
 
     def compare_weights(self, axis: Axis) -> None:
-        """Compare the weights that the ranks of an axis share, if a comparison is due. All ranks must call this.
+        """Compare what the ranks of an axis share, if a comparison is due. All ranks must call this.
 
         Raises:
-            DivergenceError: if weights differ; the message says since when.
+            DivergenceError: if values differ; the message says since when.
         """
-        before, _ = self._gathered.get(axis.name, (None, []))
+        before = self._gathered.get(axis.name)
         if before is not None and before.step < self.guard.step:  # a digest of this step would make the host wait
             self._look(axis)
-        if not self.every or self.guard.step - self._compared.get(axis.name, 0) < self.every:
+        if not self.every:
             return
-        self._begin(axis)
-        if not is_deferred(self._device):
-            self._look(axis)
+        step, name = self.guard.step, axis.name
+        weights = step - self._compared.get(name, 0) >= self.every
+        last = self._state_compared.get(name, 0)
+        state = step <= FIRST or step - (last if last > FIRST else 0) >= self.every_state  # in the step of the weights
+        if weights or state:
+            self._begin(axis, weights=weights, state=state)
+            if not is_deferred(self._device):
+                self._look(axis)
 
     def compare_now(self, *, is_met: bool = False) -> None:
         """Compare everything and wait for the result, for example before a save. All ranks must call this.
@@ -180,7 +228,7 @@ class ReplicaComparison:
                 self.guard.meet("weights", axis.group, self.statement())
             try:
                 self._look(axis)
-                self._begin(axis)
+                self._begin(axis, weights=True, state=True)
                 self._look(axis)
             except DivergenceError as found:  # ranks of other groups go on to the next axis, and so must this one
                 error = error or found
@@ -194,40 +242,67 @@ class ReplicaComparison:
 
     @property
     def _axes(self) -> list[Axis]:
-        return [axis for axis in (self.tp, self.dp, self.tie) if axis.size > 1]
+        return [axis for axis in (self.tp, self.dp, self.pp, self.tie) if axis.size > 1]
 
     @property
     def _device(self) -> torch.device:
         return self._named[0][1].device
 
-    def _begin(self, axis: Axis) -> None:
-        if not self.has_weights:
-            return
-        shared = self._shared_over(axis)
-        keys = [[rows.key for _, rows in theirs] for theirs in shared]
-        with reading_shards():
-            own = [memory_digest(rows.of(parameter)) for parameter, rows in shared[axis.rank]]
-        most = max(map(len, keys))
-        if most == 0:
-            return
-        own += [torch.zeros((), dtype=torch.int64, device=self._device)] * (most - len(own))
-        self._gathered[axis.name] = Gathered(torch.stack(own), axis, self.guard.step), keys
+    def _begin(self, axis: Axis, *, weights: bool, state: bool) -> None:
+        """Gather the digests of what the ranks of an axis share.
+
+        Args:
+            weights: whether weights, and the optimizer's state of them, are compared.
+            state: whether other tensors of the modules are compared.
+        """
+        nothing = torch.zeros((), dtype=torch.int64, device=self._device)
+        own: list[Tensor] = []
+        names: list[list[str]] = [[] for _ in range(axis.size)]
+        if weights and self.has_weights and axis is not self.pp:
+            shared = self._shared_over(axis)
+            most = max(map(len, shared))
+            pad = [nothing] * (most - len(shared[axis.rank]))
+            with reading_shards():
+                own += [memory_digest(rows.of(parameter)) for parameter, rows in shared[axis.rank]] + pad
+                if self._optimizer is not None and self.has_optimizer_state:
+                    own += [self._of_optimizer(parameter, rows, nothing) for parameter, rows in shared[axis.rank]] + pad
+            for theirs, known in zip(shared, names, strict=True):
+                keys = [rows.key for _, rows in theirs] + [""] * (most - len(theirs))
+                known += keys + [key and f"{_OF_OPTIMIZER}{key}" for key in keys]
+        keyed, count = {}, 0
+        if state and self._tensors is not None and axis is not self.tie:
+            tensors, keyed = self._tensors.digests(self._device, on_all_stages=axis is self.pp)
+            own, count = own + tensors, self._tensors.capacity
+        if own:
+            gathered = Gathered(torch.stack(own), axis, self.guard.step)
+            self._gathered[axis.name] = _Digests(gathered, names, keyed, count, has_weights=weights, has_state=state)
+
+    def _of_optimizer(self, parameter: Tensor, rows: Rows, nothing: Tensor) -> Tensor:
+        """Return a digest of the optimizer's state of the rows of a parameter."""
+        assert self._optimizer is not None
+        state = self._optimizer.state.get(parameter, {})
+
+        def take(x: Tensor) -> Tensor | None:
+            return rows.of(x) if rows.start is None or x.shape == parameter.shape else None
+
+        total, rest = optimizer_digest(state, nothing.device, take)
+        rest_there = torch.full_like(nothing, rest) if rest else nothing
+        return rest_there if total is None else total + rest_there
 
     def _look(self, axis: Axis) -> None:
-        gathered, keys = self._gathered.pop(axis.name, (None, []))
+        gathered = self._gathered.pop(axis.name, None)
         if gathered is None:
             return
-        holders: dict[str, dict[int, list[int]]] = {}
         assert axis.group is not None
-        ranks = dist.get_process_group_ranks(axis.group)
-        for rank, names, digests in zip(ranks, keys, gathered.numbers().tolist(), strict=True):
-            for key, digest in zip(names, digests, strict=False):
-                holders.setdefault(key, {}).setdefault(digest, []).append(rank)
-        before = self._compared.get(axis.name, 0)
-        self._compared[axis.name] = gathered.step
-        differ = {key: list(by.values()) for key, by in holders.items() if len(by) > 1}
+        differ = gathered.differences(dist.get_process_group_ranks(axis.group))
+        step = gathered.step
+        before = (self._compared if gathered.has_weights else self._state_compared).get(axis.name, 0)
+        if gathered.has_weights:
+            self._compared[axis.name] = step
+        if gathered.has_state:
+            self._state_compared[axis.name] = step
         if differ:
-            raise DivergenceError(_parted(differ, axis, gathered.step, before))
+            raise DivergenceError(_parted(differ, axis, step, before))
 
     def _shared_over(self, axis: Axis) -> list[list[tuple[Tensor, Rows]]]:
         """Return, for each rank of an axis, those of its rows that the axis holds more than once."""
@@ -279,6 +354,44 @@ def _text(value: Any) -> str | None:
     return repr(value) if isinstance(value, str | int | float | bool | None) else None
 
 
+@dataclass(frozen=True)
+class _Digests:
+    """The digests of what the ranks of an axis share.
+
+    Args:
+        gathered: the digests of each rank; for each tensor of a module, a key and a digest at the end.
+        names: for each rank, the names of its first digests; empty for those that stand for nothing.
+        keyed: the names of the tensors of this rank's modules, by key.
+        count: the number of keys.
+        has_weights, has_state: whether weights, and tensors of modules, were due.
+    """
+
+    gathered: Gathered
+    names: list[list[str]]
+    keyed: dict[int, str]
+    count: int
+    has_weights: bool
+    has_state: bool
+
+    @property
+    def step(self) -> int:
+        return self.gathered.step
+
+    def differences(self, ranks: list[int]) -> dict[str, list[list[int]]]:
+        """Return, for each name whose digests differ, the groups of ranks with equal digests."""
+        holders: dict[str, dict[int, list[int]]] = {}
+        for rank, names, digests in zip(ranks, self.names, self.gathered.numbers().tolist(), strict=True):
+            known = {name: digest for name, digest in zip(names, digests, strict=False) if name}
+            if self.count:
+                keys, theirs = digests[-2 * self.count : -self.count], digests[-self.count :]
+                for key, digest in zip(keys, theirs, strict=True):
+                    if key:
+                        known[_BUFFER + self.keyed.get(key, f"{key:x}, which this rank has not")] = digest
+            for name, digest in known.items():
+                holders.setdefault(name, {}).setdefault(digest, []).append(rank)
+        return {name: list(by.values()) for name, by in holders.items() if len(by) > 1}
+
+
 def _parted(differ: dict[str, list[list[int]]], axis: Axis, step: int, before: int) -> str:
     lines = [
         f"  {key}: " + " differ from ".join(f"rank(s) {', '.join(map(str, ranks))}" for ranks in parts)
@@ -287,8 +400,10 @@ def _parted(differ: dict[str, list[list[int]]], axis: Axis, step: int, before: i
     if len(differ) > SHOWN:
         lines.append(f"  ... and {len(differ) - SHOWN} more")
     since = f"since step {before}, when they were equal" if before else "since the call that distributed the model"
-    head = f"{len(differ)} weight(s) that the ranks of {axis.name} share are no longer equal in step {step}:"
-    return "\n".join([head, *lines, f"They were changed {since}. {WEIGHT_ADVICE}"])
+    is_state = next(iter(differ)).startswith(_BUFFER)  # weights come first, and differ because of it
+    what, advice = ("buffer", STATE_ADVICE) if is_state else ("weight", WEIGHT_ADVICE)
+    head = f"{len(differ)} {what}(s) that the ranks of {axis.name} share are no longer equal in step {step}:"
+    return "\n".join([head, *lines, f"They were changed {since}. {advice}"])
 
 
 def _has_all_ranks(axis: Axis) -> bool:
