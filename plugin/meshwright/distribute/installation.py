@@ -37,6 +37,7 @@ from meshwright.parallel.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.forward_state import ForwardState
+from meshwright.parallel.forward_writes import BatchStatistics
 from meshwright.parallel.generate_together import sample_together
 from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
@@ -308,6 +309,7 @@ class Installation:
             has_known_loss=self.loss is not None,
             uneven=uneven,
             hooked=hooked,
+            statistics=BatchStatistics(self.decoder, lambda: runtime.plan),
             refuses_internals=structure is not None or self.context is not None,
             shares_weights=runtime.weights is not None,
             layers=layers,
@@ -386,7 +388,6 @@ class Installation:
             every=every,
             every_state=self.config.check_replicas_every or 50,
             has_weights=runtime.weights is None and runtime.engine is None,
-            has_optimizer_state=plan.zero_stage == 0,
             tensors=ModuleTensors(self.model, () if self.cut is None else self.cut.layers),
             streams=runtime.streams,
         )
@@ -415,5 +416,6 @@ def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:
         dp=runtime.dp,
         syncs=runtime.syncs,
         loss=runtime.loss,
+        guard=runtime.guard,
         keeps_logits=runtime.gathers_logits,
     )

@@ -96,7 +96,6 @@ class ReplicaComparison:
         every: the number of steps between two comparisons of the weights; 0 for never.
         every_state: the number of steps between two comparisons of the other tensors; None for ``every``.
         has_weights: whether this process holds the weights and the runtime steps them; else they are not compared.
-        has_optimizer_state: whether each rank keeps the optimizer's state of the weights that it holds.
         tensors: the tensors of the model's modules that are no parameters; None if ranks may have their own.
         streams: the random streams of the model, whose seed and number of passes are equal on all ranks.
     """
@@ -112,7 +111,6 @@ class ReplicaComparison:
         every: int,
         every_state: int | None = None,
         has_weights: bool,
-        has_optimizer_state: bool = False,
         tensors: ModuleTensors | None = None,
         streams: DropoutStreams | None = None,
     ):
@@ -120,10 +118,11 @@ class ReplicaComparison:
         self.every_state = every if every_state is None else every_state
         self.pp = Axis("pp") if pp is None else pp
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
-        self.streams, self.has_optimizer_state = streams, has_optimizer_state
+        self.streams = streams
         self._tensors = tensors
         self._named = list(model.named_parameters())
         self._optimizer: Optimizer | None = None
+        self._has_whole_state = False
         self._steps = self._steps_seen = 0
         self._cleared = ""
         self._compared: dict[str, int] = {}  # axis -> the step of the last comparison of weights
@@ -144,9 +143,9 @@ class ReplicaComparison:
         if self._tensors is not None:
             self._tensors = ModuleTensors(model)
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """Compare an optimizer's settings and steps from now on."""
-        self._optimizer = optimizer
+    def watch(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
+        """Compare an optimizer's settings and steps from now on, and its state unless ZeRO shards it."""
+        self._optimizer, self._has_whole_state = optimizer, not is_sharded
         optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
@@ -264,7 +263,7 @@ class ReplicaComparison:
             pad = [nothing] * (most - len(shared[axis.rank]))
             with reading_shards():
                 own += [memory_digest(rows.of(parameter)) for parameter, rows in shared[axis.rank]] + pad
-                if self._optimizer is not None and self.has_optimizer_state:
+                if self._optimizer is not None and self._has_whole_state:
                     own += [self._of_optimizer(parameter, rows, nothing) for parameter, rows in shared[axis.rank]] + pad
             for theirs, known in zip(shared, names, strict=True):
                 keys = [rows.key for _, rows in theirs] + [""] * (most - len(theirs))

@@ -50,7 +50,8 @@ class ModuleTensors:
         """
         seen: set[int] = set()
         for path, module in self._model.named_modules():
-            own: dict[str, Any] = {**module._buffers, **{key: vars(module).get(key) for key in self._kept.get(module, ())}}
+            own: dict[str, Any] = dict(module._buffers)
+            own.update((key, vars(module).get(key)) for key in self._kept.get(module, ()))
             if not own or (on_all_stages and (id(module) in self._staged or any(True for _ in module.parameters()))):
                 continue
             for key, x in own.items():
