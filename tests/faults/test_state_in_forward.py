@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -49,8 +48,10 @@ class Activation(nn.Module):
             return x.tanh() * (1 + 1 / self.calls)
         if x.shape[1] > len(table):  # a cache that follows the rows, and one that is written anew
             self.table = torch.arange(x.shape[1], dtype=x.dtype) / 10
-        count.fill_(2)
-        return x.tanh() * count + self.get_buffer("table")[: x.shape[1], None]
+        if self.kind == "saved":
+            count.fill_(2)
+        mean.fill_(2)
+        return x.tanh() * mean + self.get_buffer("table")[: x.shape[1], None]
 
 
 def model_of(kind: str) -> Any:
@@ -100,6 +101,7 @@ def train(plan: dict[str, Any] | None, kind: str) -> tuple[list[float], dict[str
         ("count", ZERO3),
         ("table", PIECES),
         ("table", PP2),
+        ("saved", PIECES),
         ("frozen norm", DP2),
     ],
 )
@@ -135,7 +137,8 @@ COUNT = r"forward changes model.layers.1.mlp.act_fn.count in each micro-batch.*m
         ("mean", ZERO3, MEAN),
         ("mean", PIECES, "forward changes model.layers.1.mlp.act_fn.mean in each micro-batch"),
         ("count", PIECES, COUNT),
-        ("count", PP2, COUNT),  # only the last stage sees it
+        ("mean", PP2, "forward changes model.layers.1.mlp.act_fn.mean in each"),  # only the last stage sees it
+        ("saved", PP2, r"act_fn.count, which only the stage of its layer.*persistent=False"),
         ("spectral", PIECES, r"forward changes lm_head.parametrizations.weight.0._u in each micro-batch"),
         ("spectral", {"tp": 2}, r"lm_head"),
         ("spectral", {"pp": 2}, r"lm_head"),
@@ -158,4 +161,3 @@ def test_a_number_that_forward_counts_is_named_once(pool2: Any) -> None:
     """Whether numbers follow from a Python attribute cannot be known, so it is a warning."""
     for text in pool2.run(warned, PIECES):
         assert text.count("forward changes model.layers.1.mlp.act_fn.calls in each micro-batch") == 1, text
-    assert dist.is_available()

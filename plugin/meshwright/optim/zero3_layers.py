@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.optim.flat_parameters import FlatShard
 from meshwright.optim.zero_optimizer import ShardedBucket
@@ -320,14 +321,15 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Yield the module of each unit, in order, and whether the modules inside it belong to the unit.
 
     The units are the members of the outermost module lists, and all other modules with parameters of their own. A
-    ParameterDict or ParameterList is never called, so its parameters belong to the unit of its parent module.
+    container of parameters is never called, so its parameters belong to the unit of its parent module, and what a
+    parametrization computes a weight from belongs to the unit of the module with this weight.
     """
 
     def walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         if isinstance(module, nn.ModuleList):
             yield from ((member, True) for member in module)
             return
-        if any(isinstance(child, nn.ParameterDict | nn.ParameterList) for child in module.children()):
+        if is_parametrized(module) or any(map(_is_read_by_its_parent, module.children())):
             yield module, True
             return
         if next(module.parameters(recurse=False), None) is not None:
@@ -340,6 +342,11 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         if id(module) not in seen:
             seen.add(id(module))
             yield module, recurse
+
+
+def _is_read_by_its_parent(module: nn.Module) -> bool:
+    has_own = next(module.parameters(recurse=False), None) is not None
+    return isinstance(module, nn.ParameterDict | nn.ParameterList) or (isinstance(module, nn.ModuleList) and has_own)
 
 
 def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -9,7 +9,7 @@ writes once for each micro-batch is found here, by the version counters of the t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -96,10 +96,16 @@ class WritesPerPiece:
     Args:
         model: the model.
         guard: the guard, by which all ranks raise if one has found something; None on one process.
+        layers: the decoder's layers, if the stages of a pipeline hold them. A save takes buffers from the first stage.
     """
 
-    def __init__(self, model: nn.Module, guard: Guard | None):
+    def __init__(self, model: nn.Module, guard: Guard | None, layers: Iterable[nn.Module] = ()):
         self._places = list(_places(model, Tensor))
+        staged = {id(module) for layer in layers for module in layer.modules()}
+        self._saved_from_first = [
+            id(module) in staged and key in module._buffers and key not in module._non_persistent_buffers_set
+            for module, key, _ in self._places
+        ]
         self._number_places = list(_places(model, int | float))
         self._guard = guard
         self._calls = 0
@@ -143,7 +149,7 @@ class WritesPerPiece:
             PlanError: if forward has changed state in two micro-batches; in the first calls on every rank.
         """
         error, guard = self._error, self._guard
-        self._error, self._first = None, {}
+        self._error, self._first, self._seen = None, {}, []
         is_met = guard is not None and self._is_early and guard.is_current
         if is_met and not guard.agree("micro-batches", "" if error is None else "a change of state"):
             succeed_together(lambda: raise_if_any(error))
@@ -159,6 +165,13 @@ class WritesPerPiece:
 
     def _compare(self, index: int, value: Tensor) -> None:
         if self._error is not None or not is_comparable(value) or (is_deferred(value.device) and not self._is_early):
+            return
+        if self._saved_from_first[index]:
+            self._error = PlanError(
+                f"forward changes the buffer {self._places[index][2]}, which only the stage of its layer would know "
+                "under ParallelPlan.pp > 1, so a checkpoint would hold its old value. Register it with "
+                "persistent=False, or use pp=1"
+            )
             return
         bits = value.detach().contiguous().reshape(-1).view(torch.uint8)
         first = self._first.setdefault(index, bits.clone())

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,10 +27,11 @@ from torch.optim import Optimizer
 from meshwright.errors import DivergenceError
 from meshwright.faults.guard import Guard
 from meshwright.faults.memory_digest import memory_digest
-from meshwright.faults.statement import SHOWN, Statement
+from meshwright.faults.statement import Statement
 from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.replica_digests import OF_OPTIMIZER, Digests, Rows, copied_rows, parted
 from meshwright.parallel.replicated_state import ModuleTensors, optimizer_digest
 from meshwright.parallel.row_layout import ShardRecord
 from meshwright.parallel.shard_reads import reading_shards
@@ -42,47 +41,7 @@ ADVICE = (
     "gradients belong to none of them. Base decisions (a skipped step, a learning rate, what is frozen) on numbers "
     "that are equal on all ranks, such as outputs.loss, and act on all ranks alike"
 )
-WEIGHT_ADVICE = (
-    "From then on each rank trains a different model, and averaged gradients belong to none of them. Either the "
-    "program changed a weight or a gradient on one rank only, or a rank's memory is faulty. Change weights on all "
-    "ranks alike, and resume from a checkpoint that was saved before:\n"
-    "    mw.load_weights(model, CHECKPOINT)"
-)
-STATE_ADVICE = (
-    "One device has one value of each. If the model's forward writes it, each rank has written what follows from its "
-    "own rows (as statistics of a batch do), so the numbers are not those of one device. Write what follows from the "
-    "rows of all ranks instead: gather them in forward with mw.gather_rows(x), or use a layer that needs no batch, "
-    "such as nn.LayerNorm in place of nn.BatchNorm1d. If forward does not write it, the program has changed it on one "
-    "rank only, or a rank's memory is faulty: resume from a checkpoint that was saved before"
-)
-_OF_OPTIMIZER, _BUFFER = "optimizer's state of ", "buffer "
-FIRST = 3  # steps in which the tensors of modules are compared in any case
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a parameter of which the ranks of an axis hold several copies.
-
-    Args:
-        name: the parameter's one-device name.
-        start, stop: the range of the rows in the one-device parameter; None for the whole parameter.
-        local: the dim of the rows, and the index in the shard at which the rows begin.
-    """
-
-    name: str
-    start: int | None = None
-    stop: int | None = None
-    local: tuple[int, int] = (0, 0)
-
-    @property
-    def key(self) -> str:
-        return self.name if self.start is None else f"{self.name}[{self.start}:{self.stop}]"
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """Return the values of the rows in this rank's shard."""
-        if self.start is None or self.stop is None:
-            return parameter.detach()
-        return parameter.detach().narrow(*self.local, self.stop - self.start)
+FIRST = 3  # meetings at which the tensors of modules are compared in any case
 
 
 class ReplicaComparison:
@@ -127,12 +86,15 @@ class ReplicaComparison:
         self._cleared = ""
         self._compared: dict[str, int] = {}  # axis -> the step of the last comparison of weights
         self._state_compared: dict[str, int] = {}  # the same of the tensors of modules
-        self._gathered: dict[str, _Digests] = {}
+        self._state_due: dict[str, int] = {}  # the same without the first comparisons, so that both come in one step
+        self._meetings: dict[str, int] = {}  # axis -> number of meetings at which a comparison may be due
+        self._gathered: dict[str, Digests] = {}
 
     def for_copy(self) -> ReplicaComparison:
         """Return a comparison without an optimizer for a copy of the model; pass the copy to :meth:`look_at`."""
         new = copy.copy(self)
-        new._named, new._optimizer, new._compared, new._state_compared, new._gathered = [], None, {}, {}, {}
+        new._named, new._optimizer, new._gathered = [], None, {}
+        new._compared, new._state_compared, new._state_due, new._meetings = {}, {}, {}, {}
         new._steps = new._steps_seen = 0
         new._cleared = ""
         return new
@@ -203,8 +165,11 @@ class ReplicaComparison:
             return
         step, name = self.guard.step, axis.name
         weights = step - self._compared.get(name, 0) >= self.every
-        last = self._state_compared.get(name, 0)
-        state = step <= FIRST or step - (last if last > FIRST else 0) >= self.every_state  # in the step of the weights
+        state = step - self._state_due.get(name, 0) >= self.every_state
+        if state:
+            self._state_due[name] = step
+        self._meetings[name] = self._meetings.get(name, 0) + 1
+        state = state or self._meetings[name] <= FIRST
         if weights or state:
             self._begin(axis, weights=weights, state=state)
             if not is_deferred(self._device):
@@ -267,14 +232,14 @@ class ReplicaComparison:
                     own += [self._of_optimizer(parameter, rows, nothing) for parameter, rows in shared[axis.rank]] + pad
             for theirs, known in zip(shared, names, strict=True):
                 keys = [rows.key for _, rows in theirs] + [""] * (most - len(theirs))
-                known += keys + [key and f"{_OF_OPTIMIZER}{key}" for key in keys]
+                known += keys + [key and f"{OF_OPTIMIZER}{key}" for key in keys]
         keyed, count = {}, 0
         if state and self._tensors is not None and axis is not self.tie:
             tensors, keyed = self._tensors.digests(self._device, on_all_stages=axis is self.pp)
             own, count = own + tensors, self._tensors.capacity
         if own:
             gathered = Gathered(torch.stack(own), axis, self.guard.step)
-            self._gathered[axis.name] = _Digests(gathered, names, keyed, count, has_weights=weights, has_state=state)
+            self._gathered[axis.name] = Digests(gathered, names, keyed, count, has_weights=weights, has_state=state)
 
     def _of_optimizer(self, parameter: Tensor, rows: Rows, nothing: Tensor) -> Tensor:
         """Return a digest of the optimizer's state of the rows of a parameter."""
@@ -301,7 +266,7 @@ class ReplicaComparison:
         if gathered.has_state:
             self._state_compared[axis.name] = step
         if differ:
-            raise DivergenceError(_parted(differ, axis, step, before))
+            raise DivergenceError(parted(differ, axis, step, before))
 
     def _shared_over(self, axis: Axis) -> list[list[tuple[Tensor, Rows]]]:
         """Return, for each rank of an axis, those of its rows that the axis holds more than once."""
@@ -321,23 +286,12 @@ class ReplicaComparison:
                     shared[rank].append((parameter, Rows(name)))
             elif record.layout.has_copies:
                 for rank in range(axis.size):
-                    shared[rank] += ((parameter, rows) for rows in _copied_rows(name, record, rank))
+                    shared[rank] += ((parameter, rows) for rows in copied_rows(name, record, rank))
         return shared
 
     def _is_equal_over_tp(self, parameter: Tensor, record: ShardRecord) -> bool:
         is_averaged = record.is_grad_partial or not parameter.requires_grad
         return is_averaged or not is_deferred(parameter.device) or torch.are_deterministic_algorithms_enabled()
-
-
-def _copied_rows(name: str, record: ShardRecord, rank: int) -> Iterable[Rows]:
-    """Yield the rows of a rank's shard that the axis holds more than once, on this rank or on others."""
-    place, runs = 0, iter(record.layout.copies(rank))
-    for start, stop in record.layout.spans[rank]:
-        while start < stop:
-            length, copies = next(runs)
-            if copies > 1:
-                yield Rows(name, start, start + length, (record.layout.dim, place))
-            start, place = start + length, place + length
 
 
 def _settings(group: dict[str, Any]) -> dict[str, str]:
@@ -351,58 +305,6 @@ def _text(value: Any) -> str | None:
     if isinstance(value, list | tuple):
         return repr([_text(item) for item in value])
     return repr(value) if isinstance(value, str | int | float | bool | None) else None
-
-
-@dataclass(frozen=True)
-class _Digests:
-    """The digests of what the ranks of an axis share.
-
-    Args:
-        gathered: the digests of each rank; for each tensor of a module, a key and a digest at the end.
-        names: for each rank, the names of its first digests; empty for those that stand for nothing.
-        keyed: the names of the tensors of this rank's modules, by key.
-        count: the number of keys.
-        has_weights, has_state: whether weights, and tensors of modules, were due.
-    """
-
-    gathered: Gathered
-    names: list[list[str]]
-    keyed: dict[int, str]
-    count: int
-    has_weights: bool
-    has_state: bool
-
-    @property
-    def step(self) -> int:
-        return self.gathered.step
-
-    def differences(self, ranks: list[int]) -> dict[str, list[list[int]]]:
-        """Return, for each name whose digests differ, the groups of ranks with equal digests."""
-        holders: dict[str, dict[int, list[int]]] = {}
-        for rank, names, digests in zip(ranks, self.names, self.gathered.numbers().tolist(), strict=True):
-            known = {name: digest for name, digest in zip(names, digests, strict=False) if name}
-            if self.count:
-                keys, theirs = digests[-2 * self.count : -self.count], digests[-self.count :]
-                for key, digest in zip(keys, theirs, strict=True):
-                    if key:
-                        known[_BUFFER + self.keyed.get(key, f"{key:x}, which this rank has not")] = digest
-            for name, digest in known.items():
-                holders.setdefault(name, {}).setdefault(digest, []).append(rank)
-        return {name: list(by.values()) for name, by in holders.items() if len(by) > 1}
-
-
-def _parted(differ: dict[str, list[list[int]]], axis: Axis, step: int, before: int) -> str:
-    lines = [
-        f"  {key}: " + " differ from ".join(f"rank(s) {', '.join(map(str, ranks))}" for ranks in parts)
-        for key, parts in list(differ.items())[:SHOWN]
-    ]
-    if len(differ) > SHOWN:
-        lines.append(f"  ... and {len(differ) - SHOWN} more")
-    since = f"since step {before}, when they were equal" if before else "since the call that distributed the model"
-    is_state = next(iter(differ)).startswith(_BUFFER)  # weights come first, and differ because of it
-    what, advice = ("buffer", STATE_ADVICE) if is_state else ("weight", WEIGHT_ADVICE)
-    head = f"{len(differ)} {what}(s) that the ranks of {axis.name} share are no longer equal in step {step}:"
-    return "\n".join([head, *lines, f"They were changed {since}. {advice}"])
 
 
 def _has_all_ranks(axis: Axis) -> bool:

@@ -127,7 +127,7 @@ class PipelineForward(MethodOverride):
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
-        self.writes = WritesPerPiece(decoder, runtime.guard)
+        self.writes = WritesPerPiece(decoder, runtime.guard, pipeline.cut.layers)
         self._loss_dtypes: dict[_Precision, torch.dtype] = {}
         self._uses_items: dict[_Kind, bool] = {}
         if runtime.comparison is not None:
