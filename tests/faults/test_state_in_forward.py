@@ -29,6 +29,7 @@ class Activation(nn.Module):
         super().__init__()
         self.kind, self.calls = kind, 0
         self.norm = nn.BatchNorm1d(48) if "norm" in kind else None
+        self.gain = nn.Parameter(torch.ones(48)) if kind == "decay" else None
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(48), persistent=False)
         self.register_buffer("table", torch.zeros(0), persistent=False)
@@ -43,6 +44,10 @@ class Activation(nn.Module):
         if self.kind == "mean":
             self.mean = 0.9 * mean + 0.1 * x.detach().mean((0, 1))
             return x.tanh() - self.mean
+        if self.gain is not None:
+            with torch.no_grad():
+                self.gain.mul_(0.9)
+            return x.tanh() * self.gain
         if self.kind == "number":
             self.calls += 1
             return x.tanh() * (1 + 1 / self.calls)
@@ -102,6 +107,8 @@ def train(plan: dict[str, Any] | None, kind: str) -> tuple[list[float], dict[str
         ("table", PIECES),
         ("table", PP2),
         ("saved", PIECES),
+        ("decay", DP2),  # writes a weight
+        ("decay", ZERO1),
         ("frozen norm", DP2),
     ],
 )
@@ -142,6 +149,8 @@ COUNT = r"forward changes model.layers.1.mlp.act_fn.count in each micro-batch.*m
         ("spectral", PIECES, r"forward changes lm_head.parametrizations.weight.0._u in each micro-batch"),
         ("spectral", {"tp": 2}, r"lm_head"),
         ("spectral", {"pp": 2}, r"lm_head"),
+        ("decay", PIECES, "forward changes model.layers.1.mlp.act_fn.gain in each micro-batch"),
+        ("decay", ZERO3, "forward writes the weight model.layers.1.mlp.act_fn.gain in place"),
         ("max_norm", DP2, r"model.embed_tokens is an embedding with max_norm=1: .*dp=2"),
     ],
 )

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from meshwright.errors import PlanError
 from meshwright.optim.flat_parameters import FlatShard
 from meshwright.optim.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
@@ -247,6 +248,7 @@ class _Step:
         self.weights, self.module, self.flats, self.index = weights, module, flats, index
         self.is_awaited = False  # backward will need the weights
         self._pushed: list[bool] = []
+        self._versions: list[int] = []
 
     def hook(self) -> None:
         # The hooks are bound methods, which a copy of the model binds to its own step.
@@ -279,6 +281,7 @@ class _Step:
             saved.push(self._note)
             self.is_awaited |= not isinstance(self.module, nn.Embedding)  # its gradient needs only the token ids
         self._pushed.append(torch.is_grad_enabled())
+        self._versions = self._moments()
 
     def _enter_inside(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if in_backward():
@@ -290,6 +293,7 @@ class _Step:
             return
         if self._pushed.pop():
             saved.pop()
+        written = [now != before for now, before in zip(self._moments(), self._versions, strict=True)]
         for flat in self.flats:
             flat.take_back()
         # The last step keeps its gathered weights, since backward begins with this step.
@@ -297,6 +301,18 @@ class _Step:
         if not in_backward() and not is_last:
             for flat in self.flats:
                 flat.release()
+        if any(written):
+            parameters = [parameter for flat in self.flats for parameter in flat.parameters]
+            name = record_of(parameters[written.index(True)]).name
+            raise PlanError(
+                f"forward writes the weight {name} in place, but under zero_stage=3 it is gathered for the forward of "
+                "its layer alone, so what was written would be lost. Use zero_stage=2, or write it in the training "
+                "loop, between optimizer.step() and the next forward pass"
+            )
+
+    def _moments(self) -> list[int]:
+        """Return the version counters of the parameters, which a write in place raises."""
+        return [parameter._version for flat in self.flats for parameter in flat.parameters]
 
     def _note(self, tensor: Tensor) -> Callable[[], Tensor] | None:
         """Return the handle from which backward gets a view of a weight; None if the tensor is not a weight."""

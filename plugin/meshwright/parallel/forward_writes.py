@@ -22,6 +22,7 @@ from meshwright.faults.guard import Guard
 from meshwright.faults.together import raise_if_any, succeed_together
 from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.replicated_state import is_comparable
+from meshwright.parallel.shard_reads import reading_shards
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +108,14 @@ class WritesPerPiece:
             for module, key, _ in self._places
         ]
         self._number_places = list(_places(model, int | float))
+        self._weights = list(model.named_parameters())
         self._guard = guard
         self._calls = 0
         self._seen: list[tuple[Any, int]] = []
         self._first: dict[int, Tensor] = {}
         self._numbers: list[Any] = []
+        self._versions: list[int] = []
+        self._written: dict[int, Tensor] = {}
         self._changes: list[int] = []
         self._error: PlanError | None = None
 
@@ -126,6 +130,7 @@ class WritesPerPiece:
         if self._is_early:
             self._numbers = [_value(module, key) for module, key, _ in self._number_places]
             self._changes = [0] * len(self._numbers)
+            self._versions, self._written = self._moments_of_weights(), {}
 
     def look(self) -> None:
         """Called after the forward of each micro-batch, or of a stage's part of it; keeps the first error."""
@@ -141,6 +146,24 @@ class WritesPerPiece:
                     self._changes[index] += 1
                     if self._changes[index] == 2:
                         self._warn(name)
+            self._look_at_weights()
+
+    def _look_at_weights(self) -> None:
+        """Find weights that forward has written twice, without the writes of ZeRO stage 3, which a layer refuses."""
+        versions = self._moments_of_weights()
+        with reading_shards():
+            for index, (before, now) in enumerate(zip(self._versions, versions, strict=True)):
+                name, weight = self._weights[index]
+                if before == now:
+                    continue
+                bits = _bits(weight)
+                if not torch.equal(self._written.setdefault(index, bits.clone()), bits) and self._error is None:
+                    self._error = _changed(name)
+        self._versions = versions
+
+    def _moments_of_weights(self) -> list[int]:
+        with reading_shards():  # reading a guarded parameter's property takes microseconds
+            return [weight._version for _, weight in self._weights]
 
     def finish(self) -> None:
         """Called after the last micro-batch of a call. In the first calls all ranks make it.
@@ -173,16 +196,10 @@ class WritesPerPiece:
                 "persistent=False, or use pp=1"
             )
             return
-        bits = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        bits = _bits(value)
         first = self._first.setdefault(index, bits.clone())
         if first.shape == bits.shape and not torch.equal(first, bits):
-            name = self._places[index][2]
-            self._error = PlanError(
-                f"forward changes {name} in each micro-batch, but one device changes it once for the whole batch, so "
-                "what follows from it would not be the number of one device. Run the batch in one piece "
-                "(gradient_accumulation_steps=1, micro_batch_size=None, pp=1), or change it in the training loop "
-                f"instead of in forward:\n    model.{name}.copy_(...)  # under torch.no_grad(), before model(**batch)"
-            )
+            self._error = _changed(self._places[index][2])
 
     def _warn(self, name: str) -> None:
         if self._calls == 1:
@@ -192,6 +209,19 @@ class WritesPerPiece:
                 "training loop instead, before model(**batch)",
                 name,
             )
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _changed(name: str) -> PlanError:
+    return PlanError(
+        f"forward changes {name} in each micro-batch, but one device changes it once for the whole batch, so what "
+        "follows from it would not be the number of one device. Run the batch in one piece "
+        "(gradient_accumulation_steps=1, micro_batch_size=None, pp=1), or change it in the training loop instead of in "
+        f"forward:\n    model.{name}.copy_(...)  # under torch.no_grad(), before model(**batch)"
+    )
 
 
 def _places(model: nn.Module, kind: Any) -> Iterator[_Place]:

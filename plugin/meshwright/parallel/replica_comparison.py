@@ -41,7 +41,7 @@ ADVICE = (
     "gradients belong to none of them. Base decisions (a skipped step, a learning rate, what is frozen) on numbers "
     "that are equal on all ranks, such as outputs.loss, and act on all ranks alike"
 )
-FIRST = 3  # meetings at which the tensors of modules are compared in any case
+FIRST = 3  # meetings at which everything is compared, since they show what forward writes
 
 
 class ReplicaComparison:
@@ -86,7 +86,7 @@ class ReplicaComparison:
         self._cleared = ""
         self._compared: dict[str, int] = {}  # axis -> the step of the last comparison of weights
         self._state_compared: dict[str, int] = {}  # the same of the tensors of modules
-        self._state_due: dict[str, int] = {}  # the same without the first comparisons, so that both come in one step
+        self._due: dict[tuple[str, str], int] = {}  # the same of both, without the first comparisons
         self._meetings: dict[str, int] = {}  # axis -> number of meetings at which a comparison may be due
         self._gathered: dict[str, Digests] = {}
 
@@ -94,7 +94,7 @@ class ReplicaComparison:
         """Return a comparison without an optimizer for a copy of the model; pass the copy to :meth:`look_at`."""
         new = copy.copy(self)
         new._named, new._optimizer, new._gathered = [], None, {}
-        new._compared, new._state_compared, new._state_due, new._meetings = {}, {}, {}, {}
+        new._compared, new._state_compared, new._due, new._meetings = {}, {}, {}, {}
         new._steps = new._steps_seen = 0
         new._cleared = ""
         return new
@@ -163,17 +163,20 @@ class ReplicaComparison:
             self._look(axis)
         if not self.every:
             return
-        step, name = self.guard.step, axis.name
-        weights = step - self._compared.get(name, 0) >= self.every
-        state = step - self._state_due.get(name, 0) >= self.every_state
-        if state:
-            self._state_due[name] = step
-        self._meetings[name] = self._meetings.get(name, 0) + 1
-        state = state or self._meetings[name] <= FIRST
+        self._meetings[axis.name] = self._meetings.get(axis.name, 0) + 1
+        is_early = self._meetings[axis.name] <= FIRST
+        weights = self._is_due(axis, "weights", self.every) or is_early
+        state = self._is_due(axis, "state", self.every_state) or is_early
         if weights or state:
             self._begin(axis, weights=weights, state=state)
             if not is_deferred(self._device):
                 self._look(axis)
+
+    def _is_due(self, axis: Axis, what: str, every: int) -> bool:
+        step = self.guard.step
+        if is_due := step - self._due.get((axis.name, what), 0) >= every:
+            self._due[axis.name, what] = step
+        return is_due
 
     def compare_now(self, *, is_met: bool = False) -> None:
         """Compare everything and wait for the result, for example before a save. All ranks must call this.
