@@ -109,6 +109,7 @@ def train(plan: dict[str, Any] | None, kind: str) -> tuple[list[float], dict[str
         ("saved", PIECES),
         ("decay", DP2),  # writes a weight
         ("decay", ZERO1),
+        ("saved", {**DP2, "recompute": "full"}),
         ("frozen norm", DP2),
     ],
 )
@@ -149,6 +150,11 @@ COUNT = r"forward changes model.layers.1.mlp.act_fn.count in each micro-batch.*m
         ("spectral", PIECES, r"forward changes lm_head.parametrizations.weight.0._u in each micro-batch"),
         ("spectral", {"tp": 2}, r"lm_head"),
         ("spectral", {"pp": 2}, r"lm_head"),
+        (
+            "count",
+            {**DP2, "recompute": "full"},
+            r"forward changes model.layers.1.mlp.act_fn.count, and recompute='full'",
+        ),
         ("decay", PIECES, "forward changes model.layers.1.mlp.act_fn.gain in each micro-batch"),
         ("decay", ZERO3, "forward writes the weight model.layers.1.mlp.act_fn.gain in place"),
         ("max_norm", DP2, r"model.embed_tokens is an embedding with max_norm=1: .*dp=2"),

@@ -21,6 +21,7 @@ from meshwright.errors import PlanError
 from meshwright.faults.guard import Guard
 from meshwright.faults.together import raise_if_any, succeed_together
 from meshwright.parallel.async_numbers import is_deferred
+from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.replicated_state import is_comparable
 from meshwright.parallel.shard_reads import reading_shards
 
@@ -84,6 +85,39 @@ class BatchStatistics:
                     f'    model.get_submodule("{name}").eval()\n'
                     "or, on CUDA and without micro-batches, let the ranks share them:\n"
                     "    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+                )
+
+
+class WritesInRecompute:
+    """Raises if backward, which runs a layer's forward again, would write state of the layer a second time.
+
+    Args:
+        layer: a layer that the plan recomputes, with state of its own.
+        name: the layer's name in the model.
+    """
+
+    def __init__(self, layer: nn.Module, name: str):
+        self._places, self._name = list(_places(layer, Tensor)), name
+        self._before: list[Tensor | None] = []
+        if self._places:
+            layer.register_forward_pre_hook(self.start)
+            layer.register_forward_hook(self.end)
+
+    def start(self, *_: Any) -> None:
+        values = [_value(module, key) for module, key, _ in self._places] if in_backward() else []
+        self._before = [_bits(x).clone() if isinstance(x, Tensor) and is_comparable(x) else None for x in values]
+
+    def end(self, *_: Any) -> None:
+        for before, (module, key, name) in zip(self._before, self._places, strict=False):
+            value = _value(module, key)
+            if before is None or not isinstance(value, Tensor):
+                continue
+            now = _bits(value)
+            if before.shape == now.shape and not torch.equal(before, now):
+                raise PlanError(
+                    f"forward changes {self._name}.{name}, and recompute='full' runs the layer's forward again in "
+                    "backward, so it is changed twice in a step, and the gradients are not those of one device. Use "
+                    "recompute='none', or change it in the training loop instead of in forward"
                 )
 
 
