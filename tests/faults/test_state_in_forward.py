@@ -18,6 +18,7 @@ from support.models import build, labels_for, tokens
 DP2: dict[str, Any] = {"dp": 2}
 ZERO1, ZERO3 = {**DP2, "zero_stage": 1}, {**DP2, "zero_stage": 3}
 PIECES = {**DP2, "gradient_accumulation_steps": 2}
+RECOMPUTED = {**DP2, "recompute": "full"}
 PP2 = {"pp": 2, "gradient_accumulation_steps": 2}
 ROWS, STEPS = 8, 3
 
@@ -109,7 +110,7 @@ def train(plan: dict[str, Any] | None, kind: str) -> tuple[list[float], dict[str
         ("saved", PIECES),
         ("decay", DP2),  # writes a weight
         ("decay", ZERO1),
-        ("saved", {**DP2, "recompute": "full"}),
+        ("saved", RECOMPUTED),
         ("frozen norm", DP2),
     ],
 )
@@ -152,7 +153,7 @@ COUNT = r"forward changes model.layers.1.mlp.act_fn.count in each micro-batch.*m
         ("spectral", {"pp": 2}, r"lm_head"),
         (
             "count",
-            {**DP2, "recompute": "full"},
+            RECOMPUTED,
             r"forward changes model.layers.1.mlp.act_fn.count, and recompute='full'",
         ),
         ("decay", PIECES, "forward changes model.layers.1.mlp.act_fn.gain in each micro-batch"),
