@@ -16,6 +16,7 @@ from torch import Tensor
 import meshwright as mw
 from benchmarks import false_alarms
 from meshwright.errors import DivergenceError
+from meshwright.optim.runtime import runtime_of
 from support.models import build, labels_for, tokens
 
 EVERY = 4  # steps between two comparisons of the weights
@@ -30,13 +31,15 @@ class Run:
 
     def __init__(self, plan: dict[str, Any], every: int | None = EVERY, **overrides: Any):
         model = build("llama", **overrides)
+        model.model.layers[1].register_buffer("steps", torch.arange(4, dtype=torch.int32))
+        model.model.layers[1].scale = torch.ones(3)  # a tensor that a module keeps, and no buffer
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), check_replicas_every=every)
         self.model, self.optimizer, _ = mw.to_distributed(model, optimizer, config=config)
         self.skips_step = self.skips_clip = self.skips_batch = self.keeps_gradients = False
         self.mask: Tensor | None = None
         self.shift_of_batches = 0
-        self.dp_rank = dist.get_rank() // plan.get("tp", 1)
+        self.dp_rank = dist.get_rank() // plan.get("tp", 1) % plan.get("dp", 1)
 
     def step(self, number: int) -> None:
         # Each data-parallel rank has rows of its own, the ranks of tp the same ones.
@@ -105,6 +108,27 @@ def flipped_key(run: Run) -> None:
     flip(run.model.model.layers[0].self_attn.k_proj.weight, 40, 17)
 
 
+def flipped_buffer(run: Run) -> None:
+    flip(run.model.model.rotary_emb.inv_freq, 0, 3)  # not persistent
+
+
+def flipped_state(run: Run) -> None:
+    flip(run.model.model.layers[1].steps, 2, 31)
+    flip(run.model.model.layers[1].scale, 1, 20)
+
+
+def flipped_moment(run: Run) -> None:
+    flip(run.optimizer.state[run.model.model.norm.weight]["exp_avg"], 3, 30)
+
+
+def counted_step(run: Run) -> None:
+    run.optimizer.state[run.model.model.norm.weight]["step"] += 1
+
+
+def other_stream(run: Run) -> None:
+    runtime_of(run.model).streams._seed ^= 1 << 20
+
+
 def train_until_named(plan: dict[str, Any], fault: Callable[[Run], None], overrides: dict[str, Any]) -> tuple[int, str]:
     """Plant a fault on the last rank; the step in which this rank hears of it, and what it hears."""
     run = Run(plan, **overrides)
@@ -140,6 +164,31 @@ NAMED = {
     "a parameter frozen": (frozen, [DP2], 0, r"requires_grad of model.norm.weight: True on rank 0"),
     "a weight edited": (edited, [DP2, SP2], EVERY, r"model.norm.weight: rank\(s\) 0 differ from rank\(s\) 1"),
     "a bit of a norm": (flipped_norm, [DP2, TP2, SP2], EVERY, r"layers.1.input_layernorm.weight: rank\(s\) 0 differ"),
+    "a bit of a buffer": (
+        flipped_buffer,
+        [DP2, {"dp": 2, "zero_stage": 1}, {"dp": 2, "zero_stage": 3}, SP2, {"cp": 2}, {"pp": 2}],
+        EVERY,
+        r"buffer model.rotary_emb.inv_freq: rank\(s\) 0 differ from rank\(s\) 1.*since step 4",
+    ),
+    "bits of other state": (
+        flipped_state,
+        [DP2, TP2],
+        EVERY,
+        r"buffer model.layers.1.steps: rank\(s\) 0 differ.*buffer model.layers.1.scale: rank\(s\) 0 differ",
+    ),
+    "a bit of a moment": (
+        flipped_moment,
+        [DP2, SP2],
+        EVERY,
+        r"(optimizer's state of )?model.norm.weight: rank\(s\) 0 differ",
+    ),
+    "another count of steps": (
+        counted_step,
+        [DP2, TP2],
+        EVERY,
+        r"(optimizer's state of )?model.norm.weight: rank\(s\) 0 differ",
+    ),
+    "another random stream": (other_stream, [DP2, TP2, {"pp": 2}], 1, r"random stream .*: \w+\.\d+ on rank 0"),
     "a bit of a matrix": (flipped_matrix, [DP2], EVERY, r"layers.1.mlp.up_proj.weight: rank\(s\) 0 differ"),
 }
 

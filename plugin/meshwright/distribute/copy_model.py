@@ -48,9 +48,9 @@ class _Copier:
             _copy_parameter(parameter, self.runtime, memo)
         part = _reconstruct(self.part, memo)
         model = copy.deepcopy(self.model, memo)
-        if new.comparison is not None:
-            new.comparison.look_at(model)
         new.streams = copy.deepcopy(self.runtime.streams, memo)
+        if new.comparison is not None:
+            new.comparison.look_at(model, new.streams)
         for name in ("loss", "uneven", "hooked", "layers", "region"):
             setattr(new, name, copy.deepcopy(getattr(self.runtime, name), memo))
         new.weights = copy.deepcopy(self.runtime.weights, memo)

@@ -37,11 +37,13 @@ from meshwright.parallel.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.forward_state import ForwardState
+from meshwright.parallel.forward_writes import BatchStatistics
 from meshwright.parallel.generate_together import sample_together
 from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
+from meshwright.parallel.replicated_state import ModuleTensors
 from meshwright.parallel.row_layout import is_held
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.structure import DecoderStructure, ParameterLayout
@@ -307,6 +309,7 @@ class Installation:
             has_known_loss=self.loss is not None,
             uneven=uneven,
             hooked=hooked,
+            statistics=BatchStatistics(self.decoder, lambda: runtime.plan),
             refuses_internals=structure is not None or self.context is not None,
             shares_weights=runtime.weights is not None,
             layers=layers,
@@ -380,9 +383,13 @@ class Installation:
             self.model,
             tp=runtime.tp,
             dp=runtime.dp,
+            pp=runtime.pp,
             guard=runtime.guard,
             every=every,
+            every_state=self.config.check_replicas_every or 50,
             has_weights=runtime.weights is None and runtime.engine is None,
+            tensors=ModuleTensors(self.model, () if self.cut is None else self.cut.layers),
+            streams=runtime.streams,
         )
 
     def guard_shards(self) -> None:
@@ -409,5 +416,6 @@ def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:
         dp=runtime.dp,
         syncs=runtime.syncs,
         loss=runtime.loss,
+        guard=runtime.guard,
         keeps_logits=runtime.gathers_logits,
     )

@@ -38,6 +38,7 @@ from meshwright.optim.runtime import Runtime, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.collectives import Axes
+from meshwright.parallel.forward_writes import check_renormalised
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.recompute import check_recompute
 from meshwright.roles.adapters import without_wrappers
@@ -137,6 +138,7 @@ def _distribute(
     structure = structure_of(decoder, plan, config)
     _check_passes(plan, loss is not None, decoder, config.engine)
     check_reduction(model, plan, config.engine)
+    check_renormalised(model, plan)
     check_compile(layers_of(decoder, structure), plan, config)
     cut = cut_of(decoder, structure, plan, rank=0)
     context = context_of(decoder, structure, plan)

@@ -50,7 +50,7 @@ def install_gradient_sync(
         runtime.has_optimizer = True
         optimizer.register_step_pre_hook(runtime.check_synced)
         if runtime.comparison is not None:
-            runtime.comparison.watch(optimizer)
+            runtime.comparison.watch(optimizer, is_sharded=zero_stage > 0)
         if runtime.zero is not None and runtime.weights is None:
             # Publishing the stepped weights is a collective, which hangs if one rank does not step.
             optimizer.register_step_pre_hook(runtime.meet_before_publishing)

@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
+from meshwright.errors import PlanError
 from meshwright.optim.flat_parameters import FlatShard
 from meshwright.optim.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
@@ -246,6 +248,7 @@ class _Step:
         self.weights, self.module, self.flats, self.index = weights, module, flats, index
         self.is_awaited = False  # backward will need the weights
         self._pushed: list[bool] = []
+        self._versions: list[int] = []
 
     def hook(self) -> None:
         # The hooks are bound methods, which a copy of the model binds to its own step.
@@ -278,6 +281,7 @@ class _Step:
             saved.push(self._note)
             self.is_awaited |= not isinstance(self.module, nn.Embedding)  # its gradient needs only the token ids
         self._pushed.append(torch.is_grad_enabled())
+        self._versions = self._moments()
 
     def _enter_inside(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if in_backward():
@@ -289,6 +293,7 @@ class _Step:
             return
         if self._pushed.pop():
             saved.pop()
+        written = [now != before for now, before in zip(self._moments(), self._versions, strict=True)]
         for flat in self.flats:
             flat.take_back()
         # The last step keeps its gathered weights, since backward begins with this step.
@@ -296,6 +301,18 @@ class _Step:
         if not in_backward() and not is_last:
             for flat in self.flats:
                 flat.release()
+        if any(written):
+            parameters = [parameter for flat in self.flats for parameter in flat.parameters]
+            name = record_of(parameters[written.index(True)]).name
+            raise PlanError(
+                f"forward writes the weight {name} in place, but under zero_stage=3 it is gathered for the forward of "
+                "its layer alone, so what was written would be lost. Use zero_stage=2, or write it in the training "
+                "loop, between optimizer.step() and the next forward pass"
+            )
+
+    def _moments(self) -> list[int]:
+        """Return the version counters of the parameters, which a write in place raises."""
+        return [parameter._version for flat in self.flats for parameter in flat.parameters]
 
     def _note(self, tensor: Tensor) -> Callable[[], Tensor] | None:
         """Return the handle from which backward gets a view of a weight; None if the tensor is not a weight."""
@@ -320,14 +337,15 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Yield the module of each unit, in order, and whether the modules inside it belong to the unit.
 
     The units are the members of the outermost module lists, and all other modules with parameters of their own. A
-    ParameterDict or ParameterList is never called, so its parameters belong to the unit of its parent module.
+    container of parameters is never called, so its parameters belong to the unit of its parent module, and what a
+    parametrization computes a weight from belongs to the unit of the module with this weight.
     """
 
     def walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         if isinstance(module, nn.ModuleList):
             yield from ((member, True) for member in module)
             return
-        if any(isinstance(child, nn.ParameterDict | nn.ParameterList) for child in module.children()):
+        if is_parametrized(module) or any(map(_is_read_by_its_parent, module.children())):
             yield module, True
             return
         if next(module.parameters(recurse=False), None) is not None:
@@ -340,6 +358,11 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         if id(module) not in seen:
             seen.add(id(module))
             yield module, recurse
+
+
+def _is_read_by_its_parent(module: nn.Module) -> bool:
+    has_own = next(module.parameters(recurse=False), None) is not None
+    return isinstance(module, nn.ParameterDict | nn.ParameterList) or (isinstance(module, nn.ModuleList) and has_own)
 
 
 def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -111,8 +111,12 @@ class DeferringHead(MethodOverride):
 
     @staticmethod
     def is_deferrable(head: Any) -> bool:
-        """Return whether a head is a linear layer with its class's own forward."""
-        return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        """Return whether a head is a linear layer with its class's own forward and a weight of its own.
+
+        A weight that is computed when it is read (a parametrization) may change by being read, so it is not.
+        """
+        is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        return is_plain and head._parameters.get("weight") is not None
 
 
 class InHead:

@@ -44,6 +44,11 @@ class DropoutStreams:
         self._seed = seed
         self._passes = {"training": 0, "evaluation": 0}  # separate, so that evaluation changes no training mask
 
+    @property
+    def moment(self) -> str:
+        """The seed and the number of training passes, which are equal on all ranks before each step."""
+        return f"{self._seed:x}.{self._passes['training']}"
+
     def enter_model(self, device: torch.device, *, trains: bool) -> Restore:
         """Switch to the stream of a new forward pass. The stream differs between ranks that read different rows and
         between stages, but not between ranks of tp or cp.

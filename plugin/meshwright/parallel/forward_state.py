@@ -18,6 +18,7 @@ from meshwright.parallel.autograd_graph import scale_gradient
 from meshwright.parallel.collectives import Axes, share
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
+from meshwright.parallel.forward_writes import BatchStatistics
 from meshwright.parallel.input_comparison import ComparedInputs
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.replica_comparison import ReplicaComparison
@@ -42,6 +43,7 @@ class ForwardState:
         has_known_loss: whether the loss that the model returns is the loss of the global batch.
         uneven: the check for uneven batches, used for losses of an unknown kind.
         hooked: the search for the program's hooks inside the model, since a loss may be computed from what they record.
+        statistics: the check for layers that would use the statistics of a part of the batch.
         refuses_internals: whether requests for hidden states or attention maps raise, since a rank has only its share.
         shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
         layers: the model's layers, which ``torch.compile(model)`` compiles.
@@ -60,6 +62,7 @@ class ForwardState:
     has_known_loss: bool
     uneven: UnevenBatches
     hooked: HookedModules
+    statistics: BatchStatistics
     refuses_internals: bool
     shares_weights: bool = False
     layers: CompilableLayers
@@ -93,6 +96,7 @@ class ForwardState:
             return None  # this call is part of a running pass
         self._outermost = module
         self.layers.check_forward(module)
+        self.statistics.check()
         if self.refuses_internals:
             _refuse_internals(module, kwargs)
         inputs = arguments(self._signatures[module], args, kwargs)
@@ -147,7 +151,7 @@ class ForwardState:
             with torch._C.DisableTorchFunctionSubclass():
                 compared.gather(inputs, guard.step)
         if trains and self.comparison is not None:
-            for axis in (self.axes.tp, self.comparison.tie):
+            for axis in (self.axes.tp, self.axes.pp, self.comparison.tie):
                 if axis.size > 1:
                     self.comparison.compare_weights(axis)
         if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):

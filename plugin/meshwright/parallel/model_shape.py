@@ -9,7 +9,7 @@ from meshwright.parallel.structure import Block, DecoderStructure
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.planner.shapes import ModelShape
 from meshwright.roles import ShardingPlan
-from meshwright.roles.projection import in_features, out_features
+from meshwright.roles.projection import in_features, out_features, weight_of
 
 
 def shape_of(model: nn.Module, plan: ShardingPlan) -> ModelShape:
@@ -34,7 +34,7 @@ def shape_of(model: nn.Module, plan: ShardingPlan) -> ModelShape:
     biases = sum(p.numel() for block in (attention, mlp) for p in _biases(block))
     matrices = sum(p.numel() for p in inside.values()) // layers - biases
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    others = outside - structure.embedding.weight.numel() - hidden  # without the embedding and the final norm
+    others = outside - weight_of(structure.embedding).numel() - hidden  # without the embedding and the final norm
     head = 0 if _is_tied(structure) or others < vocab * hidden else vocab * hidden
     query, kv = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
     gated = sum(out_features(column) for column in mlp.columns) == 2 * ffn
@@ -60,4 +60,4 @@ def _biases(block: Block) -> list[nn.Parameter]:
 
 
 def _is_tied(structure: DecoderStructure) -> bool:
-    return structure.head is not None and structure.head.weight is structure.embedding.weight
+    return structure.head is not None and weight_of(structure.head) is weight_of(structure.embedding)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.parallel.forward_writes import WritesInRecompute
 
 _FLAG = "gradient_checkpointing"  # attribute of a transformers module: whether backward recomputes it
 
@@ -56,14 +57,22 @@ def recompute_layers(model: nn.Module, layers: int | None = None, own: Collectio
         own: the layers that this rank of a pipeline holds, of which so many are recomputed; None for all.
     """
     _switch(model)({"use_reentrant": False})
-    if layers is None:
-        return
     found = _layers(model)
+    if layers is None:
+        _watch(model, found)
+        return
     if own is not None:
         inside = {id(module) for layer in own for module in layer.modules()}
         found = [layer for layer in found if id(layer) in inside]
+    _watch(model, found[:layers])
     for layer in found[layers:]:
         setattr(layer, _FLAG, False)
+
+
+def _watch(model: nn.Module, layers: list[nn.Module]) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    for layer in layers:
+        WritesInRecompute(layer, names[layer])
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -4,19 +4,19 @@ The check is on by default.
 
 - The text of each meeting contains the optimizer's settings and number of steps, ``requires_grad`` of each parameter,
   and whether gradients were cleared.
-- Digests of the weights' memory are compared every few steps and before a save. Replicas over dp get the same reduced
-  gradients and take the same elementwise steps, so they are bitwise equal. Norms and copied key/value rows whose
-  gradients are averaged over tp are bitwise equal too. For other replicated weights, each rank of tp computes the
-  whole gradient itself. These weights are equal on the CPU. On CUDA, kernels may add in another order, so
-  these weights are compared there only under ``torch.use_deterministic_algorithms(True)``.
+- Digests of the weights' memory, and of the optimizer's state of them, are compared every few steps and before a save.
+  Replicas over dp get the same reduced gradients and take the same elementwise steps, so they are bitwise equal. Norms
+  and copied key/value rows whose gradients are averaged over tp are bitwise equal too. For other replicated weights,
+  each rank of tp computes the whole gradient itself. These weights are equal on the CPU. On CUDA, kernels may add in
+  another order, so these weights are compared there only under ``torch.use_deterministic_algorithms(True)``.
+- Digests of buffers and of other tensors that modules keep travel with them. They are compared in the first steps too,
+  in which forward shows what it writes: each data-parallel rank would write what follows from its own rows.
 """
 
 from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,9 +27,12 @@ from torch.optim import Optimizer
 from meshwright.errors import DivergenceError
 from meshwright.faults.guard import Guard
 from meshwright.faults.memory_digest import memory_digest
-from meshwright.faults.statement import SHOWN, Statement
+from meshwright.faults.statement import Statement
 from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.replica_digests import OF_OPTIMIZER, Digests, Rows, copied_rows, parted
+from meshwright.parallel.replicated_state import ModuleTensors, optimizer_digest
 from meshwright.parallel.row_layout import ShardRecord
 from meshwright.parallel.shard_reads import reading_shards
 
@@ -38,38 +41,7 @@ ADVICE = (
     "gradients belong to none of them. Base decisions (a skipped step, a learning rate, what is frozen) on numbers "
     "that are equal on all ranks, such as outputs.loss, and act on all ranks alike"
 )
-WEIGHT_ADVICE = (
-    "From then on each rank trains a different model, and averaged gradients belong to none of them. Either the "
-    "program changed a weight or a gradient on one rank only, or a rank's memory is faulty. Change weights on all "
-    "ranks alike, and resume from a checkpoint that was saved before:\n"
-    "    mw.load_weights(model, CHECKPOINT)"
-)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a parameter of which the ranks of an axis hold several copies.
-
-    Args:
-        name: the parameter's one-device name.
-        start, stop: the range of the rows in the one-device parameter; None for the whole parameter.
-        local: the dim of the rows, and the index in the shard at which the rows begin.
-    """
-
-    name: str
-    start: int | None = None
-    stop: int | None = None
-    local: tuple[int, int] = (0, 0)
-
-    @property
-    def key(self) -> str:
-        return self.name if self.start is None else f"{self.name}[{self.start}:{self.stop}]"
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """Return the values of the rows in this rank's shard."""
-        if self.start is None or self.stop is None:
-            return parameter.detach()
-        return parameter.detach().narrow(*self.local, self.stop - self.start)
+FIRST = 3  # meetings at which everything is compared, since they show what forward writes
 
 
 class ReplicaComparison:
@@ -78,36 +50,64 @@ class ReplicaComparison:
     Args:
         model: a model whose parameters have records.
         tp, dp: the axes over which the replicas are compared.
+        pp: the pipeline's axis, over which the tensors are compared that modules outside of the layers keep.
         guard: the guard, which counts the steps and holds the meetings.
         every: the number of steps between two comparisons of the weights; 0 for never.
+        every_state: the number of steps between two comparisons of the other tensors; None for ``every``.
         has_weights: whether this process holds the weights and the runtime steps them; else they are not compared.
+        tensors: the tensors of the model's modules that are no parameters; None if ranks may have their own.
+        streams: the random streams of the model, whose seed and number of passes are equal on all ranks.
     """
 
-    def __init__(self, model: nn.Module, *, tp: Axis, dp: Axis, guard: Guard, every: int, has_weights: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tp: Axis,
+        dp: Axis,
+        pp: Axis | None = None,
+        guard: Guard,
+        every: int,
+        every_state: int | None = None,
+        has_weights: bool,
+        tensors: ModuleTensors | None = None,
+        streams: DropoutStreams | None = None,
+    ):
         self.tp, self.dp, self.guard, self.every, self.has_weights = tp, dp, guard, every, has_weights
+        self.every_state = every if every_state is None else every_state
+        self.pp = Axis("pp") if pp is None else pp
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
+        self.streams = streams
+        self._tensors = tensors
         self._named = list(model.named_parameters())
         self._optimizer: Optimizer | None = None
+        self._has_whole_state = False
         self._steps = self._steps_seen = 0
         self._cleared = ""
         self._compared: dict[str, int] = {}  # axis -> the step of the last comparison of weights
-        self._gathered: dict[str, tuple[Gathered, list[list[str]]]] = {}
+        self._state_compared: dict[str, int] = {}  # the same of the tensors of modules
+        self._due: dict[tuple[str, str], int] = {}  # the same of both, without the first comparisons
+        self._meetings: dict[str, int] = {}  # axis -> number of meetings at which a comparison may be due
+        self._gathered: dict[str, Digests] = {}
 
     def for_copy(self) -> ReplicaComparison:
         """Return a comparison without an optimizer for a copy of the model; pass the copy to :meth:`look_at`."""
         new = copy.copy(self)
-        new._named, new._optimizer, new._compared, new._gathered = [], None, {}, {}
+        new._named, new._optimizer, new._gathered = [], None, {}
+        new._compared, new._state_compared, new._due, new._meetings = {}, {}, {}, {}
         new._steps = new._steps_seen = 0
         new._cleared = ""
         return new
 
-    def look_at(self, model: nn.Module) -> None:
-        """Compare the parameters of this model from now on."""
-        self._named = list(model.named_parameters())
+    def look_at(self, model: nn.Module, streams: DropoutStreams | None) -> None:
+        """Compare the parameters of this model and its streams from now on."""
+        self._named, self.streams = list(model.named_parameters()), streams
+        if self._tensors is not None:
+            self._tensors = ModuleTensors(model)
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """Compare an optimizer's settings and steps from now on."""
-        self._optimizer = optimizer
+    def watch(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
+        """Compare an optimizer's settings and steps from now on, and its state unless ZeRO shards it."""
+        self._optimizer, self._has_whole_state = optimizer, not is_sharded
         optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
@@ -118,6 +118,8 @@ class ReplicaComparison:
         with reading_shards():  # reading a guarded parameter's property takes microseconds, and this runs in every step
             trained = bytes(parameter.requires_grad for _, parameter in self._named)
         parts = [f"parameters trained {zlib.crc32(trained):08x}"]
+        if self.streams is not None:
+            parts.append(f"random stream {self.streams.moment}")
         if self._optimizer is not None:
             settings = repr([value for group in self._optimizer.param_groups for value in _settings(group).items()])
             parts += [f"{self._steps} optimizer steps", f"settings {zlib.crc32(settings.encode()):08x}"]
@@ -142,6 +144,8 @@ class ReplicaComparison:
 
     def _details(self) -> dict[str, str]:
         found = {}
+        if self.streams is not None:
+            found["the model's random stream (seed and training passes)"] = self.streams.moment
         if self._optimizer is not None:
             found["optimizer.step()"] = f"called {self._steps} times"
             for index, group in enumerate(self._optimizer.param_groups):
@@ -149,19 +153,30 @@ class ReplicaComparison:
         return found | {f"requires_grad of {name}": str(p.requires_grad) for name, p in self._named}
 
     def compare_weights(self, axis: Axis) -> None:
-        """Compare the weights that the ranks of an axis share, if a comparison is due. All ranks must call this.
+        """Compare what the ranks of an axis share, if a comparison is due. All ranks must call this.
 
         Raises:
-            DivergenceError: if weights differ; the message says since when.
+            DivergenceError: if values differ; the message says since when.
         """
-        before, _ = self._gathered.get(axis.name, (None, []))
+        before = self._gathered.get(axis.name)
         if before is not None and before.step < self.guard.step:  # a digest of this step would make the host wait
             self._look(axis)
-        if not self.every or self.guard.step - self._compared.get(axis.name, 0) < self.every:
+        if not self.every:
             return
-        self._begin(axis)
-        if not is_deferred(self._device):
-            self._look(axis)
+        self._meetings[axis.name] = self._meetings.get(axis.name, 0) + 1
+        is_early = self._meetings[axis.name] <= FIRST
+        weights = self._is_due(axis, "weights", self.every) or is_early
+        state = self._is_due(axis, "state", self.every_state) or is_early
+        if weights or state:
+            self._begin(axis, weights=weights, state=state)
+            if not is_deferred(self._device):
+                self._look(axis)
+
+    def _is_due(self, axis: Axis, what: str, every: int) -> bool:
+        step = self.guard.step
+        if is_due := step - self._due.get((axis.name, what), 0) >= every:
+            self._due[axis.name, what] = step
+        return is_due
 
     def compare_now(self, *, is_met: bool = False) -> None:
         """Compare everything and wait for the result, for example before a save. All ranks must call this.
@@ -180,7 +195,7 @@ class ReplicaComparison:
                 self.guard.meet("weights", axis.group, self.statement())
             try:
                 self._look(axis)
-                self._begin(axis)
+                self._begin(axis, weights=True, state=True)
                 self._look(axis)
             except DivergenceError as found:  # ranks of other groups go on to the next axis, and so must this one
                 error = error or found
@@ -194,40 +209,67 @@ class ReplicaComparison:
 
     @property
     def _axes(self) -> list[Axis]:
-        return [axis for axis in (self.tp, self.dp, self.tie) if axis.size > 1]
+        return [axis for axis in (self.tp, self.dp, self.pp, self.tie) if axis.size > 1]
 
     @property
     def _device(self) -> torch.device:
         return self._named[0][1].device
 
-    def _begin(self, axis: Axis) -> None:
-        if not self.has_weights:
-            return
-        shared = self._shared_over(axis)
-        keys = [[rows.key for _, rows in theirs] for theirs in shared]
-        with reading_shards():
-            own = [memory_digest(rows.of(parameter)) for parameter, rows in shared[axis.rank]]
-        most = max(map(len, keys))
-        if most == 0:
-            return
-        own += [torch.zeros((), dtype=torch.int64, device=self._device)] * (most - len(own))
-        self._gathered[axis.name] = Gathered(torch.stack(own), axis, self.guard.step), keys
+    def _begin(self, axis: Axis, *, weights: bool, state: bool) -> None:
+        """Gather the digests of what the ranks of an axis share.
+
+        Args:
+            weights: whether weights, and the optimizer's state of them, are compared.
+            state: whether other tensors of the modules are compared.
+        """
+        nothing = torch.zeros((), dtype=torch.int64, device=self._device)
+        own: list[Tensor] = []
+        names: list[list[str]] = [[] for _ in range(axis.size)]
+        if weights and self.has_weights and axis is not self.pp:
+            shared = self._shared_over(axis)
+            most = max(map(len, shared))
+            pad = [nothing] * (most - len(shared[axis.rank]))
+            with reading_shards():
+                own += [memory_digest(rows.of(parameter)) for parameter, rows in shared[axis.rank]] + pad
+                if self._optimizer is not None and self._has_whole_state:
+                    own += [self._of_optimizer(parameter, rows, nothing) for parameter, rows in shared[axis.rank]] + pad
+            for theirs, known in zip(shared, names, strict=True):
+                keys = [rows.key for _, rows in theirs] + [""] * (most - len(theirs))
+                known += keys + [key and f"{OF_OPTIMIZER}{key}" for key in keys]
+        keyed, count = {}, 0
+        if state and self._tensors is not None and axis is not self.tie:
+            tensors, keyed = self._tensors.digests(self._device, on_all_stages=axis is self.pp)
+            own, count = own + tensors, self._tensors.capacity
+        if own:
+            gathered = Gathered(torch.stack(own), axis, self.guard.step)
+            self._gathered[axis.name] = Digests(gathered, names, keyed, count, has_weights=weights, has_state=state)
+
+    def _of_optimizer(self, parameter: Tensor, rows: Rows, nothing: Tensor) -> Tensor:
+        """Return a digest of the optimizer's state of the rows of a parameter."""
+        assert self._optimizer is not None
+        state = self._optimizer.state.get(parameter, {})
+
+        def take(x: Tensor) -> Tensor | None:
+            return rows.of(x) if rows.start is None or x.shape == parameter.shape else None
+
+        total, rest = optimizer_digest(state, nothing.device, take)
+        rest_there = torch.full_like(nothing, rest) if rest else nothing
+        return rest_there if total is None else total + rest_there
 
     def _look(self, axis: Axis) -> None:
-        gathered, keys = self._gathered.pop(axis.name, (None, []))
+        gathered = self._gathered.pop(axis.name, None)
         if gathered is None:
             return
-        holders: dict[str, dict[int, list[int]]] = {}
         assert axis.group is not None
-        ranks = dist.get_process_group_ranks(axis.group)
-        for rank, names, digests in zip(ranks, keys, gathered.numbers().tolist(), strict=True):
-            for key, digest in zip(names, digests, strict=False):
-                holders.setdefault(key, {}).setdefault(digest, []).append(rank)
-        before = self._compared.get(axis.name, 0)
-        self._compared[axis.name] = gathered.step
-        differ = {key: list(by.values()) for key, by in holders.items() if len(by) > 1}
+        differ = gathered.differences(dist.get_process_group_ranks(axis.group))
+        step = gathered.step
+        before = (self._compared if gathered.has_weights else self._state_compared).get(axis.name, 0)
+        if gathered.has_weights:
+            self._compared[axis.name] = step
+        if gathered.has_state:
+            self._state_compared[axis.name] = step
         if differ:
-            raise DivergenceError(_parted(differ, axis, gathered.step, before))
+            raise DivergenceError(parted(differ, axis, step, before))
 
     def _shared_over(self, axis: Axis) -> list[list[tuple[Tensor, Rows]]]:
         """Return, for each rank of an axis, those of its rows that the axis holds more than once."""
@@ -247,23 +289,12 @@ class ReplicaComparison:
                     shared[rank].append((parameter, Rows(name)))
             elif record.layout.has_copies:
                 for rank in range(axis.size):
-                    shared[rank] += ((parameter, rows) for rows in _copied_rows(name, record, rank))
+                    shared[rank] += ((parameter, rows) for rows in copied_rows(name, record, rank))
         return shared
 
     def _is_equal_over_tp(self, parameter: Tensor, record: ShardRecord) -> bool:
         is_averaged = record.is_grad_partial or not parameter.requires_grad
         return is_averaged or not is_deferred(parameter.device) or torch.are_deterministic_algorithms_enabled()
-
-
-def _copied_rows(name: str, record: ShardRecord, rank: int) -> Iterable[Rows]:
-    """Yield the rows of a rank's shard that the axis holds more than once, on this rank or on others."""
-    place, runs = 0, iter(record.layout.copies(rank))
-    for start, stop in record.layout.spans[rank]:
-        while start < stop:
-            length, copies = next(runs)
-            if copies > 1:
-                yield Rows(name, start, start + length, (record.layout.dim, place))
-            start, place = start + length, place + length
 
 
 def _settings(group: dict[str, Any]) -> dict[str, str]:
@@ -277,18 +308,6 @@ def _text(value: Any) -> str | None:
     if isinstance(value, list | tuple):
         return repr([_text(item) for item in value])
     return repr(value) if isinstance(value, str | int | float | bool | None) else None
-
-
-def _parted(differ: dict[str, list[list[int]]], axis: Axis, step: int, before: int) -> str:
-    lines = [
-        f"  {key}: " + " differ from ".join(f"rank(s) {', '.join(map(str, ranks))}" for ranks in parts)
-        for key, parts in list(differ.items())[:SHOWN]
-    ]
-    if len(differ) > SHOWN:
-        lines.append(f"  ... and {len(differ) - SHOWN} more")
-    since = f"since step {before}, when they were equal" if before else "since the call that distributed the model"
-    head = f"{len(differ)} weight(s) that the ranks of {axis.name} share are no longer equal in step {step}:"
-    return "\n".join([head, *lines, f"They were changed {since}. {WEIGHT_ADVICE}"])
 
 
 def _has_all_ranks(axis: Axis) -> bool:

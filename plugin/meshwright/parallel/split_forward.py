@@ -10,15 +10,16 @@ gradients are reduced as they arrive, and each rank keeps its shard of their sum
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.config import ParallelPlan
+from meshwright.faults.guard import Guard
 from meshwright.parallel.collectives import Axis, largest
 from meshwright.parallel.forward_state import arguments
+from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.head_losses import BatchLoss
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
@@ -40,6 +41,7 @@ class SplitForward(MethodOverride):
             gradients of inner micro-batches (all but the last) are summed unreduced. Otherwise there is only one
             synchroniser, which reduces these gradients.
         loss: the model's loss, which is made to divide by the counts of the whole batch.
+        guard: the guard, by which all ranks raise if forward writes state in each micro-batch; None on one process.
         keeps_logits: whether the outputs of all micro-batches are kept, so that they can be read.
     """
 
@@ -51,12 +53,14 @@ class SplitForward(MethodOverride):
         dp: Axis,
         syncs: list[GradientSync],
         loss: BatchLoss,
+        guard: Guard | None,
         keeps_logits: bool = False,
     ):
         super().__init__(model.forward)
         self.model, self.plan, self.dp, self.syncs, self.loss = model, plan, dp, syncs, loss
         self.keeps_logits = keeps_logits
         self.signature = inspect.signature(model.forward)
+        self.writes = WritesPerPiece(model, guard)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch = arguments(self.signature, args, kwargs)
@@ -70,7 +74,30 @@ class SplitForward(MethodOverride):
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
         with self.loss.mean.divided_by(divisors):
-            return _run(self.model, self.method, self.syncs, self.loss, split_rows(batch, rows, count), pieces)
+            return self._run(split_rows(batch, rows, count), pieces)
+
+    def _run(self, batches: list[dict[str, Any]], pieces: Pieces) -> Any:
+        *inner, last = batches
+        whole = all(sync.reduction.can_wait for sync in self.syncs)
+        gradients = _WholeGradients(self.model, self.syncs) if whole else _ReducedGradients(self.syncs)
+        total: Tensor | None = None
+        self.writes.start()
+        for batch in inner:
+            output = self._forward(batch)
+            pieces.add(output)
+            loss = loss_of(output)
+            assert loss is not None
+            gradients.add_from(loss)
+            total = loss.detach() if total is None else total + loss.detach()
+            del output, loss
+        output = self._forward(last)
+        self.writes.finish()
+        return output if total is None else pieces.whole(output, gradients.attach(loss_of(output), total))
+
+    def _forward(self, batch: dict[str, Any]) -> Any:
+        output = self.method(**batch)
+        self.writes.look()
+        return self.loss.of_output(batch, output)
 
 
 def count_micro_batches(plan: ParallelPlan, rows: int, dp: Axis) -> int:
@@ -105,30 +132,6 @@ def split_rows(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, A
             piece = without_targets(piece)
         pieces.append(piece)
     return pieces
-
-
-def _run(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    syncs: list[GradientSync],
-    loss_over_dp: BatchLoss,
-    batches: list[dict[str, Any]],
-    pieces: Pieces,
-) -> Any:
-    *inner, last = batches
-    whole = all(sync.reduction.can_wait for sync in syncs)
-    gradients = _WholeGradients(model, syncs) if whole else _ReducedGradients(syncs)
-    total: Tensor | None = None
-    for batch in inner:
-        output = loss_over_dp.of_output(batch, forward(**batch))
-        pieces.add(output)
-        loss = loss_of(output)
-        assert loss is not None
-        gradients.add_from(loss)
-        total = loss.detach() if total is None else total + loss.detach()
-        del output, loss
-    output = loss_over_dp.of_output(last, forward(**last))
-    return output if total is None else pieces.whole(output, gradients.attach(loss_of(output), total))
 
 
 class _WholeGradients:

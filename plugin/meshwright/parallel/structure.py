@@ -18,7 +18,7 @@ from meshwright.parallel.role_rows import rows_of, wide_rows
 from meshwright.parallel.roled_model import RoledModel
 from meshwright.parallel.row_layout import RowLayout
 from meshwright.roles.adapters import is_adapted
-from meshwright.roles.projection import in_features, is_projection, is_transposed, out_features
+from meshwright.roles.projection import in_features, is_projection, is_transposed, out_features, weight_of
 from meshwright.roles.sharding_plan import (
     COLUMN_ROLES,
     FUSED_QKV_ROLES,
@@ -136,7 +136,7 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
         final_norm=roled.only(Role.FINAL_NORM, nn.Module, required=False),
         blocks=blocks,
         parameters=layouts,
-        vocab_size=embedding.num_embeddings if head is None else head.weight.shape[0],
+        vocab_size=embedding.num_embeddings if head is None else weight_of(head).shape[0],
     )
 
 

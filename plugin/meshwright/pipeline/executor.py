@@ -57,6 +57,7 @@ class Step:
         parameters: the trained parameters of each of this rank's stages.
         finish: takes the batch and the decoder's output of a micro-batch, and returns the output whose loss counts.
         keep: called with each output of the last stage, in the order of the micro-batches.
+        look: called after a stage's forward on each micro-batch, to find state that the forward has written.
     """
 
     stages: Stages
@@ -67,6 +68,7 @@ class Step:
     parameters: dict[int, list[nn.Parameter]]
     finish: Callable[[Batch, Any], Any]
     keep: Callable[[Any], None]
+    look: Callable[[], None]
     total: Tensor | None = None
     _receivers: dict[int, Receiver] = field(default_factory=dict)
     _arrived: dict[Key, int] = field(default_factory=dict)  # how many tensors a transfer shows to have arrived
@@ -110,6 +112,7 @@ class Step:
             received.requires_grad_(trains)
         batch = self.batches[micro_batch]
         output = self.stages.run(stage, batch, received)
+        self.look()
         if stage == cut.last:
             output = self.finish(batch, output)
             self.keep(output)

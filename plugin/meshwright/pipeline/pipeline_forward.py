@@ -18,6 +18,7 @@ from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.process_group import wire_device
 from meshwright.parallel.collectives import Axis, all_reduce
 from meshwright.parallel.forward_state import arguments
+from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.head_losses import BatchLoss
 from meshwright.parallel.mean_over_ranks import TARGETS
 from meshwright.parallel.method_override import MethodOverride
@@ -126,6 +127,7 @@ class PipelineForward(MethodOverride):
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
+        self.writes = WritesPerPiece(decoder, runtime.guard, pipeline.cut.layers)
         self._loss_dtypes: dict[_Precision, torch.dtype] = {}
         self._uses_items: dict[_Kind, bool] = {}
         if runtime.comparison is not None:
@@ -208,8 +210,10 @@ class PipelineForward(MethodOverride):
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
         step = self._step(split_rows(batch, rows, count), loss, operations, of_stages)
+        self.writes.start()
         with loss.mean.divided_by(divisors):
             run_training(step, sums, self.later)
+        self.writes.finish()
         self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
         self._sum_ties(sums)
         total = self._share_loss(step)
@@ -254,6 +258,7 @@ class PipelineForward(MethodOverride):
             boundaries=Boundaries(shapes=tuple(map(self._shape, batches)), known=known),
             parameters=parameters,
             finish=(lambda _, output: output) if loss is None else loss.of_output,
+            look=self.writes.look if operations else lambda: None,
             keep=self.outputs.keep,
         )
 

@@ -5,7 +5,10 @@ A projection may be wrapped in adapters; these functions look at the projection 
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.roles.adapters import projection
 
@@ -18,13 +21,21 @@ def is_projection(module: nn.Module) -> bool:
 def is_transposed(module: nn.Module) -> bool:
     """Return whether a projection's weight is ``[in, out]`` (transformers' ``Conv1D``), not ``[out, in]``."""
     module = projection(module)
-    weight = getattr(module, "weight", None)
-    return type(module).__name__ == "Conv1D" and getattr(weight, "ndim", 0) == 2 and hasattr(module, "nf")
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and weight_of(module).ndim == 2
 
 
 def out_features(module: nn.Module) -> int:
-    return int(projection(module).weight.shape[1 if is_transposed(module) else 0])
+    return int(weight_of(projection(module)).shape[1 if is_transposed(module) else 0])
 
 
 def in_features(module: nn.Module) -> int:
-    return int(projection(module).weight.shape[0 if is_transposed(module) else 1])
+    return int(weight_of(projection(module)).shape[0 if is_transposed(module) else 1])
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return a module's weight, or what a parametrization computes it from, which may change by being computed."""
+    if not is_parametrized(module, "weight"):
+        return module.weight  # type: ignore[return-value]
+    list_: Any = module.parametrizations
+    found: Tensor = getattr(list_.weight, "original", None)
+    return list_.weight.original0 if found is None else found

@@ -91,6 +91,7 @@ class _LonelyGuard:
     """Counts steps as a guard does, so that the ranks' comparisons run, and meets nobody."""
 
     step = 0
+    is_current = False
 
     def begin_step(self) -> None:
         self.step += 1

@@ -1,0 +1,271 @@
+"""State that a model's forward writes: what one device writes once, from all rows, must not be written per part.
+
+A plan may run forward on each rank's rows, and once for each micro-batch. Three checks find where this gives other
+numbers. Layers that are known to mix rows are refused by name. What forward writes on the rows of one rank differs
+between ranks, and the comparison of replicas finds it in the first steps (``replica_comparison.py``). What forward
+writes once for each micro-batch is found here, by the version counters of the tensors, which cost no device wait.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshwright.config import ParallelPlan
+from meshwright.errors import PlanError
+from meshwright.faults.guard import Guard
+from meshwright.faults.together import raise_if_any, succeed_together
+from meshwright.parallel.async_numbers import is_deferred
+from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.replicated_state import is_comparable
+from meshwright.parallel.shard_reads import reading_shards
+
+logger = logging.getLogger(__name__)
+
+_FIRST = 3  # calls in which Python numbers, and values on a device, are compared too
+_Place = tuple[nn.Module, str, str]  # a module, the name of its attribute, and the attribute's name in the model
+
+
+def check_renormalised(model: nn.Module, plan: ParallelPlan) -> None:
+    """Raise a PlanError if an embedding renormalises its weight in forward, and a plan splits the batch.
+
+    The rows that it renormalises are those of the tokens in the batch, so ranks with other tokens hold other weights.
+    """
+    if not (parts := _parts(plan)):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise PlanError(
+                f"{name} is an embedding with max_norm={module.max_norm:g}: its forward renormalises the rows of the "
+                f"tokens that it gets. The plan splits the batch over {parts}, and each part has other tokens, so the "
+                "weights would not be those of one device. Make it with max_norm=None, or train on one device"
+            )
+
+
+def _parts(plan: ParallelPlan) -> str:
+    """Return what splits a batch, in words; empty if nothing does."""
+    axes = [f"{name}={size}" for name, size in (("dp", plan.dp), ("cp", plan.cp)) if size > 1]
+    if plan.pp > 1 or plan.has_micro_batches:
+        axes.append("micro-batches")
+    return " and ".join(axes)
+
+
+class BatchStatistics:
+    """Refuses passes in which a BatchNorm layer would normalise by the statistics of a part of the batch.
+
+    Args:
+        model: the model.
+        plan: a function that returns the current plan, which says what splits the batch.
+    """
+
+    def __init__(self, model: nn.Module, plan: Callable[[], ParallelPlan | None]):
+        self._plan = plan
+        self._layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+
+    def check(self) -> None:
+        """Raise a PlanError if a layer is about to use the statistics of a part of the batch."""
+        if not self._layers or (plan := self._plan()) is None or not (parts := _parts(plan)):
+            return
+        # SyncBatchNorm sees the rows of all ranks, but not those of later micro-batches.
+        shared = () if plan.pp > 1 or plan.has_micro_batches else nn.SyncBatchNorm
+        for name, layer in self._layers:
+            if isinstance(layer, shared):
+                continue
+            if layer.training or layer.running_mean is None:  # type: ignore[union-attr]
+                raise PlanError(
+                    f"{name} is a {type(layer).__name__}, which normalises by the mean and variance of the batch, but "
+                    f"the plan splits the batch over {parts}, so each part would have its own statistics and "
+                    "the numbers would not be those of one device. Use a norm within a row (nn.LayerNorm, "
+                    "nn.GroupNorm), freeze the statistics after model.train():\n"
+                    f'    model.get_submodule("{name}").eval()\n'
+                    "or, on CUDA and without micro-batches, let the ranks share them:\n"
+                    "    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+                )
+
+
+class WritesInRecompute:
+    """Raises if backward, which runs a layer's forward again, would write state of the layer a second time.
+
+    Args:
+        layer: a layer that the plan recomputes, with state of its own.
+        name: the layer's name in the model.
+    """
+
+    def __init__(self, layer: nn.Module, name: str):
+        self._places, self._name = list(_places(layer, Tensor)), name
+        self._before: list[Tensor | None] = []
+        if self._places:
+            layer.register_forward_pre_hook(self.start)
+            layer.register_forward_hook(self.end)
+
+    def start(self, *_: Any) -> None:
+        values = [_value(module, key) for module, key, _ in self._places] if in_backward() else []
+        self._before = [_bits(x).clone() if isinstance(x, Tensor) and is_comparable(x) else None for x in values]
+
+    def end(self, *_: Any) -> None:
+        for before, (module, key, name) in zip(self._before, self._places, strict=False):
+            value = _value(module, key)
+            if before is None or not isinstance(value, Tensor):
+                continue
+            now = _bits(value)
+            if before.shape == now.shape and not torch.equal(before, now):
+                raise PlanError(
+                    f"forward changes {self._name}.{name}, and recompute='full' runs the layer's forward again in "
+                    "backward, so it is changed twice in a step, and the gradients are not those of one device. Use "
+                    "recompute='none', or change it in the training loop instead of in forward"
+                )
+
+
+class WritesPerPiece:
+    """Finds state that forward writes in each micro-batch, although one device would write it once per batch.
+
+    It is legal to write the same value in each micro-batch, such as a table of rotary frequencies. A tensor that the
+    second micro-batch changes again raises; a Python number that it changes again, such as a counter of calls, is
+    named in a warning, since it may be used for nothing but a log.
+
+    Args:
+        model: the model.
+        guard: the guard, by which all ranks raise if one has found something; None on one process.
+        layers: the decoder's layers, if the stages of a pipeline hold them. A save takes buffers from the first stage.
+    """
+
+    def __init__(self, model: nn.Module, guard: Guard | None, layers: Iterable[nn.Module] = ()):
+        self._places = list(_places(model, Tensor))
+        staged = {id(module) for layer in layers for module in layer.modules()}
+        self._saved_from_first = [
+            id(module) in staged and key in module._buffers and key not in module._non_persistent_buffers_set
+            for module, key, _ in self._places
+        ]
+        self._number_places = list(_places(model, int | float))
+        self._weights = list(model.named_parameters())
+        self._guard = guard
+        self._calls = 0
+        self._seen: list[tuple[Any, int]] = []
+        self._first: dict[int, Tensor] = {}
+        self._numbers: list[Any] = []
+        self._versions: list[int] = []
+        self._written: dict[int, Tensor] = {}
+        self._changes: list[int] = []
+        self._error: PlanError | None = None
+
+    @property
+    def _is_early(self) -> bool:
+        return self._calls <= _FIRST
+
+    def start(self) -> None:
+        """Called at the start of each call of the model, before its first micro-batch."""
+        self._calls += 1
+        self._seen, self._first, self._error = self._moments(), {}, None
+        if self._is_early:
+            self._numbers = [_value(module, key) for module, key, _ in self._number_places]
+            self._changes = [0] * len(self._numbers)
+            self._versions, self._written = self._moments_of_weights(), {}
+
+    def look(self) -> None:
+        """Called after the forward of each micro-batch, or of a stage's part of it; keeps the first error."""
+        seen = self._moments()
+        for index, (before, now) in enumerate(zip(self._seen, seen, strict=True)):
+            if (before[0] is not now[0] or before[1] != now[1]) and isinstance(now[0], Tensor):
+                self._compare(index, now[0])
+        self._seen = seen
+        if self._is_early:
+            for index, (module, key, name) in enumerate(self._number_places):
+                if (value := _value(module, key)) != self._numbers[index]:
+                    self._numbers[index] = value
+                    self._changes[index] += 1
+                    if self._changes[index] == 2:
+                        self._warn(name)
+            self._look_at_weights()
+
+    def _look_at_weights(self) -> None:
+        """Find weights that forward has written twice, without the writes of ZeRO stage 3, which a layer refuses."""
+        versions = self._moments_of_weights()
+        with reading_shards():
+            for index, (before, now) in enumerate(zip(self._versions, versions, strict=True)):
+                name, weight = self._weights[index]
+                if before == now:
+                    continue
+                bits = _bits(weight)
+                if not torch.equal(self._written.setdefault(index, bits.clone()), bits) and self._error is None:
+                    self._error = _changed(name)
+        self._versions = versions
+
+    def _moments_of_weights(self) -> list[int]:
+        with reading_shards():  # reading a guarded parameter's property takes microseconds
+            return [weight._version for _, weight in self._weights]
+
+    def finish(self) -> None:
+        """Called after the last micro-batch of a call. In the first calls all ranks make it.
+
+        Raises:
+            PlanError: if forward has changed state in two micro-batches; in the first calls on every rank.
+        """
+        error, guard = self._error, self._guard
+        self._error, self._first, self._seen = None, {}, []
+        is_met = guard is not None and self._is_early and guard.is_current
+        if is_met and not guard.agree("micro-batches", "" if error is None else "a change of state"):
+            succeed_together(lambda: raise_if_any(error))
+        raise_if_any(error)
+
+    def _moments(self) -> list[tuple[Any, int]]:
+        found = []
+        for module, key, _ in self._places:
+            value = _value(module, key)
+            is_counted = isinstance(value, Tensor) and not value.is_inference()
+            found.append((value, value._version if is_counted else 0))
+        return found
+
+    def _compare(self, index: int, value: Tensor) -> None:
+        if self._error is not None or not is_comparable(value) or (is_deferred(value.device) and not self._is_early):
+            return
+        if self._saved_from_first[index]:
+            self._error = PlanError(
+                f"forward changes the buffer {self._places[index][2]}, which only the stage of its layer would know "
+                "under ParallelPlan.pp > 1, so a checkpoint would hold its old value. Register it with "
+                "persistent=False, or use pp=1"
+            )
+            return
+        bits = _bits(value)
+        first = self._first.setdefault(index, bits.clone())
+        if first.shape == bits.shape and not torch.equal(first, bits):
+            self._error = _changed(self._places[index][2])
+
+    def _warn(self, name: str) -> None:
+        if self._calls == 1:
+            logger.warning(
+                "forward changes %s in each micro-batch, but one device changes it once for the whole batch. If "
+                "numbers follow from it, such as a schedule, they are not those of one device. Change it in the "
+                "training loop instead, before model(**batch)",
+                name,
+            )
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _changed(name: str) -> PlanError:
+    return PlanError(
+        f"forward changes {name} in each micro-batch, but one device changes it once for the whole batch, so what "
+        "follows from it would not be the number of one device. Run the batch in one piece "
+        "(gradient_accumulation_steps=1, micro_batch_size=None, pp=1), or change it in the training loop instead of in "
+        f"forward:\n    model.{name}.copy_(...)  # under torch.no_grad(), before model(**batch)"
+    )
+
+
+def _places(model: nn.Module, kind: Any) -> Iterator[_Place]:
+    """Yield where modules hold values of a kind, other than parameters; buffers also where they are None."""
+    for path, module in model.named_modules():
+        own = {**vars(module), **{key: torch.empty(0) if x is None else x for key, x in module._buffers.items()}}
+        for key, value in own.items():
+            if isinstance(value, kind) and not isinstance(value, bool | nn.Parameter):
+                yield module, key, f"{path}.{key}".lstrip(".")
+
+
+def _value(module: nn.Module, key: str) -> Any:
+    return module._buffers[key] if key in module._buffers else vars(module).get(key)

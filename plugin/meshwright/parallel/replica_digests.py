@@ -1,0 +1,117 @@
+"""What the ranks of an axis compare of their replicas: which rows, by which names, and how a difference is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from meshwright.faults.statement import SHOWN
+from meshwright.parallel.async_numbers import Gathered
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.row_layout import ShardRecord
+
+WEIGHT_ADVICE = (
+    "From then on each rank trains a different model, and averaged gradients belong to none of them. Either the "
+    "program changed a weight or a gradient on one rank only, or a rank's memory is faulty. Change weights on all "
+    "ranks alike, and resume from a checkpoint that was saved before:\n"
+    "    mw.load_weights(model, CHECKPOINT)"
+)
+STATE_ADVICE = (
+    "One device has one value of each. If the model's forward writes it, each rank has written what follows from its "
+    "own rows (as statistics of a batch do), so the numbers are not those of one device. Write what follows from the "
+    "rows of all ranks instead: gather them in forward with mw.gather_rows(x), or use a layer that needs no batch, "
+    "such as nn.LayerNorm in place of nn.BatchNorm1d. If forward does not write it, the program has changed it on one "
+    "rank only, or a rank's memory is faulty: resume from a checkpoint that was saved before"
+)
+OF_OPTIMIZER, _BUFFER = "optimizer's state of ", "buffer "
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a parameter of which the ranks of an axis hold several copies.
+
+    Args:
+        name: the parameter's one-device name.
+        start, stop: the range of the rows in the one-device parameter; None for the whole parameter.
+        local: the dim of the rows, and the index in the shard at which the rows begin.
+    """
+
+    name: str
+    start: int | None = None
+    stop: int | None = None
+    local: tuple[int, int] = (0, 0)
+
+    @property
+    def key(self) -> str:
+        return self.name if self.start is None else f"{self.name}[{self.start}:{self.stop}]"
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return the values of the rows in this rank's shard."""
+        if self.start is None or self.stop is None:
+            return parameter.detach()
+        return parameter.detach().narrow(*self.local, self.stop - self.start)
+
+
+def copied_rows(name: str, record: ShardRecord, rank: int) -> Iterable[Rows]:
+    """Yield the rows of a rank's shard that the axis holds more than once, on this rank or on others."""
+    place, runs = 0, iter(record.layout.copies(rank))
+    for start, stop in record.layout.spans[rank]:
+        while start < stop:
+            length, copies = next(runs)
+            if copies > 1:
+                yield Rows(name, start, start + length, (record.layout.dim, place))
+            start, place = start + length, place + length
+
+
+@dataclass(frozen=True)
+class Digests:
+    """The digests of what the ranks of an axis share.
+
+    Args:
+        gathered: the digests of each rank; for each tensor of a module, a key and a digest at the end.
+        names: for each rank, the names of its first digests; empty for those that stand for nothing.
+        keyed: the names of the tensors of this rank's modules, by key.
+        count: the number of keys.
+        has_weights, has_state: whether weights, and tensors of modules, were due.
+    """
+
+    gathered: Gathered
+    names: list[list[str]]
+    keyed: dict[int, str]
+    count: int
+    has_weights: bool
+    has_state: bool
+
+    @property
+    def step(self) -> int:
+        return self.gathered.step
+
+    def differences(self, ranks: list[int]) -> dict[str, list[list[int]]]:
+        """Return, for each name whose digests differ, the groups of ranks with equal digests."""
+        holders: dict[str, dict[int, list[int]]] = {}
+        for rank, names, digests in zip(ranks, self.names, self.gathered.numbers().tolist(), strict=True):
+            known = {name: digest for name, digest in zip(names, digests, strict=False) if name}
+            if self.count:
+                keys, theirs = digests[-2 * self.count : -self.count], digests[-self.count :]
+                for key, digest in zip(keys, theirs, strict=True):
+                    if key:
+                        known[_BUFFER + self.keyed.get(key, f"{key:x}, which this rank has not")] = digest
+            for name, digest in known.items():
+                holders.setdefault(name, {}).setdefault(digest, []).append(rank)
+        return {name: list(by.values()) for name, by in holders.items() if len(by) > 1}
+
+
+def parted(differ: dict[str, list[list[int]]], axis: Axis, step: int, before: int) -> str:
+    lines = [
+        f"  {key}: " + " differ from ".join(f"rank(s) {', '.join(map(str, ranks))}" for ranks in parts)
+        for key, parts in list(differ.items())[:SHOWN]
+    ]
+    if len(differ) > SHOWN:
+        lines.append(f"  ... and {len(differ) - SHOWN} more")
+    since = f"since step {before}, when they were equal" if before else "since the call that distributed the model"
+    is_state = next(iter(differ)).startswith(_BUFFER)  # weights come first, and differ because of it
+    what, advice = ("buffer", STATE_ADVICE) if is_state else ("weight", WEIGHT_ADVICE)
+    head = f"{len(differ)} {what}(s) that the ranks of {axis.name} share are no longer equal in step {step}:"
+    return "\n".join([head, *lines, f"They were changed {since}. {advice}"])
