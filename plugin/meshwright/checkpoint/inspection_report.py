@@ -36,8 +36,7 @@ def as_dict(found: Inspection, others: list[dict[str, Any]] | None = None) -> di
 
 
 def listing(parent: Path) -> list[dict[str, Any]]:
-    """Return a row for each checkpoint in a folder, in the order of the saves: its name, step, date and size, and what is
-    wrong at first sight."""
+    """Return a row for each checkpoint in a folder, in the order of the saves."""
     rows = []  # pairs of an order and a row
     for folder in checkpoint_folders(parent):
         row: dict[str, Any] = {"name": folder.name, "step": None, "written": None}

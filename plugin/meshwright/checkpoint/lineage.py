@@ -79,8 +79,8 @@ class Lineage:
         for path, mark in marks.items():
             if mark.number >= MAX_NUMBER:
                 raise CheckpointError(
-                    f"{path} has the number {mark.number}, after which no checkpoint can come: it is damaged or forged. "
-                    "Move its folder away, and save again"
+                    f"{path} has the number {mark.number}, after which no checkpoint can come: it is damaged or "
+                    "forged. Move its folder away, and save again"
                 )
         if any(mark.run == self.run and mark.number > self.last for mark in marks.values()):
             self.run = uuid.uuid4().hex  # another program goes on with the run, or this one went back in it
@@ -88,5 +88,5 @@ class Lineage:
         return Mark(number=self.last, run=self.run)
 
 
-# Of models, since a program may save several below one folder. It cannot be an attribute: models are copied and pickled.
+# By model, since a program may save several below one folder. Not an attribute: models are copied and pickled.
 _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, Lineage] = weakref.WeakKeyDictionary()

@@ -14,7 +14,7 @@ from meshwright.errors import CheckpointError
 from meshwright.schema import Check, anything, integer, listed, number, require, shown, table
 
 _RATES = listed(number(0, 1e9))
-# Entries of the states of torch's schedulers and of its gradient scaler. Others must be of the kind that the object has.
+# Entries of the states of torch's schedulers and its gradient scaler. Others must be of the kind that the object has.
 _RANGES: Mapping[str, Mapping[str, Check]] = {
     "scheduler": {"base_lrs": _RATES, "_last_lr": _RATES, "last_epoch": integer(-1), "_step_count": integer()},
     "scaler": dict.fromkeys(("scale", "growth_factor", "backoff_factor", "growth_interval"), number(0)),
@@ -30,8 +30,8 @@ def check_states(path: Path, manifest: Manifest, objects: Mapping[str, Any]) -> 
         objects: the objects, by their names in the manifest.
 
     Raises:
-        CheckpointError: if a state is of another kind of object, or an entry has a wrong type or range. The message names
-            the file and the entry.
+        CheckpointError: if a state is of another kind of object, or an entry has a wrong type or range. The message
+            names the file and the entry.
     """
     for name in _RANGES.keys() & objects.keys():
         saved = decode(getattr(manifest, name))

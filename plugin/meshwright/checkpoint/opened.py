@@ -82,7 +82,7 @@ def miscovered(blocks: list[Block], total: int) -> str | None:
 
 
 def _rectangles(block: Block, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the first row and column of each rectangle of a block, and those behind it, in rows of ``width`` elements."""
+    """Yield the first row and column of each rectangle of a block, and those behind it."""
     row, column = divmod(block.whole, width)
     stop = column + block.length
     if block.count > 1 or stop <= width:  # the same columns of each row, perhaps the first ones in the next row

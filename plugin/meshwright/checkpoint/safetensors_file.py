@@ -98,7 +98,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if entry.start != place:
             raise CheckpointError(
-                f"{path} is damaged: {shown(name)} begins at byte {entry.start}, but the tensor before it ends at {place}"
+                f"{path} is damaged: {shown(name)} begins at byte {entry.start}, but the tensor before it ends at "
+                f"{place}"
             )
         place += entry.num_bytes
     return entries

@@ -59,7 +59,7 @@ def save_checkpoint(
         step: a number for the program, e.g. of optimizer steps; ``load_checkpoint`` returns it.
         extra: anything that JSON can hold; ``load_checkpoint`` returns it.
         keep: the number of checkpoints of this run to keep in the folder's parent, at least 1; its oldest others are
-            removed after this one is complete. None keeps all. Checkpoints of other runs stay (see docs/checkpoints.md).
+            removed after this one is complete. None keeps all. Those of other runs stay (see docs/checkpoints.md).
         asynchronous: whether the call only takes a snapshot of what this rank writes, and a thread writes it while
             training goes on. The next save, the next load, ``wait_for_checkpoints`` and the end of the program wait for
             it, and raise its error on all ranks. Until it is complete, the newest checkpoint is the one before.

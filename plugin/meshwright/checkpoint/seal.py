@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class Seal:
     Args:
         number: its place in the order of its neighbours (see lineage.py).
         run: the run that it belongs to.
-        launch: the launch of ``meshwright launch`` that saved it; empty without one, and in folders of older versions.
+        launches: the runs of ``meshwright launch`` that saved it, one of each machine.
         written: when the folder was sealed by its host's clock, in nanoseconds since 1970; it decides nothing.
         is_open: whether programs may still be adding files, which are then not listed.
         files: the size of each file and the digest of each chunk of it, by its path in the folder.
@@ -37,7 +38,7 @@ class Seal:
     # These come first in the file, where ``Mark.of`` reads them.
     number: int = UNNUMBERED
     run: str = UNNAMED
-    launch: str = ""
+    launches: Sequence[str] = ()
     written: int
     is_open: bool
     files: dict[str, tuple[int, list[str]]]
@@ -143,5 +144,5 @@ _SEAL = record(
         "open": boolean,
         "files": table(_file, names=_NAME),
     },
-    {**FIELDS, "launch": text("[0-9a-f]{0,32}")},
+    {**FIELDS, "launches": listed(text("[0-9a-f]{32}"))},
 )

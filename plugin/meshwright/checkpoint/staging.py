@@ -3,8 +3,8 @@
 A save writes into a hidden folder beside its target and renames it at the end. A folder that is replaced or removed is
 renamed to a hidden name first. So a folder with a plain name is whole, unless something else damaged it.
 
-Jobs may save below one parent at a time. A hidden folder in which a job is writing is locked, and other jobs of its host
-leave it alone. Locks may not reach other hosts, so a folder of another host is a leftover only if nothing has been
+Jobs may save below one parent at a time. A hidden folder in which a job is writing is locked, and other jobs of its
+host leave it alone. Locks may not reach other hosts, so a folder of another host is a leftover only if nothing has been
 written to it for a day, by the clock of the file system.
 """
 

@@ -14,8 +14,8 @@ from typing import Any
 from meshwright.errors import CheckpointError
 from meshwright.schema import shown
 
-# Bytes of memory that the values of a text may take, and of the text itself. The count of ``memory_of_json`` is 6 MiB for
-# the manifest of a model of 405B parameters with AdamW and master weights.
+# Bytes of memory that the values of a text may take, and of the text itself. The count of ``memory_of_json`` is 6 MiB
+# for the manifest of a model of 405B parameters with AdamW and master weights.
 MEMORY = 48 * 2**20
 _SLOT, _NUMBER, _LIST, _TABLE, _MEMBER, _TEXT = 16, 32, 88, 240, 150, 64  # bytes of each in CPython, at most
 _DIGITS = 40  # of a number; int() takes quadratic time, and no field has more
@@ -52,8 +52,8 @@ def parse_json(content: bytearray, path: Path, *, has_nan: bool = False, allowan
     """
     if (needed := memory_of_json(content)) > MEMORY + allowance:
         raise CheckpointError(
-            f"{path} is damaged: its {len(content)} bytes have so many values that they could take {needed >> 20} MiB of "
-            f"memory, more than the {MEMORY + allowance >> 20} MiB of any such file; load another checkpoint"
+            f"{path} is damaged: its {len(content)} bytes have so many values that they could take {needed >> 20} MiB "
+            f"of memory, more than the {MEMORY + allowance >> 20} MiB of any such file; load another checkpoint"
         )
     hooks: dict[str, Any] = {}
     if _LONG_NUMBER.search(content):  # perhaps in a text: only then is each number looked at

@@ -140,8 +140,8 @@ class PackedRows:
         for name, value in asdict(self._packing).items():
             if state["packing"][name] != value:
                 raise CheckpointError(
-                    f"the state belongs to rows packed with {name}={shown(state['packing'][name])}, but this Packing has "
-                    f"{name}={value}; to resume, pass the Packing of the run that saved the state"
+                    f"the state belongs to rows packed with {name}={shown(state['packing'][name])}, but this Packing "
+                    f"has {name}={value}; to resume, pass the Packing of the run that saved the state"
                 )
         self._place = Place(state["document"], state["token"], state["rows"])
 
