@@ -7,7 +7,7 @@ import dataclasses
 import os
 import signal
 import sys
-import time
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api as torch_launcher
 
 from meshwright_hf import network
-from meshwright_hf.launch_job import RESTARTED_VARIABLE, Launch
+from meshwright_hf.launch_job import LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch
 from meshwright_hf.tied_to_launcher import tied
 
 # Without it, the processes of all attempts would meet in one store, where they read addresses of ended processes.
@@ -85,7 +85,7 @@ class Agent(LocalElasticAgent):
     """Torch's agent, which also prints what failed, does not wait for stopped processes, and leaves none behind."""
 
     _failures: Mapping[int, ProcessFailure] = {}
-    _began = 0  # when the first processes were started, in ns since 1970
+    _launch = ""  # names what this agent starts, also again
 
     def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any):
         if isinstance(spec.entrypoint, str):
@@ -93,7 +93,8 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, *args, **kwargs)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._began = self._began or time.time_ns()
+        self._launch = self._launch or uuid.uuid4().hex
+        os.environ[LAUNCH_VARIABLE] = self._launch  # for the Trainer (trainer_folders.py)
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -109,7 +110,7 @@ class Agent(LocalElasticAgent):
             why = first_failure(self._failures)[2]
         attempt = spec.max_restarts - self._remaining_restarts
         _say(f"{why}; the processes of this machine start again (restart {attempt} of {spec.max_restarts})")
-        os.environ[RESTARTED_VARIABLE] = str(self._began)  # for the Trainer (trainer_folders.py)
+        os.environ[RESTARTED_VARIABLE] = self._launch
         super()._restart_workers(worker_group)
         world = worker_group.workers[0].world_size
         if world != before:

@@ -13,7 +13,8 @@ from meshwright.choose.plan_file import PLAN_VARIABLE, launched_plan
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 
-RESTARTED_VARIABLE = "MESHWRIGHT_RESTARTED"  # set in a restart: the time at which the launch began, in ns since 1970
+LAUNCH_VARIABLE = "MESHWRIGHT_LAUNCH"  # a random name of the launch, the same in a restart
+RESTARTED_VARIABLE = "MESHWRIGHT_RESTARTED"  # set in a restart, to the same name
 START_TIMEOUT = 300  # seconds that machines wait for each other
 
 

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.checkpoint.lineage import Lineage, Mark
 from meshwright.checkpoint.loaded_line import show_loaded
+from meshwright.checkpoint.seal import NAME as SEAL
 from meshwright.checkpoint.sealed_folder import check_seal, close_seal, sealed_folder
 from meshwright.checkpoint.stock_optimizer import load_stock_optimizer, read_pickle
 from meshwright.data.loader import DistributedLoader
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import Runtime, runtime_of
+from meshwright_hf.launch_job import LAUNCH_VARIABLE
 from meshwright_hf.trainer_data import rest_of_epoch
 from meshwright_hf.trainer_folders import checkpoint_to_resume, is_sealed, rotate
 from meshwright_hf.trainer_state import (
@@ -31,6 +34,7 @@ from meshwright_hf.trainer_state import (
     STATE,
     STOCK_OPTIMIZER,
     Progress,
+    check_random_state_of,
     encoded_draws,
     load_random_state_of_first,
     load_weights,
@@ -99,7 +103,9 @@ class CheckpointMixin:
         run_dir = self._get_output_dir(trial)
         target = Path(run_dir, f"checkpoint-{self.state.global_step}")
         self._push = None
-        with sealed_folder(target, is_ours=lambda _: True, is_open=self._calls_on_save) as folder:
+        lineage, launch = Lineage.of(self.model), os.environ.get(LAUNCH_VARIABLE, "")
+        options: dict[str, Any] = {"lineage": lineage, "launch": launch, "is_open": self._calls_on_save}
+        with sealed_folder(target, is_ours=lambda _: True, **options) as folder:
             self._hidden_run = folder.parent
             try:
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
@@ -111,7 +117,7 @@ class CheckpointMixin:
         else:
             self._push_what_is_due()
         best = self.state.best_model_checkpoint
-        on_first_rank(lambda: rotate(Path(run_dir), self.args.save_total_limit, best))
+        on_first_rank(lambda: rotate(target, self.args.save_total_limit, best, lineage.run))
 
     def _name_finally(self, folder: Path, final: str) -> None:
         """Replace the hidden folder's name by the final one in the Trainer's state."""
@@ -179,6 +185,7 @@ class CheckpointMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._distribute()
         load_weights(self.model, resume_from_checkpoint)
+        Lineage.of(self.model).go_on_from(Mark.of(Path(resume_from_checkpoint, SEAL)))
 
     def _load_best_model(self) -> None:
         logger.info("loading the best model, from %s (%s)", self.state.best_model_checkpoint, self.state.best_metric)
@@ -207,6 +214,7 @@ class CheckpointMixin:
         runtime, progress = self._runtime, succeed_together(lambda: Progress.read(checkpoint))
         is_same_mesh = progress is None or progress.mesh == _sizes(runtime)
         if is_same_mesh and len(random_files(checkpoint)) == self.args.world_size:
+            succeed_together(lambda: check_random_state_of(checkpoint, self.args.process_index))
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         else:
             succeed_together(lambda: load_random_state_of_first(checkpoint, self.args.device))

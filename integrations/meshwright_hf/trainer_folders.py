@@ -6,8 +6,10 @@ import functools
 import logging
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
+from meshwright.checkpoint.lineage import UNNAMED, UNNUMBERED, Mark
 from meshwright.checkpoint.seal import NAME as SEAL
 from meshwright.checkpoint.seal import Seal
 from meshwright.checkpoint.sealed_folder import check_seal
@@ -36,8 +38,8 @@ def checkpoint_to_resume(output_dir: str, wanted: bool | str | os.PathLike[str] 
     Raises:
         CheckpointError: if there is no whole checkpoint, or the folder is not one; it names what is wrong.
     """
-    if wanted is not False and (launched := _restarted_launch()) is not None:
-        folder, _ = _newest_whole(output_dir, since=launched)
+    if wanted is not False and (launches := _restarted_launch()):
+        folder, _ = _newest_whole(output_dir, launches)
         if folder is not None:
             on_first_rank(lambda: logger.warning("restarted by the launcher: the run goes on from %s", folder))
             return folder
@@ -55,17 +57,15 @@ def checkpoint_to_resume(output_dir: str, wanted: bool | str | os.PathLike[str] 
     raise CheckpointError(f"there is no whole checkpoint in {output_dir} to resume from{found}")
 
 
-def _restarted_launch() -> int | None:
-    """Return when the launch began, in ns since 1970, if the launcher has restarted this job; else None."""
-    # A machine that has joined later was not restarted.
-    times = [int(text) for text in texts_of_all(os.environ.get(RESTARTED_VARIABLE, "")) if text]
-    return min(times, default=None)
+def _restarted_launch() -> set[str]:
+    """Return the names of the launch on its machines, if it has restarted this job; a machine may have joined later."""
+    return {*texts_of_all(os.environ.get(RESTARTED_VARIABLE, ""))} - {""}
 
 
-def _newest_whole(output_dir: str, since: int = 0) -> tuple[str | None, list[str]]:
-    """Return the newest whole checkpoint of a folder that was saved at ``since`` or later, and what was skipped."""
+def _newest_whole(output_dir: str, launches: Collection[str] = ()) -> tuple[str | None, list[str]]:
+    """Return the newest whole checkpoint of a folder, of any or of these launches, and what was skipped."""
     skipped: list[str] = []
-    for name in on_first_rank(lambda: _newest_first(Path(output_dir), since)):
+    for name in on_first_rank(lambda: _newest_first(Path(output_dir), launches)):
         folder = Path(output_dir, name)
         try:
             _check(folder)
@@ -94,15 +94,23 @@ def is_sealed(folder: Path) -> bool:
     return False
 
 
-def rotate(run_dir: Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints beyond ``limit``, those that are not whole first.
+def rotate(newest: Path, limit: int | None, best: str | None, run: str) -> None:
+    """Remove the oldest checkpoints of a run beyond ``limit``, those that are not whole first.
 
-    The newest one and the best one are never removed.
+    Checkpoints of the stock Trainer, which belong to no run, count as this run's.
+
+    Args:
+        newest: the checkpoint that was just saved, which is never removed.
+        limit: the number to keep; None for all.
+        best: the best checkpoint, which is never removed either.
+        run: the run.
     """
     if not limit or limit < 0:
         return
-    ordered = [path for _, path in sorted((_age(run_dir / name), run_dir / name) for name in _newest_first(run_dir))]
-    protected = {os.path.abspath(path) for path in (ordered[-1], best) if path is not None}
+    run_dir = newest.parent
+    marks = {run_dir / name: Mark.of(run_dir / name / SEAL) for name in _newest_first(run_dir)}
+    ordered = sorted((path for path, mark in marks.items() if mark.run in (run, UNNAMED)), key=_age)
+    protected = {os.path.abspath(path) for path in (newest, best) if path is not None}
     removable = [path for path in ordered if os.path.abspath(path) not in protected]
     for path in removable[: max(len(ordered) - max(limit, len(protected)), 0)]:
         logger.info("removing the older checkpoint %s because of save_total_limit", path)
@@ -142,22 +150,38 @@ def _check_parts(folder: Path, required: tuple[str, ...]) -> None:
         WeightFiles.open(folder)
 
 
-def _newest_first(run_dir: Path, since: int = 0) -> list[str]:
-    """Return the names of the checkpoints in a folder that were saved at ``since`` or later, the largest step first."""
+def _newest_first(run_dir: Path, launches: Collection[str] = ()) -> list[str]:
+    """Return the names of the checkpoints in a folder, of any or of these launches, the one that was saved last first.
+
+    If some have no number, because the stock Trainer saved them, the largest step comes first.
+    """
     if not run_dir.is_dir():
         return []
     restore_replaced(run_dir)
-    found = [path.name for path in run_dir.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-    found = [name for name in found if not since or _age(run_dir / name)[1] >= since]
-    return sorted(found, key=lambda name: -int(name.rpartition("-")[2]))
+    names = [path.name for path in run_dir.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    if launches:
+        names = [name for name in names if not _launches(run_dir / name).isdisjoint(launches)]
+    numbers = {name: Mark.of(run_dir / name / SEAL).number for name in names}
+    return sorted(names, key=lambda name: (numbers[name] if all(numbers.values()) else 0, _step(name)), reverse=True)
 
 
-def _age(folder: Path) -> tuple[bool, int]:
-    """Return a key that sorts checkpoints: those that are not whole, then by the time at which they were saved."""
+def _step(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _launches(folder: Path) -> set[str]:
+    try:
+        return {*Seal.read(folder).launches}
+    except CheckpointError:
+        return set()
+
+
+def _age(folder: Path) -> tuple[bool, int, int]:
+    """Return a key that sorts checkpoints: those that are not whole, then by the order in which they were saved."""
     if not (folder / SEAL).exists():  # of the stock Trainer
-        return True, folder.stat().st_mtime_ns
+        return True, UNNUMBERED, _step(folder.name)
     try:
         seal = Seal.read(folder)
     except CheckpointError:
-        return False, 0
-    return not seal.problems(folder), seal.written
+        return False, UNNUMBERED, 0
+    return not seal.problems(folder), seal.number, _step(folder.name)

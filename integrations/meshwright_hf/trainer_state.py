@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,15 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import safe_globals
 
 import meshwright as mw
+from meshwright.checkpoint.random_state import check_states_of_others
+from meshwright.checkpoint.read_files import read_json
 from meshwright.checkpoint.stock_optimizer import read_pickle
-from meshwright.data.shuffling import decoded, encoded
+from meshwright.data.readers.base import MOST_EPOCHS
+from meshwright.data.shuffling import GENERATOR, decoded, encoded
 from meshwright.errors import CheckpointError
+from meshwright.parallel.dropout_streams import STREAMS
 from meshwright.parallel.row_layout import is_held
+from meshwright.schema import anything, integer, listed, maybe, record, require, table
 
 OPTIMIZER = "meshwright_optimizer"
 PROGRESS = "meshwright_progress.json"
@@ -59,33 +64,41 @@ class Progress:
         """Read ``meshwright_progress.json``; a checkpoint of the stock Trainer has none, and gives None.
 
         Raises:
-            CheckpointError: if a field is missing, unknown, or of another type.
+            CheckpointError: if a field is missing, unknown, or of another type or range.
         """
         path = Path(folder, PROGRESS)
         if not path.exists():
             return None
-        try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
-        kinds = {"mesh": list, "global_batch": int, "loader": dict, "epoch_draws": str, "streams": dict, "plan": dict}
-        names = {field.name for field in fields(Progress)}
-        if not isinstance(said, dict) or said.keys() | {"plan"} != names:
-            raise CheckpointError(f"{path} does not have the fields {', '.join(sorted(names))}")
-        optional = ("loader", "epoch_draws", "streams", "plan")
-        for name, kind in kinds.items():
-            value = said.get(name)
-            if type(value) is not kind and not (name in optional and value is None):
-                raise CheckpointError(f"{path} has a wrong value of {name!r}: {str(value)[:100]}")
+        said = read_json(path)
+        require(said, _PROGRESS, path)
         mesh = said["mesh"]
-        if len(mesh) not in (2, 3, 4) or not all(type(size) is int and size >= 1 for size in mesh):
-            raise CheckpointError(f"{path} has a wrong value of 'mesh': {mesh}")
         # An earlier version had no pp.
         return Progress(**{**said, "mesh": tuple(mesh) if len(mesh) > 2 else (1, *mesh)})
 
     def draws(self) -> Tensor | None:
         """Return torch's random state when the epoch began."""
         return None if self.epoch_draws is None else decoded(self.epoch_draws)
+
+
+# ``loader`` is checked by the loader, and its place here, since the Trainer reads it.
+_PLACE = record({"epoch": integer(0, MOST_EPOCHS), "samples": integer()}, {"length": integer()})
+
+
+def _loader(value: Any, field: str) -> None:
+    table(anything)(value, field)
+    _PLACE({name: value[name] for name in ("epoch", "samples", "length") if name in value}, field)
+
+
+_PROGRESS = record(
+    {
+        "mesh": listed(integer(1, 2**24), least=2, most=4),
+        "global_batch": integer(1),
+        "loader": maybe(_loader),
+        "epoch_draws": maybe(GENERATOR),
+        "streams": maybe(STREAMS),
+    },
+    {"plan": maybe(table(anything))},
+)
 
 
 def encoded_draws(state: Tensor | None) -> str | None:
@@ -98,6 +111,26 @@ def random_files(folder: str | Path) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir() if _RANDOM.fullmatch(path.name))
 
 
+def check_random_state_of(folder: str | Path, rank: int) -> None:
+    """Check the random states that transformers is about to restore on a rank, unchecked.
+
+    Raises:
+        CheckpointError: if they are damaged.
+    """
+    path = Path(folder, f"rng_state_{rank}.pth")
+    path = path if path.is_file() else path.with_name("rng_state.pth")
+    if path.is_file():
+        _read_random(path)
+
+
+def _read_random(path: Path) -> dict[str, Any]:
+    with safe_globals():
+        state = read_pickle(path)
+    require(state, table(anything), path)
+    check_states_of_others(state.get("python"), state.get("numpy"), state.get("cpu"), str(path))
+    return dict(state)
+
+
 def load_random_state_of_first(folder: str | Path, device: torch.device) -> None:
     """Give this rank the random states that rank 0 saved, on another number of ranks or another mesh.
 
@@ -106,8 +139,7 @@ def load_random_state_of_first(folder: str | Path, device: torch.device) -> None
     """
     path = Path(folder, "rng_state.pth")
     path = path if path.exists() else path.with_name("rng_state_0.pth")
-    with safe_globals():
-        state = read_pickle(path)
+    state = _read_random(path)
     try:
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])

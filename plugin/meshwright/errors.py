@@ -40,6 +40,10 @@ class UninitialisedParameterError(PlanError):
 class CheckpointError(ValueError):
     """Raised if weights on disk cannot be read or do not belong to the model."""
 
+    def __str__(self) -> str:
+        # A name in a file may have half of a character, which a terminal or a log cannot print.
+        return super().__str__().encode("utf-8", "backslashreplace").decode()
+
 
 class AlreadyDistributedError(ValueError):
     """Raised if an earlier call or another library has already distributed the model."""

@@ -275,7 +275,7 @@ def test_states_of_other_streams_are_refused() -> None:
         make(stream(12, 3)).load_state_dict(state)
     with pytest.raises(ValueError, match="fingerprint"):
         make(stream(), "mine").load_state_dict(state)
-    with pytest.raises(ValueError, match="has no mapping 'stream'"):
+    with pytest.raises(ValueError, match="'stream' is None, and must be a table"):
         make(stream()).load_state_dict({**state, "stream": None})
     with pytest.raises(ValueError, match="dataset"):
         make(Lines([1]), "mine").load_state_dict(make(Lines([1])).state_dict())

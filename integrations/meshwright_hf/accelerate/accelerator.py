@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import meshwright as mw
+from meshwright.checkpoint.lineage import Lineage, Mark
+from meshwright.checkpoint.seal import NAME as SEAL
 from meshwright.checkpoint.sealed_folder import sealed_folder
 from meshwright.compiling import without_compilation
 from meshwright.config import LoaderOptions, ParallelPlan
@@ -209,7 +211,8 @@ class PlannedAccelerator(Accelerator):
         if not safe_serialization:
             raise ValueError("safe_serialization=False would pickle the weights; a planned model's are safetensors")
         target = folder_to_save(self, output_dir)
-        with sealed_folder(target) as folder:
+        lineage = Lineage.of(state.planned_models(self)[0])
+        with sealed_folder(target, lineage=lineage) as folder:
             # This comes first, since it communicates: an error of one rank in accelerate's own files must not leave
             # others waiting.
             state.save_progress(self, folder)
@@ -222,7 +225,7 @@ class PlannedAccelerator(Accelerator):
             finally:
                 self._is_saving = False
                 hook.remove()
-        remove_oldest(self)
+        remove_oldest(self, lineage.run)
         return target
 
     def load_state(
@@ -253,6 +256,7 @@ class PlannedAccelerator(Accelerator):
             state.load_stock_optimizers(self, folder)
         else:
             state.load_progress(self, folder)
+        Lineage.of(state.planned_models(self)[0]).go_on_from(Mark.of(folder / SEAL))
 
     @contextlib.contextmanager
     def _naming_nothing(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from meshwright.checkpoint.lineage import UNNAMED, Mark
 from meshwright.checkpoint.seal import NAME as SEAL
 from meshwright.checkpoint.seal import Seal
 from meshwright.checkpoint.sealed_folder import check_seal
@@ -69,16 +70,19 @@ def folder_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[str] |
     raise CheckpointError(f"there is no whole checkpoint in {parent}; pass the folder of a state to load_state")
 
 
-def remove_oldest(accelerator: Accelerator) -> None:
-    """Remove the oldest automatic checkpoints beyond ``total_limit``, those that are not whole first."""
+def remove_oldest(accelerator: Accelerator, run: str) -> None:
+    """Remove the oldest automatic checkpoints of a run beyond ``total_limit``, those that are not whole first."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming or project.total_limit is None:
         return
     parent, limit = _automatic(accelerator), max(project.total_limit, 1)
 
     def remove() -> None:
-        ordered = sorted(_newest_first(parent), key=lambda name: (_is_whole(parent / name), _number(name)))
-        for name in ordered[:-limit]:
+        # Those of accelerate's own class belong to no run.
+        own = [name for name in _newest_first(parent) if Mark.of(parent / name / SEAL).run in (run, UNNAMED)]
+        own.reverse()
+        newest_last = sorted(own, key=lambda name: _is_whole(parent / name))
+        for name in newest_last[:-limit]:
             logger.info("removing the older checkpoint %s because of total_limit", parent / name)
             remove_folder(parent / name)
 
@@ -98,7 +102,8 @@ def _newest_first(parent: Path) -> list[str]:
         return []
     restore_replaced(parent)
     found = [path.name for path in parent.iterdir() if _NAMED.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda name: -_number(name))
+    marks = {name: Mark.of(parent / name / SEAL).number for name in found}
+    return sorted(found, key=lambda name: (marks[name] if all(marks.values()) else 0, _number(name)), reverse=True)
 
 
 def _is_whole(folder: Path) -> bool:

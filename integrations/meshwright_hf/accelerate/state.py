@@ -13,15 +13,19 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import safe_globals
 
 import meshwright as mw
 from meshwright.checkpoint.loaded_line import show_loaded
+from meshwright.checkpoint.random_state import check_states_of_others
+from meshwright.checkpoint.read_files import read_json
 from meshwright.checkpoint.seal import NAME as SEAL
-from meshwright.checkpoint.stock_optimizer import check_pickle, load_stock_optimizer
+from meshwright.checkpoint.stock_optimizer import check_pickle, load_stock_optimizer, read_pickle
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import find_runtime, runtime_of
-from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.dropout_streams import STREAMS, DropoutStreams
+from meshwright.schema import anything, integer, listed, maybe, record, require, table
 from meshwright_hf.accelerate.loader import PlannedLoader
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 
@@ -91,7 +95,19 @@ def _check_parts(accelerator: Accelerator, folder: Path) -> bool:
         )
     if is_stock:
         _check_stock(accelerator, folder)
+    _check_random_state(folder / f"random_states_{accelerator.process_index}.pkl")
     return is_stock
+
+
+def _check_random_state(path: Path) -> None:
+    """Check the random states that accelerate is about to restore, unchecked."""
+    if path.is_file():
+        with safe_globals():
+            state = read_pickle(path)
+        require(state, table(anything), path)
+        check_states_of_others(
+            state.get("random_state"), state.get("numpy_random_seed"), state.get("torch_manual_seed"), str(path)
+        )
 
 
 def _check_stock(accelerator: Accelerator, folder: Path) -> None:
@@ -177,13 +193,8 @@ def is_new_model(value: Any) -> bool:
 
 def _read(accelerator: Accelerator, directory: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(directory) / PROGRESS
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
-    fields = {"loaders", "dropout", "step", "rows", "batches"}  # earlier versions wrote no shown_steps and no plan
-    if not isinstance(said, dict) or said.keys() - {"shown_steps", "plan"} != fields:
-        raise CheckpointError(f"{path} does not have the fields loaders, dropout, step, rows and batches")
+    said = read_json(path)
+    require(said, _PROGRESS, path)
     for name, here in (("loaders", _loaders(accelerator)), ("dropout", planned_models(accelerator))):
         if len(said[name]) != len(here):
             what = "loader(s)" if name == "loaders" else "model(s)"
@@ -191,7 +202,21 @@ def _read(accelerator: Accelerator, directory: str | os.PathLike[str]) -> dict[s
                 f"{directory} has the state of {len(said[name])} {what}, but this Accelerator has {len(here)}; "
                 "prepare the same objects in the same order"
             )
-    return said
+    for loader, state in zip(_loaders(accelerator), said["loaders"], strict=True):
+        loader.inner.check_state_dict(state)
+    return dict(said)
+
+
+_PROGRESS = record(
+    {
+        "loaders": listed(table(anything)),
+        "dropout": listed(STREAMS),
+        "step": integer(),
+        "rows": maybe(integer(1)),
+        "batches": listed(integer()),
+    },
+    {"shown_steps": listed(maybe(integer())), "plan": maybe(table(anything))},  # earlier versions wrote none
+)
 
 
 def _folder(models: list[nn.Module], model: nn.Module, directory: str | os.PathLike[str]) -> str:

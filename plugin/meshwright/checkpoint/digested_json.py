@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.checkpoint import disk
 from meshwright.checkpoint.part_files import digest
 from meshwright.checkpoint.read_files import read_exactly, reading
-from meshwright.checkpoint.untrusted_json import MAX_BYTES, parse_json
+from meshwright.checkpoint.untrusted_json import MEMORY, parse_json
 from meshwright.errors import CheckpointError
 
 _PREFIX = b'{"digest":"'
@@ -28,8 +28,22 @@ def write_digested(path: Path, name: str, content: dict[str, Any]) -> None:
     disk.write_file(path, _PREFIX + digest(body).encode() + _middle(name) + body)
 
 
-def read_digested(path: Path, name: str) -> Any:
+def read_start(path: Path, length: int) -> bytes:
+    """Return the first bytes of a file, unchecked; none of a file that cannot be read."""
+    try:
+        with reading(path) as descriptor:
+            return os.pread(descriptor, length, 0)
+    except CheckpointError:
+        return b""
+
+
+def read_digested(path: Path, name: str, *, allowance: int = 0) -> Any:
     """Read what ``write_digested`` wrote.
+
+    Args:
+        path: the file.
+        name: the name of the object's second member.
+        allowance: bytes of memory that the content may take beyond ``MEMORY``.
 
     Raises:
         CheckpointError: if the file is missing or damaged.
@@ -41,12 +55,12 @@ def read_digested(path: Path, name: str) -> Any:
         start = os.pread(descriptor, length, 0)
         claimed = start[len(_PREFIX) : len(_PREFIX) + 32]
         # A file of another form is not read, however large it is.
-        is_ours = start == _PREFIX + claimed + middle and length < size <= MAX_BYTES
+        is_ours = start == _PREFIX + claimed + middle and length < size <= MEMORY + allowance
         body = read_exactly(descriptor, path, length, size - length) if is_ours else bytearray()
     if not is_ours or digest(body).encode() != claimed or not body.endswith(b"}\n"):
         raise CheckpointError(f"{path} is damaged: it is not what was saved; load another checkpoint")
     del body[-2:]
-    return parse_json(body, path, has_nan=True)
+    return parse_json(body, path, has_nan=True, allowance=allowance)
 
 
 def _middle(name: str) -> bytes:

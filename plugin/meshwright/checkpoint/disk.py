@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 
 def make_folder(path: Path) -> None:
@@ -71,5 +72,10 @@ def remove(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with all that is in it."""
-    shutil.rmtree(path)
+    """Remove a folder with all that is in it; another job may remove it at the same time."""
+    shutil.rmtree(path, onerror=_unless_gone)
+
+
+def _unless_gone(_: Any, __: str, failure: Any) -> None:
+    if not isinstance(failure[1], FileNotFoundError):
+        raise failure[1]

@@ -5,12 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
+from meshwright.checkpoint.lineage import Lineage, Mark
 from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.checkpoint.staging import Staging, about_to_be_replaced, is_hidden, remove_folder, replaced_folders
+from meshwright.checkpoint.staging import (
+    Staging,
+    about_to_be_replaced,
+    is_hidden,
+    locked,
+    remove_folder,
+    replaced_folders,
+)
 from meshwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -27,8 +35,11 @@ def stage(target: Path) -> Staging:
     return Staging(target, _is_ours)
 
 
-def commit(staging: Staging, manifest: Manifest) -> None:
+def commit(staging: Staging, manifest: Manifest, lineage: Lineage) -> Manifest:
     """Make a checkpoint visible, once all of its files but the manifest are complete and on the disk.
+
+    Returns:
+        The manifest with its number and its run.
 
     Raises:
         CheckpointError: if a file of another rank is not there.
@@ -39,8 +50,12 @@ def commit(staging: Staging, manifest: Manifest) -> None:
             f"rank 0 does not see {absent[0]}, which another rank wrote to {staging.path}: all hosts must save to one "
             "shared file system"
         )
-    manifest.write(staging.path)
-    staging.commit()
+    with locked(staging.target.parent):
+        mark = lineage.next(path / NAME for path in _all_folders(staging.target.parent))
+        manifest = replace(manifest, number=mark.number, run=mark.run)
+        manifest.write(staging.path)
+        staging.commit()
+    return manifest
 
 
 @overload
@@ -94,20 +109,48 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def newest_checkpoint(parent: Path) -> tuple[Path, Manifest] | None:
-    """Return the checkpoint in a folder that was written last and is whole; None if there is none."""
-    whole = []
-    for path, manifest in _checkpoints(parent):
-        if manifest is not None:
-            whole.append((manifest.written, path, manifest))
-        else:
+    """Return the checkpoint in a folder that was saved last and is whole; None if there is none.
+
+    If the folder has checkpoints of several runs, a warning names the newest one of each.
+    """
+    marks = {path: Mark.of(path / NAME) for path in _all_folders(parent)}
+    newest: tuple[Path, Manifest] | None = None
+    for path in sorted(marks, key=lambda path: -marks[path].number):
+        # Those of older versions have no number, and neither have those whose first bytes are damaged.
+        if newest is not None and marks[path].number:
+            continue
+        try:
+            manifest = _read_whole(path)
+        except CheckpointError:
             logger.warning("%s is not a whole checkpoint and is skipped; `meshwright inspect` says what is wrong", path)
-    return max(whole, key=lambda item: item[0])[1:] if whole else None
+            continue
+        if newest is None or manifest.order > newest[1].order:
+            newest = path, manifest
+    if newest is not None:
+        runs: dict[str, Path] = {}
+        for path in sorted(marks, key=lambda path: marks[path].number):
+            runs[marks[path].run] = path
+        if others := [str(path) for run, path in runs.items() if run != newest[1].run]:
+            logger.warning(
+                "%s has checkpoints of %d runs. The one that was saved last is taken, %s. To go on with another run, "
+                "name its checkpoint instead: %s",
+                parent, len(others) + 1, newest[0], ", ".join(others[:5]),
+            )  # fmt: skip
+    return newest
 
 
-def keep_newest(parent: Path, count: int) -> None:
-    """Remove the whole checkpoints of a folder, except the newest ``count`` and those that hold other files."""
-    found = [(manifest.written, path) for path, manifest in _checkpoints(parent) if manifest is not None]
-    whole = [(written, path) for written, path in found if _is_ours(path)]
+def keep_newest(parent: Path, count: int, run: str) -> None:
+    """Remove the whole checkpoints of a run from a folder, except its newest ``count`` and those with other files."""
+    whole = []
+    for path in _all_folders(parent):
+        if Mark.of(path / NAME).run != run:
+            continue  # another job's, which is not even read
+        try:
+            manifest = _read_whole(path)
+        except CheckpointError:
+            continue
+        if manifest.run == run and _is_ours(path):
+            whole.append((manifest.order, path))
     for _, path in sorted(whole)[:-count]:
         remove_folder(path)
 
@@ -127,18 +170,16 @@ def _read_whole(folder: Path) -> Manifest:
     return manifest
 
 
-def _checkpoints(parent: Path) -> Iterator[tuple[Path, Manifest | None]]:
-    """The checkpoints in a folder; the manifest of one that is not whole is None."""
-    for path in [*checkpoint_folders(parent), *replaced_folders(parent)]:
-        try:
-            yield path, _read_whole(path)
-        except CheckpointError:
-            yield path, None
+def _all_folders(parent: Path) -> list[Path]:
+    return [*checkpoint_folders(parent), *replaced_folders(parent)]
 
 
 def _is_ours(folder: Path) -> bool:
     """Whether all that a folder holds are files of a checkpoint."""
-    return folder.is_dir() and is_checkpoint(folder) and not foreign_files(folder)
+    try:
+        return folder.is_dir() and is_checkpoint(folder) and not foreign_files(folder)
+    except FileNotFoundError:  # another job has just removed it
+        return False
 
 
 def _size(path: Path) -> int:

@@ -13,7 +13,7 @@ import torch
 from meshwright.checkpoint.folders import foreign_files
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.opened import uncovered
-from meshwright.checkpoint.optimizer_manifest import is_encoded, master_key, state_key
+from meshwright.checkpoint.optimizer_manifest import master_key, state_key
 from meshwright.checkpoint.part_files import CHUNK, FileRecord, PartIndex, check_header, digest, file_names
 from meshwright.checkpoint.random_state import check_random_state
 from meshwright.checkpoint.read_files import read_into, reading
@@ -96,7 +96,7 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
         part, found = _part(folder, place, manifest)
         damages += found
         parts += [part] if part is not None else []
-    if len(parts) == manifest.dp * manifest.tp:  # otherwise a missing part explains the missing elements
+    if len(parts) == manifest.sizes.ranks:  # otherwise a missing part explains the missing elements
         damages += _uncovered(manifest, parts)
     damages += _inconsistencies(manifest)
     if reads_tensors:
@@ -171,16 +171,9 @@ def _uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[Damage]:
 
 def _inconsistencies(manifest: Manifest) -> Iterator[Damage]:
     """Yield what is wrong with the states in the manifest."""
-    for name in ("scheduler", "scaler"):
-        if not is_encoded(getattr(manifest, name)):
-            yield Damage(file=NAME, problem=f"has a state of {name} of no known form")
     if manifest.optimizer is None:
         return
-    try:
-        described = optimizer_manifest(manifest.optimizer, NAME)
-    except CheckpointError as error:
-        yield Damage(file=NAME, problem=str(error).removeprefix(f"{NAME} is damaged: "))
-        return
+    described = optimizer_manifest(manifest.optimizer)
     expected = [state_key(name, key) for name, keys in described.tensors.items() for key in keys]
     for key in (*expected, *map(master_key, described.masters)):
         if key not in manifest.tensors:

@@ -36,15 +36,15 @@ def as_dict(found: Inspection, others: list[dict[str, Any]] | None = None) -> di
 
 
 def listing(parent: Path) -> list[dict[str, Any]]:
-    """Return a row for each checkpoint in a folder: its name, step, date, size, and what is wrong at first sight."""
-    rows = []  # pairs of a time and a row, to sort the rows by time
+    """Return a row for each checkpoint in a folder, in the order of the saves."""
+    rows = []  # pairs of an order and a row
     for folder in checkpoint_folders(parent):
         row: dict[str, Any] = {"name": folder.name, "step": None, "written": None}
         row["bytes"] = sum(path.lstat().st_size for path in folder.iterdir())
-        time = 0
+        order = (0, 0)
         try:
             manifest = Manifest.read(folder)
-            time = manifest.written
+            order = manifest.order
             row |= {"step": manifest.step, "written": _date(manifest)}
             absent, foreign = absent_files(folder, manifest), foreign_files(folder)
             row["problem"] = (
@@ -53,7 +53,7 @@ def listing(parent: Path) -> list[dict[str, Any]]:
             )  # fmt: skip
         except CheckpointError as error:
             row["problem"] = str(error).replace(f"{folder}/", "")
-        rows.append((time, row))
+        rows.append((order, row))
     return [row for _, row in sorted(rows, key=lambda item: item[0])]
 
 
@@ -104,6 +104,8 @@ def _contents(manifest: Manifest, random: list[str]) -> dict[str, Any]:
         }
     return {
         "step": manifest.step,
+        "number": manifest.number,
+        "run": manifest.run,
         "written": _date(manifest),
         "versions": manifest.versions,
         "plan": manifest.plan,

@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.background import Background
 from meshwright.checkpoint.check_objects import check_objects
 from meshwright.checkpoint.folders import find_checkpoint
+from meshwright.checkpoint.lineage import Lineage, Mark
 from meshwright.checkpoint.loaded_line import show_loaded
-from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.checkpoint.manifest import NAME
+from meshwright.checkpoint.object_states import check_states, load_states
 from meshwright.checkpoint.opened import Opened, open_together
-from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, decode, is_encoded, master_key, state_key
+from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, master_key, state_key
 from meshwright.checkpoint.part_files import read_elements
 from meshwright.checkpoint.random_state import check_random_state, set_random_state
 from meshwright.checkpoint.regions import Block, numel
@@ -121,6 +123,7 @@ def load_checkpoint(
             weights = _Weights(tensors=tensors, objects=objects, names=_names(opened, tensors, ties))
             if "random" in used:
                 check_random_state(random, device, str(opened.folder))
+            check_states(opened.folder / NAME, manifest, {name: given[name] for name in used - {"random"}})
             if optimizer is None or "optimizer" not in used:
                 return used, weights, None
             return used, weights, _checked_optimizer(model, optimizer, opened, saved)
@@ -138,13 +141,16 @@ def load_checkpoint(
         _take_over_weights(runtime)
         if state is not None:
             set_state(*state, loaded)
-    succeed_together(lambda: _load_states(manifest, given, used))
+    succeed_together(
+        lambda: load_states(opened.folder / NAME, manifest, {name: given[name] for name in used - {"random"}})
+    )
     if runtime.streams is not None and manifest.streams is not None:
         runtime.streams.load_state_dict(manifest.streams)
     if "random" in used:
         set_random_state(random, device)
     if runtime.watch is not None and manifest.step is not None:
         runtime.watch.resumed(manifest.step)
+    Lineage.of(model).go_on_from(Mark(number=manifest.number, run=manifest.run))
     show_loaded(opened.folder, step=manifest.step, plan=manifest.plan)
     return Checkpoint(folder=opened.folder, step=manifest.step, extra=manifest.extra, plan=manifest.plan)
 
@@ -177,9 +183,6 @@ def _components(opened: Opened, given: dict[str, Any], ignore: Collection[str]) 
             f"{opened.folder} was saved without the state of {', '.join(lost)}, so the resumed run would give other "
             f"results. Load a checkpoint that was saved with {lost[0]}=..., or pass ignore=[{lost[0]!r}]"
         )
-    for name in ("scheduler", "scaler"):
-        if not is_encoded(getattr(opened.manifest, name)):
-            raise CheckpointError(f"{opened.folder / NAME} is damaged: its state of {name} is of no known form")
     return (passed | {"random"}) - set(ignore)
 
 
@@ -231,7 +234,8 @@ _Optimizer = tuple[OptimizerParts, OptimizerManifest]
 def _checked_optimizer(model: nn.Module, optimizer: Optimizer, opened: Opened, saved: _SavedState) -> _Optimizer:
     """Check that the checkpoint's optimizer is this one."""
     found = parts_of(model, optimizer)
-    described = optimizer_manifest(opened.manifest.optimizer or {}, str(opened.folder / NAME))
+    assert opened.manifest.optimizer is not None
+    described = optimizer_manifest(opened.manifest.optimizer)
     check_fits(opened.folder, described, saved, found)
     return found, described
 
@@ -309,11 +313,3 @@ def _take_over_weights(runtime: Runtime) -> None:
         runtime.weights.release()
     for bucket in runtime.zero.sharded if runtime.zero is not None else ():
         bucket.weights.refresh()
-
-
-def _load_states(manifest: Manifest, given: dict[str, Any], used: set[str]) -> None:
-    for name in ("scheduler", "scaler"):
-        if name in used:
-            given[name].load_state_dict(decode(getattr(manifest, name)))
-    if "loader" in used:
-        given["loader"].load_state_dict(manifest.loader)

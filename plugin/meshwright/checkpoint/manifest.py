@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import contextlib
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,16 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.digested_json import read_digested, write_digested
+from meshwright.checkpoint.lineage import FIELDS, UNNAMED, UNNUMBERED
+from meshwright.checkpoint.optimizer_manifest import ENCODED, OPTIMIZER
 from meshwright.checkpoint.part_files import FileRecord, file_names
-from meshwright.checkpoint.safetensors_file import DTYPES, MAX_DIMS
+from meshwright.checkpoint.safetensors_file import DTYPES, SHAPE
 from meshwright.checkpoint.shares import Sizes
-from meshwright.checkpoint.untrusted_json import LARGEST
+from meshwright.checkpoint.untrusted_json import parse_json
 from meshwright.errors import CheckpointError
+from meshwright.parallel.dropout_streams import STREAMS
+from meshwright.schema import LARGEST, anything, equal, integer, maybe, one_of, record, require, row, table, text, that
+from meshwright.schema import NAME as KEY
 
 NAME = "checkpoint.json"
 FORMAT = "meshwright-checkpoint-1"
@@ -29,8 +34,10 @@ class Manifest:
     """What a checkpoint holds.
 
     Args:
+        number: its place in the order of its neighbours (see lineage.py).
+        run: the run that it belongs to.
         step: the number that the program gave the checkpoint; None if it gave none.
-        written: when it was written, in nanoseconds since 1970.
+        written: when it was written by its host's clock, in nanoseconds since 1970; it decides nothing.
         versions: the versions of the libraries that wrote it.
         plan: the fields of the ParallelPlan; None for a model that was not distributed.
         pp, dp, tp: the sizes of the mesh.
@@ -44,6 +51,9 @@ class Manifest:
         files: the record of each other file, by name.
     """
 
+    # These come first in the file, where ``Mark.of`` reads them.
+    number: int = UNNUMBERED
+    run: str = UNNAMED
     step: int | None
     written: int
     versions: dict[str, str]
@@ -69,10 +79,15 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest of a folder, and flush it to the disk."""
-        record = {field.name: getattr(self, field.name) for field in fields(self)}
-        record["tensors"] = {key: [_DTYPE_NAMES[dtype], list(shape)] for key, (dtype, shape) in self.tensors.items()}
-        record["files"] = {name: asdict(file) for name, file in self.files.items()}
-        write_digested(folder / NAME, "manifest", {"format": FORMAT, **record})
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found["tensors"] = {key: [_DTYPE_NAMES[dtype], list(shape)] for key, (dtype, shape) in self.tensors.items()}
+        found["files"] = {name: asdict(file) for name, file in self.files.items()}
+        write_digested(folder / NAME, "manifest", {"format": FORMAT, **found})
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The key that sorts checkpoints of one folder; those of older versions, which have no number, come first."""
+        return self.number, self.written
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -81,103 +96,70 @@ class Manifest:
         Raises:
             CheckpointError: if it is missing, damaged, or of another format; it names what is wrong.
         """
-        path = folder / NAME
-        record = read_digested(path, "manifest")
-        try:
-            return _from_json(record)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not of the format {FORMAT}: {error}") from error
+        return _from_json(read_digested(folder / NAME, "manifest", allowance=_allowance(folder)), folder / NAME)
 
 
-def _is(kind: Any) -> Callable[[Any], bool]:
-    return lambda value: type(value) is kind
+def _allowance(folder: Path) -> int:
+    """Return how much memory the manifest may take beyond that of a usual one: a 16th of what the folder's files hold.
+
+    So a model of very many parameters can be saved, and a few bytes of a hostile checkpoint cannot take much memory.
+    """
+    with contextlib.suppress(OSError):
+        return sum(entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(folder)) * 512 // 16
+    return 0
 
 
-def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or check(value)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= 2**24
-
-
-def _is_tensor(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and isinstance(value[0], str)
-        and value[0] in DTYPES
-        and isinstance(value[1], list)
-        and len(value[1]) <= MAX_DIMS
-        and all(map(_is_count, value[1]))
-        and math.prod(max(size, 1) for size in value[1]) < LARGEST
-    )
-
-
-def _is_record(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"bytes", "digest"}
-        and _is_count(value["bytes"])
-        and isinstance(value["digest"], str)
-    )
+_SIZE = integer(1, 2**24)
+LAST_TIME = 4_102_444_800 * 10**9  # the end of 2099, in nanoseconds since 1970
 
 
 def _is_config(value: Any) -> bool:
-    # Export writes files of these names.
-    return isinstance(value, dict) and all(
-        name in CONFIG_NAMES and isinstance(text, str) for name, text in value.items()
-    )
+    # Export writes it, and reads some of its fields.
+    try:
+        return isinstance(value, str) and isinstance(
+            parse_json(bytearray(value.encode()), Path(NAME), has_nan=True), dict
+        )
+    except (CheckpointError, UnicodeEncodeError):
+        return False
 
 
-def _table(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+_CHECK = record(
+    {
+        "format": equal(FORMAT),
+        "step": maybe(integer()),
+        "written": integer(0, LAST_TIME),
+        "versions": table(text(most=200)),
+        "plan": maybe(table(anything)),
+        "pp": _SIZE,
+        "dp": _SIZE,
+        "tp": _SIZE,
+        "tensors": table(row(one_of(DTYPES), SHAPE)),
+        "ties": table(KEY),
+        "optimizer": maybe(OPTIMIZER),
+        "scheduler": ENCODED,
+        "scaler": ENCODED,
+        "loader": maybe(table(anything)),  # which the loader checks
+        "streams": maybe(STREAMS),
+        "extra": anything,
+        "model_config": maybe(record({}, dict.fromkeys(CONFIG_NAMES, that("the text of a table", _is_config)))),
+        "files": table(record({"bytes": integer(0, LARGEST), "digest": text("[0-9a-f]{32}")})),
+    },
+    FIELDS,
+)
 
 
-_FIELDS: Mapping[str, Callable[[Any], bool]] = {
-    "format": lambda value: value == FORMAT,
-    "step": _or_none(_is(int)),
-    "written": _is_count,
-    "versions": _table(_is(str)),
-    "plan": _or_none(_is(dict)),
-    "pp": _is_size,
-    "dp": _is_size,
-    "tp": _is_size,
-    "tensors": _table(_is_tensor),
-    "ties": _table(_is(str)),
-    "optimizer": _or_none(_is(dict)),
-    "scheduler": lambda value: True,
-    "scaler": lambda value: True,
-    "loader": _or_none(_is(dict)),
-    "streams": _or_none(_table(_is_count)),
-    "extra": lambda value: True,
-    "model_config": _or_none(_is_config),
-    "files": _table(_is_record),
-}
-
-
-def _from_json(record: Any) -> Manifest:
-    if not isinstance(record, dict):
-        raise ValueError("it is not a table")
-    if unknown := sorted(record.keys() - _FIELDS.keys()):
-        raise ValueError(f"it has unknown fields: {', '.join(unknown)}")
-    if missing := sorted(_FIELDS.keys() - record.keys()):
-        raise ValueError(f"it lacks {', '.join(missing)}")
-    if wrong := [name for name, is_right in _FIELDS.items() if not is_right(record[name])]:
-        raise ValueError(f"its field {wrong[0]!r} has a wrong value: {str(record[wrong[0]])[:100]}")
-    del record["format"]
-    places = range(record["pp"] * record["dp"] * record["tp"])
+def _from_json(found: Any, path: Path) -> Manifest:
+    require(found, _CHECK, path)
+    del found["format"]
+    places = range(found["pp"] * found["dp"] * found["tp"])
     # Names are made only if there are that many files, since a hostile manifest may claim a huge number of ranks.
-    if len(record["files"]) != 2 * len(places) or record["files"].keys() != {
+    if len(found["files"]) != 2 * len(places) or found["files"].keys() != {
         name for place in places for name in file_names(place)
     }:
-        raise ValueError(f"its files are not two for each of the {len(places)} ranks that wrote it")
-    if lost := [tie for tie in record["ties"].values() if tie not in record["tensors"]]:
-        raise ValueError(f"it has no tensor {lost[0]!r}")
-    record["tensors"] = {key: (DTYPES[dtype], tuple(shape)) for key, (dtype, shape) in record["tensors"].items()}
-    record["files"] = {name: FileRecord(**value) for name, value in record["files"].items()}
-    return Manifest(**record)
+        raise CheckpointError(f"{path} is damaged: its 'files' are not two for each of the {len(places)} ranks")
+    if lost := [tie for tie in found["ties"].values() if tie not in found["tensors"]]:
+        raise CheckpointError(f"{path} is damaged: its 'ties' name {lost[0]!r}, which is not in 'tensors'")
+    for key, (dtype, shape) in found["tensors"].items():  # in place: two tables would take twice the memory
+        found["tensors"][key] = (DTYPES[dtype], tuple(shape))
+    found["files"] = {name: FileRecord(**value) for name, value in found["files"].items()}
+    return Manifest(**found)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from meshwright.checkpoint.digested_json import read_start
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.part_files import PartIndex, digest
-from meshwright.checkpoint.regions import Block, numel
+from meshwright.checkpoint.regions import Block
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import exchange_together
-
-_FEW = 100  # up to this many runs of elements, a Python loop is faster than a call of torch
+from meshwright.schema import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class Opened:
         parts = [PartIndex.read(folder, place, manifest.files) for place in range(manifest.sizes.ranks)]
         for part in parts:
             if unknown := sorted(part.pieces.keys() - manifest.tensors.keys()):
-                raise CheckpointError(f"{part.path} has elements of {unknown[0]!r}, which {NAME} does not list")
+                raise CheckpointError(f"{part.path} has elements of {shown(unknown[0])}, which {NAME} does not list")
         for key, problem in uncovered(manifest, parts):
             raise CheckpointError(f"{folder} is damaged: {NAME} lists {key}, of which {problem}")
         return Opened(folder=folder, manifest=manifest, parts=parts)
@@ -50,41 +49,53 @@ def uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[tuple[str,
         for key, piece in part.pieces.items():
             blocks[key] += piece.blocks
     for key, (_, shape) in manifest.tensors.items():
-        if problem := miscovered(blocks[key], torch.Size(shape).numel()):
+        if problem := miscovered(blocks[key], math.prod(shape)):
             yield key, problem
 
 
 def miscovered(blocks: list[Block], total: int) -> str | None:
-    """Return what is wrong with blocks that must have each of ``total`` elements once; None if nothing is."""
+    """Return what is wrong with blocks that must have each of ``total`` elements once; None if nothing is.
+
+    The elements are seen as rows of the length of the blocks' stride, in which each block is a few rectangles. The
+    rectangles cover each element once if adding 1 at their first corners, and subtracting 1 behind them, leaves at each
+    corner what the whole tensor leaves. So the work does not depend on how many elements a block has.
+    """
     for b in blocks:
         if (last := b.whole + (b.count - 1) * b.whole_stride + b.length) > total:
             return f"the files have {last} elements or more, not {total}"
-    if (count := numel(blocks)) > 2 * total:  # else the runs below could fill the memory
-        return f"the files have {count} elements, not {total}"
-    if sum(b.count for b in blocks) > _FEW:
-        return _miscovered_by_many(blocks, total)
-    runs = sorted((b.whole + i * b.whole_stride, b.length) for b in blocks for i in range(b.count))
-    end = 0
-    for start, length in [*runs, (total, 0)]:
-        if start != end:
-            return _problem(end, start)
-        end = start + length
-    return None
-
-
-def _miscovered_by_many(blocks: list[Block], total: int) -> str | None:
-    ends = torch.tensor([0, total])
-    starts, order = torch.cat([b.whole + torch.arange(b.count) * b.whole_stride for b in blocks]).sort()
-    stops = starts + torch.cat([torch.full((b.count,), b.length) for b in blocks])[order]
-    expected, found = torch.cat([ends[:1], stops]), torch.cat([starts, ends[1:]])
-    if not (wrong := (expected != found).nonzero()).numel():
+    widths = {b.whole_stride for b in blocks if b.count > 1} or {max(total, 1)}
+    if len(widths) > 1:
+        return f"the files have runs with the strides {sorted(widths)[:5]}, and not one stride"
+    width = widths.pop()
+    corners: dict[tuple[int, int], int] = defaultdict(int)
+    for sign, block in [*((1, b) for b in blocks), (-1, Block(0, 0, total))]:
+        for row, column, stop_row, stop_column in _rectangles(block, width):
+            corners[row, column] += sign
+            corners[row, stop_column] -= sign
+            corners[stop_row, column] -= sign
+            corners[stop_row, stop_column] += sign
+    if not (wrong := [place for place, count in corners.items() if count]):
         return None
-    return _problem(int(expected[wrong[0]]), int(found[wrong[0]]))
+    row, column = min(wrong)
+    where = "in no file" if corners[row, column] < 0 else "in more than one place"
+    return f"element {row * width + column} is {where}"
 
 
-def _problem(expected: int, found: int) -> str:
-    """Return what is wrong if the next run after the elements up to ``expected`` begins at ``found``."""
-    return f"element {expected} is in no file" if expected < found else f"element {found} is in more than one place"
+def _rectangles(block: Block, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the first row and column of each rectangle of a block, and those behind it."""
+    row, column = divmod(block.whole, width)
+    stop = column + block.length
+    if block.count > 1 or stop <= width:  # the same columns of each row, perhaps the first ones in the next row
+        yield row, column, row + block.count, min(stop, width)
+        if stop > width:
+            yield row + 1, 0, row + 1 + block.count, stop - width
+        return
+    last, rest = divmod(stop, width)  # one run over several rows
+    yield row, column, row + 1, width
+    if last > 1:
+        yield row + 1, 0, row + last, width
+    if rest:
+        yield row + last, 0, row + last + 1, rest
 
 
 def open_together(folder: Path) -> Opened:
@@ -93,7 +104,7 @@ def open_together(folder: Path) -> Opened:
     Raises:
         CheckpointError: on every rank, if it is damaged, or hosts without a shared disk have different ones.
     """
-    opened, digests = exchange_together(lambda: (Opened.read(folder), digest((folder / NAME).read_bytes())))
+    opened, digests = exchange_together(lambda: (Opened.read(folder), _digest_in(folder)))
     _check_same(folder, digests)
     return opened
 
@@ -104,8 +115,13 @@ def check_same_everywhere(folder: Path) -> None:
     Raises:
         CheckpointError: on every rank, if hosts without a shared disk have different files at one path.
     """
-    _, digests = exchange_together(lambda: (None, digest((folder / NAME).read_bytes())))
+    _, digests = exchange_together(lambda: (None, _digest_in(folder)))
     _check_same(folder, digests)
+
+
+def _digest_in(folder: Path) -> str:
+    """Return the digest that the manifest of a folder holds of itself, and which was checked when it was read."""
+    return digest(read_start(folder / NAME, 64))
 
 
 def _check_same(folder: Path, digests: list[str]) -> None:

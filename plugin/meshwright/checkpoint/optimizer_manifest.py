@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,24 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.read_files import read_json
+from meshwright.checkpoint.safetensors_file import SHAPE
 from meshwright.errors import CheckpointError
+from meshwright.schema import (
+    LARGEST,
+    LARGEST_COUNT,
+    Check,
+    anything,
+    integer,
+    listed,
+    number,
+    record,
+    require,
+    row,
+    table,
+    text,
+    that,
+)
+from meshwright.schema import NAME as KEY
 
 NAME = "optimizer.json"
 _FORMAT = "meshwright-optimizer-1"
@@ -84,76 +102,101 @@ class OptimizerManifest:
         """Return the manifest with these fields, as JSON gives them.
 
         Raises:
-            CheckpointError: if a field is unknown, missing or of another type; it names the field and ``where``.
+            CheckpointError: if a field is unknown, missing, or of another type or range; it names it and ``where``.
         """
-        if fields.keys() != _FIELDS.keys():
-            wrong = ", ".join(sorted(fields.keys() ^ _FIELDS.keys()))
-            raise CheckpointError(f"{where} is damaged: fields that are missing, or unknown: {wrong}")
-        try:
-            wrong_fields = [name for name, is_right in _FIELDS.items() if not is_right(fields[name])]
-        except RecursionError as error:
-            raise CheckpointError(f"{where} is damaged: its values are nested too deeply") from error
-        if wrong_fields:
-            raise CheckpointError(f"{where} is damaged: {wrong_fields[0]!r} has values of a wrong type")
+        require(fields, record({**_OPTIMIZER, "weight_map": table(KEY)}), where)
         return OptimizerManifest(**fields)
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-
-
-def _table(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
-
-
-def is_encoded(value: Any) -> bool:
-    """Whether :func:`decode` takes a value."""
+def _encoded(value: Any, field: str) -> None:
+    """Check that :func:`decode` takes a value, and gives what can be a state or an option."""
     if not isinstance(value, dict):
-        return value is None or isinstance(value, bool | int | float | str)
-    if "tensor" in value:
-        dtype = getattr(torch, value["dtype"], None) if isinstance(value.get("dtype"), str) else None
-        is_number = type(value["tensor"]) in (bool, int, float)
-        if not (is_number and isinstance(dtype, torch.dtype) and value.get("shape") in ([], [1], [1, 1])):
-            return False
-        try:
-            torch.tensor(value["tensor"], dtype=dtype)
-        except (RuntimeError, TypeError, ValueError, OverflowError):  # a number that the dtype does not hold
-            return False
-        return True
-    return len(value) == 1 and all(
-        (kind in ("tuple", "list") and isinstance(items, list) and all(map(is_encoded, items)))
-        or (kind == "dict" and isinstance(items, dict) and all(map(is_encoded, items.values())))
-        or (kind == "table" and isinstance(items, list) and all(_is_pair(item) for item in items))
-        for kind, items in value.items()
-    )
+        _PLAIN(value, field)
+    elif "tensor" in value:
+        _NUMBER_TENSOR(value, field)
+        _FITS(value, field)
+    else:
+        _CONTAINER(value, field)
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and type(value[0]) is int and is_encoded(value[1])
+def _fits(value: Any) -> bool:
+    dtype = getattr(torch, value["dtype"], None)
+    try:
+        return isinstance(dtype, torch.dtype) and torch.tensor(value["tensor"], dtype=dtype).numel() == 1
+    except (RuntimeError, TypeError, ValueError, OverflowError):  # a number that the dtype does not hold
+        return False
 
 
-def _is_group(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"parameters", "options"}
-        and _is_texts(value["parameters"])
-        and _table(is_encoded)(value["options"])
-    )
+_PLAIN = that("a number, a text or none", lambda value: value is None or isinstance(value, bool | int | float | str))
+_SCALAR = that("a number or a truth value", lambda value: type(value) in (bool, int, float))
+_NUMBER_TENSOR = record(
+    {
+        "tensor": _SCALAR,
+        "dtype": text("[a-z0-9_]+", most=30),
+        "shape": that("[], [1] or [1, 1]", lambda value: value in ([], [1], [1, 1])),
+    }
+)
+_FITS = that("a number that its dtype holds", _fits)
+_MANY = listed(_encoded)
+_CONTAINER = record(
+    {},
+    {
+        "tuple": _MANY,
+        "list": _MANY,
+        "dict": table(_encoded, names=KEY),
+        "table": listed(row(integer(-LARGEST, LARGEST), _encoded)),
+    },
+)
+ENCODED: Check = _encoded
 
 
-_FIELDS: Mapping[str, Callable[[Any], bool]] = {
-    "optimizer": lambda value: isinstance(value, str),
-    "shapes": _table(_is_shape),
-    "groups": lambda value: isinstance(value, list) and all(map(_is_group, value)),
-    "tensors": _table(_is_texts),
-    "values": _table(_table(is_encoded)),
-    "masters": _is_texts,
-    "weight_map": _table(lambda value: isinstance(value, str)),
+def _ranged(check: Check) -> Check:
+    """An encoded number, or several of them, within a range."""
+
+    def check_value(value: Any, field: str) -> None:
+        _encoded(value, field)
+        found = decode(value)
+        for each in found if isinstance(found, list | tuple) else [found]:
+            if each is not None and not isinstance(each, bool):
+                check(each.item() if isinstance(each, Tensor) else each, field)
+
+    return check_value
+
+
+_RATE = _ranged(number(0, 1e9))
+# Options of torch's optimizers and schedulers. Another option may be any finite number.
+_OPTIONS: Mapping[str, Check] = {
+    **dict.fromkeys(("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "weight_decay", "eps", "momentum"), _RATE),
+    **dict.fromkeys(("betas", "alpha", "rho"), _ranged(number(0, 1))),
 }
+_FINITE = _ranged(
+    that("a finite number or a text", lambda value: isinstance(value, str | dict) or math.isfinite(value))
+)
+_STEP = _ranged(number(0, LARGEST_COUNT))
+
+
+def _options(value: Any, field: str) -> None:
+    table(anything)(value, field)
+    for name, option in value.items():
+        _OPTIONS.get(name, _FINITE)(option, f"{field}[{name!r}]")
+
+
+def _values(value: Any, field: str) -> None:
+    table(anything)(value, field)
+    for name, state in value.items():
+        (_STEP if name == "step" else _encoded)(state, f"{field}[{name!r}]")
+
+
+_NAMES = listed(KEY)
+_OPTIMIZER: Mapping[str, Check] = {
+    "optimizer": KEY,
+    "shapes": table(SHAPE),
+    "groups": listed(record({"parameters": _NAMES, "options": _options})),
+    "tensors": table(_NAMES),
+    "values": table(_values),
+    "masters": _NAMES,
+}
+OPTIMIZER: Check = record(_OPTIMIZER)
 
 
 def state_key(name: str, key: str) -> str:

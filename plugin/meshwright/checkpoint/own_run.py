@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.manifest import LAST_TIME, Manifest
 from meshwright.checkpoint.model_config import model_config
 from meshwright.checkpoint.optimizer_state import of_all, own_text
 from meshwright.checkpoint.part_files import RankPart, Source
@@ -121,7 +121,7 @@ class OwnRun:
 
     def _manifest(self, forms: dict[str, Form], fields: dict[str, Any] | None) -> Manifest:
         return Manifest(
-            written=time.time_ns(),
+            written=min(time.time_ns(), LAST_TIME),
             versions=dict(_versions()),
             plan=None if self.plan is None else asdict(self.plan),
             pp=self.mesh.sizes.pp,

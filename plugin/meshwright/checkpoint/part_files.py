@@ -22,8 +22,9 @@ from meshwright.checkpoint.read_files import read_exactly, read_into, reading
 from meshwright.checkpoint.regions import Block, numel, packed
 from meshwright.checkpoint.safetensors_file import MAX_HEADER, file_header, memory_of
 from meshwright.checkpoint.shares import copies
-from meshwright.checkpoint.untrusted_json import LARGEST, MAX_BYTES, parse_json
+from meshwright.checkpoint.untrusted_json import MEMORY, parse_json
 from meshwright.errors import CheckpointError
+from meshwright.schema import LARGEST, anything, equal, integer, listed, record, require, row, shown, table, text
 
 # Bytes under one digest: a rank that needs some of them reads them all. It is a part of the format: another size needs
 # another FORMAT.
@@ -223,17 +224,15 @@ class PartIndex:
             CheckpointError: if the index is missing or damaged; it names the file.
         """
         name, index_name = file_names(place)
-        path, record = folder / index_name, files[index_name]
-        if record.bytes > MAX_BYTES:
-            raise CheckpointError(f"{path} is damaged: it has {record.bytes} bytes, which no index has")
-        index = parse_json(_checked(path, record, record.bytes), path)
-        try:
-            pieces = {key: _piece(value) for key, value in index["tensors"].items()}
-            is_sound = index["place"] == place and index.keys() == {"place", "random", "tensors"}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not an index of a checkpoint: {error!r}") from error
-        if not is_sound:
-            raise CheckpointError(f"{path} is the index of another part")
+        path = folder / index_name
+        entry = files[index_name]
+        if entry.bytes > MEMORY:
+            raise CheckpointError(f"{path} is damaged: it has {entry.bytes} bytes, which no index has")
+        index = parse_json(_checked(path, entry, entry.bytes), path)
+        require(index, record({"place": equal(place), "random": anything, "tensors": table(_PIECE)}), path)
+        pieces = index["tensors"]
+        for key, value in pieces.items():  # in place: two tables would take twice the memory
+            pieces[key] = _piece(value, path, key)
         return PartIndex(path=folder / name, random=index["random"], pieces=pieces)
 
     def read_into(self, key: str, dtype: torch.dtype, target: Tensor, wanted: list[Block]) -> Iterator[tuple[int, int]]:
@@ -315,17 +314,20 @@ def read_elements(
         )
 
 
-def _piece(value: Any) -> Piece:
-    numbers = [value["start"], *(number for block in value["blocks"] for number in block)]
-    if not all(type(number) is int and 0 <= number < LARGEST for number in numbers):
-        raise ValueError("a position is not a number")
-    if not all(isinstance(text, str) for text in value["digests"]):
-        raise ValueError("a digest is not a text")
+_POSITION, _COUNT = integer(0, LARGEST), integer(1, LARGEST)
+_BLOCK = row(_POSITION, _COUNT, _COUNT, _POSITION)
+# Each block is looked at for each chunk that is read. A tensor of a checkpoint has a few, even under uneven plans.
+_PIECE = record(
+    {"start": _POSITION, "blocks": listed(_BLOCK, least=1, most=2**12), "digests": listed(text("[0-9a-f]{32}"))}
+)
+
+
+def _piece(value: dict[str, Any], path: Path, key: str) -> Piece:
     blocks = [
         Block(0, whole, length, count, length, whole_stride) for whole, length, count, whole_stride in value["blocks"]
     ]
-    if not all(b.length and b.count and (b.count == 1 or b.whole_stride >= b.length) for b in blocks):
-        raise ValueError("a block is empty, or its runs overlap")
+    if any(b.count > 1 and b.whole_stride < b.length for b in blocks):
+        raise CheckpointError(f"{path} is damaged: runs of {shown(key)} overlap; load another checkpoint")
     return Piece(start=value["start"], blocks=packed(blocks), digests=value["digests"])
 
 
@@ -342,11 +344,11 @@ def check_header(path: Path, record: FileRecord) -> None:
     _checked(path, record, 8 + length)
 
 
-def _checked(path: Path, record: FileRecord, length: int) -> bytes | bytearray:
+def _checked(path: Path, record: FileRecord, length: int) -> bytearray:
     """Return the first bytes of a file, after checking the file's size and the digest of these bytes."""
     with reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
-        content = read_exactly(descriptor, path, 0, length) if size == record.bytes else b""
+        content = read_exactly(descriptor, path, 0, length) if size == record.bytes else bytearray()
     if size != record.bytes:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {record.bytes} were saved")
     if digest(content) != record.digest:

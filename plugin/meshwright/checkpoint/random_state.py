@@ -9,10 +9,35 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.data.shuffling import decoded, encoded
+from meshwright.data.shuffling import GENERATOR, decoded, encoded
 from meshwright.errors import CheckpointError
+from meshwright.schema import equal, integer, maybe, number, record, require, row, that
 
 Random = dict[str, Any]
+
+
+def _are_words(value: Any, count: int = 624) -> bool:
+    return isinstance(value, list) and len(value) == count and all(type(n) is int and 0 <= n < 2**32 for n in value)
+
+
+def _are_python_words(value: Any) -> bool:
+    return _are_words(value, 625) and value[-1] <= 624  # the last one is the place of the next word
+
+
+def _is_cuda_state(value: Any) -> bool:
+    is_sound = isinstance(value, list) and len(value) == 16 and all(type(n) is int and 0 <= n < 256 for n in value)
+    return is_sound and value[8] % 4 == 0  # a seed and an offset, which counts groups of four numbers
+
+
+# NumPy and torch read their words at the place that a state gives, without checking it.
+_STATES = record(
+    {
+        "python": row(equal(3), that("625 words and a place", _are_python_words), maybe(number())),
+        "numpy": row(equal("MT19937"), that("624 words", _are_words), integer(0, 624), integer(0, 1), number()),
+        "torch": GENERATOR,
+    },
+    {"cuda": that("16 bytes of a generator of CUDA", _is_cuda_state)},
+)
 
 
 def random_state(device: torch.device) -> Callable[[], Random]:
@@ -50,14 +75,32 @@ def check_random_state(state: Any, device: torch.device, where: str) -> None:
             f"{where} has no random state of {', '.join(missing) or 'a known kind'}; it was saved on another kind of "
             "device, or is damaged. To go on with the present random state, pass ignore=['random']"
         )
+    require(state, _STATES, f"{where}: its random state")
+
+
+def check_states_of_others(python: Any, numpy: Any, cpu: Any, where: str) -> None:
+    """Check random states as the Trainer and accelerate save them, which restore them unchecked.
+
+    Args:
+        python: what ``random.getstate`` returned.
+        numpy: what ``numpy.random.get_state`` returned.
+        cpu: what ``torch.get_rng_state`` returned.
+        where: the file, for messages.
+
+    Raises:
+        CheckpointError: if one of them is damaged; it names it and ``where``.
+    """
     try:
-        random.Random().setstate(_python(state))
-        np.random.RandomState().set_state(_numpy(state))
-        torch.Generator().set_state(decoded(state["torch"]))
-        if "cuda" in state:
-            torch.tensor(state["cuda"], dtype=torch.uint8)
-    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, AttributeError) as error:
+        version, words, gauss = python
+        kind, keys, position, has_gauss, cached = numpy
+        state = {
+            "python": [version, list(words), gauss],
+            "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+            "torch": encoded(cpu),
+        }
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{where} has a damaged random state: {error}") from error
+    require(state, _STATES, f"{where}: its random state")
 
 
 def set_random_state(state: Random, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.untrusted_json import MAX_BYTES, parse_json
+from meshwright.checkpoint.untrusted_json import MEMORY, parse_json
 from meshwright.errors import CheckpointError
 
 
@@ -37,7 +37,7 @@ def read_json(path: Path, *, has_nan: bool = False) -> Any:
     with reading(path) as descriptor:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise CheckpointError(f"{path} is not an ordinary file")
-        if (size := os.fstat(descriptor).st_size) > MAX_BYTES:
+        if (size := os.fstat(descriptor).st_size) > MEMORY:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, which no such file has")
         content = read_exactly(descriptor, path, 0, size)
     return parse_json(content, path, has_nan=has_nan)

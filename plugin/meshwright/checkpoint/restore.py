@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import math
+import itertools
 import os
 from pathlib import Path
 from typing import Any, Protocol
@@ -154,7 +155,8 @@ def read_state(found: OptimizerParts, manifest: OptimizerManifest, saved_state: 
     Raises:
         CheckpointError: if a tensor cannot be read.
     """
-    return {name: _read_part(name, part, manifest, saved_state) for name, part in found.parts.items()}
+    masters = set(manifest.masters)
+    return {name: _read_part(name, part, manifest, masters, saved_state) for name, part in found.parts.items()}
 
 
 def set_state(found: OptimizerParts, manifest: OptimizerManifest, loaded: ReadState) -> None:
@@ -215,16 +217,17 @@ def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedStat
     if not problems and [sorted(names) for names in saved] != [sorted(names) for names in found.groups]:
         of_saved = {name: index for index, names in enumerate(saved) for name in names}
         problems = [
-            f"{name} is in group {index} of the optimizer, but in group {of_saved[name]} of the state"
+            f"{name} is in group {index} of the optimizer, but in group {of_saved.get(name)} of the state"
             for index, names in enumerate(found.groups)
             for name in names
-            if of_saved[name] != index
+            if of_saved.get(name) != index
         ] or [f"the state has {len(saved)} parameter groups, the optimizer {len(found.groups)}"]
     if problems:
         shown = "\n  ".join(problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else []))
         raise CheckpointError(f"the optimizer state in {folder} does not fit this model and optimizer:\n  {shown}")
     for index, (group, options) in enumerate(zip(found.optimizer.param_groups, manifest.groups, strict=True)):
         _check_options(folder, f"group {index}", group, options["options"], found.optimizer.defaults)
+    _check_state_names(folder, manifest, found)
     expected = [state_key(name, key) for name, keys in manifest.tensors.items() for key in keys]
     expected += [master_key(name) for name in manifest.masters]
     if lost := [tensor for tensor in expected if saved_state.form(tensor) is None]:
@@ -257,11 +260,15 @@ def _bytes_to_read(files: WeightFiles, found: OptimizerParts) -> int:
         name: (part.own[1] - part.own[0]) / max(part.record.global_shape.numel(), 1)
         for name, part in found.parts.items()
     }
-    return sum(int(entry.num_bytes * shares[tensor.split("/")[1]]) for tensor, (_, entry) in files.entries.items())
+    names = {tensor: tensor.split("/")[1:2] for tensor in files.entries}
+    return sum(
+        int(entry.num_bytes * shares.get(names[tensor][0], 0)) if names[tensor] else 0
+        for tensor, (_, entry) in files.entries.items()
+    )
 
 
 def _read_part(
-    name: str, part: Part, manifest: OptimizerManifest, saved: SavedState
+    name: str, part: Part, manifest: OptimizerManifest, masters: set[str], saved: SavedState
 ) -> tuple[dict[str, Any], Tensor | None]:
     """Return this rank's state of one parameter, on the CPU, and the parameter's master weight, if any."""
     if part.key is None:
@@ -272,7 +279,7 @@ def _read_part(
         assert form is not None
         # State takes its parameter's dtype, as in torch's own load_state_dict.
         state[key] = saved.read(state_key(name, key), part, part.key.dtype if form[0].is_floating_point else form[0])
-    has_master = part.has_master and name in manifest.masters
+    has_master = part.has_master and name in masters
     return state, saved.read(master_key(name), part, part.key.dtype) if has_master else None
 
 
@@ -295,6 +302,43 @@ class _OneDeviceState:
         return state.view(part.key.shape) if has_shape else state
 
 
+def _check_state_names(folder: Path, manifest: OptimizerManifest, found: OptimizerParts) -> None:
+    """Check that one of torch's optimizers would find the state that it needs, and no other."""
+    required, known = _state_names(type(found.optimizer))
+    if not known:
+        return
+    for name in found.parts:
+        has = {*manifest.tensors.get(name, ()), *manifest.values.get(name, ())}
+        wrong = sorted(has - known) or sorted(required - has if has else ())
+        if wrong:
+            what = "has the unknown state" if wrong[0] in has else "lacks the state"
+            raise CheckpointError(f"{folder} is damaged: {name} {what} {wrong[0]!r} of {manifest.optimizer}")
+
+
+@functools.cache
+def _state_names(kind: type[Optimizer]) -> tuple[set[str], set[str]]:
+    """Return the names of the state that a class of torch.optim always has, and can have; nothing for other classes."""
+    if kind.__module__.partition(".")[0] != "torch":
+        return set(), set()
+    found = []
+    options_of: tuple[dict[str, Any], ...] = (
+        {},
+        {"amsgrad": True},
+        {"momentum": 0.5},
+        {"momentum": 0.5, "centered": True},
+    )
+    for shape, options in itertools.product([(2,), (2, 2)], options_of):
+        parameter = nn.Parameter(torch.zeros(shape))
+        parameter.grad = torch.zeros(shape)
+        try:
+            optimizer = kind([parameter], **options)  # type: ignore[call-arg]
+            optimizer.step()
+        except (TypeError, ValueError, RuntimeError):  # no such option, a step with a closure, other gradients
+            continue
+        found.append(set(optimizer.state[parameter]))
+    return (set.intersection(*found), set.union(*found)) if found else (set(), set())
+
+
 def _check_options(
     folder: Path, what: str, group: dict[str, Any], saved: dict[str, Any], defaults: dict[str, Any]
 ) -> None:
@@ -311,9 +355,6 @@ def _check_options(
                 f"{folder} is damaged: the option {key!r} in {what} of the optimizer is {value!r}, and a "
                 f"{_kind(group[key])} in this optimizer"
             )
-        numbers = value if isinstance(value, tuple | list) else [value]
-        if any(isinstance(number, float) and math.isnan(number) for number in numbers):
-            raise CheckpointError(f"{folder} is damaged: the option {key!r} in {what} of the optimizer is {value!r}")
 
 
 def _kind(value: Any) -> str:

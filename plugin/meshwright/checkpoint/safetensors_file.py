@@ -19,9 +19,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.untrusted_json import LARGEST, parse_json
+from meshwright.checkpoint.untrusted_json import MEMORY, parse_json
 from meshwright.errors import CheckpointError
 from meshwright.parallel.row_layout import RowLayout, Span
+from meshwright.schema import LARGEST, integer, record, require, row, shown, table, text, that
 
 DTYPES = {
     "F64": torch.float64,
@@ -39,7 +40,7 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_DIMS = 64  # dims of a tensor; torch itself has the same limit for most operations
-MAX_HEADER = 100_000_000  # bytes; the format's limit
+MAX_HEADER = MEMORY  # bytes; the format's limit is 100 MB, but no model has as many tensors
 _SYNC = 256 * 2**20  # bytes written between two syncs to the disk
 _STAGING = 4 * 2**20  # bytes whose dtype is converted at a time
 
@@ -77,15 +78,14 @@ def read_header(path: Path) -> dict[str, Entry]:
             if len(prefix) < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise CheckpointError(_not_safetensors(path, prefix, size))
             # What begins otherwise is not read, however long its header claims to be.
-            text = file.read(length) if file.peek(1)[:1] == b"{" else b""
+            content = bytearray(file.read(length) if file.peek(1)[:1] == b"{" else b"")
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if text[:1] != b"{":
+    if content[:1] != b"{":
         raise CheckpointError(_not_safetensors(path, prefix, size))
-    header = parse_json(text, path)
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is not a safetensors file: its header is not a table of tensors")
-    header.pop("__metadata__", None)
+    header = parse_json(content, path)
+    require(header.pop("__metadata__", {}), table(text()), f"{path}: its '__metadata__'")
+    require(header, table(_ENTRY), path)
     entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
     expected = 8 + length + sum(entry.num_bytes for entry in entries.values())
     end = max((entry.start + entry.num_bytes for entry in entries.values()), default=8 + length)
@@ -98,7 +98,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if entry.start != place:
             raise CheckpointError(
-                f"{path} is damaged: {name!r} begins at byte {entry.start}, but the tensor before it ends at {place}"
+                f"{path} is damaged: {shown(name)} begins at byte {entry.start}, but the tensor before it ends at "
+                f"{place}"
             )
         place += entry.num_bytes
     return entries
@@ -113,20 +114,22 @@ def _not_safetensors(path: Path, prefix: bytes, size: int) -> str:
     return f"{path} ({size} bytes) is not a safetensors file, or was truncated in its header"
 
 
-def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
-    try:
-        dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        is_sound = (
-            isinstance(dtype, str)
-            and isinstance(value["shape"], list)
-            and len(shape) <= MAX_DIMS
-            and all(type(n) is int and 0 <= n < LARGEST for n in (*shape, start, stop))
-            and math.prod(max(size, 1) for size in shape) < LARGEST
-        )
-    except (KeyError, TypeError, ValueError):
-        is_sound = False
-    if not is_sound:
-        raise CheckpointError(f"{path} is damaged: its header describes {name[:200]!r} as {repr(value)[:200]}")
+def is_shape(value: Any) -> bool:
+    """Whether a value from JSON is the shape of a tensor that memory could hold."""
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMS
+        and all(type(size) is int and 0 <= size < LARGEST for size in value)
+        and math.prod(max(size, 1) for size in value) < LARGEST
+    )
+
+
+SHAPE = that(f"the sizes of at most {MAX_DIMS} dims", is_shape)
+_ENTRY = record({"dtype": text(most=20), "shape": SHAPE, "data_offsets": row(integer(0, LARGEST), integer(0, LARGEST))})
+
+
+def _entry(path: Path, name: str, value: dict[str, Any], data_start: int) -> Entry:
+    dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if dtype not in DTYPES:
         raise CheckpointError(
             f"{path}: {name!r} has the dtype {dtype}; the dtypes that can be read are {', '.join(DTYPES)}"

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.background import Background
 from meshwright.checkpoint.check_objects import check_objects
+from meshwright.checkpoint.lineage import Lineage
 from meshwright.checkpoint.optimizer_manifest import encode
 from meshwright.checkpoint.own_run import OwnRun
 from meshwright.checkpoint.run_state import mesh_of, runtime_or_single
@@ -25,6 +26,7 @@ from meshwright.faults.together import succeed_together
 from meshwright.optim.runtime import device_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
+from meshwright.schema import LARGEST_COUNT
 
 
 def save_checkpoint(
@@ -56,8 +58,8 @@ def save_checkpoint(
         scaler: a gradient scaler, likewise.
         step: a number for the program, e.g. of optimizer steps; ``load_checkpoint`` returns it.
         extra: anything that JSON can hold; ``load_checkpoint`` returns it.
-        keep: the number of checkpoints to keep in the folder's parent, at least 1; the oldest others are removed after
-            this one is complete. None keeps all.
+        keep: the number of checkpoints of this run to keep in the folder's parent, at least 1; its oldest others are
+            removed after this one is complete. None keeps all. Those of other runs stay (see docs/checkpoints.md).
         asynchronous: whether the call only takes a snapshot of what this rank writes, and a thread writes it while
             training goes on. The next save, the next load, ``wait_for_checkpoints`` and the end of the program wait for
             it, and raise its error on all ranks. Until it is complete, the newest checkpoint is the one before.
@@ -97,7 +99,8 @@ def save_checkpoint(
 
     own = runtime.succeed_before_save(prepare)
     with reading_shards():
-        job = SaveJob(target, own, keep, background.memory if asynchronous else None)
+        memory = background.memory if asynchronous else None
+        job = SaveJob(target, own, keep=keep, lineage=Lineage.of(model), memory=memory)
         if not plans_later:
             job.plan(None)
             succeed_together(job.check)
@@ -136,8 +139,8 @@ def _warn_of_scheduler(optimizer: Optimizer) -> None:
 
 def _checked(objects: Objects, step: int | None, keep: int | None) -> dict[str, Any]:
     """The states of the objects as JSON."""
-    if step is not None and type(step) is not int:
-        raise CheckpointError(f"step={step!r} must be a whole number")
+    if step is not None and (type(step) is not int or not 0 <= step <= LARGEST_COUNT):
+        raise CheckpointError(f"step={step!r} must be a whole number from 0 to {LARGEST_COUNT}")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"keep={keep!r} must be a whole number of at least 1: the last good checkpoint is kept")
     states: dict[str, Any] = {"extra": objects.extra}

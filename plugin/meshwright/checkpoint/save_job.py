@@ -10,6 +10,7 @@ from pathlib import Path
 
 from meshwright.checkpoint.folders import commit, keep_newest, stage
 from meshwright.checkpoint.host_memory import HostMemory
+from meshwright.checkpoint.lineage import Lineage
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.own_run import OwnRun
 from meshwright.checkpoint.part_files import FileRecord, RankPart
@@ -25,12 +26,13 @@ class SaveJob:
     Args:
         target: the folder that the checkpoint gets.
         own: what this rank has of the run.
-        keep: the number of checkpoints to keep in the folder's parent; None for all.
+        keep: the number of this run's checkpoints to keep in the folder's parent; None for all.
+        lineage: the run.
         memory: the memory to which the tensors are copied before they are written; None to write them as they are.
     """
 
-    def __init__(self, target: Path, own: OwnRun, keep: int | None, memory: HostMemory | None):
-        self.target, self.keep = target, keep
+    def __init__(self, target: Path, own: OwnRun, *, keep: int | None, lineage: Lineage, memory: HostMemory | None):
+        self.target, self.keep, self._lineage = target, keep, lineage
         self._own: OwnRun | None = own
         self._memory = memory
         self._part: RankPart | Snapshot | None = None
@@ -100,9 +102,9 @@ class SaveJob:
 
         def finish() -> None:
             assert staging is not None and self._manifest is not None
-            commit(staging, dataclasses.replace(self._manifest(), files=files))
+            manifest = commit(staging, dataclasses.replace(self._manifest(), files=files), self._lineage)
             if self.keep is not None:
-                keep_newest(self.target.parent, self.keep)
+                keep_newest(self.target.parent, self.keep, manifest.run)
 
         try:
             path = Path(on_first_rank(start, meeting))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import disk
 from meshwright.checkpoint.digested_json import read_digested, write_digested
+from meshwright.checkpoint.lineage import FIELDS, UNNAMED, UNNUMBERED
+from meshwright.checkpoint.manifest import LAST_TIME
 from meshwright.errors import CheckpointError
+from meshwright.schema import LARGEST, boolean, equal, integer, listed, record, require, row, table, text, that
 
 NAME = "meshwright_seal.json"
 CHUNK = 64 * 2**20  # bytes under one digest, so that the ranks can share large files
@@ -23,14 +27,26 @@ class Seal:
     """What a sealed folder holds.
 
     Args:
-        written: when the folder was sealed, in nanoseconds since 1970.
+        number: its place in the order of its neighbours (see lineage.py).
+        run: the run that it belongs to.
+        launches: the runs of ``meshwright launch`` that saved it, one of each machine.
+        written: when the folder was sealed by its host's clock, in nanoseconds since 1970; it decides nothing.
         is_open: whether programs may still be adding files, which are then not listed.
         files: the size of each file and the digest of each chunk of it, by its path in the folder.
     """
 
+    # These come first in the file, where ``Mark.of`` reads them.
+    number: int = UNNUMBERED
+    run: str = UNNAMED
+    launches: Sequence[str] = ()
     written: int
     is_open: bool
     files: dict[str, tuple[int, list[str]]]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The key that sorts checkpoints of one folder; those of older versions, which have no number, come first."""
+        return self.number, self.written
 
     @staticmethod
     def read(folder: Path) -> Seal:
@@ -41,14 +57,16 @@ class Seal:
         """
         path = folder / NAME
         found = read_digested(path, "seal")
-        if not _is_seal(found):
-            raise CheckpointError(f"{path} is not of the format {_FORMAT}")
-        files = {name: (size, digests) for name, (size, digests) in found["files"].items()}
-        return Seal(written=found["written"], is_open=found["open"], files=files)
+        require(found, _SEAL, path)
+        for name, (size, digests) in found["files"].items():
+            found["files"][name] = (size, digests)
+        del found["format"]
+        return Seal(is_open=found.pop("open"), **found)
 
     def write(self, folder: Path) -> None:
         """Write the seal, or replace the one that the folder has in one step."""
-        content = {"format": _FORMAT, "written": self.written, "open": self.is_open, "files": self.files}
+        content = {"format": _FORMAT, **vars(self)}
+        content["open"] = content.pop("is_open")
         staged = folder / f".{NAME}.new"
         staged.unlink(missing_ok=True)
         try:
@@ -101,27 +119,30 @@ def holds_only_what_was_sealed(folder: Path) -> bool:
         return False
 
 
-def _is_seal(value: Any) -> bool:
-    def is_count(number: Any) -> bool:
-        return type(number) is int and number >= 0
+def _is_inside(name: str) -> bool:
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half a character
+        return False
+    return len(name) < 4096 and "\0" not in name and not {"..", ""} & set(name.split("/"))
 
-    def is_record(record: Any) -> bool:
-        return (
-            isinstance(record, list)
-            and len(record) == 2
-            and is_count(record[0])
-            and isinstance(record[1], list)
-            and len(record[1]) == len(range(0, max(record[0], 1), CHUNK))
-            and all(isinstance(text, str) for text in record[1])
-        )
 
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"format", "written", "open", "files"}
-        and value["format"] == _FORMAT
-        and is_count(value["written"])
-        and type(value["open"]) is bool
-        and isinstance(value["files"], dict)
-        and all(not Path(name).is_absolute() and ".." not in Path(name).parts for name in value["files"])
-        and all(map(is_record, value["files"].values()))
-    )
+def _is_record(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and len(value[1]) == -(-max(value[0], 1) // CHUNK)
+
+
+def _file(value: Any, field: str) -> None:
+    row(integer(0, LARGEST), listed(text("[0-9a-f]{32}")))(value, field)
+    that(f"a size and a digest of each {CHUNK} bytes", _is_record)(value, field)
+
+
+_NAME = that("a path inside the folder", _is_inside)
+_SEAL = record(
+    {
+        "format": equal(_FORMAT),
+        "written": integer(0, LAST_TIME),
+        "open": boolean,
+        "files": table(_file, names=_NAME),
+    },
+    {**FIELDS, "launches": listed(text("[0-9a-f]{32}"))},
+)

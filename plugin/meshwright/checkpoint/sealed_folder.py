@@ -6,6 +6,7 @@ The seal has the size and the digests of every file in the folder. It is written
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import time
@@ -16,10 +17,13 @@ import torch.distributed as dist
 import xxhash
 
 from meshwright.checkpoint import disk
+from meshwright.checkpoint.digested_json import read_start
+from meshwright.checkpoint.lineage import Lineage
+from meshwright.checkpoint.manifest import LAST_TIME
 from meshwright.checkpoint.part_files import digest
 from meshwright.checkpoint.read_files import reading
 from meshwright.checkpoint.seal import CHUNK, NAME, Seal, holds_only_what_was_sealed, sizes_in
-from meshwright.checkpoint.staging import Staging
+from meshwright.checkpoint.staging import Staging, locked
 from meshwright.errors import CheckpointError, PeerFailedError
 from meshwright.faults.together import on_first_rank, raise_if_any, succeed_together, texts_of_all
 
@@ -28,7 +32,12 @@ _READ = 2**20
 
 @contextlib.contextmanager
 def sealed_folder(
-    target: Path, *, is_ours: Callable[[Path], bool] | None = None, is_open: bool = False
+    target: Path,
+    *,
+    lineage: Lineage,
+    launch: str = "",
+    is_ours: Callable[[Path], bool] | None = None,
+    is_open: bool = False,
 ) -> Iterator[Path]:
     """Yield a hidden folder that gets the name ``target`` when the block ends; every rank must enter it.
 
@@ -37,6 +46,8 @@ def sealed_folder(
 
     Args:
         target: the folder that is made, or replaced.
+        lineage: the run.
+        launch: the launch that has started this rank; empty without one.
         is_ours: function that returns whether a folder may be replaced; None for folders with a seal and no other
             files than the sealed ones.
         is_open: whether programs will add files to the folder, until :func:`close_seal`.
@@ -57,8 +68,19 @@ def sealed_folder(
         for path in staging.path.rglob("*"):
             if path.is_dir():
                 disk.sync_folder(path)
-        Seal(written=time.time_ns(), is_open=is_open, files=files).write(staging.path)
-        staging.commit()
+        with locked(staging.target.parent):
+            mark = lineage.next(path / NAME for path in staging.target.parent.iterdir())
+            Seal(
+                number=mark.number,
+                run=mark.run,
+                launches=launches,
+                written=min(time.time_ns(), LAST_TIME),
+                is_open=is_open,
+                files=files,
+            ).write(staging.path)
+            staging.commit()
+        if is_open:
+            _TIMES[staging.target] = _times(staging.target)
 
     try:
         path = Path(on_first_rank(start))
@@ -70,6 +92,7 @@ def sealed_folder(
         except Exception as error:
             failure = error
         succeed_together(lambda: raise_if_any(failure))
+        launches = sorted({*texts_of_all(launch)} - {""})
         files = _digested(path, on_first_rank(lambda: sorted(sizes_in(path).items())))
         on_first_rank(lambda: commit(files))
     finally:
@@ -90,7 +113,7 @@ def close_seal(folder: Path) -> None:
     files |= _digested(folder, sorted((name, size) for name, size in sizes.items() if name not in files))
 
     def replace() -> None:
-        Seal(written=Seal.read(folder).written, is_open=False, files=files).write(folder)
+        dataclasses.replace(Seal.read(folder), is_open=False, files=files).write(folder)
         disk.sync_folder(folder)
 
     on_first_rank(replace)
@@ -100,12 +123,23 @@ def _changes(folder: Path) -> tuple[dict[str, int], dict[str, tuple[int, list[st
     """Return the sizes of a folder's files, and the records of those that were not changed since the seal."""
     if not folder.is_dir():
         return None
-    seal, sizes, sealed_at = Seal.read(folder), sizes_in(folder), (folder / NAME).stat().st_mtime_ns
+    seal, sizes, times = Seal.read(folder), sizes_in(folder), _times(folder)
+    before = _TIMES.pop(folder.resolve(), {})
     return sizes, {
         name: record
         for name, record in seal.files.items()
-        if sizes.get(name) == record[0] and (folder / name).stat().st_mtime_ns < sealed_at
+        if sizes.get(name) == record[0] and times.get(name) == before.get(name, "")
     }
+
+
+# When each file of an open folder was written, to find those that change. They are compared for equality only: the
+# clock may go back in between.
+_TIMES: dict[Path, dict[str, tuple[int, int]]] = {}
+
+
+def _times(folder: Path) -> dict[str, tuple[int, int]]:
+    found = ((name, (folder / name).lstat()) for name in sizes_in(folder))
+    return {name: (status.st_mtime_ns, status.st_ino) for name, status in found}
 
 
 def check_seal(folder: Path) -> None:
@@ -130,7 +164,7 @@ def check_seal(folder: Path) -> None:
     found, seen = [], ""
     try:
         found = compare()
-        seen = digest(_content(folder / NAME)) if not found else ""
+        seen = digest(read_start(folder / NAME, 64)) if not found else ""
     except (CheckpointError, OSError) as error:
         found = [str(error)]
     answers = [json.loads(text) for text in texts_of_all(json.dumps([found, seen]))]
@@ -195,7 +229,3 @@ def _digest_of(path: Path, start: int, stop: int) -> str:
             start += len(part)
     return hasher.hexdigest()
 
-
-def _content(path: Path) -> bytes:
-    with reading(path) as descriptor:
-        return os.pread(descriptor, os.fstat(descriptor).st_size, 0)

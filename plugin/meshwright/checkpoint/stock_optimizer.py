@@ -137,24 +137,25 @@ def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Optimizer
                     f"its place in the optimizer, has {list(shape)}. Build the optimizer with the parameters in the "
                     "order in which they were saved"
                 )
-    manifest = OptimizerManifest(
-        optimizer=type(found.optimizer).__name__,
-        shapes={name: list(part.record.global_shape) for name, part in found.parts.items()},
-        groups=[
+    fields = {
+        "optimizer": type(found.optimizer).__name__,
+        "shapes": {name: list(part.record.global_shape) for name, part in found.parts.items()},
+        "groups": [
             {
                 "parameters": own,
                 "options": {key: encode(value, f"{path}: the option {key!r}") for key, value in group.items()},
             }
             for own, group in zip(found.groups, options, strict=True)
         ],
-        tensors={
+        "tensors": {
             names[number]: [key for key in state if state_key(names[number], key) in tensors]
             for number, state in states.items()
         },
-        values=values,
-        masters=[],
-        weight_map={},
-    )
+        "values": values,
+        "masters": [],
+        "weight_map": {},
+    }
+    manifest = OptimizerManifest.of(fields, str(path))
     return manifest, _WholeState(tensors)
 
 

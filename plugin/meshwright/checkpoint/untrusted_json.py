@@ -1,33 +1,69 @@
-"""Parses JSON of a checkpoint, which may have been written to fill the memory or to mean two things."""
+"""Parses JSON of a checkpoint, which may have been written to fill the memory, to take for ever or to mean two things.
+
+The work is linear in the bytes of the text. Besides the file's own size, parsing takes at most ``MEMORY`` bytes, which
+is decided before it begins: by how many values of each kind the text can have at most.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CheckpointError
+from meshwright.schema import shown
 
-MAX_BYTES = 2**30  # of a file of JSON
-_MAX_VALUES = 2**23  # an empty list of two bytes takes 64 bytes of memory
-LARGEST = 2**60  # no size or position in a checkpoint is larger
+# Bytes of memory that the values of a text may take, and of the text itself. The count of ``memory_of_json`` is 6 MiB
+# for the manifest of a model of 405B parameters with AdamW and master weights.
+MEMORY = 48 * 2**20
+_SLOT, _NUMBER, _LIST, _TABLE, _MEMBER, _TEXT = 16, 32, 88, 240, 150, 64  # bytes of each in CPython, at most
+_DIGITS = 40  # of a number; int() takes quadratic time, and no field has more
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (_DIGITS + 1))
+_ASTRAL = re.compile(rb"[\xf0-\xff]")  # begins a character of four bytes
 
 
-def parse_json(content: bytes | bytearray, path: Path, *, has_nan: bool = False) -> Any:
+def memory_of_json(content: bytes | bytearray) -> int:
+    """Return how many bytes of memory the values of a JSON text take at most, beside those of the text itself."""
+    commas, lists, tables, members, quotes = (content.count(mark) for mark in b',[{:"')
+    texts = quotes // 2
+    numbers = max(commas + 1 - texts + members, 0)
+    # Python keeps a text in 4 bytes per character if one of them is outside the Basic Multilingual Plane.
+    text_width = 1 if content.isascii() else 4 if _ASTRAL.search(content) else 2
+    value_width = 7 if b"\\u" in content else text_width  # an escaped character: the text is copied as it grows
+    return (
+        (commas + lists + tables) * _SLOT + numbers * _NUMBER + lists * _LIST + tables * _TABLE + members * _MEMBER
+        + texts * _TEXT + len(content) * (text_width - 1 + value_width)
+    )  # fmt: skip
+
+
+def parse_json(content: bytearray, path: Path, *, has_nan: bool = False, allowance: int = 0) -> Any:
     """Return the value of a JSON text.
 
     Args:
-        content: the text, in UTF-8.
+        content: the text, in UTF-8; it is emptied, so that it is not in memory twice.
         path: its file, for messages.
         has_nan: whether NaN and infinities are numbers.
+        allowance: bytes of memory that the text may take beyond ``MEMORY``.
 
     Raises:
-        CheckpointError: if the text is not JSON, too deep, has too many values, or a name twice in one object.
+        CheckpointError: if the text is not JSON, too deep, too large in memory, has a number of more digits than any
+            field, or a name twice in one object.
     """
-    if sum(content.count(mark) for mark in b",[{") > _MAX_VALUES:
-        raise CheckpointError(f"{path} is damaged: it has more than {_MAX_VALUES:,} values; load another checkpoint")
+    if (needed := memory_of_json(content)) > MEMORY + allowance:
+        raise CheckpointError(
+            f"{path} is damaged: its {len(content)} bytes have so many values that they could take {needed >> 20} MiB "
+            f"of memory, more than the {MEMORY + allowance >> 20} MiB of any such file; load another checkpoint"
+        )
+    hooks: dict[str, Any] = {}
+    if _LONG_NUMBER.search(content):  # perhaps in a text: only then is each number looked at
+        hooks = {"parse_int": lambda digits: int(_short(digits)), "parse_float": lambda digits: float(_short(digits))}
+    if not has_nan:
+        hooks["parse_constant"] = _refused
     try:
-        return json.loads(content, object_pairs_hook=_table, parse_constant=None if has_nan else _refused)
+        text = content.decode()
+        content.clear()
+        return json.loads(text, object_pairs_hook=_table, **hooks)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: it is not JSON of a checkpoint: {str(error)[:200]}") from error
 
@@ -35,10 +71,16 @@ def parse_json(content: bytes | bytearray, path: Path, *, has_nan: bool = False)
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in table if names.count(name) > 1)
-        raise ValueError(f"{twice[:100]!r} is there twice")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{shown(twice)} is there twice")
     return table
+
+
+def _short(digits: str) -> str:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"it has a number of {len(digits)} characters, {digits[:20]}...")
+    return digits
 
 
 def _refused(name: str) -> Any:

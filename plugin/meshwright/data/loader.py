@@ -27,9 +27,11 @@ from meshwright.data.readers.base import Position
 from meshwright.data.readers.choose import make_reader, split_reader
 from meshwright.data.readers.map_style import MapReader
 from meshwright.data.readers.split import SplitReader
-from meshwright.data.shuffling import Draws, decoded, encoded
+from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded
+from meshwright.errors import CheckpointError
 from meshwright.faults.same_call import Claim, agreed
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
+from meshwright.schema import require, shown
 
 logger = logging.getLogger(__name__)
 
@@ -189,14 +191,28 @@ class DistributedLoader:
         call restores it, so that later epochs are those of the run that saved the state.
 
         Raises:
-            ValueError: the state belongs to another dataset or order. The message says what differs.
+            CheckpointError: see :meth:`check_state_dict`.
         """
+        self.check_state_dict(state)
         rng = decoded(state["torch"]) if "torch" in state else None
         self._reader.load_state_dict(state)
         if rng is not None:
             torch.set_rng_state(rng)
         self._state = None
         self._iterations += 1
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check a state, without changing the position.
+
+        Raises:
+            CheckpointError: the state belongs to another dataset or order, or a field has a wrong type or range. The
+                message says what differs.
+        """
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"the state of a loader is {shown(state)}, and must be a table")
+        if "torch" in state:
+            require(state["torch"], GENERATOR, "the torch state of the loader")
+        self._reader.check_state({name: value for name, value in state.items() if name != "torch"})
 
     def skip(self, samples: int) -> bool:
         """Start the next ``iter`` after this many samples of its epoch. Return False if this requires reading them."""

@@ -15,8 +15,17 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.packing import Packing, Piece, Place, num_tokens
 from meshwright.data.shards import ListedShards, ShardedSource
+from meshwright.errors import CheckpointError
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX
 from meshwright.progress import Progress
+from meshwright.schema import anything, integer, record, require, shown
+
+_STATE = record(
+    {
+        **dict.fromkeys(("document", "token", "rows"), integer()),
+        "packing": record(dict.fromkeys(asdict(Packing(1)), anything)),  # each is compared with the present one
+    }
+)
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
@@ -125,13 +134,14 @@ class PackedRows:
         """Resume from a state.
 
         Raises:
-            ValueError: the state's rows were packed in another way.
+            CheckpointError: the state's rows were packed in another way, or a field has a wrong type or range.
         """
+        require(dict(state), _STATE, "the state of the packed rows")
         for name, value in asdict(self._packing).items():
             if state["packing"][name] != value:
-                raise ValueError(
-                    f"the state belongs to rows packed with {name}={state['packing'][name]}, but this Packing has "
-                    f"{name}={value}; to resume, pass the Packing of the run that saved the state"
+                raise CheckpointError(
+                    f"the state belongs to rows packed with {name}={shown(state['packing'][name])}, but this Packing "
+                    f"has {name}={value}; to resume, pass the Packing of the run that saved the state"
                 )
         self._place = Place(state["document"], state["token"], state["rows"])
 

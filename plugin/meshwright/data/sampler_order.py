@@ -12,7 +12,18 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from meshwright.data.epoch_order import InOrder, Listed, Order, shuffled
 from meshwright.data.global_batches import EqualBatches, ListedBatches
-from meshwright.data.shuffling import Draws, GeneratorShuffle, RandomState, WorkerSeeds, decoded, random_number
+from meshwright.data.shuffling import (
+    GENERATOR,
+    SEED,
+    WORKER_SEED_FIELDS,
+    Draws,
+    GeneratorShuffle,
+    RandomState,
+    WorkerSeeds,
+    decoded,
+    random_number,
+)
+from meshwright.schema import Check, boolean, maybe
 
 Batches = EqualBatches | ListedBatches
 
@@ -153,8 +164,22 @@ class Sampling:
             state["drawn_from"] = self._drawn_from.text
         return state
 
+    def fields(self, state: Mapping[str, Any]) -> tuple[dict[str, Check], dict[str, Check]]:
+        """Return the checks of the entries that a state must have, and may have, to be loaded."""
+        required, optional = {"is_begun": boolean}, dict(WORKER_SEED_FIELDS)
+        is_begun = state.get("is_begun") is True
+        if self._shuffle:
+            required["generator"] = GENERATOR
+            optional["generator_now"] = GENERATOR
+            (required if is_begun else optional)["is_exhausted"] = boolean
+        elif self.kind == "shuffled":
+            (required if is_begun else optional)["order_seed"] = maybe(SEED)
+        else:
+            optional["drawn_from"] = maybe(GENERATOR)
+        return required, optional
+
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state, so that later draws are those of the run that saved the state."""
+        """Load a state that was checked, so that later draws are those of the run that saved the state."""
         self._is_begun = self._is_loaded = bool(state["is_begun"])
         self._worker_seeds.load(state)
         if self._shuffle:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import math
+import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +16,8 @@ from torch import Generator, Tensor
 
 from meshwright.data import epoch_order as order
 from meshwright.data.epoch_order import Order, Permutation, Permuted
+from meshwright.errors import CheckpointError
+from meshwright.schema import Check, boolean, integer, maybe, that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,15 +211,61 @@ def decoded(text: str) -> Tensor:
     """Return the generator state that ``encoded`` turned into this text.
 
     Raises:
-        ValueError: the text was truncated or changed.
+        CheckpointError: the text was truncated or changed.
     """
     try:
-        parts = [bytearray(zlib.decompress(base64.b85decode(part))) for part in text.split(" ")]
-        return (
-            torch.stack([torch.frombuffer(part, dtype=torch.int32) for part in parts], dim=1).view(torch.uint8).view(-1)
-        )
+        halves = [_unpacked(base64.b85decode(part)) for part in text.split(" ", maxsplit=2)]
+        state = torch.stack([torch.frombuffer(half, dtype=torch.int32) for half in halves], dim=1).view(torch.uint8)
+        check_generator_state(state.view(-1))
     except (ValueError, TypeError, AttributeError, RuntimeError, zlib.error) as error:
-        raise ValueError(
-            f"the generator state in the loader's saved state cannot be decoded ({error}): the text was truncated or "
-            "changed; load an intact copy of the checkpoint"
+        raise CheckpointError(
+            f"a saved generator state cannot be decoded ({error}): the text was truncated or changed; load an intact "
+            "copy of the checkpoint"
         ) from error
+    return state.view(-1)
+
+
+def _unpacked(packed: bytes) -> bytearray:
+    unpacker = zlib.decompressobj()
+    unpacked = bytearray(unpacker.decompress(packed, _STATE.size // 2 + 1))  # a few bytes may unpack to gigabytes
+    if len(unpacked) != _STATE.size // 2 or not unpacker.eof:
+        raise ValueError("it has another length")
+    return unpacked
+
+
+# at::CPUGeneratorImplState: the seed; how many words are left, whether it is seeded, the next word; the words; two
+# normal numbers, an unused one and whether they are valid; a normal number of half the size, and whether it is valid.
+_STATE = struct.Struct("=qiiq624Q3di4xfB3x")
+
+
+def check_generator_state(state: Tensor) -> None:
+    """Check the state of a generator of the CPU: torch reads its words at the place that the state gives.
+
+    Raises:
+        ValueError: the state is not one that a generator can have.
+    """
+    if state.dtype != torch.uint8 or state.dim() != 1 or len(state) != _STATE.size:
+        raise ValueError("it is not the state of a generator of the CPU")
+    _, left, seeded, place, *words = _STATE.unpack(state.contiguous().numpy().tobytes())
+    *normals, has_normals, normal, has_normal = words[624:]
+    is_sound = (
+        seeded == 1
+        and ((left, place) == (1, 0) or (1 <= left <= 624 and place == 625 - left))
+        and has_normals in (0, 1)
+        and has_normal in (0, 1)
+        and all(map(math.isfinite, (*normals, normal)))
+    )
+    if not is_sound:
+        raise ValueError("it has values that no generator has")
+
+
+def _is_generator(text: Any) -> bool:
+    try:
+        return isinstance(text, str) and decoded(text) is not None
+    except CheckpointError:
+        return False
+
+
+GENERATOR: Check = that("the state of a generator", _is_generator)
+SEED: Check = integer(-(2**63), 2**64 - 1)
+WORKER_SEED_FIELDS: dict[str, Check] = {"worker_seed": maybe(SEED), "persistent_workers": boolean}

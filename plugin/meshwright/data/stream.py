@@ -19,14 +19,18 @@ from meshwright.config import LANES
 from meshwright.data.readers.read_ahead import ReadAhead
 from meshwright.data.shards import LaneReader, as_source, window_start
 from meshwright.data.stream_order import Lane, deal, next_batches
-from meshwright.errors import PeerFailedError
+from meshwright.errors import CheckpointError, PeerFailedError
 from meshwright.faults.interpose import own_collectives
 from meshwright.faults.together import values_of_all
 from meshwright.mesh.packed_values import UnsupportedValue, pack
 from meshwright.parallel.collectives import Axis
+from meshwright.schema import anything, integer, is_same, listed, maybe, record, require, row, shown
 
 VERSION = 1
 PLAN_STEPS = 8
+_FIELDS = {"version": integer(), "epoch": integer(0, 2**31), "samples": integer()}
+# Of each lane: the samples taken, and of the open shard its index in the lane and the lane's samples before it.
+_LANES = {"lanes": listed(maybe(row(integer(), integer(), integer())))}
 BLANK = 0  # the row that a rank takes if a batch has too few rows for all ranks
 
 
@@ -130,21 +134,35 @@ class ShardedStream:
         order = {**self._order, "lanes": lanes}
         return {"version": VERSION, "epoch": self.epoch, "samples": self.samples, **order}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Check a state.
+
+        Raises:
+            CheckpointError: the state belongs to a stream with another order, or a field has a wrong type or range. The
+                message says what differs.
+        """
+        if state.get("version") != VERSION:
+            found = shown(state.get("version"))
+            raise CheckpointError(f"the state has version {found}, but this stream reads version {VERSION}")
+        require(
+            dict(state), record({**_FIELDS, **dict.fromkeys(self._order, anything), **_LANES}), "the stream's state"
+        )
+        other = {**state, "lanes": len(state["lanes"])}
+        for name, value in self._order.items():
+            if not is_same(other[name], value):
+                raise CheckpointError(
+                    f"the state is of a stream with {name}={shown(other[name])}, but this one has {name}={value}, so "
+                    "its samples come in another order; use the dataset and the arguments of the run that saved the "
+                    "state"
+                )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter`` resume from a state, saved with any number of ranks and workers and any batch size.
 
         Raises:
-            ValueError: the state belongs to a stream with another order. The message says what differs.
+            CheckpointError: see :meth:`check_state`.
         """
-        if state.get("version") != VERSION:
-            raise ValueError(f"the state has version {state.get('version')}, but this stream reads version {VERSION}")
-        other = {**state, "lanes": len(state["lanes"])}
-        for name, value in self._order.items():
-            if other[name] != value:
-                raise ValueError(
-                    f"the state is of a stream with {name}={other[name]}, but this one has {name}={value}, so its "
-                    "samples come in another order; use the dataset and the arguments of the run that saved the state"
-                )
+        self.check_state(state)
         self.epoch, self.samples, self._goes_on = state["epoch"], state["samples"], True
         self._lanes = [
             Lane(ended=True) if entry is None else Lane(entry[0], starts=[(entry[1], entry[2])])

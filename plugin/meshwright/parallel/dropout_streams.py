@@ -21,11 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.collectives import Axes, Axis
+from meshwright.schema import Check, integer, record
 
 _MAX_SEED = 2**62
 _NEXT, _SHARED, _OWN = 1, 2, 3  # what a seed is derived for: the next, a shared or an own stream (_OWN + r for rank r)
 
 Restore = Callable[[], None]
+
+# What ``DropoutStreams.state_dict`` returns.
+STREAMS: Check = record({"seed": integer(-(2**63), 2**63 - 1), "training": integer(), "evaluation": integer()})
 
 
 class DropoutStreams:

@@ -10,8 +10,11 @@ from torch.utils.data import DataLoader
 
 from meshwright.data.global_batches import Portion
 from meshwright.data.shuffling import Draws
+from meshwright.errors import CheckpointError
+from meshwright.schema import LARGEST_COUNT, Check, anything, integer, is_same, record, require, shown
 
 VERSION = 2
+MOST_EPOCHS = 2**31  # some orders are found by going through all epochs before
 WORKER_SEEDS = 2**62  # leaves room for the worker's number, which is added to a seed
 NAMED = "If the dataset is the same, give it the same name in both runs: LoaderOptions(fingerprint='a name')"
 
@@ -51,19 +54,8 @@ class Position:
         if epoch != self.epoch or not self.is_fresh:
             self.epoch, self.samples, self.is_fresh = epoch, 0, True
 
-    def load(self, state: Mapping[str, Any], most: int | None = None) -> None:
-        """Move to the position in a state; the position may be at most ``most`` samples.
-
-        Raises:
-            ValueError: the state has no position, or an impossible one.
-        """
-        for name in ("epoch", "samples"):
-            value = state.get(name)
-            largest = most if name == "samples" else None
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            if not is_count or (largest is not None and state[name] > largest):
-                limit = "" if largest is None else f" to {largest}"
-                raise ValueError(f"the state has {name}={value!r}, which must be an integer from 0{limit}")
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Move to the position in a state that was checked."""
         self.epoch, self.samples, self.is_fresh = state["epoch"], state["samples"], True
 
 
@@ -117,19 +109,47 @@ class Reader(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and values that identify the data."""
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if a state belongs to other data, or a field of it has a wrong type or range."""
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move to the position in a state; raise ValueError if the state belongs to other data."""
+        """Move to the position in a state that was checked."""
 
 
-def check_state(state: Mapping[str, Any], expected: Mapping[str, Any], why: str) -> None:
+def check_equal(state: Mapping[str, Any], expected: Mapping[str, Any], why: str) -> None:
     """Compare the entries of a state with the expected values.
 
     Raises:
-        ValueError: an entry differs. The message gives its name, both values and why they must be equal.
+        CheckpointError: an entry differs. The message gives its name, both values and why they must be equal.
     """
     for name, value in {"version": VERSION, **expected}.items():
-        if state.get(name) != value:
-            raise ValueError(f"the state has {name}={state.get(name)!r}, but this loader has {name}={value!r}; {why}")
+        if not is_same(state.get(name), value):
+            found = shown(state.get(name))
+            raise CheckpointError(f"the state has {name}={found}, but this loader has {name}={value!r}; {why}")
+
+
+def check_fields(
+    state: Mapping[str, Any],
+    known: Mapping[str, Any],
+    fields: Mapping[str, Check],
+    optional: Mapping[str, Check] | None = None,
+    *,
+    most: int = LARGEST_COUNT,
+) -> None:
+    """Check the types and ranges of a state's entries.
+
+    Args:
+        state: the state.
+        known: the entries that :func:`check_equal` has compared.
+        fields, optional: the checks of the other entries, beside the position; of which it may lack ``optional`` ones.
+        most: the largest number of samples.
+
+    Raises:
+        CheckpointError: an entry is missing, unknown or wrong; the message names it.
+    """
+    place = {"epoch": integer(0, MOST_EPOCHS), "samples": integer(0, most)}
+    compared = dict.fromkeys(("version", *known), anything)
+    require(dict(state), record({**compared, **place, **fields}, optional), "the state of the loader")
 
 
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:

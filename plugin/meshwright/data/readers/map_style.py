@@ -12,10 +12,19 @@ from torch.utils.data import DataLoader
 from meshwright.data.epoch_order import InOrder, Order
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Sharing
-from meshwright.data.readers.base import NAMED, VERSION, WORKER_SEEDS, Position, check_state, worker_options
+from meshwright.data.readers.base import (
+    NAMED,
+    VERSION,
+    WORKER_SEEDS,
+    Position,
+    check_equal,
+    check_fields,
+    worker_options,
+)
 from meshwright.data.sampler_order import Batches, Sampling
 from meshwright.data.shuffling import Draws
 from meshwright.parallel.collectives import Axis
+from meshwright.schema import LARGEST_COUNT, integer, maybe
 
 
 class MapReader:
@@ -135,7 +144,7 @@ class MapReader:
             **self._sampling.state(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
         expected = {
             "reader": "map",
             "length": self._sampling.length,
@@ -143,8 +152,13 @@ class MapReader:
             "order": self._sampling.kind,
             "seed": self._sampling.seed,
         }
-        check_state(state, expected, f"sample k would be a different one. {NAMED}")
-        self.position.load(state, self._sampling.length if self._sampling.kind != "listed" else None)
+        check_equal(state, expected, f"sample k would be a different one. {NAMED}")
+        most = self._sampling.length if self._sampling.kind != "listed" else LARGEST_COUNT
+        required, optional = self._sampling.fields(state)
+        check_fields(state, expected, required, {"drawn": maybe(integer(0, 2**32)), **optional}, most=most)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.position.load(state)
         self._sampling.load(state)
         self._order = state.get("drawn")
         self._tell_epoch()

@@ -9,8 +9,9 @@ from typing import Any
 
 from meshwright.data.global_batches import Portion
 from meshwright.data.peers import Peers
-from meshwright.data.readers.base import VERSION, Position, Reader, check_state
+from meshwright.data.readers.base import VERSION, Position, Reader, check_equal, check_fields
 from meshwright.data.shuffling import Draws
+from meshwright.errors import CheckpointError
 from meshwright.parallel.collectives import Axis
 
 logger = logging.getLogger(__name__)
@@ -87,17 +88,19 @@ class SplitReader:
         place = {"epoch": self.position.epoch, "samples": self.position.samples}
         return {"version": VERSION, "reader": "split", **place, **self._settings()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_state(
-            state,
-            {"reader": "split", **self._settings()},
-            "a dataset that the user has split can only be resumed with the same split and settings",
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        expected = {"reader": "split", **self._settings()}
+        check_equal(
+            state, expected, "a dataset that the user has split can only be resumed with the same split and settings"
         )
+        check_fields(state, expected, {})
         if state.get("samples") and not self._own.is_repeatable:
-            raise ValueError(
+            raise CheckpointError(
                 "the loader of a split dataset is shuffled without a seed, so its order cannot be restored; pass "
                 "DataLoader(..., generator=GENERATOR), or the whole dataset without is_dataset_splitted"
             )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.position.load(state)
         self._own.set_epoch(self.position.epoch)
 

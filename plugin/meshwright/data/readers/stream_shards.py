@@ -11,12 +11,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.global_batches import Portion, Sharing, chunk_share
 from meshwright.data.nested import map_tensors
-from meshwright.data.readers.base import VERSION, WORKER_SEEDS, Position, check_state, worker_options
+from meshwright.data.readers.base import VERSION, WORKER_SEEDS, Position, check_equal, check_fields, worker_options
 from meshwright.data.readers.whole_stream import is_stock
 from meshwright.data.shards import ShardedSource
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.data.stream import ShardedStream, gather_objects
 from meshwright.parallel.collectives import Axis
+from meshwright.schema import anything, table
 
 # The pipeline stages of ``datasets`` that process each row, or each batch of a shard's rows, independently.
 STAGES_BY_ROW = {
@@ -115,10 +116,13 @@ class StreamReader:
         place = {"epoch": self.position.epoch, "samples": self.position.samples}
         return {"version": VERSION, "reader": "stream", **place, "stream": self._stream.state_dict()}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        expected = {"reader": "stream"}
+        check_equal(state, expected, "the state is of another kind of dataset")
+        check_fields(state, expected, {"stream": table(anything)})
+        self._stream.check_state(state["stream"])
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_state(state, {"reader": "stream"}, "the state is of another kind of dataset")
-        if not isinstance(state.get("stream"), Mapping):
-            raise ValueError("the state has no mapping 'stream'; it was truncated or changed")
         self._stream.load_state_dict(state["stream"])
         self.position.load(state)
 

@@ -14,9 +14,19 @@ from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.nested import digest, is_dense, leaves, map_tensors, take_rows
 from meshwright.data.peers import Peers, check_same_rows
-from meshwright.data.readers.base import NAMED, VERSION, WORKER_SEEDS, Position, check_state, worker_options
+from meshwright.data.readers.base import (
+    MOST_EPOCHS,
+    NAMED,
+    VERSION,
+    WORKER_SEEDS,
+    Position,
+    check_equal,
+    check_fields,
+    worker_options,
+)
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.parallel.collectives import Axis
+from meshwright.schema import integer, maybe
 
 ENDED = -1
 
@@ -120,10 +130,14 @@ class WholeReader:
             **self._settings(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
         expected = {"reader": "whole", "dataset": self._fingerprint}
-        check_state(state, expected, f"the state is of another dataset. {NAMED}")
-        check_state(state, self._settings(), "the order of a dataset without numbered shards depends on it")
+        check_equal(state, expected, f"the state is of another dataset. {NAMED}")
+        check_equal(state, self._settings(), "the order of a dataset without numbered shards depends on it")
+        fields = {"batches": integer(), "dataset_epoch": maybe(integer(0, MOST_EPOCHS))}
+        check_fields(state, expected | self._settings(), fields)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.position.load(state)
         self._batches = state["batches"]
         if state["dataset_epoch"] is not None:
