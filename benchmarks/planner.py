@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.calibration.runs import Run, read_runs
+from meshwright.calibration.runs import Run, read_runs, summary
 from meshwright.calibration.validate import LeaveOut, Score, held_out, predictions_of, validate
 from meshwright.planner.candidate import Job
 from meshwright.planner.hardware import Cluster, HardwareProfile, device
@@ -39,10 +39,10 @@ def main(
     seeds: Annotated[int, typer.Option(help="Number of random draws of the calibration rows to average over.")] = 5,
 ) -> None:
     """Print the goals and the measured figures as tables."""
-    left_out: list[str] = []
-    measured = [run for run in read_runs(runs, left_out) if run.seconds]
-    for line in left_out:
-        print(f"left out: {line}")
+    dropped: list[str] = []
+    measured = [run for run in read_runs(runs, dropped) if run.seconds]
+    for line in summary(dropped):
+        print(f"dropped: {line}")
     print(f"{runs.name}: {len(measured)} step times, {sum(map(held_out, measured))} of them in the test split\n")
     for table in (uncalibrated(measured), calibrated(measured, seeds), by_schedule(measured, seeds), speed()):
         for line in table:

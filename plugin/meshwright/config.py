@@ -275,13 +275,13 @@ class LoaderOptions:
         return {**shuffling, "lanes": self.lanes}
 
 
-# Field of a plan, under our name or another framework's, that was passed to the config -> what to write instead.
-_IN_PLAN = {name: f"plan=ParallelPlan({name}=VALUE)" for name in PLAN_FIELDS} | {
+# Field of a plan, under our name or another framework's, that was passed to the config or the call -> what to write.
+IN_PLAN = {name: f"plan=ParallelPlan({name}=VALUE)" for name in PLAN_FIELDS} | {
     name: f"plan=ParallelPlan({fields})" for name, fields in PLAN_NAMES.items()
 }
 
 
-@names_checked(_IN_PLAN)
+@names_checked(IN_PLAN)
 @dataclass(kw_only=True)
 class ToDistributedConfig:
     """Options of ``to_distributed``.
@@ -368,7 +368,7 @@ class ToDistributedConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         known = [field.name for field in fields(self)]
         if name not in known:
-            raise PlanError(unknown_field("ToDistributedConfig", name, known, _IN_PLAN))
+            raise PlanError(unknown_field("ToDistributedConfig", name, known, IN_PLAN))
         _CHECKS[name]("ToDistributedConfig", name, value)
         super().__setattr__(name, value)
 

@@ -8,11 +8,13 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from meshwright.errors import PlanError
 
 C = TypeVar("C", bound=type)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def nearest(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
@@ -26,19 +28,55 @@ def nearest(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str | 
     return close[0] if close else None
 
 
-def unknown_field(owner: str, name: Any, known: Sequence[str], elsewhere: Mapping[str, str] | None = None) -> str:
-    """Return the message for a field that does not exist, with the field to write instead.
+def unknown_field(
+    owner: str, name: Any, known: Sequence[str], elsewhere: Mapping[str, str] | None = None, *, kind: str = "field"
+) -> str:
+    """Return the message for a field or argument that does not exist, with what to write instead.
 
     Args:
         owner: name of the class that has the fields, for example "ParallelPlan".
         name: the field that does not exist.
         known: the fields that exist.
         elsewhere: name in another framework -> what to write here.
+        kind: "field", or "argument" of a function.
     """
     text = str(name)
     said = (elsewhere or {}).get(text.lower().replace("-", "_")) or nearest(text, known)
-    cure = f"write {said}" if said else "remove it"
-    return f"{owner} has no field {name!r}; {cure}. Its fields are {', '.join(known)}"
+    cure = "remove it" if not said else said if said.startswith("leave it out") else f"write {said}"
+    return f"{owner} has no {kind} {name!r}; {cure}. Its {kind}s are {', '.join(known)}"
+
+
+def keywords_checked(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that makes a function raise a PlanError, not a TypeError, for a keyword that it does not have.
+
+    Args:
+        elsewhere: keyword of another framework -> what to write here.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = list(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in known:
+                    raise PlanError(unknown_field(function.__name__, name, known, elsewhere, kind="argument"))
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def either_name(owner: str, dataloader: R | None, loader: R | None) -> R | None:
+    """Return a call's loader, which may be passed under either of two names.
+
+    Raises:
+        PlanError: if both are given.
+    """
+    if dataloader is not None and loader is not None:
+        raise PlanError(f"{owner} got dataloader= and loader=, two names of one argument; leave one out")
+    return dataloader if loader is None else loader
 
 
 def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[C], C]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from meshwright.config_fields import nearest
 from meshwright.errors import PlanError
+from meshwright.foreign_names import word_for
 
 _FORMS = (
     "dp2, tp2, tp2+sp, cp2, cp2(ring), cp2(ulysses), cp4(hybrid-2), pp2, zero1, mb4 (4 rows per micro-batch), mb4x2 "
@@ -111,7 +113,9 @@ def is_plan_text(text: str) -> bool:
     """Return whether a string is a plan in words, perhaps a misspelt one, rather than the path of a plan file."""
     first, _, second = text.strip().partition(" ")
     begins = re.match(r"[A-Za-z_]+(?=[\d=])|sp\b", first)
-    return "/" not in text and "." not in text and (begins is not None or bool(second))
+    if "/" in text or "." in text:
+        return False
+    return begins is not None or bool(second) or (word_for(first) is not None and not os.path.exists(text))
 
 
 def _fields_of(word: str, text: str, source: str) -> dict[str, Any]:
@@ -130,9 +134,11 @@ def _fields_of(word: str, text: str, source: str) -> dict[str, Any]:
     if stages := _STAGES.fullmatch(lower):
         runs = [run.partition("x") for run in stages.group(1).split("-")]
         return {"stages": [int(count) for count, _, times in runs for _ in range(int(times or 1))]}
-    name, equals, value = word.partition("=")
+    name, equals, value = word.lstrip("-").partition("=")
     if equals and name and value:
         return {_ASSIGNED.get(name.lower(), name): _value(value)}
+    if (ours := word_for(lower)) is not None and ours != lower:
+        raise PlanError(f"{source} {text!r}: {word!r} is not a word of a plan; write {ours}. The words are {_FORMS}")
     letters = re.split(r"[\d=]", lower)[0]
     near, rest = nearest(letters, _ABBREVIATIONS, cutoff=0.5), lower[len(letters) :] or "2"
     hint = f"did you mean {near}{rest}? " if near and near + rest != lower else ""

@@ -5,19 +5,23 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import json
 import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from meshwright.calibration.from_runs import Fit, choose, estimate, fit
-from meshwright.calibration.runs import Run, read_runs
+from meshwright.calibration.runs import Run, read_runs, summary
 from meshwright.calibration.validate import LeaveOut, Score, band, held_out, splits, validate
+from meshwright.cli import app
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.hardware import Cluster, Coefficients, HardwareProfile, device
+from meshwright.planner.memory import peak_memory
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.time import StepModel
 
@@ -197,6 +201,10 @@ def sharded_row(**changed: str) -> dict[str, str]:
         ("FP8-CS", "fp8", "8-bit"),
         ("amp_fp8", "fp8", "8-bit"),
         ("float8", "fp8", "8-bit"),
+        ("float8-tensorwise", "fp8", "8-bit"),
+        ("float8_rowwise", "fp8", "8-bit"),
+        ("bf16_with_fp8_current_scaling_mixed", "fp8", "8-bit"),
+        ("bf16-mixed", "bf16", "16-bit"),
         ("amp_bf16", "bf16", "16-bit"),
         ("bf16(fp32 grad acc)", "bf16", "16-bit"),
     ],
@@ -204,6 +212,98 @@ def sharded_row(**changed: str) -> dict[str, str]:
 def test_precisions_are_known_by_name(tmp_path: Path, written: str, precision: str, group: str) -> None:
     [run] = read_runs(write([sharded_row(precision=written)], tmp_path))
     assert run.job.precision == precision and run.group.endswith(group)
+
+
+@pytest.mark.parametrize(
+    ("column", "written", "read"),
+    [
+        ("gpu", "H800", "h800"),
+        ("gpu", "DGX-GB300", "gb300"),
+        ("gpu", "NVIDIA B300 SXM", "b300"),
+        ("gpu", "AMD Instinct MI355X", "mi355x"),
+        ("gpu", "NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("recompute", "norm, act", "none"),
+        ("recompute", "core_attn, layernorm", "selective"),
+        ("recompute", "selective op", "selective"),
+        ("recompute", "Full", "full"),
+        ("zero_stage", "FSDP2", 3),
+        ("zero_stage", "zero-1", 1),
+        ("zero_stage", "distributed optimizer", 1),
+        ("zero_stage", "DDP", 0),
+        ("sp", "True", True),
+    ],
+)
+def test_the_words_of_other_projects(tmp_path: Path, column: str, written: str, read: object) -> None:
+    [run] = read_runs(write([sharded_row(**{column: written})], tmp_path))
+    found = {"gpu": run.cluster.device.name, "recompute": run.plan.recompute, "sp": run.plan.sequence_parallel}
+    assert {**found, "zero_stage": run.plan.zero_stage}[column] == read
+
+
+@pytest.mark.parametrize(
+    ("pp", "layers", "stages"),
+    [(16, "14", (0, *[1] * 14, 0)), (16, "15", (*[1] * 15, 0)), (16, "16", None), (16, "13", "fewer than the 16")],
+)
+def test_megatron_can_count_the_embedding_and_the_loss_as_layers(
+    tmp_path: Path, pp: int, layers: str, stages: tuple[int, ...] | str | None
+) -> None:
+    """The first and the last stage then have no layer: 126 layers on 128 virtual stages is a published run."""
+    path = write([sharded_row(pp=str(pp), dp="1", layers=layers, params_B="")], tmp_path)
+    if isinstance(stages, str):
+        with pytest.raises(PlanError, match=stages):
+            read_runs(path)
+        return
+    [run] = read_runs(path)
+    assert run.plan.stages == stages
+    assert estimate(run, Coefficients()) > 0 and peak_memory(run.shape, run.plan, run.job).total > 0
+
+
+@pytest.mark.parametrize(
+    ("cells", "word"),
+    [
+        ({"model": "Mixtral-8x7B"}, "Mixtral"),
+        ({"model": "Qwen3-30B-A3B"}, "30B-A3B"),
+        ({"model": "Unheard-of 40B-A2B"}, "40B-A2B"),
+        ({"notes": "ep=8; dropless"}, "ep=8"),
+        ({"num_experts": "64"}, "num_experts='64'"),
+        ({"params_B": "600"}, "params_B='600', but hidden, layers, ffn and vocab make"),
+        ({"notes": "LoRA, frozen base"}, "a part of the weights"),
+        ({"gpu": "abacus"}, "gpu='abacus' is not known"),
+        ({"gpu": "GH200"}, "gpu='GH200' is not known"),
+        ({"precision": "tf32"}, "precision='tf32' is not known"),
+        ({"precision": "bf16/fp8"}, "precision='bf16/fp8' is not known"),
+        ({"recompute": "norm, mlp"}, "recompute='norm, mlp': 'mlp' is not known"),
+        ({"zero_stage": "hsdp"}, "zero_stage='hsdp' is not known"),
+        ({"tp": "3"}, "is not n_gpus"),
+        ({"ep": "1", "active_params_B": ""}, None),
+        ({"model": "Llama-4-Unlike 8B", "notes": "dense, no MoE; 8x400Gb/node"}, "Llama-4"),
+        ({"notes": "dense, no MoE; 8x400Gb/node"}, None),
+    ],
+)
+def test_one_row_that_cannot_be_used_is_dropped_with_a_line_and_the_others_are_read(
+    tmp_path: Path, cells: dict[str, str], word: str | None
+) -> None:
+    rows = [sharded_row(), sharded_row(**cells), sharded_row(), sharded_row(**cells)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    dropped: list[str] = []
+    runs = read_runs(write([{name: row.get(name, "") for name in names} for row in rows], tmp_path), dropped)
+    assert [run.line for run in runs] == ([2, 4] if word else [2, 3, 4, 5])
+    assert len(summary(dropped)) == bool(word)
+    if word:
+        [line] = summary(dropped)
+        assert "lines 3, 5: " in line and word in line
+
+
+def test_the_command_says_how_many_rows_it_used_and_refuses_a_table_without_any(tmp_path: Path) -> None:
+    good, bad = sharded_row(), sharded_row(gpu="abacus")
+    run = CliRunner()
+    mixed = run.invoke(app, ["plan", "--validate", str(write([good, bad], tmp_path))])
+    assert mixed.exit_code == 0 and mixed.stdout.splitlines()[-1].endswith("1 of 2 rows used, 1 dropped")
+    assert "dropped: " in mixed.stderr and "line 3: gpu='abacus' is not known" in mixed.stderr
+    data = run.invoke(app, ["plan", "--json", "--validate", str(write([good, bad], tmp_path))])
+    assert json.loads(data.stdout) and "1 of 2 rows used" in data.stderr
+    none = run.invoke(app, ["plan", "--validate", str(write([bad] * 20, tmp_path))])
+    assert none.exit_code == 2 and "none of its 20 rows can be used" in none.stderr
+    assert "lines 2, 3, 4, 5, 6, 7 and 14 more: gpu='abacus'" in none.stderr
 
 
 @pytest.mark.parametrize(

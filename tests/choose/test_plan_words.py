@@ -141,6 +141,25 @@ def test_other_ways_to_write_it(text: str, fields: dict[str, Any]) -> None:
         ("dp2 zeor1", r"'zeor1' is not a word of a plan; did you mean zero1"),
         ("dp tp2", r"'dp' is not a word of a plan; did you mean dp2"),
         ("dp2 tp2 dp4", "gives dp twice, as 2 and 4"),
+        *(
+            (theirs, f"'{theirs.split()[-1]}' is not a word of a plan; write {ours}. The words")
+            for theirs, ours in (
+                ("dp2 fsdp2", "zero3"),
+                ("fsdp", "zero3"),
+                ("fsdp8", "dp8 zero3"),
+                ("hsdp", "zero3"),
+                ("FULL_SHARD", "zero3"),
+                ("ddp", "dp2"),
+                ("tp2 zero-1", "zero1"),
+                ("zero_2", "zero2"),
+                ("mp4", "tp4"),
+                ("dp2 gas4", "ga4"),
+                ("dp2 mbs4", "mb4"),
+                ("tp2 ac", "recompute=full"),
+            )
+        ),
+        ("pp_degree=2", "a plan has no field 'pp_degree'; write pp=N"),
+        ("dp2 --tp_size=2", "a plan has no field 'tp_size'; write tp=N"),
         ("fast please", "'fast' is not a word of a plan"),
         ("tp2+sp(4)", "not a word of a plan"),
         ("cp4(circle)", "context='circle' must be 'gather', 'ulysses', 'ring' or 'hybrid'"),

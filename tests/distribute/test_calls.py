@@ -22,6 +22,7 @@ from support.models import build
 DATA = TensorDataset(torch.zeros(8, 4, dtype=torch.int64))
 LOADER = DataLoader(DATA, batch_size=4)
 MODEL = nn.Linear(4, 4)
+SCALER: Any = torch.amp.GradScaler("cpu")
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -86,6 +87,46 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a compiled model for an engine": (
         lambda: mw.to_distributed(torch.compile(MODEL), config=mw.ToDistributedConfig(plan="dp1", engine="DeepSpeed")),
         "the model is compiled.*DeepSpeed adds its own hooks.*leave torch.compile out",
+    ),
+    "two loaders": (
+        lambda: to(MODEL, optimizer(), LOADER, loader=LOADER),
+        "got dataloader= and loader=, two names of one argument",
+    ),
+    "samples for a loader": (
+        lambda: to(MODEL, loader=[{"input_ids": torch.zeros(8, dtype=torch.int64)}] * 4),
+        r"list of 4 single samples: input_ids has the shape \(8,\).*DataLoader\(samples, batch_size=8\)",
+    ),
+    "samples of numbers": (
+        lambda: to(MODEL, loader=[{"input_ids": [1, 2]}]),
+        r"input_ids is a list of 2 numbers.*wrap the samples: DataLoader",
+    ),
+    "texts for a loader": (lambda: to(MODEL, loader=["a", "b"]), "list of 2 single samples: texts. Tokenize and wrap"),
+    "a GradScaler for an optimizer": (lambda: to(MODEL, SCALER), "not a GradScaler; leave it out: .*train in bfloat16"),  # type: ignore[arg-type]
+    "a GradScaler for a loader": (lambda: to(MODEL, None, SCALER), "is a GradScaler; leave it out: .*bfloat16"),  # type: ignore[arg-type]
+    "a GradScaler after the loader": (
+        lambda: to(MODEL, optimizer(), LOADER, SCALER),  # type: ignore[arg-type]
+        "device_num must be a positive integer.*Leave the GradScaler out: .*bfloat16",
+    ),
+    **{
+        f"the keyword {name}": (lambda name=name: to(MODEL, **{name: 1}), f"no argument '{name}'; {said}")  # type: ignore[misc]
+        for name, said in (
+            ("train_dataloader", r"write dataloader=DataLoader\(dataset, batch_size=GLOBAL_BATCH\), or loader="),
+            ("device_mesh", "write plan='dp2 tp2'; the mesh is made from the plan"),
+            ("mixed_precision", r"leave it out: call model.bfloat16\(\)"),
+            ("lr_scheduler", "leave it out: a scheduler over the optimizer keeps working"),
+            ("scaler", "leave it out: a GradScaler .* train in bfloat16"),
+            ("device_ids", "leave it out: the plan decides"),
+            ("model_parameters", r"write optimizer=torch.optim.AdamW\(model.parameters\(\)\)"),
+            ("tp", r"write plan=ParallelPlan\(tp=VALUE\)"),
+            ("tensor_parallel_size", r"write plan=ParallelPlan\(tp=N\)"),
+            ("gather_logits", r"write config=ToDistributedConfig\(gather_logits=VALUE\)"),
+            ("nnodes", "write node_num=N"),
+            ("optimiser", "write optimizer. Its arguments are model, optimizer, dataloader"),
+        )
+    },
+    "a keyword of shard_dataloader": (
+        lambda: mw.shard_dataloader(LOADER, device_mesh=1),  # type: ignore[call-arg]
+        "shard_dataloader has no argument 'device_mesh'; write meshes=",
     ),
     "Megatron's name": (
         lambda: mw.ParallelPlan(tensor_model_parallel_size=2),  # type: ignore[call-arg]
@@ -161,6 +202,12 @@ def test_every_option_has_a_check() -> None:
     for field in dataclasses.fields(mw.ToDistributedConfig):
         with pytest.raises(PlanError, match=f"ToDistributedConfig.{field.name}"):
             mw.ToDistributedConfig(**{field.name: Foreign()})
+
+
+def test_the_loader_has_two_names() -> None:
+    """The README calls it ``loader``."""
+    _, none, loader = to(build("llama"), loader=LOADER, plan="dp1")
+    assert none is None and [len(batch[0]) for batch in loader] == [4, 4]
 
 
 @pytest.mark.parametrize("extra", [{}, {"labels": 0}, {"targets": 0}])

@@ -5,17 +5,25 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from meshwright.calibration.table_words import (
+    device_of,
+    precision_of,
+    recompute_of,
+    why_not_dense,
+    yes_or_no,
+    zero_stage_of,
+)
 from meshwright.errors import PlanError
 from meshwright.pipeline.partition import even_stages
 from meshwright.pipeline.schedule import check
-from meshwright.planner.candidate import Candidate, Job, Precision, Recompute
+from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.devices import matmul_peak
-from meshwright.planner.hardware import Cluster, Device, device
+from meshwright.planner.hardware import Cluster
 from meshwright.planner.shapes import ModelShape
 
 COLUMNS = (
@@ -24,19 +32,13 @@ COLUMNS = (
     "recompute", "precision", "step_time_s", "mem_gb", "oom", "notes",
 )  # fmt: skip
 
-_DEVICES = (
-    (r"GB200", "gb200"), (r"GB300", "gb300"), (r"B200", "b200"), (r"H200", "h200"), (r"H100.*PCIE", "h100-pcie"),
-    (r"H100.*96", "h100-96"), (r"H100", "h100-sxm"), (r"A[18]00.*40", "a100-40"), (r"A[18]00", "a100-80"),
-    (r"V100.*16", "v100-16"), (r"V100", "v100-32"), (r"L40S", "l40s"), (r"4090", "rtx-4090"), (r"MI300", "mi300x"),
-)  # fmt: skip
 # Frameworks that one publisher's table may contain; each is calibrated separately, since their kernels differ.
 _FRAMEWORKS = ("maxtext", "paxml", "jax-toolbox")
-# Dtypes of the layers' matrix multiplications; "amp_" and what follows in parentheses say what is kept in more bits.
-_PRECISIONS: tuple[tuple[str, Precision], ...] = (
-    (r"(amp_)?(bf16|fp16|bfloat16|float16)", "bf16"),
-    (r"(amp_)?(mx)?(fp8|float8)(-(cs|ds|mx|sc))?", "fp8"),
-    (r"(nv|mx)?fp4", "fp4"),
-)  # fmt: skip
+_LINE = re.compile(r": line (\d+): ")
+_REASONS = 12  # largest number of reasons that are listed
+_SHOWN = 6  # largest number of lines of dropped rows that are listed for one reason
+# Stated weights over those that the sizes imply; a dense row of a published table is at most a tenth above it.
+_TOO_LARGE = 1.5
 _BITS = {"bf16": "16-bit", "fp8": "8-bit", "fp4": "4-bit"}
 # Notes such as "zero1=8" give the number of ranks that share one optimizer state; -1 is all of them.
 _STATE_RANKS = re.compile(r"\bzero[123]\s*=\s*(-?\d+)", re.IGNORECASE)
@@ -80,21 +82,19 @@ class Run:
         return (self.group, *model, self.cluster.gpus, self.job.seq_len, self.job.global_batch)
 
 
-class _OtherStages(PlanError):
-    """A pipeline that the planner cannot lay out, such as one with stages without a layer."""
-
-
-def read_runs(path: str | Path, left_out: list[str] | None = None) -> list[Run]:
+def read_runs(path: str | Path, dropped: list[str] | None = None) -> list[Run]:
     """Return the runs of a table.
 
     Args:
         path: a CSV file with at least the columns of ``COLUMNS``.
-        left_out: a list to which a line is added for each row whose pipeline the planner cannot lay out; None to raise
-            an error.
+        dropped: a list to which a line is added for each row that the planner cannot use: a word that is not known, a
+            number that does not fit the others, a model with experts. None raises the first of them as an error.
 
     Raises:
-        PlanError: the file does not exist, a column is missing, or a row is malformed; the message gives the line.
+        PlanError: the file does not exist, a column is missing, or no row can be used; with ``dropped=None`` also if
+            any row cannot be used. The message gives the line.
     """
+    rows = 0
     try:
         with open(path, newline="") as file:
             reader = csv.DictReader(file)
@@ -103,17 +103,43 @@ def read_runs(path: str | Path, left_out: list[str] | None = None) -> list[Run]:
                 raise PlanError(f"{path}: line 1: no column {', '.join(missing)}")
             runs = []
             for row in reader:
+                rows += 1
                 try:
                     runs.append(_run(row, reader.line_num, path))
-                except _OtherStages as error:
-                    if left_out is None:
+                except PlanError as error:
+                    if dropped is None:
                         raise
-                    left_out.append(str(error))
-            return [_gathered_once(run) for run in _apart(runs)]
+                    dropped.append(str(error))
     except FileNotFoundError:
         raise PlanError(f"{path}: no such file; give a table in the format of published_runs.csv") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise PlanError(f"{path}: not a CSV file ({error})") from None
+    if not runs:
+        what = "".join(f"\n  {line}" for line in summary(dropped or ()))
+        raise PlanError(f"{path}: none of its {rows} rows can be used, so there is nothing to compare{what}")
+    return [_gathered_once(run) for run in _apart(runs)]
+
+
+def summary(dropped: Iterable[str]) -> list[str]:
+    """Return a line for each reason why rows of a table were dropped, the commonest first, with the rows' lines.
+
+    Example:
+        >>> summary(["a.csv: line 2: gpu='x' is not known", "a.csv: line 5: gpu='x' is not known"])
+        ["a.csv: lines 2, 5: gpu='x' is not known"]
+    """
+    lines: dict[tuple[str, str], list[str]] = {}
+    for text in dropped:
+        path, line, why = _LINE.split(text, maxsplit=1)
+        lines.setdefault((path, why), []).append(line)
+    ordered = sorted(lines.items(), key=lambda item: -len(item[1]))
+    rest = sum(len(found) for _, found in ordered[_REASONS:])
+    shown = [
+        f"{path}: line{'s' * (len(found) > 1)} {', '.join(found[:_SHOWN])}"
+        + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+        + f": {why}"
+        for (path, why), found in ordered[:_REASONS]
+    ]
+    return shown + [f"and {rest} more rows for {len(ordered) - _REASONS} other reasons"] * bool(rest)
 
 
 def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
@@ -132,6 +158,8 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
     if None in row or None in row.values():
         raise PlanError(f"{path}: line {line}: the row has more or fewer cells than the header")
     try:
+        if (reason := why_not_dense(row)) is not None:
+            raise PlanError(reason)
         tp, cp, pp, dp = (number(name, int) for name in ("tp", "cp", "pp", "dp"))
         gpus, batch = (number(name, int) for name in ("n_gpus", "global_batch"))
         # Without a stated micro-batch, a rank's sequences form as many micro-batches as the pipeline has ranks. This is
@@ -144,22 +172,17 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
             raise PlanError(
                 f"{path}: line {line}: global_batch={batch} is not a multiple of dp x micro_batch={dp * micro}"
             )
-        zero = number("zero_stage", int, 0)
+        zero = zero_stage_of(row["zero_stage"])
         shard = _state_ranks(row["notes"], dp) if zero else 1
-        recompute = row["recompute"] or "none"
-        if recompute not in ("none", "selective", "full"):
-            raise PlanError(f"{path}: line {line}: recompute={recompute!r} must be none, selective or full")
+        recompute = recompute_of(row["recompute"])
         shape = _shape(row, number)
         cluster = _cluster(row, gpus, number("gpus_per_node", int, 8))
-        precision = _precision(row["precision"])
+        precision = precision_of(row["precision"])
         matmul_peak(cluster.device, precision)  # raises for a precision that the device lacks
         chunks = number("vp", int, 1) or 1
         schedule = "interleaved" if chunks > 1 else "1f1b"
-        try:
-            check(schedule, pp, chunks, batch // (dp * micro))
-            even_stages(shape.layers, pp * chunks)
-        except ValueError as error:
-            raise _OtherStages(f"{path}: line {line}: {error}") from None
+        check(schedule, pp, chunks, batch // (dp * micro))
+        stages = _stages(shape.layers, pp * chunks)
         words = f"{row['source']} {row['notes']}"
         return Run(
             line=line,
@@ -170,16 +193,17 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
                 replicate=dp // shard,
                 shard=shard,
                 tp=tp,
-                sequence_parallel=bool(number("sp", int, 0)),
+                sequence_parallel=yes_or_no("sp", row["sp"]),
                 cp=cp,
                 context="ring",  # not stated: the default of Megatron-LM and NeMo; torchtitan rotates only gradients
                 pp=pp,
                 schedule=schedule,
                 chunks=chunks,
+                stages=stages,
                 micro_batch=micro,
                 accumulation=batch // (dp * micro),
                 zero_stage=zero,
-                recompute=cast(Recompute, recompute),
+                recompute=recompute,
             ),
             job=Job(
                 seq_len=number("seq_len", int),
@@ -193,10 +217,10 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
             ),
             seconds=number("step_time_s", float, 0.0) or None,
             memory=number("mem_gb", float, 0.0) * 2**30 or None,
-            oom=bool(number("oom", int, 0)),
+            oom=yes_or_no("oom", row["oom"]),
         )
-    except PlanError as error:
-        raise error if f"line {line}" in str(error) else PlanError(f"{path}: line {line}: {error}") from None
+    except ValueError as error:
+        raise error if f"line {line}: " in str(error) else PlanError(f"{path}: line {line}: {error}") from None
 
 
 def _shape(row: Mapping[str, str], number: Callable[..., Any]) -> ModelShape:
@@ -217,7 +241,26 @@ def _shape(row: Mapping[str, str], number: Callable[..., Any]) -> ModelShape:
     }
     stated = number("params_B", float, 0.0) * 1e9
     forms = [ModelShape(**sizes, gated=gated, tied=tied) for gated in (False, True) for tied in (False, True)]
-    return min(forms, key=lambda shape: abs(shape.parameters - stated)) if stated else forms[2]
+    nearest = min(forms, key=lambda shape: abs(shape.parameters - stated)) if stated else forms[2]
+    if stated > _TOO_LARGE * nearest.parameters:
+        raise PlanError(
+            f"params_B={row['params_B']!r}, but hidden, layers, ffn and vocab make {nearest.parameters / 1e9:.3g} B: "
+            "the model has experts, which the planner does not know, or a size is wrong"
+        )
+    return nearest
+
+
+def _stages(layers: int, stages: int) -> tuple[int, ...] | None:
+    """Return the layers of each virtual stage; None if the planner's even stages are meant.
+
+    Megatron can count the embedding and the loss as layers (``account_for_embedding_in_pipeline_split``). They then
+    have the first and the last stage alone, if there are as many stages as layers with them.
+    """
+    ends = stages - layers
+    if 1 <= ends <= 2 < stages:
+        return (0,) * (ends - 1) + (1,) * layers + (0,)
+    even_stages(layers, stages)  # raises for more stages than layers
+    return None
 
 
 def _group(row: Mapping[str, str]) -> str:
@@ -226,7 +269,7 @@ def _group(row: Mapping[str, str]) -> str:
     if ":" in publisher:  # a URL without a name
         publisher = "BigScience" if "bigscience" in publisher else publisher.split(":")[-1]
     framework = next((f"/{name}" for name in _FRAMEWORKS if name in words), "")
-    return f"{publisher}{framework} {row['gpu']} {_BITS[_precision(row['precision'])]}"
+    return f"{publisher}{framework} {row['gpu']} {_BITS[precision_of(row['precision'])]}"
 
 
 def _apart(runs: list[Run]) -> list[Run]:
@@ -254,18 +297,6 @@ def _gathered_once(run: Run) -> Run:
     return dataclasses.replace(run, plan=dataclasses.replace(run.plan, zero_stage=1))
 
 
-def _precision(text: str) -> Precision:
-    """Return the precision of the layers' matmuls, by its name in a table."""
-    name = text.split("(")[0].strip().lower()
-    for pattern, precision in _PRECISIONS:
-        if re.fullmatch(pattern, name):
-            return precision
-    raise PlanError(
-        f"precision={text!r} is not known; leave the row out, or write one of bf16, fp16, amp_bf16, fp8, float8, "
-        "mxfp8, fp4, nvfp4, mxfp4"
-    )
-
-
 def _state_ranks(notes: str, dp: int) -> int:
     """Return the number of data-parallel ranks that share one optimizer state."""
     found = _STATE_RANKS.search(notes)
@@ -277,9 +308,7 @@ def _state_ranks(notes: str, dp: int) -> int:
 
 
 def _cluster(row: Mapping[str, str], gpus: int, per_node: int) -> Cluster:
-    kind: Device = device(
-        next((name for pattern, name in _DEVICES if re.search(pattern, row["gpu"].upper())), row["gpu"])
-    )
+    kind = device_of(row["gpu"])
     slow = None
     if found := _PER_GPU.search(row["notes"]):
         slow = int(found[1]) / 8 * 1e9

@@ -23,16 +23,22 @@ def validate_estimator(
 ) -> None:
     """Print how far the estimates are from the runs of a CSV file; the options are described in ``plan``."""
     # Imported here so that --help is fast.
-    from meshwright.calibration.runs import read_runs
+    from meshwright.calibration.runs import read_runs, summary
     from meshwright.calibration.validate import validate
     from meshwright.calibration.validation_report import validation_dict, validation_table
     from meshwright.planner.hardware import HardwareProfile
 
+    dropped: list[str] = []
+    runs = read_runs(path, dropped)
+    for line in summary(dropped):
+        typer.echo(f"dropped: {line}", err=True)
     scores = validate(
-        read_runs(path),
+        runs,
         calibrate_rows=calibrate_rows,
         seed=seed,
         leave=leave_out.value,
         profile=HardwareProfile.load(profile) if profile else None,
     )
     typer.echo(json_format.dumps(validation_dict(scores), indent=2) if json else validation_table(scores))
+    # Data is all that stands on stdout under --json.
+    typer.echo(f"{path}: {len(runs):,} of {len(runs) + len(dropped):,} rows used, {len(dropped):,} dropped", err=json)

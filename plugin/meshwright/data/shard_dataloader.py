@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config import LoaderOptions, Source
+from meshwright.config_fields import either_name, keywords_checked
 from meshwright.data.global_batches import chunk_share, even_share
 from meshwright.data.input_placement import Placer, Target, Targets, flat, match_targets
 from meshwright.data.loader import DistributedLoader
@@ -27,7 +28,12 @@ from meshwright.mesh.process_group import (
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.parallel.collectives import Axis
 
+_NAMES = dict.fromkeys(("mesh", "device_mesh", "process_mesh"), "meshes=") | dict.fromkeys(
+    ("shard_dim", "dp", "dim"), "shard_dims="
+)
 
+
+@keywords_checked(_NAMES)
 def shard_dataloader(
     dataloader: Iterable[Any] | None = None,
     meshes: Any = None,
@@ -92,7 +98,9 @@ def shard_dataloader(
         for batch in loader:  # ranks 0 and 1 read rows 0-3, ranks 2 and 3 rows 4-7
             ...
     """
-    loader = _only(dataloader, loader)
+    loader = either_name("shard_dataloader", dataloader, loader)
+    if loader is None:
+        raise ValueError("shard_dataloader got no dataloader; write shard_dataloader(dataloader, meshes)")
     if meshes is None:
         raise ValueError("shard_dataloader got no meshes; write shard_dataloader(dataloader, meshes=mesh)")
     if output not in ("dtensor", "local"):
@@ -147,16 +155,6 @@ def shard_dataloader(
 
     made: DistributedLoader = _on_all_ranks(make).agree()
     return made
-
-
-def _only(dataloader: Iterable[Any] | None, loader: Iterable[Any] | None) -> Iterable[Any]:
-    """Return the loader, which the caller may pass under either of two names."""
-    if dataloader is not None and loader is not None:
-        raise ValueError("shard_dataloader got dataloader= and loader=, two names of one argument; leave one out")
-    found = dataloader if loader is None else loader
-    if found is None:
-        raise ValueError("shard_dataloader got no dataloader; write shard_dataloader(dataloader, meshes)")
-    return found
 
 
 def _on_all_ranks(check: Any) -> Any:

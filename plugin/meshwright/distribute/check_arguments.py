@@ -11,7 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.data.nested import why_no_batch
 from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.foreign_names import NO_SCALER
 from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
 
@@ -134,9 +136,16 @@ def _no_optimizer(optimizer: Any, dataloader: Any) -> str:
         return f"{must}, not a ToDistributedConfig; write to_distributed(model, config=...)"
     if isinstance(optimizer, ParallelPlan | str):
         return f"{must}, not {optimizer!r}; a plan is passed by name: to_distributed(model, plan=...)"
+    if is_scaler(optimizer):
+        return f"{must}, not a GradScaler; leave it out: {NO_SCALER}"
     if isinstance(optimizer, list | tuple):
         return f"{must}, not a {type(optimizer).__name__} of {len(optimizer)}; pass one optimizer, with groups"
     return f"{must}, not a {type(optimizer).__name__}; the order is {CALL}"
+
+
+def is_scaler(value: Any) -> bool:
+    """Return whether a value is a GradScaler of torch, or of a subclass such as FSDP's."""
+    return any(kind.__name__ == "GradScaler" for kind in type(value).__mro__)
 
 
 def _check_loader(loader: Any) -> None:
@@ -146,6 +155,10 @@ def _check_loader(loader: Any) -> None:
         raise PlanError(
             f"{must}, but it is the class {loader.__name__}; make one: {loader.__name__}(dataset, batch_size=8)"
         )
+    if is_scaler(loader):
+        raise PlanError(f"{must}, but is a GradScaler; leave it out: {NO_SCALER}")
+    if isinstance(loader, list | tuple) and loader and (reason := why_no_batch(loader[0])):
+        raise PlanError(f"{must}, but is a {kind.__name__} of {len(loader)} single samples: {reason}")
     if isinstance(loader, str | bytes | Tensor | Mapping | nn.Module | Optimizer | ParallelPlan | ToDistributedConfig):
         raise PlanError(f"{must}, as torch.utils.data.DataLoader does, but is a {kind.__name__}; the order is {CALL}")
     is_hf = kind.__module__.partition(".")[0] == "datasets"

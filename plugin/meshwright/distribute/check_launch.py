@@ -10,6 +10,7 @@ import torch.distributed as dist
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.faults.together import texts_of_all
+from meshwright.foreign_names import NO_SCALER
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.parallel.axis_groups import axis_over
 from meshwright.parallel.collectives import Axes, Axis
@@ -27,6 +28,7 @@ def check_devices(device_num: int | None, node_num: int | None) -> None:
             raise PlanError(
                 f"{name} must be a positive integer, not {value!r}. After the loader, pass arguments by name: "
                 "to_distributed(model, optimizer, loader, plan=...). A scheduler is not passed; it keeps working"
+                + (f". Leave the GradScaler out: {NO_SCALER}" if type(value).__name__ == "GradScaler" else "")
             )
     nodes = node_num or node_count()
     if device_num is not None and device_num * nodes != world:

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.checkpoint_weights import settled
 from meshwright.choose.given_plan import config_with, given_plan, plan_in_model, source_of_plan
 from meshwright.choose.picked_plan import choose_plan
-from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
+from meshwright.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
+from meshwright.config_fields import either_name, keywords_checked
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh, Peers
@@ -30,6 +31,7 @@ from meshwright.errors import PlanError
 from meshwright.faults.equal_errors import print_equal_errors_once
 from meshwright.faults.guard import start_guard
 from meshwright.faults.together import succeed_together
+from meshwright.foreign_names import CALL_NAMES
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
 from meshwright.monitor.monitor import Preparation, start_monitor
@@ -46,6 +48,12 @@ from meshwright.roles.adapters import without_wrappers
 logger = logging.getLogger(__name__)
 
 
+_IN_CONFIG = {
+    field.name: f"config=ToDistributedConfig({field.name}=VALUE)" for field in dataclasses.fields(ToDistributedConfig)
+}
+
+
+@keywords_checked(IN_PLAN | CALL_NAMES | _IN_CONFIG)
 def to_distributed(
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -55,6 +63,7 @@ def to_distributed(
     config: ToDistributedConfig | None = None,
     *,
     plan: PlanLike | None = None,
+    loader: Iterable[Any] | None = None,
 ) -> tuple[Any, Any, Any]:
     """Turn a one-device program into a distributed one; its training loop stays as it is.
 
@@ -76,6 +85,7 @@ def to_distributed(
         config: the options, and the plan if ``plan`` is None.
         plan: the parallel plan: a ParallelPlan, its words as the planner prints them ("dp2 tp2+sp zero1"), a dict of
             its fields, the path of a plan file, or "auto" to have the planner pick.
+        loader: another name for ``dataloader``.
 
     Returns:
         The model, the optimizer and a loader of this rank's rows. An argument that was None stays None.
@@ -94,6 +104,7 @@ def to_distributed(
     """
     print_equal_errors_once()
     config = config_with(config, plan)
+    dataloader = either_name("to_distributed", dataloader, loader)
     check_arguments(model, optimizer, dataloader)
     if config.logging_steps is None and (config.logging_dir is not None or config.max_steps is not None):
         field = "logging_dir" if config.logging_dir is not None else "max_steps"
@@ -102,8 +113,8 @@ def to_distributed(
         raise PlanError('ToDistributedConfig.compile_options is used by compile="layers" only; set it too')
     check_compiled(model, config.engine)
     with plain_module(model) as plain:
-        optimizer, loader = _distribute(plain, optimizer, dataloader, device_num, node_num, config)
-    return model, optimizer, loader
+        optimizer, rows = _distribute(plain, optimizer, dataloader, device_num, node_num, config)
+    return model, optimizer, rows
 
 
 def _distribute(

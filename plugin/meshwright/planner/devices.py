@@ -84,6 +84,11 @@ CATALOGUE: Mapping[str, Device] = {
             fast_link=50 * _GB, slow_link=25 * _GB, source=_NVIDIA + "H100 PCIe; PCIe 5 x16 between devices",
         ),
         Device(
+            name="h800", memory=80 * _GIB, flops=989 * _T, flops_8bit=1979 * _T, bandwidth=3350 * _GB,
+            fast_link=200 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.709,
+            source="an H100 SXM whose NVLink is limited to 400 GB/s in both directions; efficiencies of h100-sxm",
+        ),
+        Device(
             name="h200", memory=141 * _GB, flops=989 * _T, flops_8bit=1979 * _T, bandwidth=4800 * _GB,
             fast_link=450 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.734,
             source=_NVIDIA + "H200 SXM; HGX: 8 x 400 Gb/s",
@@ -92,6 +97,11 @@ CATALOGUE: Mapping[str, Device] = {
             name="b200", memory=180 * _GB, flops=2250 * _T, flops_8bit=4500 * _T, flops_4bit=9000 * _T,
             bandwidth=7700 * _GB, fast_link=900 * _GB, slow_link=50 * _GB, sustained=0.776, sustained_8bit=0.763,
             source=_NVIDIA + "HGX B200, per device; 8 x 400 Gb/s",
+        ),
+        Device(
+            name="b300", memory=270 * _GB, flops=2250 * _T, flops_8bit=4500 * _T, flops_4bit=13500 * _T,
+            bandwidth=7700 * _GB, fast_link=900 * _GB, slow_link=100 * _GB, sustained=0.776, sustained_8bit=0.763,
+            source=_NVIDIA + "HGX B300, per device; 8 x 800 Gb/s; efficiencies of B200",
         ),
         Device(
             name="gb200", memory=186 * _GB, flops=2500 * _T, flops_8bit=5000 * _T, flops_4bit=10000 * _T,
@@ -124,6 +134,21 @@ CATALOGUE: Mapping[str, Device] = {
             name="mi300x", memory=192 * _GIB, flops=1307 * _T, flops_8bit=2615 * _T, bandwidth=5300 * _GB,
             fast_link=448 * _GB, slow_link=50 * _GB, sustained=0.514, sustained_8bit=0.5,
             source="AMD data sheet MI300X, dense; 7 xGMI links of 64 GB/s",
+        ),
+        Device(
+            name="mi325x", memory=256 * _GB, flops=1307 * _T, flops_8bit=2615 * _T, bandwidth=6000 * _GB,
+            fast_link=448 * _GB, slow_link=50 * _GB, sustained=0.514, sustained_8bit=0.5,
+            source="AMD data sheet MI325X, dense; 7 xGMI links of 64 GB/s; efficiencies of mi300x",
+        ),
+        Device(
+            name="mi350x", memory=288 * _GB, flops=2307 * _T, flops_8bit=4614 * _T, flops_4bit=9228 * _T,
+            bandwidth=8000 * _GB, fast_link=537 * _GB, slow_link=50 * _GB, sustained=0.514, sustained_8bit=0.5,
+            source="AMD data sheet MI350X, dense; 7 xGMI links of 76.8 GB/s; efficiencies of mi300x",
+        ),
+        Device(
+            name="mi355x", memory=288 * _GB, flops=2517 * _T, flops_8bit=5033 * _T, flops_4bit=10066 * _T,
+            bandwidth=8000 * _GB, fast_link=537 * _GB, slow_link=50 * _GB, sustained=0.514, sustained_8bit=0.5,
+            source="AMD data sheet MI355X, dense; 7 xGMI links of 76.8 GB/s; efficiencies of mi300x",
         ),
         Device(
             name="cpu", memory=16 * _GIB, flops=0.1 * _T, bandwidth=20 * _GB, fast_link=2 * _GB, slow_link=1 * _GB,

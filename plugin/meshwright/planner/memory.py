@@ -146,7 +146,7 @@ def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int) ->
     saved = _saved(shape, plan, job)
     held = rank_layers(plan, shape.layers)[rank]
     again = count_recomputed(plan, held)
-    layer = (again * saved.kept + (held - again) * saved.layer) / held
+    layer = (again * saved.kept + (held - again) * saved.layer) / max(1, held)  # no layer beside the embedding alone
     pending = pending_weight_grads(shape, plan, job) if plan.splits_backward else 0.0
     p, v = plan.pp, plan.chunks
     if p == 1:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.global_batches import Portion, Sharing
-from meshwright.data.nested import digest, is_dense, leaves, map_tensors, take_rows
+from meshwright.data.nested import digest, is_dense, leaves, map_tensors, take_rows, why_no_batch
 from meshwright.data.peers import Peers, check_same_rows
 from meshwright.data.readers.base import (
     MOST_EPOCHS,
@@ -182,6 +182,8 @@ class WholeReader:
         )
 
     def _cut(self, batch: Any) -> Portion:
+        if self._dp.size > 1 and (reason := why_no_batch(batch)):
+            raise ValueError(f"the loader yields single samples, whose tokens would be split as rows: {reason}")
         rows = _num_rows(batch)
         share = self._share(rows, self._dp)
         return Portion.of(share, _rows_of(batch, rows, slice(share.low, share.high)), rows)
@@ -233,7 +235,10 @@ def _num_rows(batch: Any) -> int:
     dense = {name: x for name, x in tensors.items() if is_dense(x)}  # a sparse tensor may describe the whole batch
     rows = {name: x.shape[0] for name, x in (dense or tensors).items()}
     if not rows:
-        raise ValueError(f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks")
+        raise ValueError(
+            f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks; if it is a "
+            "single sample, wrap the samples: DataLoader(samples, batch_size=8)"
+        )
     if len(set(rows.values())) > 1:
         raise ValueError(
             f"the tensors of a batch have different numbers of rows, {rows}, so the batch cannot be split over "

@@ -1,0 +1,178 @@
+"""The words of published tables of runs: precisions, devices, recompute and ZeRO, as the projects spell them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from meshwright.errors import PlanError
+from meshwright.planner.candidate import Precision, Recompute
+from meshwright.planner.hardware import Device, device
+
+# Names of devices; a letter before a name makes it another device, as in GH200 and GB300.
+_DEVICES = tuple(
+    (re.compile(rf"(?<![A-Z])(?:[DH]GX)?{pattern}"), name)
+    for pattern, name in (
+        (r"GB200", "gb200"), (r"GB300", "gb300"), (r"B200", "b200"), (r"B300", "b300"), (r"H200", "h200"),
+        (r"H100.*PCIE", "h100-pcie"), (r"H100.*96", "h100-96"), (r"H100", "h100-sxm"), (r"H800", "h800"),
+        (r"A[18]00.*40", "a100-40"), (r"A[18]00", "a100-80"), (r"V100.*16", "v100-16"), (r"V100", "v100-32"),
+        (r"L40S", "l40s"), (r"(?:RTX)?[ _-]*4090", "rtx-4090"), (r"MI300X?\b", "mi300x"), (r"MI325X?\b", "mi325x"),
+        (r"MI350X?\b", "mi350x"), (r"MI355X?\b", "mi355x"),
+    )
+)  # fmt: skip
+# Dtypes of the layers' matrix multiplications.
+_DTYPES: Mapping[str, Precision] = {
+    **dict.fromkeys(("bf16", "fp16", "bfloat16", "float16", "half"), "bf16"),
+    **dict.fromkeys(("fp8", "float8", "mxfp8"), "fp8"),
+    **dict.fromkeys(("fp4", "nvfp4", "mxfp4"), "fp4"),
+}  # fmt: skip
+# Words beside a dtype that say how its tensors are scaled (torchtitan's tensorwise, Megatron-Bridge's CS), or that
+# norms and reductions stay in more bits (llm-foundry's amp, NeMo's bf16_with_fp8_current_scaling_mixed).
+_SCALINGS = frozenset(
+    (
+        "cs", "ds", "sc", "mx", "tensorwise", "rowwise", "axiswise", "blockwise", "block", "per", "tensor", "row",
+        "channel", "current", "delayed", "subchannel", "scaling", "dynamic", "recipe", "e4m3", "e5m2", "gw", "hp", "te",
+    )
+)  # fmt: skip
+_BESIDE = frozenset(("amp", "mixed", "true", "hybrid", "with", "training"))
+_RECOMPUTE: Mapping[str, Recompute] = {
+    **dict.fromkeys(("", "none", "no", "off", "false", "0", "disabled"), "none"),
+    # Megatron's and NeMo's modules whose recompute repeats elementwise work alone.
+    **dict.fromkeys(("norm", "layernorm", "rmsnorm", "act", "activation", "swiglu", "gelu"), "none"),
+    **dict.fromkeys(("selective", "sac", "op", "per-op", "core-attn", "core-attention", "attention"), "selective"),
+    **dict.fromkeys(("full", "uniform", "all", "yes", "true"), "full"),
+}  # fmt: skip
+_STAGES: Mapping[str, int] = {
+    **dict.fromkeys(("0", "none", "no", "ddp"), 0),
+    **dict.fromkeys(("1", "distopt", "dist-opt", "distributed-optimizer", "distributed-optim"), 1),
+    **dict.fromkeys(("2", "shard-grad-op"), 2),
+    **dict.fromkeys(("3", "fsdp", "fsdp1", "fsdp2", "full-shard", "fully-shard"), 3),
+}  # fmt: skip
+_NO_EXPERTS = ("", "-", "0", "1", "no", "none", "false")  # one expert, or one rank for them, is a dense model
+_YES_OR_NO = {"": False, "0": False, "no": False, "false": False, "off": False} | dict.fromkeys(
+    ("1", "yes", "true", "on"), True
+)
+
+
+def precision_of(text: str) -> Precision:
+    """Return the dtype of the layers' matrix multiplications, by its name in a table; parentheses are a remark.
+
+    Raises:
+        PlanError: the name has a word that is not known.
+
+    Example:
+        >>> precision_of("float8-tensorwise"), precision_of("FP8-CS"), precision_of("bf16_with_mxfp8_mixed")
+        ('fp8', 'fp8', 'fp8')
+    """
+    words = re.findall(r"[a-z0-9]+", text.split("(")[0].lower())
+    found = {_DTYPES[word] for word in words if word in _DTYPES}
+    beside = {word for word in words if word not in _DTYPES}
+    # A 16-bit dtype beside another one is that of the rest of the model, if the name says so.
+    if len(found) == 2 and beside & _BESIDE:
+        found -= {"bf16"}
+    if len(found) == 1 and beside <= _BESIDE | (_SCALINGS if found != {"bf16"} else set()):
+        return found.pop()
+    raise PlanError(
+        f"precision={text!r} is not known; write one of {', '.join(_DTYPES)}, with a word such as amp_bf16, "
+        "float8-tensorwise or FP8-CS"
+    )
+
+
+def recompute_of(text: str) -> Recompute:
+    """Return what backward recomputes, by the words of a table, such as "full", "core_attn" or "norm, act".
+
+    Raises:
+        PlanError: a word is not known.
+
+    Example:
+        >>> recompute_of("norm, act"), recompute_of("core_attn, layernorm"), recompute_of("selective op")
+        ('none', 'selective', 'selective')
+    """
+    words = [word.strip() for word in re.split(r"[,+/;&]", text.strip().lower())]
+    words = [re.sub(r"^selective[ -]*(op|\d+)?$", "selective", word) for word in words]
+    keys = [re.sub(r"[\s_]+", "-", word) for word in words]
+    if unknown := [key for key in keys if key not in _RECOMPUTE]:
+        raise PlanError(
+            f"recompute={text!r}: {unknown[0]!r} is not known; must be none, selective or full, or names of modules "
+            "such as core_attn, norm, act"
+        )
+    found = {_RECOMPUTE[key] for key in keys}
+    return "full" if "full" in found else "selective" if "selective" in found else "none"
+
+
+def zero_stage_of(text: str) -> int:
+    """Return the ZeRO stage, by its number or by another project's name for it.
+
+    Raises:
+        PlanError: the name is not known.
+
+    Example:
+        >>> zero_stage_of("FSDP2"), zero_stage_of("zero-1"), zero_stage_of("")
+        (3, 1, 0)
+    """
+    key = re.sub(r"[\s_]+", "-", text.strip().lower()) or "0"
+    key = re.sub(r"^zero-?(?=[0-3]$)", "", key)
+    if key not in _STAGES:
+        raise PlanError(f"zero_stage={text!r} is not known; write 0, 1, 2 or 3")
+    return _STAGES[key]
+
+
+def yes_or_no(name: str, text: str) -> bool:
+    """Return whether a cell says yes.
+
+    Raises:
+        PlanError: it says neither yes nor no.
+    """
+    key = text.strip().lower()
+    if key not in _YES_OR_NO:
+        raise PlanError(f"{name}={text!r} is not known; write 0 or 1")
+    return _YES_OR_NO[key]
+
+
+def device_of(text: str) -> Device:
+    """Return the device of the catalogue, by its name in a table.
+
+    Raises:
+        PlanError: the name is not known.
+
+    Example:
+        >>> device_of("DGX-H100").name, device_of("AMD Instinct MI300X").name
+        ('h100-sxm', 'mi300x')
+    """
+    name = next((name for pattern, name in _DEVICES if pattern.search(text.upper())), text)
+    try:
+        return device(name)
+    except PlanError as error:
+        raise PlanError(f"gpu={text!r} is not known: {error}") from None
+
+
+# Families whose models have experts, and the forms of names that say so: 8x7B, 30B-A3B, 17B-16E.
+_WITH_EXPERTS = re.compile(
+    r"moe\b|mixture.of.experts|\d+x\d+(\.\d+)?b|\d+b[-_ ]*a\d+(\.\d+)?b|\d+b-\d+e\b|mixtral|gpt-oss|dbrx|grok|arctic"
+    r"|deepseek-?(v[23]|r1(?!-distill))|llama-?4|kimi-?k2|glm-?4\.[56]|minimax|switch|qwen3-(30|235)b|jamba",
+    re.IGNORECASE,
+)
+_NOTES_OF_EXPERTS = re.compile(
+    r"\b(ep|etp|topk|top_k|num_experts|(moe )?experts)\s*=\s*([2-9]|\d\d+)|(?<!no )(?<!non-)(?<!not )\bmoe\b"
+    r"|mixture.of.experts|\bactive_B\s*=",
+    re.IGNORECASE,
+)
+_COLUMNS_OF_EXPERTS = re.compile(
+    r"(^|_)(ep|etp|moe|experts?|topk|top_k|dropless)($|_)|^(expert|moe)|active_params", re.IGNORECASE
+)
+
+
+def why_not_dense(row: Mapping[str, str]) -> str | None:
+    """Return why a row is not of a dense model that trains all of its weights; None if nothing in it says so."""
+    if found := _WITH_EXPERTS.search(row["model"]):
+        return f"model={row['model']!r} has experts ({found[0]!r}), which the planner does not know"
+    for name, cell in row.items():
+        # As many active weights as there are: a dense model too.
+        is_said = cell.strip().lower() not in _NO_EXPERTS and cell != row["params_B"]
+        if is_said and _COLUMNS_OF_EXPERTS.search(name):
+            return f"{name}={cell!r} is of a model with experts, which the planner does not know"
+    if found := _NOTES_OF_EXPERTS.search(row["notes"]):
+        return f"notes: {found[0]!r} is of a model with experts, which the planner does not know"
+    if found := re.search(r"\b(Q?LoRA|DoRA|PEFT)\b", f"{row['model']} {row['notes']}", re.IGNORECASE):
+        return f"notes: {found[0]!r} trains a part of the weights, and the planner's times are for all of them"
+    return None
