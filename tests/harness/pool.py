@@ -75,7 +75,7 @@ class WorkerPool:
             WorkerError: some rank raised, or its process died.
             WorkerHang: some rank did not answer in time; the workers are replaced at the next run.
         """
-        answers = self._answers(function, args, kwargs, timeout)
+        answers = self.answers(function, *args, timeout=timeout, **kwargs)
         if failures := _failures(answers):
             raise WorkerError(_tracebacks(failures))
         return [answers[rank].value for rank in range(self.world_size)]
@@ -89,26 +89,21 @@ class WorkerPool:
             AssertionError: some rank did not raise.
             WorkerHang: as ``run``.
         """
-        answers = self._answers(function, args, kwargs, timeout)
+        answers = self.answers(function, *args, timeout=timeout, **kwargs)
         failures = _failures(answers)
         if quiet := sorted(set(answers) - set(failures)):
             raised = f"; the others did:\n{_tracebacks(failures)}" if failures else ""
             raise AssertionError(f"no error was raised on ranks {quiet}{raised}")
         return [(failures[rank].type_name, failures[rank].message) for rank in range(self.world_size)]
 
-    def close(self) -> None:
-        """End the workers; a later run starts new ones."""
-        for process in self._workers:
-            process.kill()
-        for process in self._workers:
-            process.join()
-        for connection in self._connections:
-            connection.close()
-        self._workers, self._connections, self._store = [], [], None
-
-    def _answers(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    def answers(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any
     ) -> dict[int, Result | Failure]:
+        """Return what the function returned or raised, for each rank.
+
+        Raises:
+            WorkerHang: as ``run``.
+        """
         if not self._workers:
             self._start()
         self._jobs += 1
@@ -119,6 +114,16 @@ class WorkerPool:
             with contextlib.suppress(OSError):
                 connection.send_bytes(job)
         return self._collect(timeout)
+
+    def close(self) -> None:
+        """End the workers; a later run starts new ones."""
+        for process in self._workers:
+            process.kill()
+        for process in self._workers:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._workers, self._connections, self._store = [], [], None
 
     def _collect(self, timeout: float) -> dict[int, Result | Failure]:
         """One answer a rank; workers that hung, died or hold answers nobody will read are ended."""
