@@ -24,7 +24,7 @@ from benchmarks.random_programs.trait import TRAITS
 def main(
     count: Annotated[int, typer.Option(help="number of programs")] = 1000,
     seed: Annotated[int, typer.Option(help="seed of the first program; the seeds count up from it")] = 0,
-    only: Annotated[bool, typer.Option("--only", help="run the program of --seed alone, with all that it says")] = False,
+    only: Annotated[bool, typer.Option("--only", help="run the program of --seed alone, with its whole error")] = False,
     minutes: Annotated[float | None, typer.Option(help="time after which no program is begun (default: none)")] = None,
     traits: Annotated[str, typer.Option(help="names of traits, separated by ';'; with --only, all of its traits")] = "",
     plan: Annotated[str, typer.Option(help="plan of all programs in place of the drawn ones")] = "",

@@ -60,7 +60,7 @@ def judge(program: Program, pools: Mapping[int, Any], *, plant: str | None = Non
             run_with, program, distributed=True, plant=plant, timeout=3 * TIMEOUT
         )
     except WorkerHang as hang:
-        return Outcome(program, "hang", str(hang).splitlines()[0], str(hang))
+        return of_hang(program, str(hang))
     failures = [answer for _, answer in sorted(answers.items()) if isinstance(answer, Failure)]
     if failures:
         return of_failures(program, failures, program.world_size)
@@ -75,10 +75,10 @@ def of_numbers(program: Program, ranks: list[Numbers], expected: Numbers) -> Out
     difference, what = largest_difference(ranks, expected, has_losses=not is_local)
     if difference <= TOLERANCE:
         return Outcome(program, "equal", f"{difference:.0e}")
-    warnings = [text for rank in ranks for text in rank.warnings if "different weights" not in text]
-    said = f"{what} off by {difference:.0e}" + (f"; {warnings[0]}" if warnings else "")
-    is_told = bool(warnings) and any("warned" in trait.may for trait in program.traits)
-    return Outcome(program, "warned" if is_told else "SILENT", said)
+    warnings = [text for rank in ranks for text in rank.warnings]
+    told = [text for text in warnings for trait in program.traits if trait.warns and re.search(trait.warns, text)]
+    said = f"{what} off by {difference:.0e}" + "".join(f"; {text}"[:300] for text in (told or warnings)[:1])
+    return Outcome(program, "warned" if told else "SILENT", said)
 
 
 def of_failures(program: Program, failures: list[Failure], world_size: int) -> Outcome:
@@ -98,6 +98,14 @@ def of_failures(program: Program, failures: list[Failure], world_size: int) -> O
         return Outcome(program, "raw", f"no cure: {line}", details)
     is_right = any("refused" in trait.may for trait in program.traits)
     return Outcome(program, "refused" if is_right else "false alarm", line, details)
+
+
+def of_hang(program: Program, text: str) -> Outcome:
+    """Return the verdict on a program some of whose ranks do not end: a hang, or an error that only some raise."""
+    raised = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", text.partition("---- rank")[2], re.MULTILINE)
+    if "after another rank failed" in text and raised:
+        return Outcome(program, "raw", f"only some ranks raise {raised[0]}"[:300], text)
+    return Outcome(program, "hang", text.splitlines()[0], text)
 
 
 def largest_difference(ranks: list[Numbers], expected: Numbers, *, has_losses: bool = True) -> tuple[float, str]:

@@ -6,12 +6,13 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from benchmarks.random_programs.compare import Outcome, judge
 from benchmarks.random_programs.draw import PLANS, Program
 from harness import WorkerPool
 
+GRACE = 4.0  # seconds that the other ranks of a program have after one failed
 RETIRE = 150  # programs until a lane's processes are replaced, so that a lane's memory stays small
 
 
@@ -77,7 +78,7 @@ class Pools(dict[int, WorkerPool]):
     """A pool of workers for one process and for each size of a plan."""
 
     def __init__(self) -> None:
-        super().__init__({size: WorkerPool(size) for size in sorted({1, *PLANS.values()})})
+        super().__init__({size: WorkerPool(size, grace=GRACE) for size in sorted({1, *PLANS.values()})})
 
     def close(self) -> None:
         """End all workers; a later run starts new ones."""
@@ -90,25 +91,20 @@ def minimal(program: Program, pools: Pools, plant: str | None) -> Outcome:
     outcome = judge(program, pools, plant=plant)
     if not outcome.is_fault:
         return outcome
-    again = _afresh(program, pools, plant)
-    if again.verdict != outcome.verdict:  # a busy machine, or what an earlier program left behind
+    # It may have been a busy machine, or what an earlier program left behind.
+    pools[program.world_size].close()
+    again = judge(program, pools, plant=plant)
+    if again.verdict == "hang" or again.verdict != outcome.verdict:
         return again
     for name in program.names:
         fewer = tuple(other for other in again.program.names if other != name)
-        tried = _afresh(Program(seed=program.seed, plan=program.plan, names=fewer), pools, plant)
+        tried = judge(Program(seed=program.seed, plan=program.plan, names=fewer), pools, plant=plant)
         if tried.verdict == again.verdict:
             again = tried
     return again if again.program is program else _named(again, program)
-
-
-def _afresh(program: Program, pools: Pools, plant: str | None) -> Outcome:
-    pools[program.world_size].close()
-    return judge(program, pools, plant=plant)
 
 
 def _named(outcome: Outcome, program: Program) -> Outcome:
     """Keep the program as it was drawn, and say which of its traits are enough."""
     enough = " + ".join(outcome.program.names) or "the plain loop"
     return Outcome(program, outcome.verdict, f"by {enough}: {outcome.why}", outcome.details)
-
-

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from support.models import FAMILIES, SIZES
 STEPS = 3  # events happen after the first step
 WORDS = 97
 FULL_BATCHES = 3
-TIMEOUT = 40.0  # seconds until Meshwright itself ends a program whose ranks wait for one another
+TIMEOUT = 25.0  # seconds until Meshwright itself ends a program whose ranks wait for one another
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Run:
         distributed: whether to run it under its plan.
     """
 
-    SETTINGS: dict[str, Any] = {  # what ``Trait.values`` may set, and the plain loop's values
+    SETTINGS: ClassVar[dict[str, Any]] = {  # what ``Trait.values`` may set, and the plain loop's values
         "family": "llama",
         "head": "ForCausalLM",
         "length": 12,

@@ -24,22 +24,16 @@ MARKS: dict[Verdict, str] = {
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Return the table of traits and plans, with a legend; a dot stands for what was not drawn.
-
-    A program of one trait speaks for it; a program of several traits does only if no single one ran under the plan.
-    """
-    cells: dict[tuple[str, str], tuple[int, Verdict]] = {}
+    """Return the table of traits and plans, with a legend; a dot stands for what was not drawn."""
+    cells: dict[tuple[str, str], Verdict] = {}
     for outcome in outcomes:
         for name in outcome.program.names:
             cell = (name, outcome.program.plan)
-            known = cells.get(cell)
-            mine = (len(outcome.program.names), outcome.verdict)
-            if known is None or mine[0] < known[0] or (mine[0] == known[0] and _rank(mine[1]) > _rank(known[1])):
-                cells[cell] = mine
+            cells[cell] = max(cells.get(cell, "equal"), outcome.verdict, key=_rank)
     width = max(len(name) for name in TRAITS)
     lines = [" " * width + "  " + " ".join(f"{number:>2}" for number in range(1, len(PLANS) + 1))]
     for name in TRAITS:
-        marks = [MARKS[cells[name, plan][1]] if (name, plan) in cells else "." for plan in PLANS]
+        marks = [MARKS[cells[name, plan]] if (name, plan) in cells else "." for plan in PLANS]
         if set(marks) != {"."}:
             lines.append(f"{name:<{width}}  " + " ".join(f"{mark:>2}" for mark in marks))
     lines.append("plans: " + ", ".join(f"{number} {plan}" for number, plan in enumerate(PLANS, 1)))

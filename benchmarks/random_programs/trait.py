@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 Verdict = Literal["equal", "refused", "warned", "false alarm", "raw", "SILENT", "hang", "nothing compared", "illegal"]
 EQUAL: frozenset[Verdict] = frozenset({"equal"})
 TOLD: frozenset[Verdict] = frozenset({"equal", "refused"})
-WARNED: frozenset[Verdict] = frozenset({"equal", "refused", "warned"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +26,7 @@ class Trait:
         name: the trait in words, unique.
         kind: the choice that the trait is one answer to; a program has at most one trait of each kind.
         may: the verdicts that are right for a program with this trait.
+        warns: a pattern of the warning that is enough for this trait, where nothing can know that the program is wrong.
         without: names or kinds of other traits with which a program would not be valid, or has no meaning.
         is_local: whether the loss that the program prints is one of this rank's rows; it is then not compared.
         has_no_optimizer: whether the program calls ``to_distributed`` without an optimizer and steps in its own way.
@@ -54,6 +54,7 @@ class Trait:
     name: str
     kind: str
     may: frozenset[Verdict] = EQUAL
+    warns: str = ""
     without: frozenset[str] = frozenset()
     is_local: bool = False
     has_no_optimizer: bool = False

@@ -24,7 +24,7 @@ from harness.messages import Failure, Job, Result, receive
 from harness.server import fork_context
 
 START_TIMEOUT = 180.0  # seconds for the server's imports, on a busy machine
-GRACE = 10.0  # seconds that the other ranks have to answer after one failed
+GRACE = 10.0
 STACKS_TIME = 1.0  # seconds for the workers to write their stacks
 
 
@@ -44,6 +44,7 @@ class WorkerPool:
 
     Args:
         world_size: the number of ranks.
+        grace: seconds that the other ranks have to answer after one failed.
 
     Example:
         def total(value):
@@ -54,8 +55,9 @@ class WorkerPool:
         assert pool.run(total, 10) == [21, 21]
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, grace: float = GRACE) -> None:
         self.world_size = world_size
+        self._grace = grace
         self._jobs = 0
         self._workers: list[BaseProcess] = []
         self._connections: list[Connection] = []
@@ -151,7 +153,7 @@ class WorkerPool:
                 rank = pending.pop(connection)
                 answers[rank] = self._answer(rank)
                 if isinstance(answers[rank], Failure):
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + self._grace)
         return answers
 
     def _answer(self, rank: int) -> Result | Failure:
@@ -171,7 +173,7 @@ class WorkerPool:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(STACKS_TIME)
         failures = _failures(answers)
-        cause = f"{GRACE:g} s after another rank failed" if failures else f"within {timeout:g} s"
+        cause = f"{self._grace:g} s after another rank failed" if failures else f"within {timeout:g} s"
         parts = [f"ranks {silent} of {self.world_size} did not answer {cause}", _tracebacks(failures)]
         parts += [f"---- rank {rank}: output and stack\n{self._output(rank)}" for rank in range(self.world_size)]
         return "\n".join(part for part in parts if part)

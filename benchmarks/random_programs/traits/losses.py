@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.random_programs.trait import TOLD, WARNED, Trait, add
+from benchmarks.random_programs.trait import TOLD, Trait, add
 from benchmarks.random_programs.traits.forwards import first_of
 
 if TYPE_CHECKING:
@@ -90,25 +90,26 @@ def _preferred(run: Run, batch: Batch) -> Tensor:
     return -functional.logsigmoid(0.1 * (losses[half : 2 * half] - losses[:half])).mean() if half else losses.mean()
 
 
-for _name, _loss, _may in (
-    ("own loss without labels", _mean, WARNED),
-    ("own loss with labels", lambda run, batch: _mean(run, batch, has_labels=True), WARNED),
-    ("own loss with label smoothing", lambda run, batch: _mean(run, batch, label_smoothing=0.1), WARNED),
-    ("sum of token losses", _sum, WARNED),
-    ("mean of the rows' means", _mean_of_rows, WARNED),
-    ("weighted tokens", _weighted, WARNED),
-    ("distillation", _distilled, WARNED),
-    ("z-loss beside the model's", _z_loss, WARNED),
-    ("contrastive", _contrastive, WARNED),
-    ("contrastive beside the model's", _contrastive_beside, WARNED),
-    ("normalised advantages", _advantages, WARNED),
-    ("preferences", _preferred, WARNED),
-):
+for _name, _loss in {
+    "own loss without labels": _mean,
+    "own loss with labels": lambda run, batch: _mean(run, batch, has_labels=True),
+    "own loss with label smoothing": lambda run, batch: _mean(run, batch, label_smoothing=0.1),
+    "sum of token losses": _sum,
+    "mean of the rows' means": _mean_of_rows,
+    "weighted tokens": _weighted,
+    "distillation": _distilled,
+    "z-loss beside the model's": _z_loss,
+    "contrastive": _contrastive,
+    "contrastive beside the model's": _contrastive_beside,
+    "normalised advantages": _advantages,
+    "preferences": _preferred,
+}.items():
     add(
         Trait(
             name=_name,
             kind="loss",
-            may=_may,
+            may=TOLD,
+            warns="global_mean",
             loss=_loss,
             options=_WHOLE,
             is_local=True,
@@ -145,7 +146,7 @@ def _count(batch: Batch) -> Tensor:
 
 for _name, _factor in {
     "loss * n / N": lambda run, batch, loss: loss * _count(batch) / 40,
-    "loss * rows": lambda run, batch, loss: loss * len(batch["input_ids"]) / 4,
+    "loss * rows": lambda run, batch, loss: loss * len(batch["input_ids"]) / 3,
     "loss * tokens": lambda run, batch, loss: loss * batch["input_ids"].numel() / 50,
     "weight by the first token": lambda run, batch, loss: loss * (1 + batch["input_ids"][0, 0] / 97),
     "weight by the labels": lambda run, batch, loss: loss * (batch["labels"].double().mean().abs() / 50),
@@ -155,8 +156,8 @@ for _name, _factor in {
     "loss / 3": lambda run, batch, loss: loss / 3,
     "a weight that falls with the step": lambda run, batch, loss: loss / (1 + run.step),
     "loss ** 2": lambda run, batch, loss: loss**2,
-    "loss clamped": lambda run, batch, loss: loss.clamp(max=3.0) + 0 * loss,
-    "loss in float32": lambda run, batch, loss: loss.double() * 2,
+    "logarithm of the loss": lambda run, batch, loss: loss.log(),
+    "loss clamped from below": lambda run, batch, loss: loss.clamp(min=0.1) * 2,
 }.items():
     add(Trait(name=_name, kind="factor", factor=_factor))
 
@@ -195,13 +196,15 @@ for _name, _loss in {
     "shift_labels": lambda run, batch: _keywords(run, batch, shift_labels=_shifted(batch)),
     "logits_to_keep=0": lambda run, batch: _keywords(run, batch, logits_to_keep=0),
     "return_dict=False": lambda run, batch: run.model(**batch, return_dict=False)[0],
-    "inputs_embeds": lambda run, batch: run.model(
-        inputs_embeds=run.model.get_input_embeddings()(batch["input_ids"]),
-        **{name: x for name, x in batch.items() if name != "input_ids"},
-    ).loss,
-    "positional input_ids": lambda run, batch: run.model(
-        batch["input_ids"], **{name: x for name, x in batch.items() if name != "input_ids"}
-    ).loss,
+    "inputs_embeds": lambda run, batch: (
+        run.model(
+            inputs_embeds=run.model.get_input_embeddings()(batch["input_ids"]),
+            **{name: x for name, x in batch.items() if name != "input_ids"},
+        ).loss
+    ),
+    "positional input_ids": lambda run, batch: (
+        run.model(batch["input_ids"], **{name: x for name, x in batch.items() if name != "input_ids"}).loss
+    ),
     "two passes": lambda run, batch: (run.model(**batch).loss + run.model(**batch).loss) / 2,
 }.items():
     _with = {"inputs permuted by a hook"} if _name in ("inputs_embeds", "positional input_ids") else set()
@@ -264,7 +267,8 @@ for _declares in (True, False):
         Trait(
             name=f"a term of activations, {'with' if _declares else 'without'} global_mean",
             kind="term",
-            may=TOLD if _declares else WARNED,
+            may=TOLD,
+            warns="hook" if _declares else "hook|global_mean",
             is_local=True,
             build=_watch,
             factor=lambda run, batch, loss, it=_declares: _auxiliary(  # type: ignore[misc]

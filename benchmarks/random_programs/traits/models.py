@@ -37,6 +37,7 @@ for _what, _path in {
             name=f"shared {_what}",
             kind="sharing",
             may=TOLD,
+            config={"use_cache": False} if _what == "attention" else {},
             without=frozenset(_families | {"parametrization"}),
             build=lambda run, path=_path: _share(run, path),
         )
@@ -51,7 +52,16 @@ def _share_norms(run: Run) -> None:
     run.layers[0].post_attention_layernorm = run.layers[0].input_layernorm
 
 
-add(Trait(name="shared layer", kind="sharing", may=TOLD, build=_share_layer, without=frozenset({"parametrization"})))
+add(
+    Trait(
+        name="shared layer",
+        kind="sharing",
+        may=TOLD,
+        config={"use_cache": False},  # on one device both places would write to one cache
+        build=_share_layer,
+        without=frozenset({"parametrization"}),
+    )
+)
 add(
     Trait(
         name="one norm twice in a layer",
@@ -111,7 +121,7 @@ for _name, _change in {
                 name=f"{_name} on {_place}",
                 kind="parametrization",
                 may=TOLD,
-                without=frozenset(_conflicts | ({"head", "tied"} if _place == "lm_head" else set())),
+                without=frozenset(_conflicts | ({"head", "tied", "gemma2"} if _place == "lm_head" else set())),
                 build=lambda run, change=_change, place=_place: _at(run, place, change),  # type: ignore[misc]
             )
         )

@@ -118,6 +118,9 @@ def _step_inside(run: Run) -> None:
     run.optimizer = _Nothing()
 
 
+_INSIDE = frozenset(
+    {"accumulation", "freezing", "clipping", "gradients", "tied", "two passes", "shared query weight", "hook"}
+)
 for _when in ("before", "after"):
     add(
         Trait(
@@ -128,8 +131,7 @@ for _when in ("before", "after"):
             before=_step_inside if _when == "before" else None,
             ready=_step_inside if _when == "after" else None,
             values={"clips": False},
-            without=_ONE
-            | {"accumulation", "freezing", "clipping", "gradients", "tied", "two passes", "shared query weight", "hook"},
+            without=_ONE | _INSIDE,
         )
     )
 
