@@ -25,7 +25,12 @@ FAULTS: tuple[Verdict, ...] = ("SILENT", "raw", "hang", "false alarm", "nothing 
 # A program is legal and the same on all ranks, so only these errors can be about the program.
 _CURABLE = {name for name, x in vars(meshwright.errors).items() if isinstance(x, type) and issubclass(x, Exception)}
 _FOLLOWS = "PeerFailedError"  # what a rank raises because another one has failed
-_CODE = re.compile(r"\w\(|\w=|\bmw\.|\w\.\w|'[^']+'|\"[^\"]+\"")  # a cure is written as code
+# A cure tells the user to do something, and has it as code.
+_VERBS = (
+    "add|build|call|choose|compute|create|divide|drop|freeze|give|leave|load|make|move|name|pass|put|read|register|remove"
+    "|replace|save|set|train|use|wrap|write"
+)
+_CURE = re.compile(rf"\b(?:{_VERBS})\b.*(?:\w\(|\w=|\bmw\.|'[^']+'|\"[^\"]+\")", re.IGNORECASE | re.DOTALL)
 _RAISED = re.compile(r'File "[^"]*/meshwright(?:_hf)?/[^"]*", line \d+, in [^\n]+\n\s+raise ')
 
 
@@ -94,7 +99,7 @@ def of_failures(program: Program, failures: list[Failure], world_size: int) -> O
         return Outcome(program, "raw", line, details)
     if len(failures) < world_size:
         return Outcome(program, "raw", f"only {len(failures)} of {world_size} ranks raise {line}", details)
-    if not _CODE.search(cause.message):
+    if not _CURE.search(cause.message):
         return Outcome(program, "raw", f"no cure: {line}", details)
     is_right = any("refused" in trait.may for trait in program.traits)
     return Outcome(program, "refused" if is_right else "false alarm", line, details)

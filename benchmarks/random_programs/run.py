@@ -158,9 +158,11 @@ class Run:
         for trait in self.traits:
             options |= trait.options
         words = " ".join([self.program.plan, *(trait.words for trait in self.traits if trait.words)])
-        self.model, self.optimizer, self.loader = mw.to_distributed(
-            self.model, self.optimizer, self.loader, plan=words, config=mw.ToDistributedConfig(**options)
+        optimizer = None if self._is("has_no_optimizer") else self.optimizer
+        self.model, distributed, self.loader = mw.to_distributed(
+            self.model, optimizer, self.loader, plan=words, config=mw.ToDistributedConfig(**options)
         )
+        self.optimizer = self.optimizer if optimizer is None else distributed
 
     def _loss(self, batch: dict[str, Any]) -> Tensor:
         own = self._only("loss")

@@ -129,7 +129,7 @@ for _name, _build in {
     "max_norm of the embedding": lambda run: _embedding(run, max_norm=0.1),
 }.items():
     _more = {"tied"} if "max_norm" in _name else {"sharing"} if "mlp" in _name else set()
-    add(Trait(name=_name, kind="state", may=TOLD, warns="hook", build=_build, without=_ONCE | _more))
+    add(Trait(name=_name, kind="state", may=TOLD, warns="sees this rank's", build=_build, without=_ONCE | _more))
 add(
     Trait(
         name="scale_grad_by_freq",
@@ -165,4 +165,13 @@ for _name, _build in {
     "embeddings over their norm": lambda run: _of_embeddings(run, lambda x: x / x.pow(2).mean().sqrt()),
     "inputs permuted by a hook": lambda run: _of_inputs(run, lambda ids: ids.flip(0)),
 }.items():
-    add(Trait(name=_name, kind="batch-wide", may=TOLD, warns="hook", build=_build, without=frozenset({"generate"})))
+    add(
+        Trait(
+            name=_name,
+            kind="batch-wide",
+            may=TOLD,
+            warns="sees this rank's",
+            build=_build,
+            without=frozenset({"generate"}),
+        )
+    )

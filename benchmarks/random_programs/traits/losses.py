@@ -268,7 +268,7 @@ for _declares in (True, False):
             name=f"a term of activations, {'with' if _declares else 'without'} global_mean",
             kind="term",
             may=TOLD,
-            warns="hook" if _declares else "hook|global_mean",
+            warns="sees this rank's" if _declares else "sees this rank's|global_mean",
             is_local=True,
             build=_watch,
             factor=lambda run, batch, loss, it=_declares: _auxiliary(  # type: ignore[misc]
