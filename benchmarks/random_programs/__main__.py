@@ -2,52 +2,93 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 import time
 import warnings
-from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 from rich.progress import track
 
-from benchmarks.random_programs.compare import judge
+from benchmarks.random_programs.compare import Outcome
 from benchmarks.random_programs.draw import PLANS, Program
-from harness import WorkerPool
+from benchmarks.random_programs.lanes import judged
+from benchmarks.random_programs.plants import PLANTS
+from benchmarks.random_programs.summary import counts, table
+from benchmarks.random_programs.trait import TRAITS
 
 
 def main(
-    count: Annotated[int, typer.Option(help="number of programs")] = 500,
-    first: Annotated[int, typer.Option(help="seed of the first program; the seeds count up from it")] = 0,
-    verbose: Annotated[bool, typer.Option(help="print every program, instead of only silent and crashed ones")] = False,
+    count: Annotated[int, typer.Option(help="number of programs")] = 1000,
+    seed: Annotated[int, typer.Option(help="seed of the first program; the seeds count up from it")] = 0,
+    only: Annotated[bool, typer.Option("--only", help="run the program of --seed alone, with its whole error")] = False,
+    minutes: Annotated[float | None, typer.Option(help="time after which no program is begun (default: none)")] = None,
+    traits: Annotated[str, typer.Option(help="names of traits, separated by ';'; with --only, all of its traits")] = "",
+    plan: Annotated[str, typer.Option(help="plan of all programs in place of the drawn ones")] = "",
+    plant: Annotated[str, typer.Option(help=f"fault to plant, to see it found: {'; '.join(PLANTS)}")] = "",
+    lanes: Annotated[int, typer.Option(help="number of programs at the same time (default: one for each core)")] = 0,
+    verbose: Annotated[bool, typer.Option(help="print every program, instead of only the faults")] = False,
 ) -> None:
     """Draw programs and plans, run each program with and without its plan, and compare all resulting numbers.
 
-    A program must be equal to one process, or end with an error or a warning that says what to change. Exits with
-    status 1 if a program is silently different, or ends with an error that does not say what to change.
+    A program must be equal to one process, or end with an error of Meshwright that says what to change; where nothing
+    can know that a program is wrong, a warning is enough. Exits with status 1 if a program is silently different, ends
+    with another error, hangs, is refused without need, or was not compared.
 
     Examples:
 
         python -m benchmarks.random_programs
-        python -m benchmarks.random_programs --first 137 --count 1 --verbose
+        python -m benchmarks.random_programs --seed 137 --only
+        python -m benchmarks.random_programs --only --traits "shared mlp; padded right" --plan "tp2+sp"
+        python -m benchmarks.random_programs --traits "rope dynamic" --count 50
     """
     warnings.filterwarnings("ignore")
-    pools = {size: WorkerPool(size) for size in sorted(set(PLANS.values()))}
-    verdicts: Counter[str] = Counter()
+    _check(plan, PLANS, "--plan")
+    _check(plant, PLANTS, "--plant")
+    asked = [name.strip() for name in traits.split(";") if name.strip()]
+    for name in asked:
+        _check(name, TRAITS, "--traits")
+    if only:
+        drawn = Program.drawn(seed)
+        names = tuple(sorted(asked)) if asked else drawn.names
+        programs: Iterator[Program] = iter([Program(seed=seed, plan=plan or drawn.plan, names=names)])
+        count = 1
+    else:
+        programs = itertools.islice(_matching(seed, set(asked), plan), count)
+    found = judged(
+        programs,
+        lanes=1 if only else lanes or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        seconds=None if minutes is None else minutes * 60,
+        plant=plant or None,
+    )
     start = time.perf_counter()
-    try:
-        for seed in track(range(first, first + count), "programs", disable=not sys.stderr.isatty()):
-            program = Program.drawn(seed)
-            outcome = judge(program, pools[program.world_size])
-            verdicts[outcome.verdict] += 1
-            if verbose or outcome.verdict in ("SILENT", "crashed"):
-                print(f"{outcome.verdict}: {program}\n    {outcome.why}", flush=True)
-    finally:
-        for pool in pools.values():
-            pool.close()
-    said = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common())
-    print(f"{count} programs from seed {first}: {said}; {time.perf_counter() - start:.0f} s")
-    raise typer.Exit(1 if verdicts["SILENT"] or verdicts["crashed"] else 0)
+    outcomes: list[Outcome] = []
+    for outcome in track(found, "programs", total=count, disable=not sys.stderr.isatty()):
+        outcomes.append(outcome)
+        if verbose or only or outcome.is_fault:
+            print(f"{outcome.verdict}: {outcome.program}\n    {outcome.why}", flush=True)
+        if only and outcome.details:
+            print(outcome.details)
+    if not only:
+        print(table(outcomes))
+    print(f"{len(outcomes)} programs from seed {seed}: {counts(outcomes)}; {time.perf_counter() - start:.0f} s")
+    # A run that compared nothing has shown nothing.
+    raise typer.Exit(1 if not outcomes or any(outcome.is_fault for outcome in outcomes) else 0)
+
+
+def _matching(seed: int, asked: set[str], plan: str) -> Iterator[Program]:
+    for number in itertools.count(seed):
+        program = Program.drawn(number)
+        if not asked or asked & set(program.names):
+            yield Program(seed=number, plan=plan or program.plan, names=program.names)
+
+
+def _check(name: str, known: dict[str, object] | dict[str, int], option: str) -> None:
+    if name and name not in known:
+        raise typer.BadParameter(f"{name!r} is none of: {'; '.join(known)}", param_hint=option)
 
 
 if __name__ == "__main__":

@@ -1,107 +1,121 @@
-"""Draws a random program: one choice for each kind of choice in real training scripts."""
+"""Draws random programs: a plan and a few traits, so that all pairs are drawn equally often."""
 
 from __future__ import annotations
 
+import functools
 import random
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+
+from benchmarks.random_programs import traits as _traits  # noqa: F401, importing it registers the traits
+from benchmarks.random_programs.trait import EQUAL, TRAITS, Trait
 
 PLANS: dict[str, int] = {  # a plan in words -> number of processes
     "tp2": 2,
     "tp2+sp": 2,
+    "tp2 ga2": 2,
     "dp2": 2,
     "dp2 zero1": 2,
     "dp2 zero2": 2,
     "dp2 zero3": 2,
+    "dp2 ga2": 2,
+    "dp2 zero3 ga2": 2,
+    "dp2 recompute=full": 2,
+    "cp2": 2,
+    "cp2(ring)": 2,
+    "cp2(ulysses)": 2,
+    "pp2 mb1": 2,
+    "pp2(gpipe) mb2": 2,
+    "pp2x2 mb1": 2,
+    "pp2(zb-h1) mb1": 2,
+    "pp2(zbv) mb1": 2,
+    "dp4": 4,
+    "dp4 zero3": 4,
     "dp2 tp2": 4,
     "dp2 tp2+sp zero1": 4,
     "dp2 tp2+sp zero3": 4,
     "tp4+sp": 4,
+    "dp2 cp2 zero3": 4,
+    "cp4(hybrid-2)": 4,
+    "tp2+sp cp2(ring)": 4,
+    "dp2 pp2 zero1 mb1": 4,
+    "tp2 pp2 mb1": 4,
+    "pp2 cp2(ring) mb1": 4,
 }
-
-CHOICES: dict[str, dict[Any, int]] = {  # kind -> each choice and its weight
-    "family": {"llama": 4, "qwen3": 2, "gemma2": 1, "phi3": 1, "olmo2": 1, "qwen2": 1},
-    "head": {"causal": 6, "sequence": 1, "token": 1},
-    "is_tied": {False: 3, True: 1},
-    "kv_heads": {4: 3, 1: 1},
-    "optimizer": {"adamw": 4, "sgd": 2, "adagrad": 1},
-    "groups": {1: 1, 2: 2},
-    "schedule": {"none": 2, "cosine": 1},
-    "rows": {4: 3, 3: 1, 5: 1},  # per batch; an epoch's last batch has fewer
-    "length": {12: 2, 11: 1},
-    "batch": {"plain": 3, "padded": 2, "packed": 1},
-    "loss": {"model": 6, "own counts": 1, "own": 1},
-    "regulariser": {"none": 6, "norms": 1, "all": 1},
-    "clipping": {"ours": 4, "none": 2, "torch, a list made before": 1},
-    "accumulation": {"none": 4, "by hand": 2, "no_sync": 1, "plan": 2},
-    "recompute": {False: 3, True: 1},
-    "freezing": {"none": 4, "before": 2, "thaw": 2, "freeze": 1},
-    "hook": {"none": 5, "gradient, before": 1, "gradient, after": 1, "activation": 1, "auxiliary loss": 1},
-    "average": {"none": 5, "before": 1, "after": 1, "by hand": 1},
-    "write": {"none": 6, "clamp": 1, "load_state_dict": 1, "gradient": 1},
-    "reading": {"none": 5, "parameter count": 1, "weight norm": 1, "gradient norm": 1, "state_dict": 1, "copy": 1},
-    "zeroing": {"optimizer": 3, "model": 1, "set_to_none=False": 1},
-    "evaluation": {"none": 3, "loss": 1, "generate": 1},
-    "resume": {"none": 4, "files": 1},
-}
+# Of four programs, one has a single trait, so that no other trait's refusal hides what it does, and three have a pair.
+# A pair is joined by some of the traits that are always equal.
+ALONE, PAIRED = 1, 3
+USUAL = (0, 1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program: one choice of each kind; see ``CHOICES``."""
+    """A program: its plan and the names of its traits. The seed also determines the data."""
 
     seed: int
     plan: str
-    family: str
-    head: str
-    is_tied: bool
-    kv_heads: int
-    optimizer: str
-    groups: int
-    schedule: str
-    rows: int
-    length: int
-    batch: str
-    loss: str
-    regulariser: str
-    clipping: str
-    accumulation: str
-    recompute: bool
-    freezing: str
-    hook: str
-    average: str
-    write: str
-    reading: str
-    zeroing: str
-    evaluation: str
-    resume: str
+    names: tuple[str, ...]
 
     @staticmethod
     def drawn(seed: int) -> Program:
-        """Return the program of a seed. Most choices are the usual one, so that few unusual choices occur together."""
-        source = random.Random(seed)
-        plan = source.choice(list(PLANS))
-        chosen = {
-            name: source.choices(list(weights), list(weights.values()))[0]
-            if name in _ALWAYS or source.random() < 0.5
-            else next(iter(weights))
-            for name, weights in CHOICES.items()
-        }
-        if chosen["head"] != "causal":
-            chosen |= {"batch": "padded", "loss": "model", "evaluation": "none", "is_tied": False}
-        return Program(seed=seed, plan=plan, **chosen)
+        """Return the program of a seed."""
+        turn, place = divmod(seed, ALONE + PAIRED)
+        if place < ALONE:
+            singles = _singles()
+            # Each trait meets each plan before one of them meets the same again.
+            index, around = turn % len(singles), turn // len(singles)
+            plans = _plans_of(singles[index : index + 1])
+            return Program(seed=seed, plan=plans[(index * 7 + around) % len(plans)], names=(singles[index],))
+        pairs, source = _pairs(), random.Random(seed)
+        names = list(pairs[(turn * PAIRED + place - ALONE) % len(pairs)])
+        for _ in range(source.choice(USUAL)):
+            fitting = [name for name in _usual() if all(TRAITS[name].fits(TRAITS[other]) for other in names)]
+            names.append(source.choice(fitting))
+        plans = _plans_of(names)
+        return Program(seed=seed, plan=plans[(seed * 7) % len(plans)], names=tuple(sorted(names)))
+
+    @property
+    def traits(self) -> list[Trait]:
+        return [TRAITS[name] for name in self.names]
 
     @property
     def world_size(self) -> int:
         return PLANS[self.plan]
 
+    @property
+    def layers(self) -> int:
+        """The number of layers: one for each stage, and at least two."""
+        return 4 if "x2" in self.plan or "zbv" in self.plan else 2
+
     def __str__(self) -> str:
-        unusual = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if field.name in CHOICES and getattr(self, field.name) != next(iter(CHOICES[field.name]))
-        ]
-        return f"{self.seed} under {self.plan}: {', '.join(unusual) or 'plain'}"
+        return f"{self.seed} under {self.plan}: {' + '.join(self.names) or 'plain'}"
 
 
-_ALWAYS = ("family", "rows", "length", "optimizer")
+def _plans_of(names: list[str]) -> list[str]:
+    """Return the plans of a program with some traits: not those with micro-batches, if a trait adds these."""
+    if not any(TRAITS[name].words for name in names):
+        return list(PLANS)
+    return [plan for plan in PLANS if " mb" not in plan and " ga" not in plan]
+
+
+@functools.cache
+def _singles() -> list[str]:
+    return random.Random(1).sample(sorted(TRAITS), len(TRAITS))
+
+
+@functools.cache
+def _usual() -> list[str]:
+    return [name for name, trait in TRAITS.items() if trait.may == EQUAL]
+
+
+@functools.cache
+def _pairs() -> list[tuple[str, str]]:
+    """Return all pairs of traits that a program may have, in an order that spreads each trait evenly."""
+    names = sorted(TRAITS)
+    pairs = [
+        (first, second)
+        for index, first in enumerate(names)
+        for second in names[index + 1 :]
+        if TRAITS[first].fits(TRAITS[second])
+    ]
+    random.Random(2).shuffle(pairs)
+    return pairs

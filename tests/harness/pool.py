@@ -24,7 +24,7 @@ from harness.messages import Failure, Job, Result, receive
 from harness.server import fork_context
 
 START_TIMEOUT = 180.0  # seconds for the server's imports, on a busy machine
-GRACE = 10.0  # seconds that the other ranks have to answer after one failed
+GRACE = 10.0
 STACKS_TIME = 1.0  # seconds for the workers to write their stacks
 
 
@@ -44,6 +44,7 @@ class WorkerPool:
 
     Args:
         world_size: the number of ranks.
+        grace: seconds that the other ranks have to answer after one failed.
 
     Example:
         def total(value):
@@ -54,8 +55,9 @@ class WorkerPool:
         assert pool.run(total, 10) == [21, 21]
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, grace: float = GRACE) -> None:
         self.world_size = world_size
+        self._grace = grace
         self._jobs = 0
         self._workers: list[BaseProcess] = []
         self._connections: list[Connection] = []
@@ -75,7 +77,7 @@ class WorkerPool:
             WorkerError: some rank raised, or its process died.
             WorkerHang: some rank did not answer in time; the workers are replaced at the next run.
         """
-        answers = self._answers(function, args, kwargs, timeout)
+        answers = self.answers(function, *args, timeout=timeout, **kwargs)
         if failures := _failures(answers):
             raise WorkerError(_tracebacks(failures))
         return [answers[rank].value for rank in range(self.world_size)]
@@ -89,26 +91,21 @@ class WorkerPool:
             AssertionError: some rank did not raise.
             WorkerHang: as ``run``.
         """
-        answers = self._answers(function, args, kwargs, timeout)
+        answers = self.answers(function, *args, timeout=timeout, **kwargs)
         failures = _failures(answers)
         if quiet := sorted(set(answers) - set(failures)):
             raised = f"; the others did:\n{_tracebacks(failures)}" if failures else ""
             raise AssertionError(f"no error was raised on ranks {quiet}{raised}")
         return [(failures[rank].type_name, failures[rank].message) for rank in range(self.world_size)]
 
-    def close(self) -> None:
-        """End the workers; a later run starts new ones."""
-        for process in self._workers:
-            process.kill()
-        for process in self._workers:
-            process.join()
-        for connection in self._connections:
-            connection.close()
-        self._workers, self._connections, self._store = [], [], None
-
-    def _answers(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    def answers(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any
     ) -> dict[int, Result | Failure]:
+        """Return what the function returned or raised, for each rank.
+
+        Raises:
+            WorkerHang: as ``run``.
+        """
         if not self._workers:
             self._start()
         self._jobs += 1
@@ -119,6 +116,16 @@ class WorkerPool:
             with contextlib.suppress(OSError):
                 connection.send_bytes(job)
         return self._collect(timeout)
+
+    def close(self) -> None:
+        """End the workers; a later run starts new ones."""
+        for process in self._workers:
+            process.kill()
+        for process in self._workers:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._workers, self._connections, self._store = [], [], None
 
     def _collect(self, timeout: float) -> dict[int, Result | Failure]:
         """One answer a rank; workers that hung, died or hold answers nobody will read are ended."""
@@ -146,7 +153,7 @@ class WorkerPool:
                 rank = pending.pop(connection)
                 answers[rank] = self._answer(rank)
                 if isinstance(answers[rank], Failure):
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + self._grace)
         return answers
 
     def _answer(self, rank: int) -> Result | Failure:
@@ -166,7 +173,7 @@ class WorkerPool:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(STACKS_TIME)
         failures = _failures(answers)
-        cause = f"{GRACE:g} s after another rank failed" if failures else f"within {timeout:g} s"
+        cause = f"{self._grace:g} s after another rank failed" if failures else f"within {timeout:g} s"
         parts = [f"ranks {silent} of {self.world_size} did not answer {cause}", _tracebacks(failures)]
         parts += [f"---- rank {rank}: output and stack\n{self._output(rank)}" for rank in range(self.world_size)]
         return "\n".join(part for part in parts if part)

@@ -1,0 +1,110 @@
+"""Runs programs on a few lanes at the same time, each with worker pools of its own that live as long as the lane."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+from benchmarks.random_programs.compare import Outcome, judge
+from benchmarks.random_programs.draw import PLANS, Program
+from harness import WorkerPool
+
+GRACE = 4.0  # seconds that the other ranks of a program have after one failed
+RETIRE = 150  # programs until a lane's processes are replaced, so that a lane's memory stays small
+
+
+def judged(
+    programs: Iterable[Program], *, lanes: int, seconds: float | None = None, plant: str | None = None
+) -> Iterator[Outcome]:
+    """Yield the verdict on each program, as they come.
+
+    Args:
+        programs: the programs, in the order in which they are begun.
+        lanes: number of programs that run at the same time.
+        seconds: time after which no further program is begun.
+        plant: the name of a fault to plant in each run under a plan.
+    """
+    waiting = iter(programs)
+    lock = threading.Lock()
+    answers: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
+    end = None if seconds is None else time.monotonic() + seconds
+    stopped = threading.Event()
+
+    def next_program() -> Program | None:
+        if stopped.is_set() or (end is not None and time.monotonic() > end):
+            return None
+        with lock:
+            return next(waiting, None)
+
+    def work() -> None:
+        pools = Pools()
+        try:
+            for number in itertools.count(1):
+                program = next_program()
+                if program is None:
+                    return
+                answers.put(minimal(program, pools, plant))
+                if number % RETIRE == 0:
+                    pools.close()
+        except BaseException as error:
+            answers.put(error)
+        finally:
+            pools.close()
+            answers.put(None)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(lanes)]
+    for thread in threads:
+        thread.start()
+    try:
+        running = lanes
+        while running:
+            answer = answers.get()
+            if isinstance(answer, BaseException):
+                raise answer
+            if answer is None:
+                running -= 1
+            else:
+                yield answer
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join()
+
+
+class Pools(dict[int, WorkerPool]):
+    """A pool of workers for one process and for each size of a plan."""
+
+    def __init__(self) -> None:
+        super().__init__({size: WorkerPool(size, grace=GRACE) for size in sorted({1, *PLANS.values()})})
+
+    def close(self) -> None:
+        """End all workers; a later run starts new ones."""
+        for pool in self.values():
+            pool.close()
+
+
+def minimal(program: Program, pools: Pools, plant: str | None) -> Outcome:
+    """Return the verdict on a program; if it is a fault, on fresh processes and for as few traits as show it."""
+    outcome = judge(program, pools, plant=plant)
+    if not outcome.is_fault:
+        return outcome
+    # It may have been a busy machine, or what an earlier program left behind.
+    pools[program.world_size].close()
+    again = judge(program, pools, plant=plant)
+    if again.verdict == "hang" or again.verdict != outcome.verdict:
+        return again
+    for name in program.names:
+        fewer = tuple(other for other in again.program.names if other != name)
+        tried = judge(Program(seed=program.seed, plan=program.plan, names=fewer), pools, plant=plant)
+        if tried.verdict == again.verdict:
+            again = tried
+    return again if again.program is program else _named(again, program)
+
+
+def _named(outcome: Outcome, program: Program) -> Outcome:
+    """Keep the program as it was drawn, and say which of its traits are enough."""
+    enough = " + ".join(outcome.program.names) or "the plain loop"
+    return Outcome(program, outcome.verdict, f"by {enough}: {outcome.why}", outcome.details)
