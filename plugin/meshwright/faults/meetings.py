@@ -80,6 +80,10 @@ class Meetings:
         self._has_grown = True
         return meeting
 
+    def of(self, rank: int) -> Meeting | None:
+        """Return the meeting at which a rank waits; None if it waits at none."""
+        return self._of_rank.get(rank)
+
     def close(self, meeting: Meeting) -> None:
         """Record that no rank waits at a meeting any more."""
         del self._meetings[meeting.key, meeting.group]

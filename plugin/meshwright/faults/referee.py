@@ -32,9 +32,11 @@ class Member:
     name: str
     heard: float
     status: str = "starting"
+    waits_for: tuple[int, ...] = ()  # the ranks of the collective in which it waits
     process: Any = None  # identifies the rank's process (see siblings.py)
     gone: str | None = None  # how the rank ended
     is_silent: bool = False
+    is_late: bool = False  # whether it was told that the others have given up waiting for it
 
 
 @dataclass
@@ -65,10 +67,14 @@ class Referee:
         self._members[rank] = Member(name, now, process=process)
         self._gone.discard(rank)
 
-    def beat(self, rank: int, status: str, now: float) -> None:
-        """Record that a rank is alive, and what it is doing."""
+    def rename(self, rank: int, name: str) -> None:
+        """Call a rank ``name`` from now on."""
+        self._members[rank].name = name
+
+    def beat(self, rank: int, status: str, now: float, waits_for: Iterable[int] = ()) -> None:
+        """Record that a rank is alive, what it is doing, and the ranks of the collective in which it waits."""
         member = self._members[rank]
-        member.heard, member.status, member.is_silent = now, status, False
+        member.heard, member.status, member.waits_for, member.is_silent = now, status, tuple(waits_for), False
 
     def group(self, ranks: Iterable[int]) -> Group:
         """Return the group of these ranks, for :meth:`ask`."""
@@ -141,13 +147,22 @@ class Referee:
                 posts += self._tell_others(rank, how)
         late = list(self._meetings.asked_before(now - self.timeout))
         texts = {meeting: self._who_did_not_come(meeting, now) for _, meeting in late}
+        absent = {rank for meeting in texts for rank in meeting.absent()}
+        ends = self._end_late(absent) if absent else []
         for rank, meeting in late:
             self._meetings.withdraw(rank)
             posts.append(Post((rank,), "answer", {"gone": texts[meeting]}))
-        return posts
+        return posts + ends
 
-    def report(self, now: float) -> dict[str, Any]:
-        """Return the first cause of failure, if known, and what every rank is doing."""
+    def report(self, rank: int, now: float, waited_for: Iterable[int] = ()) -> list[Post]:
+        """Answer a rank with the first cause of failure, if known, and what every rank is doing.
+
+        Args:
+            rank: the rank that asks.
+            now: the time.
+            waited_for: the ranks of a collective that has not ended within the timeout.
+        """
+        ends = self._end_late(set(waited_for) - {rank}) if self.first_cause is None else []
         lines = [self._describe(rank, now) for rank in sorted(self._members)]
         quiet = [
             f"{member.name} has sent no heartbeat for {now - member.heard:.1f} s; last: {member.status}"
@@ -155,7 +170,42 @@ class Referee:
             if member.gone is None and now - member.heard > HICCUP
         ]
         silent = self._silent(lambda member: now - member.heard > HICCUP)
-        return {"cause": self.first_cause or ("\n".join(quiet) or None), "ranks": lines, "silent": silent}
+        cause = self.first_cause or ("\n".join(quiet) or None)
+        return [Post((rank,), "answer", {"cause": cause, "ranks": lines, "silent": silent}), *ends]
+
+    def _end_late(self, awaited: set[int]) -> list[Post]:
+        """Return what ends all ranks, if ``awaited`` or those for whom they wait run code of the program all the time.
+
+        Such a rank is not told by an answer, since it does not ask; and it may never end by itself.
+        """
+        late = [rank for rank in self._awaited_in_the_end(awaited) if not self._members[rank].is_late]
+        posts: list[Post] = []
+        for rank in late:
+            member = self._members[rank]
+            member.is_late = True
+            how = f"kept other ranks waiting for {self.timeout:g} s: {member.status}"
+            self.first_cause = self.first_cause or f"{member.name}: {how}"
+            posts.append(Post((rank,), "notice", {"late": f"{member.name} {how}"}))
+        if late:
+            others = [r for r, m in self._members.items() if m.gone is None and not m.is_late]
+            posts = [*self._notice(others), *posts]  # the late ranks, of which rank 0 may be one, end at once
+        return posts
+
+    def _awaited_in_the_end(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of some ranks, and of the ranks for which these wait, that wait for nobody and are alive."""
+        found, seen, rest = [], set(), list(ranks)
+        while rest:
+            rank = rest.pop()
+            member = self._members.get(rank)
+            if rank in seen or member is None or member.gone is not None or member.is_silent:
+                continue
+            seen.add(rank)
+            meeting = self._meetings.of(rank)
+            waits_for = meeting.absent() if meeting is not None else member.waits_for
+            rest += waits_for
+            if not waits_for:
+                found.append(rank)
+        return sorted(found)
 
     def _go(self, rank: int, how: str, *, notice: str | None) -> list[Post]:
         member = self._members[rank]
