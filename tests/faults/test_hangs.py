@@ -10,6 +10,6 @@ from support.ending import check
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("place", [place for place in PLACES if place not in ("before the call", "gil", "stop")])
 def test_a_program_that_hangs_ends(place, victim):
-    outcomes = run_program(hangs, 2, place, victim)
+    outcomes = run_program(hangs, 2, place, victim, timeout=90.0)
     check(outcomes[victim], "kept other ranks waiting for 4 s.*so this process ends.*main thread.*hangs.py.*", within=TIMEOUT + 5)
     check(outcomes[1 - victim], rf"rank {victim}\b", within=TIMEOUT + 5)

@@ -27,7 +27,7 @@ from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
 from meshwright.distribute.installation import Installation
 from meshwright.errors import PlanError
-from meshwright.faults.equal_errors import print_equal_errors_once
+from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.guard import Guard, start_guard
 from meshwright.faults.together import succeed_together
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
@@ -91,7 +91,7 @@ def to_distributed(
 
         model, optimizer, loader = mw.to_distributed(model, optimizer, loader, plan="dp2 tp2+sp zero1")
     """
-    print_equal_errors_once()
+    say_equal_texts_once()
     config = config_with(config, plan)
     check_arguments(model, optimizer, dataloader)
     if config.logging_steps is None and (config.logging_dir is not None or config.max_steps is not None):

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
 from meshwright.faults.statement import Statement, differences
 from meshwright.faults.together import on_first_rank
+from meshwright.faults.wishes import Wishes
 from meshwright.mesh.listening import listening_address
 from meshwright.mesh.process_group import FOLLOWS, attempt_number, await_ranks
 from meshwright.mesh.siblings import end_sibling, this_process
@@ -73,6 +74,7 @@ class Guard:
         self.on_failure: Callable[[str], None] | None = None  # called with what is known when a rank fails
         self._hub: Hub | None = None
         self._deadline = Deadline()
+        self._wishes = Wishes()
         meets_at = dist.PrefixStore(
             f"meshwright-guard{attempt_number()}/{next(_started)}", dist.distributed_c10d._get_default_store()
         )
@@ -85,6 +87,7 @@ class Guard:
             on_beat=self._beat,
             on_notice=self._on_notice,
             on_late=self._on_late,
+            has_passed=self._wishes.has_passed,
             deadline=self._deadline,
         )
         self._end_with_child = exit_hooks.end_with_child(self)
@@ -116,6 +119,11 @@ class Guard:
         if self.is_current and not self._coordinates:
             self._coordinates = coordinates
             self._link.tell({"kind": "name", "name": self.name})
+
+    @property
+    def cause(self) -> str | None:
+        """Why another rank has failed, also after the program has left the process group; None if none has."""
+        return self._cause
 
     def begin_step(self, group: Any = None) -> None:
         """Count a step, which begins with a forward pass in training.
@@ -169,6 +177,31 @@ class Guard:
         if finding is not None and not finding["together"]:
             raise self._diverged(ranks, finding)
         return finding is None
+
+    def wishes_of_all(self, wishes: Collection[str]) -> set[str] | None:
+        """Return what any rank wishes at this point of the program, to which all ranks come equally often.
+
+        A rank without wishes waits for nobody, as long as no other rank has any.
+
+        Args:
+            wishes: this rank's wishes.
+
+        Returns:
+            The wishes of all ranks, the same on each; or None if another rank had no wish and has gone on. This rank
+            must then pass the same wishes the next time, when all ranks will come.
+        """
+        if not self.is_current:
+            return set(wishes)
+        if (key := self._wishes.come(bool(wishes))) is None:
+            return set()
+        ranks = tuple(range(dist.get_world_size()))
+        self.trace.begin("the comparison of the ranks' wishes")
+        finding = self._ask(key, ranks, ",".join(sorted(wishes)))
+        if finding is not None and "passed" in finding:
+            return None
+        self._wishes.meet()
+        texts = [",".join(wishes)] if finding is None else list(finding["differ"].values())
+        return {wish for text in texts for wish in text.split(",") if wish}
 
     def _compare(self, place: str, ranks: tuple[int, ...], *texts: str) -> dict[str, Any] | None:
         self.trace.begin(f"the comparison of the ranks' {place}")

@@ -35,6 +35,8 @@ class Link:
         on_beat: a function called at each heartbeat of the hub, every second; returns the rank's own.
         on_notice: a function called once, in the listening thread, with the text of the first notice, the processes of
             ranks that do not answer, and whether the notice came from the hub.
+        has_passed: a function called with the key of a meeting that another rank has called; returns whether this rank
+            is past it.
         deadline: this process's deadline, which each heartbeat of the hub moves.
         on_late: a function called, in place of ``on_notice``, if the other ranks have given up waiting for this one.
     """
@@ -48,8 +50,10 @@ class Link:
         on_beat: Callable[[], dict[str, Any]],
         on_notice: OnNotice,
         on_late: Callable[[str], None],
+        has_passed: Callable[[str], bool],
         deadline: Deadline,
     ) -> None:
+        self._has_passed = has_passed
         self._deadline = deadline
         self._timeout, self._on_beat, self._on_notice, self._on_late = timeout, on_beat, on_notice, on_late
         self._lock = threading.Lock()  # for the ask connection; held until the answer arrives
@@ -132,6 +136,8 @@ class Link:
                     self.hub_left = notice["closed"]
                     self._deadline.clear()
                     return
+                if "wish" in notice and self._has_passed(notice["wish"]):
+                    self.tell({"kind": "passed", "key": notice["wish"]})
                 self.hub_name = notice.get("name", self.hub_name)
                 self.tell({"kind": "beat", **self._on_beat()})
         except TimeoutError:

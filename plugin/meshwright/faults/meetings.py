@@ -100,9 +100,10 @@ class Meetings:
             del self._meetings[meeting.key, meeting.group]
         return question
 
-    def waiting_for(self, rank: int) -> list[int]:
-        """Return the ranks that wait at meetings to which ``rank`` has to come."""
+    def waiting_for(self, rank: int, key: str | None = None) -> list[int]:
+        """Return the ranks that wait at meetings, or at those named ``key``, to which ``rank`` has to come."""
         meetings = [m for m in self._meetings.values() if rank in m.group.members and rank not in m.questions]
+        meetings = [m for m in meetings if key in (None, m.key)]
         return [other for meeting in meetings for other in meeting.questions]
 
     def asked_before(self, time: float) -> Iterator[tuple[int, Meeting]]:

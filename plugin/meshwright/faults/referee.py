@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from meshwright.faults.meetings import Group, Meeting, Meetings, Question
 
 AGREED: dict[str, Any] = {"agreed": True}
+WISH = "wish "  # the beginning of the keys of meetings to which ranks come only if one of them wishes something
 HICCUP = 3.0  # seconds without a heartbeat after which a report mentions them; heartbeats come every second
 
 
@@ -95,11 +96,22 @@ class Referee:
             return self._refuse([rank], self._how_gone(gone))
         meeting = self._meetings.come(rank, key, group, Question(what, note, now))
         if not meeting.is_complete:
-            return []
+            is_first = key.startswith(WISH) and len(meeting.questions) == 1
+            return [Post(tuple(meeting.absent()), "notice", {"wish": key})] if is_first else []
         self._meetings.close(meeting)
         if all(question.what == what for question in meeting.questions.values()):
             return [Post(group.ranks, "answer", AGREED)]
         return self._differ({r: meeting.questions[r].said for r in group.ranks}, together=True)
+
+    def passed(self, rank: int, key: str) -> list[Post]:
+        """Record that a rank was past a meeting when it heard of the wish; those who wait there go on."""
+        return self._passed_by([other for other in self._meetings.waiting_for(rank, key)])
+
+    def _passed_by(self, ranks: Iterable[int]) -> list[Post]:
+        ranks = tuple(ranks)
+        for rank in ranks:
+            self._meetings.withdraw(rank)
+        return [Post(ranks, "answer", {"passed": True})] if ranks else []
 
     def send(self, rank: int, to: int, slot: str, what: str) -> list[Post]:
         """Record that a rank is about to send. The rank gets no answer. ``slot`` is a text with the group and tag."""
@@ -137,6 +149,9 @@ class Referee:
         """Return messages about ranks that wait for each other, or that were silent or late for the whole timeout."""
         posts: list[Post] = []
         while circle := self._meetings.circle():
+            if wishing := [r for r in circle if (at := self._meetings.of(r)) and at.key.startswith(WISH)]:
+                posts += self._passed_by(wishing)
+                continue
             said = {rank: question.said for rank in circle if (question := self._meetings.withdraw(rank))}
             posts += self._differ(said, together=False)
         for rank, member in self._members.items():

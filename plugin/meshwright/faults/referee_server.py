@@ -181,6 +181,8 @@ class Hub:
             case "post":
                 self.posted.add(rank, **message)
                 return []
+            case "passed":
+                return self._referee.passed(rank, **message)
             case "leave":
                 return self._referee.leave(rank, **message)
             case "fail":
