@@ -6,19 +6,24 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from harness.programs import mark_fault
+from harness.programs import FAULT, mark_fault
+from meshwright_hf.network import free_port
 from support.models import build, tokens
 
 TIMEOUT = 4.0  # seconds, instead of the two minutes of real programs
@@ -139,6 +144,64 @@ def hangs(place: str, victim: int, timeout: float = TIMEOUT) -> None:
         hang_here()
     dist.barrier()
     print("went on in silence", flush=True)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a started program ended.
+
+    Args:
+        codes: the exit codes of what was started: the launcher, or each rank.
+        output: what all processes printed.
+        after: seconds from the fault until none of its processes was left, its loaders' workers included.
+    """
+
+    codes: list[int]
+    output: str
+    after: float
+
+
+STARTS = ("torchrun", "launch", "plain")
+
+
+def run_script(start: str, place: str, victim: int, python: str = sys.executable, patience: float = 120.0) -> Ended:
+    """Start this file on two ranks, by torchrun, by ``meshwright launch`` or as plain processes, until all have ended."""
+    mark = uuid.uuid4().hex
+    environment = os.environ | {"HANG": mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    script = [os.path.abspath(__file__), place, str(victim)]
+    with tempfile.TemporaryFile("w+") as log:
+
+        def begin(*command: str, **more: str) -> subprocess.Popen[bytes]:
+            return subprocess.Popen([python, *command], env=environment | more, stdout=log, stderr=log)
+
+        if start == "torchrun":
+            started = [begin("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script)]
+        elif start == "launch":
+            started = [begin("-m", "meshwright.cli", "launch", "--cpu", "--dp", "2", *script)]
+        else:
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+            started = [begin(*script, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank in range(2)]
+        end = time.monotonic() + patience
+        while [one for one in started if one.poll() is None] or _with_mark(mark):
+            time.sleep(0.1)
+            if time.monotonic() > end:
+                for process in _with_mark(mark):
+                    process.kill()
+                end += patience
+        ended = time.monotonic()
+        log.seek(0)
+        output = log.read()
+    faults = [float(line.partition(FAULT)[2].split()[0]) for line in output.splitlines() if FAULT in line]
+    return Ended([one.wait() for one in started], output, ended - min(faults, default=ended))
+
+
+def _with_mark(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("HANG") == mark:
+                found.append(process)
+    return found
 
 
 if __name__ == "__main__":

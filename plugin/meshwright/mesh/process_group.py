@@ -7,6 +7,8 @@ import datetime
 import functools
 import itertools
 import os
+import socket
+import sys
 import time
 
 import torch
@@ -136,17 +138,25 @@ def await_ranks(store: dist.Store, rank: int, world: int, timeout_s: float) -> N
     try:
         store.wait(["all"], datetime.timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        absent = _absent(store, world)
-        if not absent:
-            raise
-        end_ranks(absent)  # a stopped process would outlive the launcher's SIGTERM
-        time.sleep(FOLLOWS)
-        ranks = " and ".join(filter(None, [", ".join(map(str, absent[:-1])), str(absent[-1])]))
-        raise PeerFailedError(
-            f"rank {rank} waited {timeout_s:g} s for rank{'s' * (len(absent) > 1)} {ranks}, which did not come to the "
-            "set-up: killed or stopped before it, or still busy. If they need longer, set a larger "
-            "ToDistributedConfig(timeout_s=...)"
-        ) from error
+        if absent := _absent(store, world):
+            raise _did_not_come(absent, rank, world, timeout_s) from error
+        raise
+
+
+def _did_not_come(absent: list[int], rank: int, world: int, timeout_s: float) -> PeerFailedError:
+    """Kill the ranks of this machine that have not come to the set-up; return the error that names all absent ones."""
+    ranks = " and ".join(filter(None, [", ".join(map(str, absent[:-1])), str(absent[-1])]))
+    text = (
+        f"rank {rank} waited {timeout_s:g} s for rank{'s' * (len(absent) > 1)} {ranks}, which did not come to the "
+        "set-up: killed or stopped before it, or still busy. If they need longer, set a larger "
+        "ToDistributedConfig(timeout_s=...)"
+    )
+    if rank == next(present for present in range(world) if present not in absent):
+        # At once, since a launcher may end this process before its program can print the error.
+        print(f"meshwright: {text}", file=sys.stderr, flush=True)
+    end_ranks(absent)  # a stopped process would outlive the launcher's SIGTERM
+    time.sleep(FOLLOWS)
+    return PeerFailedError(text)
 
 
 def attempt_number() -> str:
@@ -178,12 +188,30 @@ def _launchers_store(timeout: datetime.timedelta) -> dist.Store | None:
     host, port, ranks = listening_address(), int(os.environ["MASTER_PORT"]), world_size()
     reached = host if host == LOOPBACK else os.environ["MASTER_ADDR"]
     if os.environ["RANK"] != "0":
+        _await_listener(reached, port, timeout.total_seconds())
         return dist.TCPStore(reached, port, ranks, is_master=False, timeout=timeout)
     try:
         listener = bound_socket(host, port)
     except OSError:  # torch may serve a store at this port already, and then uses it again
         return dist.TCPStore(reached, port, ranks, is_master=True, timeout=timeout, multi_tenant=True)
     return dist.TCPStore(reached, port, ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def _await_listener(host: str, port: int, timeout_s: float) -> None:
+    """Wait until rank 0 serves its store.
+
+    Raises:
+        PeerFailedError: if it does not within the timeout.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.1)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise _did_not_come([0], int(os.environ["RANK"]), world_size(), timeout_s) from error
+            time.sleep(0.1)
 
 
 @functools.cache  # a notebook may distribute many models
