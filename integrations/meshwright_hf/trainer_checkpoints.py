@@ -188,7 +188,9 @@ class CheckpointMixin:
     def _load_best_model(self) -> None:
         logger.info("loading the best model, from %s (%s)", self.state.best_model_checkpoint, self.state.best_metric)
         best = Path(self.state.best_model_checkpoint)
-        if succeed_together(lambda: _is_sealed_here(best, self.args.output_dir)):
+        is_ours = on_first_rank(lambda: best.is_dir() and is_sealed(best))
+        succeed_together(lambda: _check_is_here(best, is_ours, self.args.output_dir))
+        if is_ours:
             check_seal(best)
         load_weights(self.model, self.state.best_model_checkpoint)
 
@@ -261,13 +263,12 @@ class CheckpointMixin:
         return self._train_batch_size * self._runtime.rows.size
 
 
-def _is_sealed_here(best: Path, output_dir: str) -> bool:
-    if not best.is_dir():
+def _check_is_here(best: Path, is_ours: bool, output_dir: str) -> None:
+    if not best.is_dir() or (is_ours and not is_sealed(best)):
         raise CheckpointError(
             f"the best checkpoint {best} is not on host {socket.gethostname()}, so load_best_model_at_end cannot load "
             f"it there; set TrainingArguments(output_dir={output_dir!r}) to a folder of a disk that all hosts share"
         )
-    return is_sealed(best)
 
 
 def _sizes(runtime: Runtime) -> tuple[int, ...]:

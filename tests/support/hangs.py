@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -153,7 +153,7 @@ class Ended:
     Args:
         codes: the exit codes of what was started: the launcher, or each rank.
         output: what all processes printed.
-        after: seconds from the fault until none of its processes was left, its loaders' workers included.
+        after: seconds from the fault until no process was left, the workers of its loaders included.
     """
 
     codes: list[int]
@@ -164,44 +164,47 @@ class Ended:
 STARTS = ("torchrun", "launch", "plain")
 
 
-def run_script(start: str, place: str, victim: int, python: str = sys.executable, patience: float = 120.0) -> Ended:
-    """Start this file on two ranks, by torchrun, by ``meshwright launch`` or as plain processes, until all have ended."""
-    mark = uuid.uuid4().hex
-    environment = os.environ | {"HANG": mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+def run_script(start: str, place: str, victim: int, python: str, patience: float = 100.0) -> Ended:
+    """Start this file on two ranks, by torchrun, by ``meshwright launch`` or as plain processes, until all have ended.
+
+    Args:
+        start: one of ``STARTS``.
+        place: where the rank hangs.
+        victim: the rank that hangs.
+        python: the command that runs Python.
+        patience: seconds, after which what has not ended is killed.
+    """
     script = [os.path.abspath(__file__), place, str(victim)]
-    with tempfile.TemporaryFile("w+") as log:
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHON_EXEC": python, "OMP_NUM_THREADS": "1"}
+    # The end of the pipe says that all processes that have inherited it have ended.
+    reads, writes = os.pipe()
 
-        def begin(*command: str, **more: str) -> subprocess.Popen[bytes]:
-            return subprocess.Popen([python, *command], env=environment | more, stdout=log, stderr=log)
+    def begin(*command: str, **more: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, **path, **more}
+        return subprocess.Popen([python, *command], env=environment, stdout=writes, stderr=writes, stdin=subprocess.DEVNULL)
 
-        if start == "torchrun":
-            started = [begin("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script)]
-        elif start == "launch":
-            started = [begin("-m", "meshwright.cli", "launch", "--cpu", "--dp", "2", *script)]
-        else:
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-            started = [begin(*script, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank in range(2)]
-        end = time.monotonic() + patience
-        while [one for one in started if one.poll() is None] or _with_mark(mark):
-            time.sleep(0.1)
-            if time.monotonic() > end:
-                for process in _with_mark(mark):
-                    process.kill()
-                end += patience
-        ended = time.monotonic()
-        log.seek(0)
-        output = log.read()
-    faults = [float(line.partition(FAULT)[2].split()[0]) for line in output.splitlines() if FAULT in line]
-    return Ended([one.wait() for one in started], output, ended - min(faults, default=ended))
-
-
-def _with_mark(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("HANG") == mark:
-                found.append(process)
-    return found
+    if start == "torchrun":
+        started = [begin("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script)]
+    elif start == "launch":
+        started = [begin("-m", "meshwright.cli", "launch", "--cpu", "--dp", "2", *script)]
+    else:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        started = [begin(*script, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank in range(2)]
+    os.close(writes)
+    output, end = b"", time.monotonic() + patience
+    with open(reads, "rb", buffering=0) as pipe:
+        while time.monotonic() < end:
+            if select.select([pipe], [], [], 0.1)[0]:
+                if not (read := pipe.read(2**16)):
+                    break
+                output += read
+    ended = time.monotonic()
+    for one in started:
+        if ended >= end:
+            one.kill()
+    text = output.decode(errors="replace")
+    faults = [float(mark) for mark in re.findall(rf"{FAULT}([\d.]+)", text)]
+    return Ended([one.wait() for one in started], text, ended - min(faults, default=ended))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ and the time, and returns the messages to send to ranks.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -37,7 +37,6 @@ class Member:
     process: Any = None  # identifies the rank's process (see siblings.py)
     gone: str | None = None  # how the rank ended
     is_silent: bool = False
-    is_late: bool = False  # whether it was told that the others have given up waiting for it
 
 
 @dataclass
@@ -177,7 +176,7 @@ class Referee:
             now: the time.
             waited_for: the ranks of a collective that has not ended within the timeout.
         """
-        ends = self._end_late(set(waited_for) - {rank}) if self.first_cause is None else []
+        ends = self._end_late(waited_for, by={rank})
         lines = [self._describe(rank, now) for rank in sorted(self._members)]
         quiet = [
             f"{member.name} has sent no heartbeat for {now - member.heard:.1f} s; last: {member.status}"
@@ -188,27 +187,27 @@ class Referee:
         cause = self.first_cause or ("\n".join(quiet) or None)
         return [Post((rank,), "answer", {"cause": cause, "ranks": lines, "silent": silent}), *ends]
 
-    def _end_late(self, awaited: set[int]) -> list[Post]:
+    def _end_late(self, awaited: Iterable[int], by: Set[int] = frozenset()) -> list[Post]:
         """Return what ends all ranks, if ``awaited`` or those for whom they wait run code of the program all the time.
 
         Such a rank is not told by an answer, since it does not ask; and it may never end by itself.
         """
-        late = [rank for rank in self._awaited_in_the_end(awaited) if not self._members[rank].is_late]
-        posts: list[Post] = []
+        if self.first_cause is not None:
+            return []  # everyone knows already, and ends
+        ends: list[Post] = []
+        late = self._awaited_in_the_end(awaited, by)
         for rank in late:
             member = self._members[rank]
-            member.is_late = True
             how = f"kept other ranks waiting for {self.timeout:g} s: {member.status}"
             self.first_cause = self.first_cause or f"{member.name}: {how}"
-            posts.append(Post((rank,), "notice", {"late": f"{member.name} {how}"}))
-        if late:
-            others = [r for r, m in self._members.items() if m.gone is None and not m.is_late]
-            posts = [*self._notice(others), *posts]  # the late ranks, of which rank 0 may be one, end at once
-        return posts
+            ends.append(Post((rank,), "notice", {"late": f"{member.name} {how}"}))
+        others = [rank for rank, member in self._members.items() if member.gone is None and rank not in late]
+        # The late ranks, of which rank 0 may be one, end at once, so they come last.
+        return [*self._notice(others), *ends] if ends else []
 
-    def _awaited_in_the_end(self, ranks: Iterable[int]) -> list[int]:
+    def _awaited_in_the_end(self, ranks: Iterable[int], by: Set[int]) -> list[int]:
         """Return those of some ranks, and of the ranks for which these wait, that wait for nobody and are alive."""
-        found, seen, rest = [], set(), list(ranks)
+        found, seen, rest = [], set(by), list(ranks)
         while rest:
             rank = rest.pop()
             member = self._members.get(rank)
