@@ -153,12 +153,14 @@ class Ended:
     Args:
         codes: the exit codes of what was started: the launcher, or each rank.
         output: what all processes printed.
-        after: seconds from the fault until no process was left, the workers of its loaders included.
+        after: seconds from the fault until these had ended.
+        all_after: seconds from the fault until no process was left, the workers of a rank's loader included.
     """
 
     codes: list[int]
     output: str
     after: float
+    all_after: float
 
 
 STARTS = ("torchrun", "launch", "plain")
@@ -181,7 +183,7 @@ def run_script(start: str, place: str, victim: int, python: str, patience: float
 
     def begin(*command: str, **more: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, **path, **more}
-        return subprocess.Popen([python, *command], env=environment, stdout=writes, stderr=writes, stdin=subprocess.DEVNULL)
+        return subprocess.Popen([python, *command], env=environment, stdout=writes, stderr=writes)
 
     if start == "torchrun":
         started = [begin("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script)]
@@ -191,20 +193,24 @@ def run_script(start: str, place: str, victim: int, python: str, patience: float
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
         started = [begin(*script, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank in range(2)]
     os.close(writes)
-    output, end = b"", time.monotonic() + patience
+    output, begun, ended = b"", time.monotonic(), 0.0
     with open(reads, "rb", buffering=0) as pipe:
-        while time.monotonic() < end:
+        while time.monotonic() < begun + patience:
+            if not ended and all(one.poll() is not None for one in started):
+                ended = time.monotonic()
             if select.select([pipe], [], [], 0.1)[0]:
                 if not (read := pipe.read(2**16)):
                     break
                 output += read
-    ended = time.monotonic()
+    all_ended = time.monotonic()
     for one in started:
-        if ended >= end:
+        if all_ended >= begun + patience:
             one.kill()
     text = output.decode(errors="replace")
     faults = [float(mark) for mark in re.findall(rf"{FAULT}([\d.]+)", text)]
-    return Ended([one.wait() for one in started], text, ended - min(faults, default=ended))
+    fault = min(faults, default=begun)
+    codes = [one.wait() for one in started]
+    return Ended(codes, text, (ended or all_ended) - fault, all_ended - fault)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import secrets
@@ -20,7 +19,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,6 +27,7 @@ from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults import exit_hooks, interpose, main_thread
 from meshwright.faults.collective_log import Trace, describe, describe_tensors, first_difference
 from meshwright.faults.deadline import Deadline
+from meshwright.faults.end_process import MARGIN, SPEAKS, end_children, end_process
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
@@ -39,7 +39,6 @@ from meshwright.mesh.process_group import FOLLOWS, attempt_number, await_ranks
 from meshwright.mesh.siblings import end_sibling, this_process
 
 GRACE = 2.0  # seconds in which the program can end by its own error after another rank has failed
-SPEAKS = 1.0  # seconds in which a process that ends can print; its program may hold the stream
 CLEANS_UP = 5.0  # seconds that the interpreter has to end after a program that ends because of another rank
 HUB_SILENT = "does not answer: stopped, hung or unreachable"
 
@@ -327,7 +326,7 @@ class Guard:
         how = f"{why} after step {self.step}"
         self._is_closed = True
         if self._follows or self._is_failing:
-            _end_children()
+            end_children()
         if self.trace.leaving:
             how = f"step {self.step}, its program ended by {self.trace.leaving}"
             print(f"meshwright: {self.name}: {how}", file=sys.stderr, flush=True)
@@ -411,12 +410,13 @@ class Guard:
         # and rank 1 if that is the one that has failed.
         if not from_hub and self._rank == 1 and self.is_current:
             print(f"meshwright: {cause}", file=sys.stderr, flush=True)
-        self._deadline.set(GRACE + SPEAKS + FOLLOWS)
+        self._deadline.set(GRACE + SPEAKS + MARGIN)
         time.sleep(GRACE)
         if self.is_current:
-            self._end(f"{self.name} ends in step {self.step} ({self.trace.doing}), because of {cause}")
+            text = f"{self.name} ends in step {self.step} ({self.trace.doing}), because of {cause}"
+            end_process(text, self._deadline, self.end_silent)
         elif self._is_failing:
-            self._end()
+            end_process("", self._deadline, self.end_silent)
         self._deadline.clear()  # the program has gone on to another process group
 
     def _on_late(self, why: str) -> None:
@@ -426,7 +426,7 @@ class Guard:
             return
         self._note(why)
         text = f"{why}, so this process ends. Its main thread is here:\n{main_thread.stack()}"
-        self._end(text, PeerFailedError(text))
+        end_process(text, self._deadline, self.end_silent, PeerFailedError(text))
 
     def _beat(self) -> dict[str, Any]:
         """Return what this rank is doing; called every second in the listening thread."""
@@ -435,31 +435,6 @@ class Guard:
         if not waits and self.trace.age >= 1.0:
             status = f"{status}, at {main_thread.place()}"
         return {"status": status, "waits_for": self.trace.ranks if waits else ()}
-
-    def _end(self, text: str = "", error: BaseException | None = None) -> NoReturn:
-        """End this process, whatever its main thread does."""
-        self._deadline.set(SPEAKS + FOLLOWS)
-
-        def speak() -> None:
-            if text:
-                print(f"meshwright: {text}", file=sys.stderr, flush=True)
-            if error is not None:
-                exit_hooks.tell_launcher(error)
-            sys.stdout.flush()
-
-        speaker = threading.Thread(target=speak, daemon=True)  # the main thread may hold the lock of a stream
-        speaker.start()
-        speaker.join(SPEAKS)
-        self.end_silent()
-        _end_children()
-        os._exit(1)
-
-
-def _end_children() -> None:
-    """Kill this process's daemons, such as a loader's workers: a stopped one would live on, or be waited for."""
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
 
 
 def start_guard(*, timeout: float, coordinates: str = "") -> Guard | None:

@@ -104,7 +104,7 @@ class Referee:
 
     def passed(self, rank: int, key: str) -> list[Post]:
         """Record that a rank was past a meeting when it heard of the wish; those who wait there go on."""
-        return self._passed_by([other for other in self._meetings.waiting_for(rank, key)])
+        return self._passed_by(self._meetings.waiting_for(rank, key))
 
     def _passed_by(self, ranks: Iterable[int]) -> list[Post]:
         ranks = tuple(ranks)

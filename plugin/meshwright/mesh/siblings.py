@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# On this signal a process writes where its threads are, also while C code holds the GIL. Linux: a high real-time signal.
+# A real-time signal of Linux on which a process writes where its threads are, also while C code holds the GIL.
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 7
 WRITES = 0.3  # seconds in which a process writes its stacks
 
