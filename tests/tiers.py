@@ -169,6 +169,14 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_without_sequence_parallelism[gpt2]",
         "!test_without_sequence_parallelism[minicpm3]",
     ),
+    "test_hangs.py": (
+        "test_a_program_that_hangs_ends[*",
+        "!test_a_program_that_hangs_ends[loop-1]",
+        "!test_a_program_that_hangs_ends[worker-0]",
+        "!test_a_program_that_hangs_ends[gil-0]",
+        "test_a_script_that_hangs_ends_however_it_was_started[*",
+        "!test_a_script_that_hangs_ends_however_it_was_started[set-up-launch]",
+    ),
     "test_head_loss.py": ("test_heads_on_two_ranks[*other heads]",),
     "test_heads.py": (
         "test_heads_split_over_data_parallel_ranks[*2}]",

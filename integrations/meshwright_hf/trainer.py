@@ -20,6 +20,7 @@ import meshwright as mw
 from meshwright.config import NumItems, PlanLike, ToDistributedConfig
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.nested import tensors_of
+from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.mesh.process_group import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright_hf.batches import global_batches
@@ -38,6 +39,7 @@ from meshwright_hf.trainer_checks import (
     config_of,
     has_own_loss,
 )
+from meshwright_hf.trainer_control import Control, save_together_on_sigterm
 from meshwright_hf.trainer_data import gather_rows, mesh_loader
 from meshwright_hf.trainer_evaluation import EvaluationLoss
 from meshwright_hf.trainer_figures import count_from, figures_for, show_run, without_lines
@@ -77,10 +79,12 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     compute_loss_func: Any
 
     def __init__(self, *args: Any, meshwright: ToDistributedConfig | PlanLike | None = None, **kwargs: Any) -> None:
+        say_equal_texts_once()
         warn_outside_range()
         self._mesh_config = config_of(meshwright)
         self._is_training_loader = self._is_distributing = self._counts_own_rows = False
         self._items = ItemsUse()
+        self._agreed = Control()
         self._smoothing = 0.0  # the label smoothing of the model's own loss
         self._distributed: Any = None  # the model that _distribute has set up
         self._trained: set[str] | None = None  # parameters with gradients when the optimizer was made
@@ -89,6 +93,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             kwargs["callbacks"] = [_told(callback) for callback in kwargs["callbacks"]]
         super().__init__(*args, **kwargs)
         check_trainer(self)
+        save_together_on_sigterm(self)
         self._distribute()
 
     # ---- set-up

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright_hf.launch_job import LAUNCH_VARIABLE
+from meshwright_hf.trainer_control import Control
 from meshwright_hf.trainer_data import rest_of_epoch
 from meshwright_hf.trainer_folders import checkpoint_to_resume, is_sealed, rotate
 from meshwright_hf.trainer_state import (
@@ -55,11 +57,13 @@ class CheckpointMixin:
     optimizer: Any
     lr_scheduler: Any
     state: Any
+    control: Any
     processing_class: Any
     data_collator: Any
     _train_batch_size: int
     _distribute: Callable[[], None]
 
+    _agreed: Control
     _train_loader: DistributedLoader | None = None
     _epoch_draws: Tensor | None = None  # torch's random state when the epoch began; samplers draw the order from it
     _hidden_run: Path | None = None  # the folder that stands for the run's folder while a checkpoint is written
@@ -129,6 +133,7 @@ class CheckpointMixin:
                 self.state.save_to_json(str(folder / STATE))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._agreed.settle(self.control)
         self._calls_on_save = True
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
@@ -190,7 +195,9 @@ class CheckpointMixin:
     def _load_best_model(self) -> None:
         logger.info("loading the best model, from %s (%s)", self.state.best_model_checkpoint, self.state.best_metric)
         best = Path(self.state.best_model_checkpoint)
-        if succeed_together(lambda: is_sealed(best)):
+        is_ours = on_first_rank(lambda: best.is_dir() and is_sealed(best))
+        succeed_together(lambda: _check_is_here(best, is_ours, self.args.output_dir))
+        if is_ours:
             check_seal(best)
         load_weights(self.model, self.state.best_model_checkpoint)
 
@@ -262,6 +269,14 @@ class CheckpointMixin:
 
     def _global_batch(self) -> int:
         return self._train_batch_size * self._runtime.rows.size
+
+
+def _check_is_here(best: Path, is_ours: bool, output_dir: str) -> None:
+    if not best.is_dir() or (is_ours and not is_sealed(best)):
+        raise CheckpointError(
+            f"the best checkpoint {best} is not on host {socket.gethostname()}, so load_best_model_at_end cannot load "
+            f"it there; set TrainingArguments(output_dir={output_dir!r}) to a folder of a disk that all hosts share"
+        )
 
 
 def _sizes(runtime: Runtime) -> tuple[int, ...]:

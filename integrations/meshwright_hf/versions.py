@@ -7,6 +7,8 @@ import warnings
 from dataclasses import dataclass
 from importlib import metadata
 
+from meshwright.faults.equal_errors import is_first_to_say
+
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
@@ -75,12 +77,9 @@ def warn_outside_range() -> None:
         for package, version in found.items()
         if place(package, version) != "tested"
     ]
-    if outside:
-        warnings.warn(
-            f"Meshwright is not tested with {', '.join(outside)}; it may still work. Run meshwright doctor to see all",
-            UntestedVersionWarning,
-            stacklevel=3,
-        )
+    text = f"Meshwright is not tested with {', '.join(outside)}; it may still work. Run meshwright doctor to see all"
+    if outside and is_first_to_say(text):
+        warnings.warn(text, UntestedVersionWarning, stacklevel=3)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+from meshwright.mesh.siblings import write_stacks_on_signal
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.background import wait_for_checkpoints
@@ -144,6 +147,9 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if "RANK" in os.environ:  # a launcher's process, which may hang before to_distributed has begun to watch it
+    write_stacks_on_signal()
 
 
 def __getattr__(name: str) -> Any:

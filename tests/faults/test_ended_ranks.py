@@ -1,6 +1,7 @@
 """A rank that raises, is killed, is stopped or is interrupted ends all ranks, in time, with its name and the cause."""
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -8,14 +9,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import meshwright as mw
 from harness.programs import mark_fault, run_program
-from meshwright.faults.equal_errors import print_equal_errors_once
-from support.ending import DP2, TIMEOUT, TP2, check, flat, trainer
+from meshwright.checkpoint import part_files
+from meshwright.faults import equal_errors
+from meshwright.faults.equal_errors import is_first_to_say, say_equal_texts_once
+from support.ending import DP2, TIMEOUT, TP2, check, flat, trained, trainer
 
 
 def failing(plan: mw.ParallelPlan) -> None:
@@ -273,14 +277,19 @@ def test_torchrun_ends_with_the_cause(tmp_path):
     assert "OSError: the disk is full" in run.stderr
 
 
+def at_rank(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / str(rank) / "error.json"))
+    monkeypatch.setattr(equal_errors, "_installed", None)
+
+
 def test_ranks_with_equal_tracebacks_print_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def end_of(rank: int, message: str) -> str:
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        at_rank(monkeypatch, tmp_path, rank)
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-        print_equal_errors_once()
+        say_equal_texts_once()
         try:
             raise ValueError(message)
         except ValueError as error:
@@ -291,6 +300,78 @@ def test_ranks_with_equal_tracebacks_print_one(
     assert first.startswith("Traceback") and first.endswith("ValueError: full\n")
     assert same == broken == "ValueError: full (rank 2 has printed the same traceback)\n"
     assert other.startswith("Traceback") and other.endswith("ValueError: empty\n")
-    for claim in tmp_path.glob("printed-*"):
+    for claim in tmp_path.glob("ended-*/speaks-for"):
         claim.write_text("")  # the rank that was to print has died
     assert end_of(0, "full") == first
+
+
+FRAMES = """gloo broke at 0x7f01
+Exception raised from wait at socket.cpp:3 (most recent call first):
+frame #0: c10::Error::Error(std::string) + 0x9c (0x7f01 in libc10.so)
+frame #1: <unknown function> + 0x5d (0x7f02 in libtorch.so)
+"""
+
+
+def ends_alike() -> None:
+    """Both ranks end with an error of C++, whose addresses differ, and log the same warning before."""
+    logging.getLogger("meshwright.optim").warning("the loss is large")
+    logging.getLogger("other").warning("of the program")
+    say_equal_texts_once()
+    logging.getLogger("meshwright.optim").warning("the loss is large")
+    raise RuntimeError(FRAMES.replace("7f0", f"7f{os.environ['RANK']}"))
+
+
+def test_ranks_that_end_alike_speak_with_one_voice(tmp_path: Path) -> None:
+    """Tracebacks of C++ differ in addresses and prefixes only: the first rank prints one and names the ranks."""
+    outcomes = run_program(launched_on_one_host, 2, str(tmp_path), timeout=60.0)
+    texts = "".join(outcome.output for outcome in outcomes)
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    assert texts.count("Traceback") == texts.count("gloo broke") == texts.count("(the same on ranks 0, 1)") == 1, texts
+    assert "frame #" not in texts and "Exception raised from" not in texts
+    assert (texts.count("the loss is large"), texts.count("of the program")) == (3, 2)
+
+
+def launched_on_one_host(folder: str) -> None:
+    os.environ |= {"TORCHELASTIC_ERROR_FILE": f"{folder}/{os.environ['RANK']}/error.json", "LOCAL_WORLD_SIZE": "2"}
+    ends_alike()
+
+
+def test_a_rank_may_repeat_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for rank in (1, 1, 0):
+        at_rank(monkeypatch, tmp_path, rank)
+        said.append(is_first_to_say("once"))
+    assert said == [True, True, False]
+
+
+def saves_while_a_rank_dies(folder: str) -> None:
+    """Rank 1 is killed while both save in the background; rank 0 gets SIGTERM at once, and leaves the group."""
+    model, optimizer, step = trained(DP2)
+    step()
+
+    def write(self: part_files.RankPart, path: Path, on_write: Any) -> Any:
+        if dist.get_rank() == 1:
+            mark_fault()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, path, on_write)
+
+    def leave(*_: object) -> None:
+        raise SystemExit(143)
+
+    original, part_files.RankPart.write = part_files.RankPart.write, write  # type: ignore[method-assign]
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        mw.save_checkpoint(folder, model, optimizer, asynchronous=True)
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_save_in_the_background_ends_with_the_rank_for_which_it_waits(tmp_path: Path) -> None:
+    """The thread of the save is no daemon, so the interpreter waits for it."""
+    first, second = run_program(saves_while_a_rank_dies, 2, str(tmp_path / "save"), timeout=60.0)
+    assert second.code == -signal.SIGKILL
+    assert first.code != 0 and first.after < 6, first
+    assert re.search(r"rank 1 \(host [^)]*dp=1 tp=0\): its process ended abruptly", flat(first.output)), first.output

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from meshwright.faults import referee_server
+from meshwright.faults.deadline import Deadline
 from meshwright.faults.hub_connection import LONGEST_HELLO
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import STRANGERS, Hub
@@ -40,7 +41,10 @@ def stranger(hub: Hub) -> socket.socket:
 
 def link(hub: Hub, rank: int, on_notice: Callable[..., None] = lambda *_, **__: None) -> Link:
     hello = {"token": TOKEN, "rank": rank, "name": f"rank {rank}", "process": None}
-    return Link(("127.0.0.1", hub.port), hello, timeout=60, status=lambda: "idle", on_notice=on_notice)
+    return Link(
+        ("127.0.0.1", hub.port), hello, timeout=60, on_beat=lambda: {"status": "idle"}, on_notice=on_notice,
+        on_late=lambda _: None, has_passed=lambda _: False, deadline=Deadline(),
+    )  # fmt: skip
 
 
 def is_closed(connection: socket.socket) -> bool:

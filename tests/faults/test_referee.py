@@ -9,7 +9,8 @@ import torch
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
 from meshwright.faults.collective_log import LENGTH, Log, describe, first_difference
-from meshwright.faults.referee import Post, Referee
+from meshwright.faults.referee import AGREED, Post, Referee
+from meshwright.faults.wishes import Wishes
 
 
 def referee(ranks: int, timeout: float = 10.0) -> Referee:
@@ -29,7 +30,7 @@ def answers(posts: list[Post]) -> dict[int, dict]:
 
 
 def notices(posts: list[Post]) -> dict[int, str]:
-    return {rank: post.body["failed"] for post in posts if post.channel == "notice" for rank in post.ranks}
+    return {rank: post.body["failed"] for post in posts if "failed" in post.body for rank in post.ranks}
 
 
 def test_ranks_that_agree_go_on_together_when_the_last_has_come():
@@ -102,7 +103,7 @@ def test_the_first_cause_is_kept():
     made = referee(3)
     made.fail(1, "OSError")
     assert notices(made.lose(2))[0] == "rank 1: OSError"
-    assert made.report(now=1.0)["cause"] == "rank 1: OSError"
+    assert answers(made.report(0, now=1.0))[0]["cause"] == "rank 1: OSError"
     assert answers(ask(made, 0, "a", (0, 2)))[0] == {"gone": "rank 1: OSError"}
 
 
@@ -123,6 +124,72 @@ def test_a_question_that_nobody_else_asks_ends_with_the_names_of_who_did_not_com
     assert found.keys() == {0}
     assert "rank 2: step 1, forward" in found[0]["gone"]
     assert "rank 1" not in found[0]["gone"]
+
+
+def late(posts: list[Post]) -> dict[int, str]:
+    return {rank: post.body["late"] for post in posts if "late" in post.body for rank in post.ranks}
+
+
+def test_a_rank_for_which_the_others_have_waited_in_vain_is_told_and_they_are_told_first():
+    """Rank 3 runs code of the program. Rank 2 waits for it in a collective, and ranks 0 and 1 for rank 2."""
+    made = referee(5, timeout=10.0)
+    ask(made, 0, "a", (0, 1, 2), now=0.0)
+    ask(made, 1, "a", (0, 1, 2), now=1.0)
+    for rank in (0, 1, 4):
+        made.beat(rank, "step 1", now=10.0)
+    made.beat(2, "step 1, allreduce", waits_for=(2, 3), now=10.0)
+    made.beat(3, "step 1, forward, at train.py:7 in step", now=10.0)
+    posts = made.tick(now=10.5)
+    assert late(posts) == {3: "rank 3 kept other ranks waiting for 10 s: step 1, forward, at train.py:7 in step"}
+    assert notices([post for post in posts if "failed" in post.body]).keys() == {0, 1, 2, 4}
+    assert "late" in posts[-1].body  # rank 3 ends at once, and may be the hub's own
+    assert late(made.tick(now=11.5)) == {}  # once
+
+
+def test_a_timeout_in_a_collective_finds_the_rank_that_runs_code_of_the_program():
+    made = referee(3, timeout=10.0)
+    made.beat(1, "step 1, allreduce", waits_for=(0, 1), now=10.0)
+    assert late(made.report(0, now=10.0)) == {}  # its connection broke: no rank was awaited
+    assert late(made.report(0, now=10.0, waited_for=(0, 1))) == {}  # both wait
+    made.beat(1, "step 1, forward", now=10.0)
+    assert late(made.report(0, now=10.0, waited_for=(0, 1))).keys() == {1}
+
+
+def wishes(posts: list[Post]) -> set[int]:
+    return {rank for post in posts if "wish" in post.body for rank in post.ranks}
+
+
+def test_a_wish_calls_the_others_and_waits_for_none_that_has_gone_on():
+    made = referee(3)
+    assert wishes(ask(made, 1, "wish 4", (0, 1, 2), "should_save")) == {0, 2}
+    assert wishes(ask(made, 0, "wish 4", (0, 1, 2), "")) == set()  # it was called already
+    assert answers(made.passed(2, "wish 4")) == {rank: {"passed": True} for rank in (0, 1)}
+    for rank in (0, 1):
+        ask(made, rank, "wish 5", (0, 1, 2), "should_save" * rank)
+    found = answers(ask(made, 2, "wish 5", (0, 1, 2), ""))
+    assert found[2]["differ"] == {"rank 0": "", "rank 1": "should_save", "rank 2": ""}
+    assert len(found) == 3
+
+
+def test_a_wish_never_makes_a_circle():
+    """A rank that waits for the one with the wish has gone on; the answer of its listening thread may come later."""
+    made = referee(2)
+    ask(made, 0, "wish 4", (0, 1), "should_save")
+    ask(made, 1, "gradients", (0, 1))
+    assert answers(made.tick(now=1.0)) == {0: {"passed": True}}
+    assert answers(ask(made, 0, "gradients", (0, 1))) == {0: AGREED, 1: AGREED}
+
+
+@pytest.mark.parametrize(("comes", "passed"), [(0, False), (1, True)], ids=["before", "after"])
+def test_a_rank_hears_of_a_wish_before_or_after_the_point(comes: int, passed: bool):
+    """It meets the others at the next point that both can reach, and at none after that."""
+    mine = Wishes()
+    assert [mine.come(False) for _ in range(comes)] == [None] * comes
+    assert mine.has_passed("wish 1") is passed
+    assert mine.come(False) == f"wish {comes + 1}"
+    assert not mine.has_passed(f"wish {comes + 1}")  # it waits there
+    mine.meet()
+    assert mine.come(False) is None
 
 
 def test_sends_meet_receives_in_order_by_slot():

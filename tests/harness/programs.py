@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -130,6 +131,7 @@ def _main(
             sys.excepthook(*sys.exc_info())
         except BaseException:
             traceback.print_exc()
+    threading._shutdown()  # the interpreter waits for threads before it runs exit hooks
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     os._exit(code)

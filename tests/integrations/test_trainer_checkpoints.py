@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import re
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 import torch.distributed as dist
 from test_trainer import assert_same_training, last_three, reference
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import meshwright as mw
 from meshwright.checkpoint.seal import Seal
@@ -261,3 +266,74 @@ def test_a_save_that_ends_early(kind: str, replaces: bool, every: int, pool2: An
         folder = tmp_path / str(rank) / "run"
         results = pool2.run(fail_at_each_step, folder, kind, rank, every, replaces, timeout=900)
         counted(results, f"Trainer, {kind}, rank {rank}, {'over' if replaces else 'beside'}")
+
+
+class Asks(TrainerCallback):
+    """Rank 1 alone asks for something after its second step."""
+
+    def __init__(self, ask: Callable[[Any], None]) -> None:
+        self.ask = ask
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if dist.get_rank() == 1 and state.global_step == 2:
+            self.ask(control)
+
+
+def save(control: Any) -> None:
+    control.should_save = True
+
+
+def stop(control: Any) -> None:
+    control.should_save = control.should_training_stop = True
+
+
+def preempt(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def asked_on_one_rank(folder: Path, plan: dict[str, Any], ask: Callable[[Any], None], logging_steps: int) -> Any:
+    """The last step and the checkpoints of a run."""
+    with fresh_accelerate():
+        args = arguments(
+            folder, plan.get("dp", 1), max_steps=60, gradient_accumulation_steps=1, logging_steps=logging_steps,
+            enable_jit_checkpoint=ask is preempt,
+        )  # fmt: skip
+        trainer = make_trainer(args, plan, data={"train_dataset": Rows(37), "callbacks": [Asks(ask)]})
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, JITCheckpointCallback):
+                callback.jit_manager.kill_wait = 0
+        trainer.train()
+        found = {path.name for path in folder.glob("checkpoint-*")}
+        return trainer.state.global_step, found, checkpoint_to_resume(str(folder), True)
+
+
+@pytest.mark.parametrize(
+    ("ask", "plan", "logging_steps"),
+    [(save, {"tp": 2}, 1000), (stop, {"dp": 2}, 1), (preempt, {"dp": 2}, 1000)],
+    ids=["save", "stop", "SIGTERM"],
+)
+def test_what_one_rank_asks_for_happens_on_all(
+    ask: Callable[[Any], None], plan: dict[str, Any], logging_steps: int, pool2: Any, tmp_path: Path
+) -> None:
+    """After the same step, or after the next one if the other rank has gone on; ranks that save alone would hang."""
+    first, second = pool2.run(asked_on_one_rank, tmp_path, plan, ask, logging_steps, timeout=200)
+    assert first == second
+    (checkpoint,) = first[1]
+    step = int(checkpoint.rpartition("-")[2])
+    # Where all ranks log, they meet after each step. A signal comes to the program a moment after it was sent.
+    assert step == 2 if logging_steps == 1 else 2 <= step < 60
+    assert first[0] == (60 if ask is save else step)
+    assert first[2] == str(tmp_path / checkpoint)
+
+
+def best_on_own_disk(folder: Path) -> str:
+    own = folder / str(dist.get_rank())
+    options: dict[str, Any] = {**SAVING, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    with pytest.raises(mw.CheckpointError) as error:
+        run_trainer(own, {"dp": 2}, evaluated=4, gradient_accumulation_steps=1, **options)
+    return str(error.value)
+
+
+def test_a_best_model_on_the_disk_of_one_host_names_the_folder(pool2: Any, tmp_path: Path) -> None:
+    for message in pool2.run(best_on_own_disk, tmp_path, timeout=200):
+        assert re.search(r"the best checkpoint \S+ is not on host .* set TrainingArguments\(output_dir=", message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,6 +16,11 @@ TIMEOUT = 4.0  # seconds, instead of the two minutes of real programs
 
 
 def trainer(plan: mw.ParallelPlan) -> Callable[..., None]:
+    """A function that trains one step of a distributed model."""
+    return trained(plan)[2]
+
+
+def trained(plan: mw.ParallelPlan) -> tuple[Any, Any, Callable[..., None]]:
     """A distributed model, its optimizer, and a function that trains one step."""
     model = build("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -27,7 +33,7 @@ def trainer(plan: mw.ParallelPlan) -> Callable[..., None]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return model, optimizer, step
 
 
 DP2 = mw.ParallelPlan(dp=2)

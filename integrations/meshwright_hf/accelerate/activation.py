@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwright.choose.given_plan import config_with, given_plan
 from meshwright.config import PlanLike, ToDistributedConfig
 from meshwright.errors import PlanError
+from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.optim.runtime import find_runtime
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
 from meshwright_hf.accelerate.checks import check_placement
@@ -51,6 +52,7 @@ def activate(
         meshwright_hf.accelerate.activate(plan="tp2")
         runpy.run_path("run_clm_no_trainer.py", run_name="__main__")
     """
+    say_equal_texts_once()
     warn_outside_range()
     config = config_with(config, plan)
     deactivate()

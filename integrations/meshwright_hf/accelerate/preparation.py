@@ -25,6 +25,7 @@ from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.distribute.attach_optimizer import plan_to_complete
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import PlanError
+from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.mesh.process_group import device_for
 from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.runtime import device_of, find_runtime, no_sync, runtime_of
@@ -80,6 +81,7 @@ def prepare(
             optimizer.step()
             optimizer.zero_grad()
     """
+    say_equal_texts_once()
     warn_outside_range()
     if not isinstance(accelerator, Accelerator):
         raise PlanError(f"the first argument of prepare is the Accelerator, not a {type(accelerator).__name__}")

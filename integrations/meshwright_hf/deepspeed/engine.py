@@ -24,6 +24,7 @@ from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute.check_launch import check_launch
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.local_device import local_rank
 from meshwright.mesh.process_group import backend_for, device_for, start_process_group, world_size
@@ -97,6 +98,7 @@ def initialize(
             engine.backward(loss)
             engine.step()
     """
+    say_equal_texts_once()
     warn_outside_range()
     settings = _given_config(args, config, config_params)
     plan = plan or ParallelPlan(dp=world_size())

@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.host_memory import HostMemory
 from meshwright.compiling import without_compilation
+from meshwright.errors import PeerFailedError
+from meshwright.faults.guard import active_guard
 from meshwright.faults.together import Meeting
 
 logger = logging.getLogger(__name__)
@@ -168,6 +170,7 @@ class StoreMeeting:
 
     def __init__(self, prefix: str):
         self.rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._guard = active_guard()
         self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         self._count = 0
         self._own: list[str] = []  # the keys that this rank has set and not deleted
@@ -176,6 +179,7 @@ class StoreMeeting:
         """Return the text of every rank, in their order; every rank must make the call.
 
         Raises:
+            PeerFailedError: if another rank has failed.
             TimeoutError: if the program has ended on this rank, and another rank does not answer.
         """
         self._set(text)
@@ -190,6 +194,7 @@ class StoreMeeting:
         """Return rank 0's text on every rank; every rank must make the call.
 
         Raises:
+            PeerFailedError: if another rank has failed.
             TimeoutError: if the program has ended on this rank, and rank 0 does not answer.
         """
         if self.rank == 0:
@@ -226,6 +231,8 @@ class StoreMeeting:
         while keys and not self._store.check(keys):
             time.sleep(poll)
             poll = min(2 * poll, _LAST_POLL)
+            if self._guard is not None and (cause := self._guard.cause) is not None:
+                raise PeerFailedError(f"rank {self.rank} cannot go on with a save in the background: {cause}")
             if not threading.main_thread().is_alive():
                 alone_since = alone_since or time.monotonic()
                 if time.monotonic() - alone_since > _PATIENCE:

@@ -28,8 +28,8 @@ from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
 from meshwright.distribute.installation import Installation
 from meshwright.errors import PlanError
-from meshwright.faults.equal_errors import print_equal_errors_once
-from meshwright.faults.guard import start_guard
+from meshwright.faults.equal_errors import say_equal_texts_once
+from meshwright.faults.guard import Guard, start_guard
 from meshwright.faults.together import succeed_together
 from meshwright.foreign_names import CALL_NAMES
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
@@ -102,7 +102,7 @@ def to_distributed(
 
         model, optimizer, loader = mw.to_distributed(model, optimizer, loader, plan="dp2 tp2+sp zero1")
     """
-    print_equal_errors_once()
+    say_equal_texts_once()
     config = config_with(config, plan)
     dataloader = either_name("to_distributed", dataloader, loader)
     check_arguments(model, optimizer, dataloader)
@@ -141,7 +141,7 @@ def _distribute(
     plan = given_plan(config) or plan_in_model(model, config)
     is_picked = plan is None
     if plan is None:
-        start_process_group(device, config.timeout_s)
+        _join(device, config)
         plan = choose_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
     check_launch(plan)
     if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage > 0):
@@ -154,11 +154,12 @@ def _distribute(
     cut = cut_of(decoder, structure, plan, rank=0)
     context = context_of(decoder, structure, plan)
 
-    start_process_group(device, config.timeout_s)
+    guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)
     check_agreement(plan)
     axes = build_axes(plan, device)
-    guard = start_guard(timeout=config.timeout_s, coordinates=axes.coordinates)
+    if guard is not None:
+        guard.set_coordinates(axes.coordinates)
     source = settled(config.weights)
     weights = succeed_together(lambda: InitialWeights.find(model, source))
     if weights.equalise(model, axes, device):
@@ -197,6 +198,12 @@ def _distribute(
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
     return optimizer, loader
+
+
+def _join(device: torch.device, config: ToDistributedConfig) -> Guard | None:
+    """Join the process group and start its guard, which watches all that follows."""
+    start_process_group(device, config.timeout_s)
+    return start_guard(timeout=config.timeout_s)
 
 
 def _warn_of_dtype(plan: ParallelPlan, model: nn.Module) -> None:

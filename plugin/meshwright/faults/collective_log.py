@@ -64,10 +64,14 @@ class Trace:
         self.doing, self._since = doing, time.monotonic()
         self.leaving = ""
 
+    @property
+    def age(self) -> float:
+        """The seconds since the process began its last operation."""
+        return time.monotonic() - self._since
+
     def last(self) -> str:
         """Return the operation that the process began last, and when it began."""
-        age = time.monotonic() - self._since
-        return self.doing if age < 1.0 else f"{self.doing} (begun {age:.0f} s ago)"
+        return self.doing if self.age < 1.0 else f"{self.doing} (begun {self.age:.0f} s ago)"
 
 
 def first_difference(logs: dict[str, dict[str, str]]) -> str | None:

@@ -1,37 +1,74 @@
-"""Prints a traceback that several ranks of a host end with once; the other ranks refer to it in a line."""
+"""Prints what several ranks of a host say alike once: a traceback with which they end, and warnings of Meshwright."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import io
+import logging
 import os
+import re
 import sys
 import time
 from pathlib import Path
 from types import TracebackType
 
-_PATIENCE = 1.0  # seconds that a rank waits until the first one has printed, before it prints its own
+_GATHERS = 0.5  # seconds in which the rank that prints a traceback waits for others with the same one
+_PATIENCE = 1.5  # seconds that a rank waits until the first one has printed, before it prints its own
+
+# What differs between ranks in texts that say the same: torch's prefix and addresses.
+_OF_RANK = re.compile(r"^\[rank\d+\]: ?|\b0x[0-9a-f]+\b", re.MULTILINE)
+_CPP_FRAMES = re.compile(
+    r"^.*(?:Exception raised from|C\+\+ CapturedTraceback).*\n(?:^(?:\[rank\d+\]: )?(?:frame )?#\d+.*\n)*", re.MULTILINE
+)
+
+_installed: Path | None = None  # the folder for which the hooks are installed
 
 
-def print_equal_errors_once() -> None:
-    """Let the ranks that torch's launchers started on this host share one traceback, if they print the same text.
+def say_equal_texts_once() -> None:
+    """Let the ranks that torch's launchers started on this host share one traceback and one copy of each warning.
 
     Every exception hook of the program runs on every rank, and only what it prints is compared.
     """
+    global _installed
     folder = _folder()
-    previous = sys.excepthook
-    if folder is None or getattr(previous, "prints_equal_errors_once", False):
+    if folder is None or folder == _installed:
         return
+    _installed = folder
+    previous = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = io.StringIO()
         with contextlib.redirect_stderr(text):
             previous(kind, error, trace)
-        _print_once(folder, text.getvalue(), ": ".join(filter(None, (kind.__name__, *str(error).splitlines()[:1]))))
+        summary = ": ".join(filter(None, (kind.__name__, *str(error).splitlines()[:1])))
+        sys.stderr.write(_share(folder, _without_cpp_frames(text.getvalue()), summary))
+        sys.stderr.flush()
 
-    report.prints_equal_errors_once = True  # type: ignore[attr-defined]
     sys.excepthook = report
+    for handler in (*logging.root.handlers, logging.lastResort):
+        if handler is not None:
+            handler.addFilter(lambda record: not _is_ours(record) or is_first_to_say(record.getMessage()))
+
+
+def is_first_to_say(text: str) -> bool:
+    """Return whether no other rank of this host has said this text; True without a launcher."""
+    folder = _folder()
+    if folder is None:
+        return True
+    claim, rank = folder / f"said-{_digest(text)}", os.environ.get("RANK", "0")
+    try:
+        claim.symlink_to(rank)  # made with its content at once, unlike a file
+    except FileExistsError:
+        with contextlib.suppress(OSError):
+            return os.readlink(claim) == rank
+    except OSError:  # such as a full disk
+        pass
+    return True
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING and record.name.partition(".")[0] in ("meshwright", "meshwright_hf")
 
 
 def _folder() -> Path | None:
@@ -41,32 +78,48 @@ def _folder() -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
-def _print_once(folder: Path, text: str, summary: str) -> None:
-    """Print a text, or a line in its place if another rank has printed the same text."""
-    claim = folder / f"printed-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    is_ours = False
+def _share(folder: Path, text: str, summary: str) -> str:
+    """Return what this rank prints in place of a traceback: it, a line, or nothing if another rank speaks for it."""
+    meeting, rank = folder / f"ended-{_digest(_OF_RANK.sub('', text))}", os.environ.get("RANK", "0")
+    speaks_for = meeting / "speaks-for"
     try:
-        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        meeting.mkdir()
     except FileExistsError:
-        if rank := _printed_by(claim):
-            text = f"{summary} (rank {rank} has printed the same traceback)\n"
+        with contextlib.suppress(OSError):
+            (meeting / rank).touch()
+            until = time.monotonic() + _PATIENCE
+            while time.monotonic() < until:
+                if speaks_for.exists() and (ranks := speaks_for.read_text().split()):
+                    same = f"{summary} (rank {ranks[0]} has printed the same traceback)\n"
+                    return "" if rank in ranks else same
+                time.sleep(0.01)
+        return text
     except OSError:  # such as a full disk
-        pass
-    else:
-        is_ours = True
-    sys.stderr.write(text)
-    sys.stderr.flush()
-    if is_ours:
-        with contextlib.suppress(OSError):
-            claim.write_text(os.environ.get("RANK", "0"))
+        return text
+    with contextlib.suppress(OSError):
+        others = _gathered(meeting)
+        speaks_for.with_suffix(".new").write_text(" ".join([rank, *others]))
+        speaks_for.with_suffix(".new").rename(speaks_for)
+        if others:
+            ranks = ", ".join(sorted([rank, *others], key=int))
+            return f"{text.rstrip()}\n(the same on ranks {ranks})\n"
+    return text
 
 
-def _printed_by(claim: Path) -> str:
-    """Return the rank that has printed the text; empty if it has not done so in time."""
-    until = time.monotonic() + _PATIENCE
-    while time.monotonic() < until:
-        with contextlib.suppress(OSError):
-            if rank := claim.read_text():
-                return rank
+def _gathered(meeting: Path) -> list[str]:
+    """Return the other ranks of this host that end with the same traceback, once all do or the time has passed."""
+    others, until = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, time.monotonic() + _GATHERS
+    while True:
+        found = [path.name for path in meeting.iterdir()]
+        if len(found) >= others or time.monotonic() > until:
+            return found
         time.sleep(0.01)
-    return ""
+
+
+def _without_cpp_frames(text: str) -> str:
+    """Return a traceback without the frames of C++, unless the user has asked torch for them."""
+    return text if "TORCH_SHOW_CPP_STACKTRACES" in os.environ else _CPP_FRAMES.sub("", text)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -7,6 +7,7 @@ tells the other ranks when this process fails or ends normally.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -17,42 +18,50 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
 
 from meshwright.errors import DivergenceError, PeerFailedError
-from meshwright.faults import exit_hooks, interpose
+from meshwright.faults import exit_hooks, interpose, main_thread
 from meshwright.faults.collective_log import Trace, describe, describe_tensors, first_difference
+from meshwright.faults.deadline import Deadline
+from meshwright.faults.end_process import MARGIN, SPEAKS, end_children, end_process
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
-from meshwright.faults.siblings import end_sibling, this_process
 from meshwright.faults.statement import Statement, differences
 from meshwright.faults.together import on_first_rank
+from meshwright.faults.wishes import Wishes
 from meshwright.mesh.listening import listening_address
+from meshwright.mesh.process_group import FOLLOWS, attempt_number, await_ranks
+from meshwright.mesh.siblings import end_sibling, this_process
 
 GRACE = 2.0  # seconds in which the program can end by its own error after another rank has failed
-FOLLOWS = 0.5  # seconds that such a program waits before it exits, so that launchers see the other rank's failure first
+CLEANS_UP = 5.0  # seconds that the interpreter has to end after a program that ends because of another rank
 HUB_SILENT = "does not answer: stopped, hung or unreachable"
 
 # Matches the errors of gloo, NCCL and their sockets when another rank is gone or does not take part.
 _NETWORK_ERROR = re.compile(r"timed? ?out|connection|broken pipe|socket|peer|NCCL|remote|EOF|aborted", re.IGNORECASE)
 
+_TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
+
 _guard: Guard | None = None
+_started = itertools.count()  # the guards of this process, so that the ranks of each meet under keys of its own
 
 
 class Guard:
     """The guard of the ranks of one process group; see ``start_guard``."""
 
-    def __init__(self, *, name: str, timeout: float) -> None:
-        self.name, self.timeout = name, timeout
+    def __init__(self, *, timeout: float, coordinates: str = "") -> None:
+        self.timeout = timeout
+        self._rank = dist.get_rank()
+        self._coordinates = coordinates
         self.step = 0
         self._steps: Counter[frozenset[int]] = Counter()  # by the ranks that train the model
         self.trace = Trace()
         self._agreed: dict[tuple[str, tuple[int, ...]], int] = {}  # the step of the ranks' last meeting at each place
-        self._rank = dist.get_rank()
         self._world = weakref.ref(dist.group.WORLD)  # weak, so that the guard does not keep the group alive
         self._process = os.getpid()
         self._cause: str | None = None
@@ -63,13 +72,22 @@ class Guard:
         self._is_closed = False
         self.on_failure: Callable[[str], None] | None = None  # called with what is known when a rank fails
         self._hub: Hub | None = None
+        self._deadline = Deadline()
+        self._wishes = Wishes()
+        meets_at = dist.PrefixStore(
+            f"meshwright-guard{attempt_number()}/{next(_started)}", dist.distributed_c10d._get_default_store()
+        )
+        await_ranks(meets_at, self._rank, dist.get_world_size(), timeout)
         host, port, token = on_first_rank(self._open_hub)
         self._link = Link(
             (host, port),
-            {"token": token, "rank": self._rank, "name": name, "process": this_process()},
+            {"token": token, "rank": self._rank, "name": self.name, "process": this_process()},
             timeout=timeout,
-            status=lambda: f"step {self.step}, {self.trace.last()}",
+            on_beat=self._beat,
             on_notice=self._on_notice,
+            on_late=self._on_late,
+            has_passed=self._wishes.has_passed,
+            deadline=self._deadline,
         )
         self._end_with_child = exit_hooks.end_with_child(self)
 
@@ -88,6 +106,23 @@ class Guard:
         """Whether the watched process group is still in use, and this is the process that joined the group."""
         is_over = self._is_closed or self._is_failing or os.getpid() != self._process
         return not is_over and dist.is_initialized() and dist.group.WORLD is self._world()
+
+    @property
+    def name(self) -> str:
+        """The name of this rank in messages, with its host and its coordinates in the mesh."""
+        place = ", ".join(part for part in (f"host {socket.gethostname()}", self._coordinates) if part)
+        return f"rank {self._rank} ({place})"
+
+    def set_coordinates(self, coordinates: str) -> None:
+        """Name this rank's coordinates in messages from now on; the first ones of a process group stay."""
+        if self.is_current and not self._coordinates:
+            self._coordinates = coordinates
+            self._link.tell({"kind": "name", "name": self.name})
+
+    @property
+    def cause(self) -> str | None:
+        """Why another rank has failed, also after the program has left the process group; None if none has."""
+        return self._cause
 
     def begin_step(self, group: Any = None) -> None:
         """Count a step, which begins with a forward pass in training.
@@ -141,6 +176,31 @@ class Guard:
         if finding is not None and not finding["together"]:
             raise self._diverged(ranks, finding)
         return finding is None
+
+    def wishes_of_all(self, wishes: Collection[str]) -> set[str] | None:
+        """Return what any rank wishes at this point of the program, to which all ranks come equally often.
+
+        A rank without wishes waits for nobody, as long as no other rank has any.
+
+        Args:
+            wishes: this rank's wishes.
+
+        Returns:
+            The wishes of all ranks, the same on each; or None if another rank had no wish and has gone on. This rank
+            must then pass the same wishes the next time, when all ranks will come.
+        """
+        if not self.is_current:
+            return set(wishes)
+        if (key := self._wishes.come(bool(wishes))) is None:
+            return set()
+        ranks = tuple(range(dist.get_world_size()))
+        self.trace.begin("the comparison of the ranks' wishes")
+        finding = self._ask(key, ranks, ",".join(sorted(wishes)))
+        if finding is not None and "passed" in finding:
+            return None
+        self._wishes.meet()
+        texts = [",".join(wishes)] if finding is None else list(finding["differ"].values())
+        return {wish for text in texts for wish in text.split(",") if wish}
 
     def _compare(self, place: str, ranks: tuple[int, ...], *texts: str) -> dict[str, Any] | None:
         self.trace.begin(f"the comparison of the ranks' {place}")
@@ -215,7 +275,9 @@ class Guard:
         # A connection to an ended process may break before the hub knows of the end.
         self._failed.wait(GRACE / 2)
         cause, details = self._cause, []
-        if cause is None and (report := self._link.ask({"kind": "report"}, patience=GRACE)) is not None:
+        waited_for = self.trace.ranks if _TIMEOUT.search(str(error)) else ()
+        question = {"kind": "report", "waited_for": waited_for}
+        if cause is None and (report := self._link.ask(question, patience=GRACE)) is not None:
             cause, details = report["cause"], [f"  {line}" for line in report["ranks"]]
             self._silent += report["silent"]
             if cause is None and (difference := self._first_difference(self.trace.ranks)):
@@ -263,6 +325,8 @@ class Guard:
         self._end_with_child.cancel()
         how = f"{why} after step {self.step}"
         self._is_closed = True
+        if self._follows or self._is_failing:
+            end_children()
         if self.trace.leaving:
             how = f"step {self.step}, its program ended by {self.trace.leaving}"
             print(f"meshwright: {self.name}: {how}", file=sys.stderr, flush=True)
@@ -275,6 +339,8 @@ class Guard:
         if self._hub is not None:
             self._hub.close(f"{self.name}: {how}")
         self._link.close()
+        if self._follows:
+            self._deadline.set(CLEANS_UP)
 
     def forget_in_child(self) -> None:
         """Release the connections in a forked process, so that they still close when the parent ends."""
@@ -344,18 +410,34 @@ class Guard:
         # and rank 1 if that is the one that has failed.
         if not from_hub and self._rank == 1 and self.is_current:
             print(f"meshwright: {cause}", file=sys.stderr, flush=True)
+        self._deadline.set(GRACE + SPEAKS + MARGIN)
         time.sleep(GRACE)
         if self.is_current:
-            what = f"{self.name} ends in step {self.step} ({self.trace.doing})"
-            print(f"meshwright: {what}, because of {cause}", file=sys.stderr)
-        elif not self._is_failing:
-            return  # the program has gone on to another process group
-        sys.stdout.flush()
-        self.end_silent()
-        os._exit(1)
+            text = f"{self.name} ends in step {self.step} ({self.trace.doing}), because of {cause}"
+            end_process(text, self._deadline, self.end_silent)
+        elif self._is_failing:
+            end_process("", self._deadline, self.end_silent)
+        self._deadline.clear()  # the program has gone on to another process group
+
+    def _on_late(self, why: str) -> None:
+        """End this process, for which the others have given up waiting. Runs in the listening thread."""
+        if not self.is_current:
+            self._deadline.clear()
+            return
+        self._note(why)
+        text = f"{why}, so this process ends. Its main thread is here:\n{main_thread.stack()}"
+        end_process(text, self._deadline, self.end_silent, PeerFailedError(text))
+
+    def _beat(self) -> dict[str, Any]:
+        """Return what this rank is doing; called every second in the listening thread."""
+        waits = main_thread.is_waiting()
+        status = f"step {self.step}, {self.trace.last()}"
+        if not waits and self.trace.age >= 1.0:
+            status = f"{status}, at {main_thread.place()}"
+        return {"status": status, "waits_for": self.trace.ranks if waits else ()}
 
 
-def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
+def start_guard(*, timeout: float, coordinates: str = "") -> Guard | None:
     """Start and return the guard of the default process group, and set the timeout of every process group.
 
     This is a collective call. A second call returns the first guard. Without a process group of several ranks there is
@@ -363,7 +445,10 @@ def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
 
     Args:
         timeout: the seconds that a rank may keep the others waiting.
-        coordinates: this rank's coordinates in its mesh, for messages, e.g. "dp=0 tp=1".
+        coordinates: this rank's coordinates in its mesh, for messages, e.g. "dp=0 tp=1"; see ``set_coordinates``.
+
+    Raises:
+        PeerFailedError: if other ranks do not come within the timeout. The message names them.
     """
     global _guard
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -374,8 +459,7 @@ def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
             exit_hooks.install(lambda: _guard)
         else:
             _guard.close("its process group ended")
-        place = ", ".join(part for part in (f"host {socket.gethostname()}", coordinates) if part)
-        _guard = Guard(name=f"rank {dist.get_rank()} ({place})", timeout=timeout)
+        _guard = Guard(timeout=timeout, coordinates=coordinates)
         interpose.observe(_guard)
     return _guard
 

@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
+from meshwright.faults.deadline import Deadline
 from meshwright.faults.hub_connection import line
+from meshwright.faults.main_thread import waits_for_ranks
 
 CONNECT_TIMEOUT = 30.0  # seconds; enough, since rank 0 listens before it publishes its address
+OVERDUE = 1.5  # seconds by which a rank that cannot hear the hub lives longer than the hub waits for it
 RETRY = 0.2  # seconds until the next try, if unknown connections have filled the hub
 
 
@@ -29,9 +32,13 @@ class Link:
         address: the hub's address.
         hello: the first message to the hub: token, rank and name.
         timeout: the seconds without a heartbeat from the hub after which the hub counts as lost.
-        status: a function that returns what this rank is doing; the hub asks every second.
+        on_beat: a function called at each heartbeat of the hub, every second; returns the rank's own.
         on_notice: a function called once, in the listening thread, with the text of the first notice, the processes of
             ranks that do not answer, and whether the notice came from the hub.
+        has_passed: a function called with the key of a meeting that another rank has called; returns whether this rank
+            is past it.
+        deadline: this process's deadline, which each heartbeat of the hub moves.
+        on_late: a function called, in place of ``on_notice``, if the other ranks have given up waiting for this one.
     """
 
     def __init__(
@@ -40,10 +47,15 @@ class Link:
         hello: dict[str, Any],
         *,
         timeout: float,
-        status: Callable[[], str],
+        on_beat: Callable[[], dict[str, Any]],
         on_notice: OnNotice,
+        on_late: Callable[[str], None],
+        has_passed: Callable[[str], bool],
+        deadline: Deadline,
     ) -> None:
-        self._timeout, self._status, self._on_notice = timeout, status, on_notice
+        self._has_passed = has_passed
+        self._deadline = deadline
+        self._timeout, self._on_beat, self._on_notice, self._on_late = timeout, on_beat, on_notice, on_late
         self._lock = threading.Lock()  # for the ask connection; held until the answer arrives
         self._telling = threading.Lock()  # for the watch connection: the listener and the program write to it
         self._groups: dict[tuple[int, ...], int] = {}  # groups of ranks -> the number that the hub knows
@@ -56,6 +68,7 @@ class Link:
         self._thread = threading.Thread(target=self._listen, name="meshwright-watch", daemon=True)
         self._thread.start()
 
+    @waits_for_ranks
     def ask(
         self, message: dict[str, Any], *, patience: float, ranks: tuple[int, ...] | None = None
     ) -> dict[str, Any] | None:
@@ -96,6 +109,7 @@ class Link:
     def close(self) -> None:
         """Close both connections."""
         self._closed = True
+        self._deadline.clear()
         for connection in self.sockets:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -110,14 +124,22 @@ class Link:
         reason, silent = "its process ended abruptly (killed, crashed, or os._exit)", []
         try:
             while text := self._notices.readline():
+                self._deadline.set(self._timeout + OVERDUE)
                 notice = json.loads(text)
                 if "failed" in notice:
                     self._on_notice(notice["failed"], notice["silent"], from_hub=True)
                     return
+                if "late" in notice:
+                    self._on_late(notice["late"])
+                    return
                 if "closed" in notice:
                     self.hub_left = notice["closed"]
+                    self._deadline.clear()
                     return
-                self.tell({"kind": "beat", "status": self._status()})
+                if "wish" in notice and self._has_passed(notice["wish"]):
+                    self.tell({"kind": "passed", "key": notice["wish"]})
+                self.hub_name = notice.get("name", self.hub_name)
+                self.tell({"kind": "beat", **self._on_beat()})
         except TimeoutError:
             reason, silent = f"stopped, hung or cut off: no heartbeat for {self._timeout:g} s", [self._hub_process]
         except (OSError, ValueError):

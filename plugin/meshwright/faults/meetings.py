@@ -80,6 +80,10 @@ class Meetings:
         self._has_grown = True
         return meeting
 
+    def of(self, rank: int) -> Meeting | None:
+        """Return the meeting at which a rank waits; None if it waits at none."""
+        return self._of_rank.get(rank)
+
     def close(self, meeting: Meeting) -> None:
         """Record that no rank waits at a meeting any more."""
         del self._meetings[meeting.key, meeting.group]
@@ -96,9 +100,10 @@ class Meetings:
             del self._meetings[meeting.key, meeting.group]
         return question
 
-    def waiting_for(self, rank: int) -> list[int]:
-        """Return the ranks that wait at meetings to which ``rank`` has to come."""
+    def waiting_for(self, rank: int, key: str | None = None) -> list[int]:
+        """Return the ranks that wait at meetings, or at those named ``key``, to which ``rank`` has to come."""
         meetings = [m for m in self._meetings.values() if rank in m.group.members and rank not in m.questions]
+        meetings = [m for m in meetings if key in (None, m.key)]
         return [other for meeting in meetings for other in meeting.questions]
 
     def asked_before(self, time: float) -> Iterator[tuple[int, Meeting]]:

@@ -7,13 +7,14 @@ and the time, and returns the messages to send to ranks.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from meshwright.faults.meetings import Group, Meeting, Meetings, Question
 
 AGREED: dict[str, Any] = {"agreed": True}
+WISH = "wish "  # the beginning of the keys of meetings to which ranks come only if one of them wishes something
 HICCUP = 3.0  # seconds without a heartbeat after which a report mentions them; heartbeats come every second
 
 
@@ -32,6 +33,7 @@ class Member:
     name: str
     heard: float
     status: str = "starting"
+    waits_for: tuple[int, ...] = ()  # the ranks of the collective in which it waits
     process: Any = None  # identifies the rank's process (see siblings.py)
     gone: str | None = None  # how the rank ended
     is_silent: bool = False
@@ -65,10 +67,14 @@ class Referee:
         self._members[rank] = Member(name, now, process=process)
         self._gone.discard(rank)
 
-    def beat(self, rank: int, status: str, now: float) -> None:
-        """Record that a rank is alive, and what it is doing."""
+    def rename(self, rank: int, name: str) -> None:
+        """Call a rank ``name`` from now on."""
+        self._members[rank].name = name
+
+    def beat(self, rank: int, status: str, now: float, waits_for: Iterable[int] = ()) -> None:
+        """Record that a rank is alive, what it is doing, and the ranks of the collective in which it waits."""
         member = self._members[rank]
-        member.heard, member.status, member.is_silent = now, status, False
+        member.heard, member.status, member.waits_for, member.is_silent = now, status, tuple(waits_for), False
 
     def group(self, ranks: Iterable[int]) -> Group:
         """Return the group of these ranks, for :meth:`ask`."""
@@ -89,11 +95,22 @@ class Referee:
             return self._refuse([rank], self._how_gone(gone))
         meeting = self._meetings.come(rank, key, group, Question(what, note, now))
         if not meeting.is_complete:
-            return []
+            is_first = key.startswith(WISH) and len(meeting.questions) == 1
+            return [Post(tuple(meeting.absent()), "notice", {"wish": key})] if is_first else []
         self._meetings.close(meeting)
         if all(question.what == what for question in meeting.questions.values()):
             return [Post(group.ranks, "answer", AGREED)]
         return self._differ({r: meeting.questions[r].said for r in group.ranks}, together=True)
+
+    def passed(self, rank: int, key: str) -> list[Post]:
+        """Record that a rank was past a meeting when it heard of the wish; those who wait there go on."""
+        return self._passed_by(self._meetings.waiting_for(rank, key))
+
+    def _passed_by(self, ranks: Iterable[int]) -> list[Post]:
+        ranks = tuple(ranks)
+        for rank in ranks:
+            self._meetings.withdraw(rank)
+        return [Post(ranks, "answer", {"passed": True})] if ranks else []
 
     def send(self, rank: int, to: int, slot: str, what: str) -> list[Post]:
         """Record that a rank is about to send. The rank gets no answer. ``slot`` is a text with the group and tag."""
@@ -131,6 +148,9 @@ class Referee:
         """Return messages about ranks that wait for each other, or that were silent or late for the whole timeout."""
         posts: list[Post] = []
         while circle := self._meetings.circle():
+            if wishing := [r for r in circle if (at := self._meetings.of(r)) and at.key.startswith(WISH)]:
+                posts += self._passed_by(wishing)
+                continue
             said = {rank: question.said for rank in circle if (question := self._meetings.withdraw(rank))}
             posts += self._differ(said, together=False)
         for rank, member in self._members.items():
@@ -141,13 +161,22 @@ class Referee:
                 posts += self._tell_others(rank, how)
         late = list(self._meetings.asked_before(now - self.timeout))
         texts = {meeting: self._who_did_not_come(meeting, now) for _, meeting in late}
+        absent = {rank for meeting in texts for rank in meeting.absent()}
+        ends = self._end_late(absent) if absent else []
         for rank, meeting in late:
             self._meetings.withdraw(rank)
             posts.append(Post((rank,), "answer", {"gone": texts[meeting]}))
-        return posts
+        return posts + ends
 
-    def report(self, now: float) -> dict[str, Any]:
-        """Return the first cause of failure, if known, and what every rank is doing."""
+    def report(self, rank: int, now: float, waited_for: Iterable[int] = ()) -> list[Post]:
+        """Answer a rank with the first cause of failure, if known, and what every rank is doing.
+
+        Args:
+            rank: the rank that asks.
+            now: the time.
+            waited_for: the ranks of a collective that has not ended within the timeout.
+        """
+        ends = self._end_late(waited_for, by={rank})
         lines = [self._describe(rank, now) for rank in sorted(self._members)]
         quiet = [
             f"{member.name} has sent no heartbeat for {now - member.heard:.1f} s; last: {member.status}"
@@ -155,7 +184,42 @@ class Referee:
             if member.gone is None and now - member.heard > HICCUP
         ]
         silent = self._silent(lambda member: now - member.heard > HICCUP)
-        return {"cause": self.first_cause or ("\n".join(quiet) or None), "ranks": lines, "silent": silent}
+        cause = self.first_cause or ("\n".join(quiet) or None)
+        return [Post((rank,), "answer", {"cause": cause, "ranks": lines, "silent": silent}), *ends]
+
+    def _end_late(self, awaited: Iterable[int], by: Set[int] = frozenset()) -> list[Post]:
+        """Return what ends all ranks, if ``awaited`` or those for whom they wait run code of the program all the time.
+
+        Such a rank is not told by an answer, since it does not ask; and it may never end by itself.
+        """
+        if self.first_cause is not None:
+            return []  # everyone knows already, and ends
+        ends: list[Post] = []
+        late = self._awaited_in_the_end(awaited, by)
+        for rank in late:
+            member = self._members[rank]
+            how = f"kept other ranks waiting for {self.timeout:g} s: {member.status}"
+            self.first_cause = self.first_cause or f"{member.name}: {how}"
+            ends.append(Post((rank,), "notice", {"late": f"{member.name} {how}"}))
+        others = [rank for rank, member in self._members.items() if member.gone is None and rank not in late]
+        # The late ranks, of which rank 0 may be one, end at once, so they come last.
+        return [*self._notice(others), *ends] if ends else []
+
+    def _awaited_in_the_end(self, ranks: Iterable[int], by: Set[int]) -> list[int]:
+        """Return those of some ranks, and of the ranks for which these wait, that wait for nobody and are alive."""
+        found, seen, rest = [], set(by), list(ranks)
+        while rest:
+            rank = rest.pop()
+            member = self._members.get(rank)
+            if rank in seen or member is None or member.gone is not None or member.is_silent:
+                continue
+            seen.add(rank)
+            meeting = self._meetings.of(rank)
+            waits_for = meeting.absent() if meeting is not None else member.waits_for
+            rest += waits_for
+            if not waits_for:
+                found.append(rank)
+        return sorted(found)
 
     def _go(self, rank: int, how: str, *, notice: str | None) -> list[Post]:
         member = self._members[rank]

@@ -24,7 +24,7 @@ from meshwright.faults.hub_connection import Connection, line
 from meshwright.faults.meetings import Group
 from meshwright.faults.posted import Posted
 from meshwright.faults.referee import Post, Referee
-from meshwright.faults.siblings import this_process
+from meshwright.mesh.siblings import this_process
 
 BEAT = 1.0  # seconds between heartbeats, in both directions
 LOOKS = 4  # times per heartbeat that the hub looks for silent ranks
@@ -165,7 +165,9 @@ class Hub:
                 self._referee.beat(rank, now=now, **message)
                 return []
             case "report":
-                return [Post((rank,), "answer", self._referee.report(now))]
+                return self._referee.report(rank, now, **message)
+            case "name":
+                return self._rename(rank, message["name"])
             case "ask":
                 group = self._groups[rank, message.pop("group")]
                 return self._referee.ask(rank, now=now, group=group, **message)
@@ -179,15 +181,25 @@ class Hub:
             case "post":
                 self.posted.add(rank, **message)
                 return []
+            case "passed":
+                return self._referee.passed(rank, **message)
             case "leave":
                 return self._referee.leave(rank, **message)
             case "fail":
                 return self._referee.fail(rank, **message)
         raise AssertionError(f"a message of unknown kind {kind!r}")
 
+    def _rename(self, rank: int, name: str) -> list[Post]:
+        self._referee.rename(rank, name)
+        if rank:
+            return []
+        self._name = name  # the others show it if they lose their connection to the hub
+        return [Post(tuple(range(self._world_size)), "notice", {"name": name})]
+
     def _deliver(self, posts: list[Post], *, says_so: bool = False) -> None:
-        """Send messages. With ``says_so``, also print the first cause: a rank that was lost cannot print its own."""
-        if says_so and not self._has_said and any(post.channel == "notice" for post in posts):
+        """Send messages. With ``says_so``, or for a late rank, also print the first cause: a lost rank cannot."""
+        is_news = says_so or any("late" in post.body for post in posts)
+        if is_news and not self._has_said and any("failed" in post.body for post in posts):
             # At once, since a launcher ends this process as soon as it knows of the other one's end.
             print(f"meshwright: {self._referee.first_cause}", file=sys.stderr, flush=True)
             self._has_said = True

@@ -7,6 +7,9 @@ import datetime
 import functools
 import itertools
 import os
+import socket
+import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,9 @@ import torch.distributed as dist
 from meshwright.errors import PeerFailedError, PlanError
 from meshwright.mesh.listening import LOOPBACK, bound_socket, listening_address
 from meshwright.mesh.local_device import check_one_rank_per_gpu, local_rank
+from meshwright.mesh.siblings import end_ranks
+
+FOLLOWS = 0.5  # seconds that a rank waits before it ends because of another one, which launchers then find first
 
 _made = itertools.count()  # the process groups made here, so that each has keys of its own in the launcher's store
 
@@ -110,25 +116,50 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
     else:
         store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
-    store = dist.PrefixStore(f"meshwright{_attempt()}/{next(_made)}", store)
-    store.set(f"rank {rank}", "here")
-    try:
-        if device.type == "cuda":
-            check_one_rank_per_gpu(store, rank, world, device)
-        dist.init_process_group(
-            backend_for(device), store=store, rank=rank, world_size=world, device_id=device_id, timeout=timeout
-        )
-    except RuntimeError as error:
-        if absent := _absent(store, world):
-            raise PeerFailedError(
-                f"rank {rank} waited {timeout_s:g} s for {absent}, which did not come to the set-up: killed before it, "
-                "or still busy. If they need longer, set a larger ToDistributedConfig(timeout_s=...)"
-            ) from error
-        raise
+    store = dist.PrefixStore(f"meshwright{attempt_number()}/{next(_made)}", store)
+    await_ranks(store, rank, world, timeout_s)
+    if device.type == "cuda":
+        check_one_rank_per_gpu(store, rank, world, device)
+    dist.init_process_group(
+        backend_for(device), store=store, rank=rank, world_size=world, device_id=device_id, timeout=timeout
+    )
     _leave_at_exit()
 
 
-def _attempt() -> str:
+def await_ranks(store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
+    """Wait in a store until all ranks have made this call. Kill those of this machine that do not come.
+
+    Raises:
+        PeerFailedError: if ranks do not come within the timeout. The message names them.
+    """
+    store.set(f"rank {rank}", "here")
+    if store.add("number", 1) == world:
+        store.set("all", "here")
+    try:
+        store.wait(["all"], datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        if absent := _absent(store, world):
+            raise _did_not_come(absent, rank, world, timeout_s) from error
+        raise
+
+
+def _did_not_come(absent: list[int], rank: int, world: int, timeout_s: float) -> PeerFailedError:
+    """Kill the ranks of this machine that have not come to the set-up; return the error that names all absent ones."""
+    ranks = " and ".join(filter(None, [", ".join(map(str, absent[:-1])), str(absent[-1])]))
+    text = (
+        f"rank {rank} waited {timeout_s:g} s for rank{'s' * (len(absent) > 1)} {ranks}, which did not come to the "
+        "set-up: killed or stopped before it, or still busy. If they need longer, set a larger "
+        "ToDistributedConfig(timeout_s=...)"
+    )
+    if rank == next(present for present in range(world) if present not in absent):
+        # At once, since a launcher may end this process before its program can print the error.
+        print(f"meshwright: {text}", file=sys.stderr, flush=True)
+    end_ranks(absent)  # a stopped process would outlive the launcher's SIGTERM
+    time.sleep(FOLLOWS)
+    return PeerFailedError(text)
+
+
+def attempt_number() -> str:
     """Return the number of a restart, if all ranks have the same.
 
     torchrun's store keeps the addresses of the processes from before a restart, and nobody may read these. With several
@@ -138,14 +169,12 @@ def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if is_one_node else ""
 
 
-def _absent(store: dist.Store, world: int) -> str:
-    """Return the names of the ranks that have not come; an empty text if all have, or rank 0's store is gone."""
+def _absent(store: dist.Store, world: int) -> list[int]:
+    """Return the ranks that have not come; none if all have, or rank 0's store is gone."""
     try:
-        absent = [str(rank) for rank in range(world) if not store.check([f"rank {rank}"])]
+        return [rank for rank in range(world) if not store.check([f"rank {rank}"])]
     except RuntimeError:
-        return ""
-    names = " and ".join(filter(None, [", ".join(absent[:-1]), *absent[-1:]]))
-    return f"rank{'s' * (len(absent) > 1)} {names}" if absent else ""
+        return []
 
 
 def _launchers_store(timeout: datetime.timedelta) -> dist.Store | None:
@@ -159,12 +188,30 @@ def _launchers_store(timeout: datetime.timedelta) -> dist.Store | None:
     host, port, ranks = listening_address(), int(os.environ["MASTER_PORT"]), world_size()
     reached = host if host == LOOPBACK else os.environ["MASTER_ADDR"]
     if os.environ["RANK"] != "0":
+        _await_listener(reached, port, timeout.total_seconds())
         return dist.TCPStore(reached, port, ranks, is_master=False, timeout=timeout)
     try:
         listener = bound_socket(host, port)
     except OSError:  # torch may serve a store at this port already, and then uses it again
         return dist.TCPStore(reached, port, ranks, is_master=True, timeout=timeout, multi_tenant=True)
     return dist.TCPStore(reached, port, ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def _await_listener(host: str, port: int, timeout_s: float) -> None:
+    """Wait until rank 0 serves its store.
+
+    Raises:
+        PeerFailedError: if it does not within the timeout.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.1)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise _did_not_come([0], int(os.environ["RANK"]), world_size(), timeout_s) from error
+            time.sleep(0.1)
 
 
 @functools.cache  # a notebook may distribute many models

@@ -1,0 +1,65 @@
+"""What the Trainer does after a step, on all ranks alike, though callbacks and signals may reach one rank alone."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+from meshwright.faults.guard import active_guard
+
+logger = logging.getLogger(__name__)
+
+_FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+
+
+class Control:
+    """Makes what one rank's callbacks ask for after a step happen on every rank, after the same step.
+
+    If the other ranks have already begun the next step, all do it after that one. Steps in which no rank asks for
+    anything cost nothing.
+    """
+
+    def __init__(self) -> None:
+        self._wished: set[str] = set()  # what this rank asked for when the others had already gone on
+
+    def settle(self, control: Any) -> None:
+        """Change a TrainerControl to what the ranks agree on; every rank makes the call after each step and epoch."""
+        guard = active_guard()
+        if guard is None:
+            return
+        own = {flag for flag in _FLAGS if getattr(control, flag)} | self._wished
+        agreed = guard.wishes_of_all(own)
+        self._wished = own if agreed is None else set()
+        for flag in _FLAGS:
+            setattr(control, flag, flag in (agreed or ()))
+        if agreed is not None and agreed - own:
+            logger.warning("the callbacks of another rank set %s; this rank does the same", ", ".join(agreed - own))
+
+
+class SavesTogether(JITCheckpointCallback):
+    """Saves when SIGTERM has reached any rank: after the step, on all ranks, and then ends the training."""
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the checkpoint is saved after the step."""
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the checkpoint is saved after the step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ask for a checkpoint and for the end of the training."""
+        if self.jit_manager is not None and self.jit_manager.is_checkpoint_requested:
+            self.jit_manager.is_checkpoint_requested = False
+            control.should_save = control.should_training_stop = True
+
+    on_epoch_end = on_step_end
+
+
+def save_together_on_sigterm(trainer: Any) -> None:
+    """Replace the callback of ``enable_jit_checkpoint``, which saves on the rank alone that got the signal."""
+    callbacks = trainer.callback_handler.callbacks
+    for index, stock in enumerate(callbacks):
+        if type(stock) is JITCheckpointCallback:
+            callbacks[index] = ours = SavesTogether()
+            ours.trainer, ours.jit_manager = stock.trainer, stock.jit_manager

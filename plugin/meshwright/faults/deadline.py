@@ -1,0 +1,61 @@
+"""A deadline at which the kernel ends this process, also if it is stopped or C code holds the GIL.
+
+No thread of Python runs in such a process. So the thread that hears the hub's heartbeats moves the deadline again and
+again; the kernel acts if it does not. POSIX timers belong to one process: its children do not inherit them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+
+from meshwright.mesh.siblings import STACK_SIGNAL, WRITES, write_stacks_on_signal
+
+_CLOCK_MONOTONIC = 1  # of <time.h>; it does not jump with the wall clock
+
+
+class _SignalEvent(ctypes.Structure):
+    """``struct sigevent`` of Linux: send the signal ``number`` to the process."""
+
+    _fields_ = (("value", ctypes.c_void_p), ("number", ctypes.c_int), ("kind", ctypes.c_int), ("_", ctypes.c_char * 48))
+
+
+class _TimerSpec(ctypes.Structure):
+    """``struct itimerspec``: the interval, and the time until the timer expires; 0 for never."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("every_s", "every_ns", "seconds", "nanoseconds"))
+
+
+class Deadline:
+    """Ends this process by SIGKILL after a time, unless it is moved; the stacks of its threads are written before."""
+
+    def __init__(self) -> None:
+        self._timers: list[tuple[ctypes.c_void_p, float]] = []  # each with the seconds by which it is early
+        if sys.platform != "linux":
+            return
+        self._libc = ctypes.CDLL(None)
+        signals = [(int(signal.SIGKILL), 0.0)]
+        if write_stacks_on_signal():
+            signals.append((STACK_SIGNAL, WRITES))
+        for number, early in signals:
+            timer = ctypes.c_void_p()
+            event = _SignalEvent(None, number, 0, b"")
+            try:
+                failed = self._libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer))
+            except AttributeError:  # before glibc 2.34
+                return
+            if not failed:
+                self._timers.append((timer, early))
+
+    def set(self, seconds: float) -> None:
+        """Move the deadline to ``seconds`` from now."""
+        for timer, early in self._timers:
+            at = max(seconds - early, 0.001)
+            spec = _TimerSpec(0, 0, int(at), int(at % 1 * 1e9))
+            self._libc.timer_settime(timer, 0, ctypes.byref(spec), None)
+
+    def clear(self) -> None:
+        """Let the process live."""
+        for timer, _ in self._timers:
+            self._libc.timer_settime(timer, 0, ctypes.byref(_TimerSpec()), None)

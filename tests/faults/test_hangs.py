@@ -1,0 +1,51 @@
+"""A program that hangs on one rank ends on all of them in time, with the rank and the line at which it hangs named."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.programs import run_program
+from support.ending import check, flat
+from support.hangs import PLACES, STARTS, TIMEOUT, hangs, run_script
+
+# No thread of Python runs in these, and only in the first does the kernel's signal reach code that writes the stack.
+ENDED_BY_THE_KERNEL = ("gil", "stop")
+IN_TIME = TIMEOUT + 5
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "before the call"])
+def test_a_program_that_hangs_ends(place: str, victim: int) -> None:
+    """Without a launcher: nobody but the rank itself and the kernel can end it."""
+    outcomes = run_program(hangs, 2, place, victim, timeout=90.0)
+    hung, other = outcomes[victim], outcomes[1 - victim]
+    if place in ENDED_BY_THE_KERNEL:
+        assert hung.code == -signal.SIGKILL and hung.after < IN_TIME, hung
+        assert place == "stop" or "in hold_the_gil" in hung.output, hung.output
+    else:
+        why = "kept other ranks waiting for 4 s.*, so this process ends. Its main thread is here:"
+        check(hung, rf"{why}.*hangs\.py\", line \d+, in (hang_here|wait_for_a_dead_lock|hangs)", within=IN_TIME)
+    check(other, rf"rank {victim} \(host [^)]*\).*(kept other ranks waiting|stopped, hung)", within=IN_TIME)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_script_that_hangs_ends_however_it_was_started(start: str, place: str, preloaded_python: Path) -> None:
+    """The launcher has ended too, and found the right rank; a rank that has not made the call writes its stack too."""
+    victim = PLACES.index(place) % 2
+    # What has not made the call is found by its environment, which a process that was only forked does not have.
+    python = sys.executable if place == "before the call" else str(preloaded_python)
+    ended = run_script(start, place, victim, python, patience=240.0)
+    said = flat(ended.output)
+    assert all(ended.codes) and ended.after < IN_TIME, ended
+    assert re.search(rf"rank {victim} \(host [^)]*\)|for rank {victim}, which did not come to the set-up", said), said
+    assert place == "stop" or re.search(r"hangs\.py(\", line |:)\d+", said), said
+    if start == "launch":
+        assert f"meshwright launch: rank {victim} " in said, said
+    if start == "torchrun":
+        assert re.search(rf"Root Cause.*?rank +: {victim} ", said), said

@@ -1,0 +1,217 @@
+"""A program that trains, in which one rank hangs at a place of choice; run it as a script, or call ``hangs``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import meshwright as mw
+from harness.programs import FAULT, mark_fault
+from meshwright_hf.network import free_port
+from support.models import build, tokens
+
+TIMEOUT = 4.0  # seconds, instead of the two minutes of real programs
+HANGS_FOR = 1000.0
+
+
+def hang_here() -> None:
+    mark_fault()
+    time.sleep(HANGS_FOR)
+
+
+def hold_the_gil() -> None:
+    mark_fault()
+    ctypes.PyDLL(None).sleep(int(HANGS_FOR))  # PyDLL does not release the GIL
+
+
+def stop_here() -> None:
+    mark_fault()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_for_a_dead_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    mark_fault()
+    lock.acquire()
+
+
+# How a rank hangs in the loop's own code.
+KINDS: dict[str, Callable[[], None]] = {
+    "loop": hang_here,
+    "lock": wait_for_a_dead_lock,
+    "gil": hold_the_gil,
+    "stop": stop_here,
+}
+PLACES = (
+    "before the call", "set-up", "loop", "dataset", "worker", "forward hook", "backward hook", "optimizer hook", "save",
+    "evaluation", "end", "lock", "gil", "stop",
+)  # fmt: skip
+
+
+class Rows:
+    """Rows of tokens; one of them hangs on the victim."""
+
+    def __init__(self, hangs: bool) -> None:
+        self.hangs = hangs
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.hangs and index >= 12:
+            hang_here()
+        ids = tokens(1, 12)[0]
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def hangs(place: str, victim: int, timeout: float = TIMEOUT) -> None:
+    """Train under dp2; rank ``victim`` hangs at ``place``, and nothing else is wrong."""
+    is_victim = int(os.environ["RANK"]) == victim
+
+    def here(name: str) -> bool:
+        return is_victim and name == place
+
+    if here("before the call"):
+        hang_here()
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(
+        Rows(here("dataset") or here("worker")), batch_size=4, num_workers=int(place == "worker"), shuffle=False
+    )  # type: ignore[arg-type, var-annotated]
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2), timeout_s=timeout)
+    with contextlib.ExitStack() as stack:
+        if here("set-up"):
+            from meshwright.distribute import installation
+
+            original = installation.Installation.distribute
+
+            def distribute(*args: Any, **kwargs: Any) -> Any:
+                hang_here()
+                return original(*args, **kwargs)
+
+            installation.Installation.distribute = distribute  # type: ignore[method-assign]
+            stack.callback(setattr, installation.Installation, "distribute", original)
+        model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
+    step = 0
+
+    def hook(*_: Any) -> None:
+        if step == 2:
+            hang_here()
+
+    if here("forward hook"):
+        model.model.layers[1].register_forward_hook(hook)
+    if here("backward hook"):
+        model.model.layers[1].mlp.register_full_backward_hook(hook)
+    if here("optimizer hook"):
+        optimizer.register_step_pre_hook(hook)
+    for step, batch in enumerate(loader, start=1):
+        model(**batch).loss.backward()
+        if step == 2 and is_victim and place in KINDS:
+            KINDS[place]()
+        optimizer.step()
+        optimizer.zero_grad()
+    if place == "save":
+        if is_victim:
+            from meshwright.checkpoint import part_files
+
+            part_files.RankPart.write = lambda *_, **__: hang_here()  # type: ignore[method-assign, assignment]
+        mw.save_checkpoint(os.path.join(tempfile.gettempdir(), f"hang-{os.environ['MASTER_PORT']}"), model, optimizer)
+    if place == "evaluation":
+        model.eval()
+        for number, batch in enumerate(loader):
+            if number == 1 and is_victim:
+                hang_here()
+            with torch.no_grad():
+                dist.all_reduce(model(**batch).loss)
+    if here("end"):
+        hang_here()
+    dist.barrier()
+    print("went on in silence", flush=True)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a started program ended.
+
+    Args:
+        codes: the exit codes of what was started: the launcher, or each rank.
+        output: what all processes printed.
+        after: seconds from the fault until these had ended.
+        all_after: seconds from the fault until no process was left, the workers of a rank's loader included.
+    """
+
+    codes: list[int]
+    output: str
+    after: float
+    all_after: float
+
+
+STARTS = ("torchrun", "launch", "plain")
+
+
+def run_script(start: str, place: str, victim: int, python: str, patience: float = 100.0) -> Ended:
+    """Start this file on two ranks, by torchrun, by ``meshwright launch`` or as plain processes, until all have ended.
+
+    Args:
+        start: one of ``STARTS``.
+        place: where the rank hangs.
+        victim: the rank that hangs.
+        python: the command that runs Python.
+        patience: seconds, after which what has not ended is killed.
+    """
+    script = [os.path.abspath(__file__), place, str(victim)]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHON_EXEC": python, "OMP_NUM_THREADS": "1"}
+    # The end of the pipe says that all processes that have inherited it have ended.
+    reads, writes = os.pipe()
+
+    def begin(*command: str, **more: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, **path, **more}
+        return subprocess.Popen([python, *command], env=environment, stdout=writes, stderr=writes)
+
+    if start == "torchrun":
+        started = [begin("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script)]
+    elif start == "launch":
+        started = [begin("-m", "meshwright.cli", "launch", "--cpu", "--dp", "2", *script)]
+    else:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        started = [begin(*script, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank in range(2)]
+    os.close(writes)
+    output, begun, ended = b"", time.monotonic(), 0.0
+    with open(reads, "rb", buffering=0) as pipe:
+        while time.monotonic() < begun + patience:
+            if not ended and all(one.poll() is not None for one in started):
+                ended = time.monotonic()
+            if select.select([pipe], [], [], 0.1)[0]:
+                if not (read := pipe.read(2**16)):
+                    break
+                output += read
+    all_ended = time.monotonic()
+    for one in started:
+        if all_ended >= begun + patience:
+            one.kill()
+    text = output.decode(errors="replace")
+    faults = [float(mark) for mark in re.findall(rf"{FAULT}([\d.]+)", text)]
+    fault = min(faults, default=begun)
+    codes = [one.wait() for one in started]
+    return Ended(codes, text, (ended or all_ended) - fault, all_ended - fault)
+
+
+if __name__ == "__main__":
+    hangs(sys.argv[1], int(sys.argv[2]))
