@@ -28,6 +28,7 @@ from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.head_losses import BatchLoss
+from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.uneven_batches import UnevenBatches
@@ -186,6 +187,11 @@ class Runtime:
         if self.trained is not None:
             self.trained.follow()
 
+    @property
+    def loss_gradients(self) -> LossGradients | None:
+        """What takes the gradients that reach losses of the global batch; None if no meeting compares them."""
+        return None if self.comparison is None or self.engine is not None else self.comparison.losses
+
     def meet_over_dp(self) -> None:
         """Compare the data-parallel ranks once all of them have started to reduce their gradients.
 
@@ -197,7 +203,7 @@ class Runtime:
         if self.comparison is None:
             self.guard.meet("gradients", self.dp.group)
             return
-        self.guard.meet("gradients", self.dp.group, self.comparison.statement())
+        self.guard.meet("gradients", self.dp.group, self.comparison.statement(), self.comparison.losses.statement())
         self.comparison.compare_weights(self.dp)
 
     def compare_before_save(self) -> None:

@@ -30,6 +30,7 @@ from meshwright.faults.memory_digest import memory_digest
 from meshwright.faults.statement import SHOWN, Statement
 from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.row_layout import ShardRecord
 from meshwright.parallel.shard_reads import reading_shards
 
@@ -86,6 +87,7 @@ class ReplicaComparison:
     def __init__(self, model: nn.Module, *, tp: Axis, dp: Axis, guard: Guard, every: int, has_weights: bool):
         self.tp, self.dp, self.guard, self.every, self.has_weights = tp, dp, guard, every, has_weights
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
+        self.losses = LossGradients()
         self._named = list(model.named_parameters())
         self._optimizer: Optimizer | None = None
         self._steps = self._steps_seen = 0
@@ -97,6 +99,7 @@ class ReplicaComparison:
         """Return a comparison without an optimizer for a copy of the model; pass the copy to :meth:`look_at`."""
         new = copy.copy(self)
         new._named, new._optimizer, new._compared, new._gathered = [], None, {}, {}
+        new.losses = LossGradients()
         new._steps = new._steps_seen = 0
         new._cleared = ""
         return new

@@ -216,7 +216,7 @@ class PipelineForward(MethodOverride):
         assert total is not None
         row_counts = [(i + 1) * rows // count - i * rows // count for i in range(count)]
         loss.is_global()
-        return self.outputs.of_training(sums.attach(torch.zeros_like(total), total), row_counts)
+        return self.outputs.of_training(loss.mean.watched(sums.attach(torch.zeros_like(total), total)), row_counts)
 
     def _operations(self, count: int) -> tuple[Operation, ...]:
         """Return what this rank does with ``count`` micro-batches, in order."""
