@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
@@ -37,6 +38,7 @@ from meshwright.parallel.user_hooks import HookedModules
 T = TypeVar("T")
 
 _ATTRIBUTE = "_meshwright"
+_attached: list[weakref.ref[Runtime]] = []
 
 
 class RequiresGrad(Protocol):
@@ -332,7 +334,15 @@ class Runtime:
 
 def attach(owner: nn.Module | Optimizer, runtime: Runtime) -> None:
     """Store a runtime on its model or optimizer."""
+    if isinstance(owner, nn.Module) and runtime not in live_runtimes():
+        _attached.append(weakref.ref(runtime))
     object.__setattr__(owner, _ATTRIBUTE, runtime)
+
+
+def live_runtimes() -> list[Runtime]:
+    """Return the runtimes of the models that this process has distributed and still has, in their order."""
+    _attached[:] = [reference for reference in _attached if reference() is not None]
+    return [runtime for reference in _attached if (runtime := reference()) is not None]
 
 
 def find_runtime(owner: object) -> Runtime | None:

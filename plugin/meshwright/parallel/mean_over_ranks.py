@@ -26,7 +26,10 @@ def valid_labels(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
 
 
 def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with its targets replaced by values that every loss skips."""
+    """Return the batch with its targets replaced by values that the loss skips.
+
+    A loader knows no ``ignore_index`` of the model's call, so a forward pass calls this again for a filler.
+    """
     out = dict(batch)
     for name in TARGETS:
         if isinstance(target := out.get(name), Tensor):

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.parallel.async_numbers import read_later
 from meshwright.parallel.collectives import Axis, all_gather
 from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
-from meshwright.parallel.mean_over_ranks import valid_labels
+from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, valid_labels
 from meshwright.parallel.output_loss import tensors_of
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def rows_and_labels(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
     rows = tensors[0].shape[0] if tensors else 0
     count: Tensor | int = -1
     if isinstance(labels, Tensor):
-        count = valid_labels(labels)
+        count = valid_labels(labels, batch.get("ignore_index", IGNORE_INDEX))
     elif with_mask and isinstance(mask, Tensor) and mask.ndim == 2:
         count = mask.sum()
     device = tensors[0].device if tensors else torch.device("cpu")

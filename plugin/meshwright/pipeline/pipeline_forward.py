@@ -16,6 +16,7 @@ from meshwright.context.methods import local_tokens
 from meshwright.errors import PlanError
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.process_group import wire_device
+from meshwright.parallel.batch_rows import cut
 from meshwright.parallel.collectives import Axis, all_reduce
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.head_losses import BatchLoss
@@ -208,7 +209,7 @@ class PipelineForward(MethodOverride):
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
         step = self._step(split_rows(batch, rows, count), loss, operations, of_stages)
-        with loss.mean.divided_by(divisors):
+        with loss.mean.divided_by(divisors), cut():
             run_training(step, sums, self.later)
         self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
         self._sum_ties(sums)
