@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -111,3 +112,65 @@ def test_all_rows_of_the_batch(program: str, plan: dict[str, Any], pool2: Any) -
 def test_all_rows_of_the_batch_on_two_axes(plan: dict[str, Any], pool4: Any) -> None:
     """With dp=4, batches of 3 rows and of 1 have fillers too."""
     compare(pool4.run(train, plan, "contrastive"), "contrastive")
+
+
+def with_logits(plan: Plan) -> dict[str, Tensor]:
+    """Whole gradients of a loss on the gathered logits, beside the model's own."""
+    with Float64():
+        model: Any = build("llama").double()
+        ids = tokens(3, LENGTH)
+        loader: Any = [{"input_ids": ids, "labels": ids}]
+        if plan is not None:
+            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), gather_logits=True)
+            model, _, loader = mw.to_distributed(model, None, loader, config=config)
+        for batch in loader:
+            outputs = model(**batch)
+            pooled = mw.gather_rows(outputs.logits.mean(1), model)
+            (outputs.loss + (pooled @ pooled.T).logsumexp(1).mean()).backward()
+    return {n: p.grad for n, p in model.named_parameters()} if plan is None else mw.full_gradients(model)
+
+
+@pytest.mark.parametrize("plan", [{**DP, "cp": 2}, {**DP, "tp": 2}], ids=str)
+def test_logits_of_all_rows(plan: dict[str, Any], pool4: Any) -> None:
+    """float64: 1e-10 for other orders of sums."""
+    found, expected = pool4.run(with_logits, plan)[0], with_logits(None)
+    assert all(relative_difference(found[n], x) < 1e-10 for n, x in expected.items() if "k_proj.bias" not in n)
+
+
+def refused(program: str) -> None:
+    plan = {"a micro-batch": {**DP, "micro_batch_size": 1}, "a pipeline": {"pp": 2}}.get(program, DP)
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), gather_logits=True)
+    model: Any = mw.to_distributed(build("llama"), config=config)[0]
+    ids = tokens(2, LENGTH)
+    if program == "a micro-batch":
+        model.model.layers[0].register_forward_hook(lambda _, __, x: x - mw.gather_rows(x).mean(0))
+        model(input_ids=ids, labels=ids)
+    elif program == "a pipeline":
+        mw.gather_rows(model(input_ids=ids, labels=ids).loss.reshape(1))
+    elif program == "unlike rows":
+        mw.gather_rows(torch.ones(2, 3 + dist.get_rank()))
+    elif program == "two models":
+        other = mw.to_distributed(build("llama"), config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2)))[0]
+        assert len(mw.gather_rows(torch.ones(2), model)) == 4 and len(mw.gather_rows(torch.ones(2), other)) == 2
+        mw.gather_rows(torch.ones(2))
+    else:
+        mw.gather_rows(torch.ones(()), model)
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "expected"),
+    [
+        ("a micro-batch", "PlanError", "needs all rows of the batch at a time, but the plan dp2 mb1 runs"),
+        ("a pipeline", "PlanError", "Use a plan with pp=1, without micro-batches"),
+        ("unlike rows", "ValueError", r"float32 rows of shape \(3,\) on rank 0 of dp; .* \(4,\) on rank 1"),
+        ("two models", "ValueError", r"different data-parallel ranks: \[0, 1\]; .*mw.gather_rows\(x, model\)"),
+        ("no rows", "ValueError", "whose first dim has this rank's rows, not a tensor without dims"),
+    ],
+)
+def test_rows_that_cannot_be_gathered_are_refused(program: str, kind: str, expected: str, pool2: Any) -> None:
+    for name, message in pool2.run_expecting_error(refused, program):
+        assert name == kind and re.search(expected, message)
+
+
+def test_one_process_has_all_rows() -> None:
+    assert mw.gather_rows(x := torch.ones(2)) is x

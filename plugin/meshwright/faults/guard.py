@@ -61,6 +61,7 @@ class Guard:
         self._follows = False  # set when the program ends because another rank has failed
         self._silent: list[Any] = []  # the processes of ranks that do not answer
         self._is_closed = False
+        self.hint = ""  # a likely cause of later differences between the ranks
         self.on_failure: Callable[[str], None] | None = None  # called with what is known when a rank fails
         self._hub: Hub | None = None
         host, port, token = on_first_rank(self._open_hub)
@@ -340,7 +341,7 @@ class Guard:
     def _diverged(self, ranks: tuple[int, ...], finding: dict[str, Any], *details: str) -> DivergenceError:
         lines = [f"ranks {list(ranks)} must do the same, but they differ:"]
         lines += [f"  {name}: {what}" for name, what in finding["differ"].items()]
-        return DivergenceError("\n".join([*lines, *details]))
+        return DivergenceError("\n".join([*lines, *details, *filter(None, [self.hint])]))
 
     def _note(self, what: str) -> None:
         """Pass on what is known of a failure; an error in doing so must not stop the failure's handling."""

@@ -33,6 +33,7 @@ from meshwright.parallel.collectives import Axis
 from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.row_layout import ShardRecord
 from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.user_hooks import has_gradient_hooks
 
 ADVICE = (
     "Each rank steps a replica of the same weights. After one more step the replicas differ permanently, and averaged "
@@ -41,8 +42,9 @@ ADVICE = (
 )
 WEIGHT_ADVICE = (
     "From then on each rank trains a different model, and averaged gradients belong to none of them. Either the "
-    "program changed a weight or a gradient on one rank only, or a rank's memory is faulty. Change weights on all "
-    "ranks alike, and resume from a checkpoint that was saved before:\n"
+    "program changed a weight or a gradient on one rank only (or in a hook of the backward pass, whose gradients are "
+    "reduced after it), or a rank's memory is faulty. Change weights on all ranks alike, and resume from a checkpoint "
+    "that was saved before:\n"
     "    mw.load_weights(model, CHECKPOINT)"
 )
 
@@ -92,6 +94,7 @@ class ReplicaComparison:
         self._optimizer: Optimizer | None = None
         self._steps = self._steps_seen = 0
         self._cleared = ""
+        self._has_looked = False  # for hooks on gradients, in the first step
         self._compared: dict[str, int] = {}  # axis -> the step of the last comparison of weights
         self._gathered: dict[str, tuple[Gathered, list[list[str]]]] = {}
 
@@ -160,11 +163,22 @@ class ReplicaComparison:
         before, _ = self._gathered.get(axis.name, (None, []))
         if before is not None and before.step < self.guard.step:  # a digest of this step would make the host wait
             self._look(axis)
-        if not self.every or self.guard.step - self._compared.get(axis.name, 0) < self.every:
+        if not self.every or not (self._is_due(axis) or self._comes_early(axis)):
             return
         self._begin(axis)
         if not is_deferred(self._device):
             self._look(axis)
+
+    def _is_due(self, axis: Axis) -> bool:
+        return self.guard.step - self._compared.get(axis.name, 0) >= self.every
+
+    def _comes_early(self, axis: Axis) -> bool:
+        """Return whether to compare in the first step too, since hooks may step weights by unreduced gradients."""
+        if axis is not self.dp or self._has_looked:
+            return False
+        self._has_looked = True
+        with reading_shards():
+            return any(has_gradient_hooks(parameter) for _, parameter in self._named)
 
     def compare_now(self, *, is_met: bool = False) -> None:
         """Compare everything and wait for the result, for example before a save. All ranks must call this.
