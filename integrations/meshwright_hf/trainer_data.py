@@ -81,6 +81,7 @@ class EvaluationLoader(DistributedLoader):
             while batch is not None:
                 following, next_rows = next(batches, None), self.counted
                 self.rows, self.end_of_dataloader = rows, following is None
+                self.say_yielded(batch, is_filler=rows == 0)
                 yield batch
                 batch, rows = following, next_rows
         finally:

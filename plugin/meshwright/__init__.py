@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshwright.monitor.read_out import memory_of
     from meshwright.optim.attach_gradients import shard_optimizer
     from meshwright.optim.clip_grad_norm import clip_grad_norm_
+    from meshwright.optim.gather_rows import gather_rows
     from meshwright.optim.global_mean import global_mean
     from meshwright.optim.runtime import no_sync, plan_of
     from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
@@ -81,6 +82,7 @@ _HOMES = {
     "monitor.memory": ("HeldMemory", "MemoryOfRanks"),
     "monitor.read_out": ("memory_of",),
     "optim.clip_grad_norm": ("clip_grad_norm_",),
+    "optim.gather_rows": ("gather_rows",),
     "optim.global_mean": ("global_mean",),
     "optim.runtime": ("no_sync", "plan_of"),
     "optim.attach_gradients": ("shard_optimizer",),
@@ -124,6 +126,7 @@ __all__ = [
     "full_gradients",
     "full_state_dict",
     "fused_allreduce_gradients",
+    "gather_rows",
     "global_mean",
     "infer_plan",
     "load_checkpoint",

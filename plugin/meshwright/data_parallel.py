@@ -29,6 +29,7 @@ from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
 from meshwright.parallel.autograd_graph import tensors_in, unused_parameters
 from meshwright.parallel.collectives import Axes, Axis
+from meshwright.parallel.embedding_options import refused_option
 from meshwright.parallel.gradient_buckets import Bucket, group_parameters, make_buckets
 from meshwright.parallel.gradient_sync import AllReduce, GradientSync
 from meshwright.parallel.replica_comparison import ReplicaComparison
@@ -319,8 +320,8 @@ def _problem_of_model(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if found := {kind.__name__ for kind in type(module).__mro__} & wrappers:
             return f"{name or 'the model'} is wrapped by {found.pop()} already; pass the plain module"
-        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            return f"{name or 'the model'} has sparse gradients, which are not averaged; make it with sparse=False"
+    if option := refused_option(model):
+        return option
     if find_runtime(model) is not None:
         return "the model was distributed by to_distributed, which synchronises its gradients already"
     tensors = [*model.named_parameters(), *model.named_buffers()]

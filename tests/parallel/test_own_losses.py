@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -135,6 +137,69 @@ def test_an_uneven_batch_is_named_once(program: str, sizes: tuple[int, ...], exp
     assert len(first) == expected and not second  # one rank speaks
     if expected:
         assert "1 rows on rank 0; 2 rows on rank 1" in first[0] and "loss_averages_over='rows'" in first[0]
+
+
+def scaled(plan: dict[str, Any], program: str) -> list[dict[str, Tensor]]:
+    """Whole gradients after two accumulated batches, whose loss a program multiplies by a number or uses in parts."""
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), gather_logits=program == "global_mean")
+    model: Any = build("llama").double().train()
+    model, _, loader = mw.to_distributed(model, None, make_batches("call"), config=config)
+    for index, batch in enumerate(loader):
+        with mw.no_sync(model) if program == "no_sync" and index == 0 else contextlib.nullcontext():
+            count = next_words(batch)
+            loss = model(**batch).loss
+            if program == "global_mean":
+                with torch.no_grad():
+                    model(**batch)  # its loss gets no gradient
+                own = smoothed(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+                loss = mw.global_mean(model, own, count) * count / 20
+            elif program == "the rank's count":
+                loss = loss * count / 20
+            elif program == "one rank leaves its loss out":
+                loss = loss if index != dist.get_rank() else sum(0 * p.sum() for p in model.parameters())
+            elif program == "rounding":
+                loss = loss * (1 + 1e-12 * dist.get_rank())
+            elif program == "twice":
+                (loss / 2).backward(retain_graph=True)
+            elif program == "no factor":
+                loss = 2 * loss
+            (loss / 2).backward()
+    return mw.full_gradients(model)
+
+
+SPLIT = {**DP, "micro_batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("program", "plan"),
+    [
+        ("the rank's count", DP),
+        ("the rank's count", {**DP, "zero_stage": 3}),
+        ("the rank's count", SPLIT),
+        ("the rank's count", {**SPLIT, "zero_stage": 2}),
+        ("global_mean", {**DP, "zero_stage": 1}),
+    ],
+    ids=str,
+)
+def test_a_factor_of_one_ranks_rows_is_an_error(program: str, plan: dict[str, Any], pool2: Any) -> None:
+    """The loss is a global mean, so the error shows each rank's factor before a gradient is reduced."""
+    for kind, message in pool2.run_expecting_error(scaled, plan, program):
+        assert kind == "DivergenceError" and "loss = mw.global_mean(model, (weights * losses)" in message
+        assert re.search(r"gradient of loss \d+: [\d.]+ on rank 0 .*; [\d.]+ on rank 1 ", message)
+
+
+@pytest.mark.parametrize("plan", [{**DP, "tp": 2}, {**SPLIT, "pp": 2}], ids=str)
+def test_a_factor_of_one_ranks_rows_is_an_error_on_two_axes(plan: dict[str, Any], pool4: Any) -> None:
+    """Under a pipeline backward has run inside of the call, and the factor arrives later."""
+    for kind, message in pool4.run_expecting_error(scaled, plan, "the rank's count"):
+        assert kind == "DivergenceError" and "gradient of loss" in message
+
+
+@pytest.mark.parametrize("program", ["no factor", "no_sync", "twice", "rounding", "one rank leaves its loss out"])
+@pytest.mark.parametrize("plan", [DP, {**DP, "zero_stage": 1}], ids=str)
+def test_an_equal_factor_is_none_of_these(program: str, plan: dict[str, Any], pool2: Any) -> None:
+    """Factors that all ranks share, and passes that accumulate."""
+    pool2.run(scaled, plan, program)
 
 
 def option_for_a_known_loss() -> str:

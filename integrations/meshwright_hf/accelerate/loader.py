@@ -59,6 +59,7 @@ class PlannedLoader:
                 state = self.inner.place()
                 following = next(batches, None)
                 self.rows, self._state, self.end_of_dataloader = rows, state, following is None
+                self.inner.say_yielded(batch, is_filler=rows == 0)
                 yield batch
                 batch = following
             self._state = None

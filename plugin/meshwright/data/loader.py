@@ -21,7 +21,7 @@ from meshwright.data.equal_inputs import check_replicated, check_sizes
 from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.input_placement import Placer
 from meshwright.data.label_check import warn_without_labels
-from meshwright.data.nested import digest, is_batch, signature, to_device
+from meshwright.data.nested import digest, is_batch, signature, tensors_of, to_device
 from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, first_ranks
 from meshwright.data.readers.base import Position
 from meshwright.data.readers.choose import make_reader, split_reader
@@ -30,6 +30,7 @@ from meshwright.data.readers.split import SplitReader
 from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded
 from meshwright.errors import CheckpointError
 from meshwright.faults.same_call import Claim, agreed
+from meshwright.parallel.batch_rows import yielded
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 from meshwright.schema import require, shown
 
@@ -121,6 +122,7 @@ class DistributedLoader:
             batch = self._delivered(portion)
             self._check_sizes(portion)
             self._steps += 1
+            self.say_yielded(batch, is_filler=not self._has_dtensors and portion.is_blank)
             yield batch
         if self.dropped:
             level = logging.INFO if self._steps else logging.WARNING
@@ -153,6 +155,10 @@ class DistributedLoader:
     def counted(self) -> int:
         """The number of this rank's rows in the last batch that hold samples: all of them, or 0 if they are blanks."""
         return self._counted
+
+    def say_yielded(self, batch: Any, *, is_filler: bool) -> None:
+        """Record that the program gets a batch next; a wrapper that reads ahead calls this before its own yield."""
+        yielded(tensors_of(batch) if is_filler else (), is_filler=is_filler)
 
     @property
     def dropped(self) -> int:

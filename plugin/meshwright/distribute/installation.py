@@ -221,7 +221,12 @@ class Installation:
             )
             watch_steps(runtime, is_trusted=self.config.optimizer_is_elementwise)
         if self.loss is not None:
-            mean = GlobalMean(runtime.dp, self.config.num_items_in_batch, parts=runtime.cp.size)
+            mean = GlobalMean(
+                runtime.dp,
+                self.config.num_items_in_batch,
+                parts=runtime.cp.size,
+                gradients=runtime.loss_gradients,
+            )
             runtime.loss = install_loss(decoder, self.loss, mean, tp=runtime.tp, vocab_size=self._sharded_words)
             if self.loss.is_causal_lm:
                 runtime.loss.region = runtime.region  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from meshwright.construct.initial_weights import InitialWeights
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
-from meshwright.distribute.check_arguments import check_arguments, check_model, check_reduction
+from meshwright.distribute.check_arguments import check_arguments, check_embeddings, check_model, check_reduction
 from meshwright.distribute.check_compile import check_compile, layers_of
 from meshwright.distribute.check_launch import build_axes, check_agreement, check_devices, check_launch
 from meshwright.distribute.compiled_before import check_compiled, plain_module
@@ -146,6 +146,7 @@ def _distribute(
     check_launch(plan)
     if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage > 0):
         check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
+    check_embeddings(model, plan, config.engine)
     structure = structure_of(decoder, plan, config)
     _check_passes(plan, loss is not None, decoder, config.engine)
     check_reduction(model, plan, config.engine)
@@ -227,6 +228,7 @@ def _complete(
     """Add an optimizer or a loader to a model that was distributed without one."""
     runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
     plan = plan_to_complete(runtime, model, optimizer, config)
+    check_embeddings(model, plan, runtime.engine)
     _check_passes(plan, runtime.loss is not None, model)
     loader = None
     if dataloader is not None:

@@ -70,6 +70,7 @@ class Guard:
         self._follows = False  # set when the program ends because another rank has failed
         self._silent: list[Any] = []  # the processes of ranks that do not answer
         self._is_closed = False
+        self.hint = ""  # a likely cause of later differences between the ranks
         self.on_failure: Callable[[str], None] | None = None  # called with what is known when a rank fails
         self._hub: Hub | None = None
         self._deadline = Deadline()
@@ -154,7 +155,7 @@ class Guard:
         if len(ranks) == 1:
             return
         finding = self._compare(place, ranks, *(statement.text for statement in statements))
-        if finding is not None:
+        if finding is not None and not (finding["together"] and self._nearly_agree(place, ranks, statements)):
             # Ranks that wait at different places do not all come here, so they cannot compare details.
             details = self._explain(place, ranks, statements) if finding["together"] else []
             raise self._diverged(ranks, finding, *details)
@@ -204,10 +205,24 @@ class Guard:
 
     def _compare(self, place: str, ranks: tuple[int, ...], *texts: str) -> dict[str, Any] | None:
         self.trace.begin(f"the comparison of the ranks' {place}")
+        return self._ask(place, ranks, self._said(place, ranks, *texts))
+
+    def _said(self, place: str, ranks: tuple[int, ...], *texts: str) -> str:
         # Only steps of models that all of these ranks train, since some of them may have trained models of their own.
         step = sum(count for trained, count in self._steps.items() if trained.issuperset(ranks))
         parts = (place, f"step {step}", ", ".join(filter(None, texts)), self.trace.of(ranks).summary())
-        return self._ask(place, ranks, ", ".join(filter(None, parts)))
+        return ", ".join(filter(None, parts))
+
+    def _nearly_agree(self, place: str, ranks: tuple[int, ...], statements: tuple[Statement, ...]) -> bool:
+        """Return whether the ranks differ only in values that are equal enough; all of them must make this call."""
+        lenient = [statement for statement in statements if statement.are_close is not None]
+        if not lenient:
+            return False
+        strict = self._said(place, ranks, *(s.text for s in statements if s.are_close is None))
+        everyone = self._exchange(ranks, [strict, *(dict(statement.details()) for statement in lenient)]).values()
+        return len({text for text, *_ in everyone}) == 1 and all(
+            statement.holds(details[index] for _, *details in everyone) for index, statement in enumerate(lenient)
+        )
 
     def last_agreement(self, place: str, ranks: tuple[int, ...]) -> str:
         """Return when the ranks last agreed at this place, for messages."""
@@ -392,7 +407,7 @@ class Guard:
     def _diverged(self, ranks: tuple[int, ...], finding: dict[str, Any], *details: str) -> DivergenceError:
         lines = [f"ranks {list(ranks)} must do the same, but they differ:"]
         lines += [f"  {name}: {what}" for name, what in finding["differ"].items()]
-        return DivergenceError("\n".join([*lines, *details]))
+        return DivergenceError("\n".join([*lines, *details, *filter(None, [self.hint])]))
 
     def _note(self, what: str) -> None:
         """Pass on what is known of a failure; an error in doing so must not stop the failure's handling."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 SHOWN = 5  # differences that a message lists
@@ -16,11 +16,23 @@ class Statement:
         text: a summary of all values, compared at each meeting.
         details: a function that returns the values by subject; called on every rank once the texts differ.
         advice: why a difference matters and what to write instead, for the message.
+        are_close: if the texts may differ although nothing is wrong, a function that is called once they do. It gets
+            the values of a subject on the ranks that have one, and returns whether these are equal enough.
     """
 
     text: str
     details: Callable[[], Mapping[str, str]] = dict
     advice: str = ""
+    are_close: Callable[[Sequence[str]], bool] | None = None
+
+    def holds(self, said: Iterable[Mapping[str, str]]) -> bool:
+        """Return whether the ranks' details are equal enough, for a statement with ``are_close``."""
+        assert self.are_close is not None
+        values: dict[str, list[str]] = {}
+        for details in said:
+            for subject, value in details.items():
+                values.setdefault(subject, []).append(value)
+        return all(map(self.are_close, values.values()))
 
 
 def differences(said: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.collectives import Axis, start_all_gather
 from meshwright.parallel.gradient_buckets import Bucket, flat_dtype
 from meshwright.parallel.row_layout import RowLayout, Span, record_of
@@ -209,3 +210,10 @@ class _OwnElements:
 
     def changed(self) -> None:
         self.flat.release()
+        if in_backward():
+            raise ValueError(
+                f"{record_of(self.flat.parameters[self.index]).name} was changed inside of a backward pass, by a "
+                "gradient that is this rank's own: under ZeRO stage 3 gradients are reduced after it, and each rank "
+                "holds other elements. Move the change out of the hook, and let an optimizer make it: loss.backward(); "
+                "optimizer.step()"
+            )

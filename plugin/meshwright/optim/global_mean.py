@@ -46,7 +46,8 @@ def global_mean(model: nn.Module, loss: Tensor, count: Tensor | int) -> Tensor:
         runtime.uneven.stop()
     if runtime.dp.size > 1:
         counts = torch.as_tensor(count, device=loss.device).reshape(1)
-        loss = GlobalMean(runtime.dp).of_means(loss.reshape(1), counts).reshape(loss.shape)
+        mean = GlobalMean(runtime.dp, gradients=runtime.loss_gradients)
+        loss = mean.of_means(loss.reshape(1), counts).reshape(loss.shape)
     if runtime.watch is not None:
         runtime.watch.saw_loss(loss)
     return loss

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
@@ -28,6 +29,7 @@ from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.head_losses import BatchLoss
+from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.uneven_batches import UnevenBatches
@@ -36,6 +38,7 @@ from meshwright.parallel.user_hooks import HookedModules
 T = TypeVar("T")
 
 _ATTRIBUTE = "_meshwright"
+_attached: list[weakref.ref[Runtime]] = []
 
 
 class RequiresGrad(Protocol):
@@ -186,6 +189,11 @@ class Runtime:
         if self.trained is not None:
             self.trained.follow()
 
+    @property
+    def loss_gradients(self) -> LossGradients | None:
+        """What takes the gradients that reach losses of the global batch; None if no meeting compares them."""
+        return None if self.comparison is None or self.engine is not None else self.comparison.losses
+
     def meet_over_dp(self) -> None:
         """Compare the data-parallel ranks once all of them have started to reduce their gradients.
 
@@ -197,7 +205,7 @@ class Runtime:
         if self.comparison is None:
             self.guard.meet("gradients", self.dp.group)
             return
-        self.guard.meet("gradients", self.dp.group, self.comparison.statement())
+        self.guard.meet("gradients", self.dp.group, self.comparison.statement(), self.comparison.losses.statement())
         self.comparison.compare_weights(self.dp)
 
     def compare_before_save(self) -> None:
@@ -326,7 +334,15 @@ class Runtime:
 
 def attach(owner: nn.Module | Optimizer, runtime: Runtime) -> None:
     """Store a runtime on its model or optimizer."""
+    if isinstance(owner, nn.Module) and runtime not in live_runtimes():
+        _attached.append(weakref.ref(runtime))
     object.__setattr__(owner, _ATTRIBUTE, runtime)
+
+
+def live_runtimes() -> list[Runtime]:
+    """Return the runtimes of the models that this process has distributed and still has, in their order."""
+    _attached[:] = [reference for reference in _attached if reference() is not None]
+    return [runtime for reference in _attached if (runtime := reference()) is not None]
 
 
 def find_runtime(owner: object) -> Runtime | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,18 +27,29 @@ class Gathered:
 
     def __init__(self, own: Tensor, axis: Axis, step: int):
         self.step = step
-        gathered = all_gather(own[None], axis)
-        self._event: torch.cuda.Event | None = None
-        if gathered.is_cuda:
-            self._host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            self._host.copy_(gathered, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = gathered
+        self._copied = _copy_to_host(all_gather(own[None], axis))
 
     def numbers(self) -> Tensor:
         """Return one row per rank. On CUDA, this waits only if the device has not begun the next step."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host
+        return self._copied()
+
+
+def read_later(x: Tensor) -> Callable[[], Any]:
+    """Start to copy a tensor to the host. The returned function returns its values, one step later without a wait."""
+    copied = _copy_to_host(x)
+    return lambda: copied().tolist()
+
+
+def _copy_to_host(x: Tensor) -> Callable[[], Tensor]:
+    if not x.is_cuda:
+        return lambda: x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return wait

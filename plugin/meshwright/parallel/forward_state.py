@@ -15,6 +15,7 @@ from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
 from meshwright.parallel.added_parameters import AddedParameters
 from meshwright.parallel.autograd_graph import scale_gradient
+from meshwright.parallel.batch_rows import blank_fillers, entered
 from meshwright.parallel.collectives import Axes, share
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
@@ -99,7 +100,9 @@ class ForwardState:
         self.statistics.check()
         if self.refuses_internals:
             _refuse_internals(module, kwargs)
+        kwargs = blank_fillers(kwargs)
         inputs = arguments(self._signatures[module], args, kwargs)
+        entered(inputs.values())
         labels = inputs.get("labels")
         trains = module.training and torch.is_grad_enabled()
         if trains:
@@ -117,7 +120,7 @@ class ForwardState:
         self._defers = has_loss and self.has_head_loss and active_backend() is None
         self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
         if not torch.is_grad_enabled() or self.dp.size == 1:
-            return None
+            return args, kwargs
         factor = self.dp.size if self.has_known_loss and labels is not None else self.axes.cp.size
         return tuple(self._averaged(x, factor) for x in args), {n: self._averaged(x, factor) for n, x in kwargs.items()}
 

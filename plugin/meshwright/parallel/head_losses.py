@@ -136,7 +136,8 @@ def _rows(batch: Batch) -> Tensor:
     rows = next(tensors)
     count = torch.tensor(rows.shape[0], device=rows.device)
     # To stay in step with other ranks, a rank without rows runs one row whose labels do not count.
-    return count * (valid_labels(rows) > 0) if rows is labels and len(rows) == 1 else count
+    ignored = batch.get("ignore_index", IGNORE_INDEX)
+    return count * (valid_labels(rows, ignored) > 0) if rows is labels and len(rows) == 1 else count
 
 
 def _positions(batch: Batch) -> Tensor:

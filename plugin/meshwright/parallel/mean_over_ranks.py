@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from meshwright.config import NumItems
 from meshwright.errors import ItemCountError
 from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.tensor_checks import require
 
 IGNORE_INDEX = -100  # the label that transformers' losses skip
@@ -25,7 +26,10 @@ def valid_labels(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
 
 
 def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with its targets replaced by values that every loss skips."""
+    """Return the batch with its targets replaced by values that the loss skips.
+
+    A loader knows no ``ignore_index`` of the model's call, so a forward pass calls this again for a filler.
+    """
     out = dict(batch)
     for name in TARGETS:
         if isinstance(target := out.get(name), Tensor):
@@ -47,10 +51,12 @@ class GlobalMean:
         dp: the axis over which the batch is split.
         num_items: what ``num_items_in_batch`` counts; see ToDistributedConfig.num_items_in_batch.
         parts: the number of neighbours on ``dp`` that hold parts of the same rows (cp).
+        gradients: takes the gradients that reach the means, which are compared over ``dp``; None to compare none.
     """
 
-    def __init__(self, dp: Axis, num_items: NumItems = "auto", parts: int = 1):
+    def __init__(self, dp: Axis, num_items: NumItems = "auto", parts: int = 1, gradients: LossGradients | None = None):
         self.dp, self.num_items, self.parts = dp, num_items, parts
+        self.gradients = gradients if dp.size > 1 else None
         self.used_items: bool | None = None  # whether num_items divided the last mean; None before the first mean
         self._divisors: Tensor | None = None
         self._last: int | None = None  # sequence number of the last mean's autograd node, which is not kept
@@ -116,9 +122,18 @@ class GlobalMean:
 
     def _replaced(self, sums: Tensor, ranks: Tensor, divisors: Tensor, factors: Tensor) -> Tensor:
         value = (ranks.sum(0).to(sums.dtype) / divisors).mean()
-        mean: Tensor = _ReplaceValue.apply(sums, value, factors)
+        mean: Tensor = _ReplaceValue.apply(sums, value, factors, self._of_next())
         self._last = None if mean.grad_fn is None else mean.grad_fn._sequence_nr()
         return mean
+
+    def watched(self, mean: Tensor) -> Tensor:
+        """Return a loss that is already the mean over the global batch, so that the gradient that reaches it is seen."""
+        factor = torch.ones_like(mean, requires_grad=False)
+        result: Tensor = _ReplaceValue.apply(mean.reshape(1), mean.detach(), factor.reshape(1), self._of_next())
+        return result
+
+    def _of_next(self) -> Callable[[Tensor], None] | None:
+        return None if self.gradients is None else self.gradients.of_next()
 
     def returned(self, loss: Tensor | None) -> bool:
         """Return whether a loss is the last mean with nothing added; also True for a loss without a graph."""
@@ -202,14 +217,20 @@ def _described(passed: Tensor, counts: Tensor) -> str:
 
 
 class _ReplaceValue(torch.autograd.Function):
-    """Replaces a vector by a given scalar, whose gradient with respect to the vector is the given factors."""
+    """Replaces a vector by a given scalar, whose gradient with respect to the vector is the given factors.
+
+    Backward calls ``look``, if there is one, with the gradient of the scalar.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, factors: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, value: Tensor, factors: Tensor, look: Callable[[Tensor], None] | None) -> Tensor:
         ctx.save_for_backward(factors)
+        ctx.look = look
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (factors,) = ctx.saved_tensors
-        return grad * factors, None, None
+        if ctx.look is not None:
+            ctx.look(grad)
+        return grad * factors, None, None, None

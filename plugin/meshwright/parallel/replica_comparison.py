@@ -31,6 +31,7 @@ from meshwright.faults.statement import Statement
 from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.replica_digests import OF_OPTIMIZER, Digests, Rows, copied_rows, parted
 from meshwright.parallel.replicated_state import ModuleTensors, optimizer_digest
 from meshwright.parallel.row_layout import ShardRecord
@@ -79,6 +80,7 @@ class ReplicaComparison:
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
         self.streams = streams
         self._tensors = tensors
+        self.losses = LossGradients()
         self._named = list(model.named_parameters())
         self._optimizer: Optimizer | None = None
         self._has_whole_state = False
@@ -95,6 +97,7 @@ class ReplicaComparison:
         new = copy.copy(self)
         new._named, new._optimizer, new._gathered = [], None, {}
         new._compared, new._state_compared, new._due, new._meetings = {}, {}, {}, {}
+        new.losses = LossGradients()
         new._steps = new._steps_seen = 0
         new._cleared = ""
         return new

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from meshwright.faults.guard import active_guard
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.row_layout import ShardRecord
 from meshwright.parallel.shard_reads import (
@@ -113,6 +114,12 @@ def become(tensor: Any, kind: type) -> None:
     tensor.__class__ = kind
 
 
+SCALER = (
+    "The program uses a torch.amp.GradScaler, which looks for infinite gradients on its own rank. This rank has a part "
+    "of the gradients, so the ranks skip different steps and change their scales differently. Train in bfloat16, which "
+    "needs no scaler: torch.autocast(device, dtype=torch.bfloat16)"
+)
+
 _METADATA_NAMES = """
     size dim ndimension stride storage_offset untyped_storage storage _typed_storage data_ptr element_size
     is_contiguous is_floating_point is_complex is_signed get_device register_hook register_post_accumulate_grad_hook
@@ -146,6 +153,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if name in ("numel", "nelement"):
         return _global_numel(args[0])
     if name in METADATA:
+        if "_amp_" in name and (watching := active_guard()) is not None:
+            watching.hint = SCALER
         with reading_shards():
             return func(*args, **kwargs)
     plain = plain_name(name)

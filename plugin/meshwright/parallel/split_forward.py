@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.config import ParallelPlan
 from meshwright.faults.guard import Guard
+from meshwright.parallel.batch_rows import cut
 from meshwright.parallel.collectives import Axis, largest
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
@@ -73,7 +74,7 @@ class SplitForward(MethodOverride):
         pieces = Pieces([(i + 1) * rows // count - i * rows // count for i in range(count)], keeps=self.keeps_logits)
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
-        with self.loss.mean.divided_by(divisors):
+        with self.loss.mean.divided_by(divisors), cut():
             return self._run(split_rows(batch, rows, count), pieces)
 
     def _run(self, batches: list[dict[str, Any]], pieces: Pieces) -> Any:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.parallel.async_numbers import read_later
 from meshwright.parallel.collectives import Axis, all_gather
 from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
-from meshwright.parallel.mean_over_ranks import valid_labels
+from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, valid_labels
 from meshwright.parallel.output_loss import tensors_of
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class UnevenBatches:
         if not self.is_on:
             return
         ranks = all_gather(counted[None], self.dp)
-        earlier, self._earlier = self._earlier, _read_later(ranks)
+        earlier, self._earlier = self._earlier, read_later(ranks)
         if ranks.device.type == "cpu":
             earlier = self._earlier
         if earlier is not None:
@@ -129,24 +130,8 @@ def rows_and_labels(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
     rows = tensors[0].shape[0] if tensors else 0
     count: Tensor | int = -1
     if isinstance(labels, Tensor):
-        count = valid_labels(labels)
+        count = valid_labels(labels, batch.get("ignore_index", IGNORE_INDEX))
     elif with_mask and isinstance(mask, Tensor) and mask.ndim == 2:
         count = mask.sum()
     device = tensors[0].device if tensors else torch.device("cpu")
     return torch.stack([torch.as_tensor(x, device=device, dtype=torch.float64) for x in (rows, count)])
-
-
-def _read_later(x: Tensor) -> Callable[[], list[list[float]]]:
-    """Start to copy a tensor to the host. The returned function returns its values, one step later without a wait."""
-    if x.device.type != "cuda":
-        return x.tolist
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    host.copy_(x, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> list[list[float]]:
-        copied.synchronize()
-        return host.tolist()
-
-    return read

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.parallel.structure import DecoderStructure
 
@@ -131,6 +131,12 @@ def _other_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
         every._global_backward_pre_hooks,
     )
     return [hook for hooks in found for hook in hooks.values()]
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether the program has hooks on a parameter's gradient."""
+    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(_is_foreign(hook) for of in hooks if of for hook in of.values())
 
 
 def _is_foreign(hook: Callable[..., Any]) -> bool:

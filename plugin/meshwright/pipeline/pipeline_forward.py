@@ -16,6 +16,7 @@ from meshwright.context.methods import local_tokens
 from meshwright.errors import PlanError
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.process_group import wire_device
+from meshwright.parallel.batch_rows import cut
 from meshwright.parallel.collectives import Axis, all_reduce
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
@@ -211,7 +212,7 @@ class PipelineForward(MethodOverride):
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
         step = self._step(split_rows(batch, rows, count), loss, operations, of_stages)
         self.writes.start()
-        with loss.mean.divided_by(divisors):
+        with loss.mean.divided_by(divisors), cut():
             run_training(step, sums, self.later)
         self.writes.finish()
         self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
@@ -220,7 +221,7 @@ class PipelineForward(MethodOverride):
         assert total is not None
         row_counts = [(i + 1) * rows // count - i * rows // count for i in range(count)]
         loss.is_global()
-        return self.outputs.of_training(sums.attach(torch.zeros_like(total), total), row_counts)
+        return self.outputs.of_training(loss.mean.watched(sums.attach(torch.zeros_like(total), total)), row_counts)
 
     def _operations(self, count: int) -> tuple[Operation, ...]:
         """Return what this rank does with ``count`` micro-batches, in order."""
