@@ -67,7 +67,7 @@ class RoledModel:
         Raises:
             PlanError: if several modules have the role, a required one is missing, or it has adapters or another class.
         """
-        names = [name for name, r in self.roles.items() if r is role]
+        names = list({id(self.modules[name]): name for name, r in reversed(self.roles.items()) if r is role}.values())
         if len(names) > 1:
             raise PlanError(f"{self.plan.source} names {len(names)} modules as the {role.value}: {', '.join(names)}")
         if not names:

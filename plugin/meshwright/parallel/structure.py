@@ -80,6 +80,8 @@ class DecoderStructure:
     """The parts of a decoder, and the layout of each parameter by name.
 
     Args:
+        layers: the decoder's layers in their order; a layer that runs at several places is listed at each.
+        blocks: the blocks of the layers, each once.
         vocab_size: the number of words that the head scores; in a few families the embedding has more words.
     """
 
@@ -112,10 +114,12 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
             f"{plan.source} names no decoder layer of {type(model).__name__}. Give the layers Role.LAYER in "
             "ToDistributedConfig.sharding_plan, or use ParallelPlan(tp=1)"
         )
-    blocks = tuple(_block(roled, name, tp) for name in roled.block_names)
     layouts: dict[str, ParameterLayout] = {}
-    for block in blocks:
+    blocks: dict[nn.Module, Block] = {}
+    for block_name in roled.block_names:
+        block = _block(roled, block_name, tp)
         layouts |= _block_layouts(roled, block, tp, sequence_parallel)
+        blocks.setdefault(block.module, block)
     for name, role in roled.roles.items():
         for full_name, parameter in roled.parameters(name):
             if role in (Role.EMBEDDING, Role.HEAD):
@@ -134,7 +138,7 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
         head=head,
         layers=layers,
         final_norm=roled.only(Role.FINAL_NORM, nn.Module, required=False),
-        blocks=blocks,
+        blocks=tuple(blocks.values()),
         parameters=layouts,
         vocab_size=embedding.num_embeddings if head is None else head.weight.shape[0],
     )
@@ -167,12 +171,13 @@ def _check_embedding(embedding: nn.Embedding) -> None:
 def _block(roled: RoledModel, block_name: str, tp: int) -> Block:
     modules, role_of_block = roled.modules, roled.roles[block_name]
     inside = roled.inside(block_name)
-    rows = [modules[name] for name, role in inside.items() if role in ROW_ROLES]
-    columns = tuple(modules[name] for name, role in inside.items() if role in COLUMN_ROLES)
+    # A module with two names, such as a key projection that is the value projection too, gets its hooks once.
+    rows = list(dict.fromkeys(modules[name] for name, role in inside.items() if role in ROW_ROLES))
+    columns = tuple(dict.fromkeys(modules[name] for name, role in inside.items() if role in COLUMN_ROLES))
     others = (
         modules[name] for name, role in inside.items() if role in (Role.PER_HEAD, Role.SHARED) and name in modules
     )
-    readers = (*columns, *(module for module in others if is_projection(module)))
+    readers = tuple(dict.fromkeys((*columns, *(module for module in others if is_projection(module)))))
     if len(rows) != 1 or not readers:
         raise PlanError(
             f"{roled.plan.source}: the {role_of_block.value} {block_name!r} has {len(rows)} output projections and "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.block_boundary import BlockHooks, hidden_states
+from meshwright.parallel.block_boundary import BlockHooks, SharedDropout, hidden_states, share_output_projections
 from meshwright.parallel.collectives import Axis, reduce_for_shards
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.guard_windows import OnShards, Window
@@ -141,14 +141,17 @@ def install_tensor_parallel(
     if structure.head is not None and record_of(structure.head.weight).is_held:
         VocabParallelHead(structure.head, structure.vocab_size, axis, keep_logits_sharded)
     sequence = SequenceSharding(axis) if sequence_parallel else None
-    for layer in structure.layers:
+    for layer in dict.fromkeys(structure.layers):
         layer.register_forward_pre_hook(refuse_second_activations, with_kwargs=True)
     blocks = []
     for block in structure.blocks:
         blocks.append(BlockHooks(block, axis, sequence, streams))
         localise_attributes(block)
-        for norm, rows in block.wide_norms:
-            _WideNorm(norm, rows, axis)
+    share_output_projections(blocks)
+    for dropout in dict.fromkeys(dropout for block in structure.blocks for dropout in block.shared_dropouts):
+        SharedDropout(dropout, streams)
+    for norm, rows in dict(pair for block in structure.blocks for pair in block.wide_norms).items():
+        _WideNorm(norm, rows, axis)
     if sequence is None:
         return blocks, None
     return blocks, SequenceRegion(structure, sequence, streams, is_staged=is_staged)
@@ -209,16 +212,38 @@ class SequenceRegion:
         self._is_open = False
         self._restore: Restore | None = None
         self._restore_recomputed: Restore | None = None
+        first, last = structure.layers[0], structure.final_norm or structure.layers[-1]
+        self._is_first_again = structure.layers.count(first) > 1
+        self._ends = self._ends_left = max(1, structure.layers.count(last))
+        self._depth = 0  # of layers that run, if the final norm is also inside of layers
+        if self._is_first_again:
+            structure.model.register_forward_pre_hook(self._begin_pass)
         if not is_staged:
-            structure.layers[0].register_forward_pre_hook(self._start, with_kwargs=True)
-            structure.layers[0].register_forward_hook(self._end_recomputation, always_call=True)
-        (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)
+            first.register_forward_pre_hook(self._start, with_kwargs=True)
+            first.register_forward_hook(self._end_recomputation, always_call=True)
+        for layer in dict.fromkeys(structure.layers):
+            if last is not layer and last in set(layer.modules()):
+                layer.register_forward_pre_hook(self._enter_around)
+                layer.register_forward_hook(self._leave_around, always_call=True)
+        last.register_forward_hook(self._end)
         structure.model.register_forward_hook(self._check_ended)
+
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._is_open = False  # an earlier pass may have raised
+
+    def _enter_around(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._depth += 1
+
+    def _leave_around(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._depth -= 1
 
     def _start(
         self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, put_back = hidden_states(args, kwargs)
+        # If the first layer runs at a later place too, its input there is this rank's tokens already.
+        if self._is_first_again and (not self.sequence.is_whole(x) if in_backward() else self._is_open):
+            return args, kwargs
         self._open(x)
         return put_back(self.sequence.split(x))
 
@@ -227,7 +252,7 @@ class SequenceRegion:
         if in_backward():  # activation checkpointing recomputes only this layer
             self._restore_recomputed = restore
         else:
-            self._restore, self._is_open = restore, True
+            self._restore, self._is_open, self._ends_left = restore, True, self._ends
 
     def run_first(
         self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, length: int | None
@@ -264,7 +289,10 @@ class SequenceRegion:
             self._restore_recomputed = None
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._is_open:  # a norm that the model applies to its embeddings too
+        if not self._is_open or self._depth:  # a norm that the model applies to its embeddings or inside of layers too
+            return output
+        self._ends_left -= 1
+        if self._ends_left:
             return output
         self.end_stage()
         if isinstance(output, Tensor):
