@@ -9,7 +9,7 @@ import torch
 from meshwright.config import ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.structure import describe
+from meshwright.parallel.structure import outline
 from meshwright.pipeline.layer_order import record_order
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
@@ -43,8 +43,8 @@ def why_not_cut(model: Any, config: ToDistributedConfig) -> str | None:
     """
     decoder = without_wrappers(model)[1]
     try:
-        roles = config.sharding_plan or plan_for(decoder)
-        record_order(decoder, describe(decoder, roles, tp=1, sequence_parallel=False).layers)
+        roles = config.sharding_plan or plan_for(decoder, is_sharded=False)
+        record_order(decoder, outline(decoder, roles, instead="ParallelPlan(pp=1)").layers)
     except PlanError as error:
         return str(error)
     return None

@@ -143,7 +143,7 @@ def _pass(model: nn.Module, layers: tuple[nn.Module, ...], length: int) -> _Pass
     handles = [layer.register_forward_pre_hook(found.enter, with_kwargs=True) for layer in layers]
     attach_attention(model, found)
     try:
-        run_without_values(model, rows=_ROWS, length=length, instead=INSTEAD, has_labels=False)
+        run_without_values(model, rows=_ROWS, length=length, instead=INSTEAD)
     except PlanError as error:
         if ContextMask.__name__ not in str(error.__cause__):
             raise
@@ -168,7 +168,7 @@ def _reshapes(model: nn.Module, structure: DecoderStructure) -> bool:
     handle = (structure.final_norm or structure.layers[-1]).register_forward_hook(cut)
     attach_attention(model, _Pass())
     try:
-        output = run_without_values(model, rows=_ROWS, length=_LENGTHS[0], instead=INSTEAD, has_labels=False)
+        output = run_without_values(model, rows=_ROWS, length=_LENGTHS[0], instead=INSTEAD)
         return bool(output["logits"].shape[1] != some)
     except PlanError:
         return True

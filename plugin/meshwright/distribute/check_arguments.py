@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,12 +83,12 @@ def check_reduction(model: nn.Module, plan: ParallelPlan, engine: str | None) ->
         )
 
 
-def explained(error: PlanError, model: nn.Module) -> PlanError:
-    """Return the error for a model that tp cannot shard; it begins with the kind of model if that is the reason."""
+def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanError:
+    """Return the error for a model that these axes cannot cut; it begins with the kind of model if that is why."""
     if is_quantised(model):
         method = getattr(model, "quantization_method", None) or "quantization_config"
         return PlanError(
-            f"{type(model).__name__} is quantised ({method}), and its packed weights cannot be cut over tp; load it "
+            f"{type(model).__name__} is quantised ({method}), and its packed weights cannot be cut over {', '.join(axes)}; load it "
             f"without quantization_config, or train adapters data-parallel: plan='dp2' ({error})"
         )
     kind = kind_of(getattr(model, "config", None))

@@ -30,16 +30,16 @@ class RoledModel:
     Args:
         model: the decoder.
         plan: the sharding plan that gives the roles.
+        instead: the plan to use if a module is missing, for messages.
 
     Attributes:
         modules: the modules by name; a module with several names is listed under each.
         roles: the role of each module, and of each parameter that the plan lists by its own name.
     """
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan):
-        self.model, self.plan = model, plan
+    def __init__(self, model: nn.Module, plan: ShardingPlan, *, instead: str = "ParallelPlan(tp=1)"):
+        self.model, self.plan, self.instead = model, plan, instead
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        check_adapters(self.modules)
         self.roles = {name: role for name in self.modules if (role := plan.role_of(name)) is not None}
         self.roles |= self._roles_of_parameters()
         self._owners = {name: owner for name in self.roles if (owner := self._owning_block(name)) is not None}
@@ -61,8 +61,13 @@ class RoledModel:
         named = module.named_parameters(recurse=is_adapted(module))
         return [(f"{name}.{suffix}".lstrip("."), parameter) for suffix, parameter in named]
 
-    def only(self, role: Role, kind: type, *, required: bool = True) -> Any:
+    def only(self, role: Role, kind: type | None = None, *, required: bool = True) -> Any:
         """Return the only module with a role, or None if there is none and ``required`` is False.
+
+        Args:
+            role: the role.
+            kind: the class that the module must have, without adapters; None for any.
+            required: whether there must be one.
 
         Raises:
             PlanError: if several modules have the role, a required one is missing, or it has adapters or another class.
@@ -74,10 +79,12 @@ class RoledModel:
             if required:
                 raise PlanError(
                     f"{self.plan.source} names no module of this model as the {role.value}. Give one Role.{role.name} "
-                    "in ToDistributedConfig.sharding_plan, or use ParallelPlan(tp=1)"
+                    f"in ToDistributedConfig.sharding_plan, or use {self.instead}"
                 )
             return None
         module = self.modules[names[0]]
+        if kind is None:
+            return module
         if is_adapted(module):
             raise PlanError(
                 f"the {role.value} {names[0]!r} has adapters, which cannot be sharded over tp there. Leave it out of "
@@ -88,12 +95,13 @@ class RoledModel:
         return module
 
     def check_coverage(self) -> None:
-        """Raise unless every parameter has a role and every module can be sharded in its role.
+        """Raise unless every parameter has a role and every module can be sharded over tp in its role.
 
         Raises:
             UncoveredParameterError: if parameters have no role; the message lists them.
             PlanError: if a module cannot be sharded in its role.
         """
+        check_adapters(self.modules)
         covered = {
             full_name
             for name, role in self.roles.items()

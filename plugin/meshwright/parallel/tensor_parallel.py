@@ -26,7 +26,7 @@ from meshwright.parallel.partial_gradients import ModelWindow
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, expanded, record_of
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
-from meshwright.parallel.structure import DecoderStructure, ParameterLayout
+from meshwright.parallel.structure import DecoderStructure, unsharded
 from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
 # Takes a parameter and its layout; returns this rank's shard, or None if the parameter holds its values itself.
@@ -52,7 +52,7 @@ def make_shards(
     named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: -item[1].numel())
     for name, parameter in named:
         if id(parameter) not in shards:
-            layout = layouts[name] if name in layouts else _unsharded(parameter, axis)
+            layout = layouts[name] if name in layouts else unsharded(parameter, axis.size)
             rows = layout.rows
             record = ShardRecord(
                 name=name,
@@ -190,11 +190,6 @@ def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: Dec
     # The decoder itself is left out, since its forward may be the program's own and add a penalty.
     for module in {id(x): x for x in inside if isinstance(x, nn.Module) and x is not decoder}.values():
         window.over(module)
-
-
-def _unsharded(parameter: Tensor, axis: Axis) -> ParameterLayout:
-    rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, axis.size)
-    return ParameterLayout(rows=rows, is_grad_partial=False)
 
 
 class SequenceRegion:

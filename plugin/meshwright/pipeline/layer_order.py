@@ -7,6 +7,7 @@ be known which modules with weights run before and after the layers, and in whic
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,15 +54,30 @@ def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
             to layer.
     """
     _check_distinct(model, layers)
-    recorder = _Recorder(model, layers)
-    with recorder.watching():
-        output = run_without_values(model, rows=_ROWS, length=_LENGTH, instead="ParallelPlan(pp=1)")
-    if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= output.keys():
+    recorder, output = _recorded(model, layers)
+    names = {field.name for field in dataclasses.fields(output)} if dataclasses.is_dataclass(output) else set()
+    if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= {*output, *names}:
         raise PlanError(
             f"{type(model).__name__} returns a {type(output).__name__}, and under ParallelPlan.pp > 1 a model must "
             "return an output with loss and logits, as transformers' models do. Use pp=1"
         )
     return recorder.order(type(output))
+
+
+def _recorded(model: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[_Recorder, Any]:
+    """Return the record of a fake pass, and its output. The labels are of tokens, of rows, or left out."""
+    first: PlanError | None = None
+    for labels in ((_ROWS, _LENGTH), (_ROWS,), None):
+        recorder = _Recorder(model, layers)
+        try:
+            with recorder.watching():
+                return recorder, run_without_values(
+                    model, rows=_ROWS, length=_LENGTH, labels=labels, instead="ParallelPlan(pp=1)"
+                )
+        except PlanError as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def _check_distinct(model: nn.Module, layers: tuple[nn.Module, ...]) -> None:
