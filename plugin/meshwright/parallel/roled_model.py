@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import PlanError, UncoveredParameterError
-from meshwright.roles.adapters import check_adapters, is_adapted
+from meshwright.roles.adapters import check_adapters, is_adapted, projection
 from meshwright.roles.projection import is_projection
 from meshwright.roles.sharding_plan import (
     BLOCK_ROLES,
@@ -20,8 +20,22 @@ from meshwright.roles.sharding_plan import (
 )
 
 PROJECTIONS = COLUMN_ROLES | ROW_ROLES
+_SHARDED = PROJECTIONS | WIDE_NORM_ROLES | {Role.PER_HEAD, Role.EMBEDDING, Role.HEAD}
 _MLP_ROLES = MLP_COLUMN_ROLES | {Role.DOWN}
 _INSIDE_BLOCKS = PROJECTIONS | WIDE_NORM_ROLES | {Role.HEAD_NORM, Role.PER_HEAD, Role.SHARED}
+
+
+def _check_stored(name: str, module: Any) -> None:
+    """Raise if a module computes its weight or bias from other tensors, since tp shards parameters."""
+    for own in ("weight", "bias"):
+        is_computed = own in vars(module) or isinstance(getattr(type(module), own, None), property)
+        if own not in module._parameters and is_computed:
+            raise PlanError(
+                f"{name}.{own} is no parameter: each forward pass computes it from other tensors (torch.nn.utils.prune, "
+                f"weight_norm or a parametrization), and tp shards parameters. Store it before to_distributed: "
+                f"prune.remove(module, {own!r}), remove_weight_norm(module) or parametrize.remove_parametrizations("
+                f"module, {own!r}); or use ParallelPlan(tp=1)"
+            )
 
 
 class RoledModel:
@@ -102,15 +116,21 @@ class RoledModel:
             PlanError: if a module cannot be sharded in its role.
         """
         check_adapters(self.modules)
+        for name, role in self.roles.items():
+            if role in _SHARDED and name in self.modules:
+                _check_stored(name, projection(self.modules[name]))
         covered = {
             full_name
             for name, role in self.roles.items()
             if not (role.is_structural or (role in _INSIDE_BLOCKS and name not in self._owners))
             for full_name, _ in self.parameters(name)
         }
-        missing = [name for name, _ in self.model.named_parameters(remove_duplicate=False) if name not in covered]
+        named = list(self.model.named_parameters(remove_duplicate=False))
+        missing = [name for name, _ in named if name not in covered]
         if missing:
-            raise UncoveredParameterError(missing, self.plan.source)
+            known = {id(parameter): name for name, parameter in named if name in covered}
+            aliases = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
+            raise UncoveredParameterError(missing, self.plan.source, aliases=aliases)
         for name, role in self.roles.items():
             if role in PROJECTIONS and not is_projection(self.modules[name]):
                 raise PlanError(
@@ -123,6 +143,24 @@ class RoledModel:
                     f"{self.plan.source} gives {name!r} the role {role.value}, but it is a LayerNorm. Only an RMS norm "
                     "can be sharded, with its mean square taken over all ranks"
                 )
+
+    def check_layers(self) -> None:
+        """Raise unless each parameter of a layer is inside of a module with a role.
+
+        Raises:
+            UncoveredParameterError: if parameters have no role; the message lists them.
+        """
+        layers = [f"{name}." for name, role in self.roles.items() if role is Role.LAYER]
+        named = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        if missing := [name for name in named if name.startswith(tuple(layers)) and not self._has_role(name)]:
+            why = "it is not known whether a module of a layer takes each token by itself"
+            raise UncoveredParameterError(missing, self.plan.source, why)
+
+    def _has_role(self, name: str) -> bool:
+        """Return whether a parameter has a role, or a module around it has one that is not structural."""
+        while name and ((role := self.roles.get(name)) is None or role.is_structural):
+            name = name.rpartition(".")[0]
+        return bool(name)
 
     def _roles_of_parameters(self) -> dict[str, Role]:
         """Return the roles of parameters that the plan lists by their own names, because their module has no role."""

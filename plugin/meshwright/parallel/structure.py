@@ -136,20 +136,22 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
     )
 
 
-def outline(model: nn.Module, plan: ShardingPlan, *, instead: str) -> DecoderStructure:
+def outline(model: nn.Module, plan: ShardingPlan, *, instead: str, inside: bool) -> DecoderStructure:
     """Return the structure of a decoder whose weights stay whole: a pipeline cuts its layers, or cp its tokens.
-
-    Only the embedding, the layers, the final norm and the head need a role.
 
     Args:
         model: the decoder.
-        plan: the roles of its modules.
+        plan: the roles of its modules: the embedding, the layers, the final norm and the head.
         instead: the plan to use if the decoder cannot be cut, for messages.
+        inside: whether the modules inside of layers need roles too, which say that they take each token by itself.
 
     Raises:
+        UncoveredParameterError: if ``inside``, and parameters of layers have no role; the message lists them.
         PlanError: if the structure is not a decoder's.
     """
     roled = RoledModel(model, plan, instead=instead)
+    if inside:
+        roled.check_layers()
     embedding = roled.only(Role.EMBEDDING)
     head = roled.only(Role.HEAD, required=False)
     named = model.named_parameters(remove_duplicate=False)

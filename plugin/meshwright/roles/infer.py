@@ -109,6 +109,8 @@ def _layers_width(layers: nn.ModuleList, embedding: nn.Embedding) -> int:
 def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hidden: int) -> dict[str, Role]:
     """Return the roles of the modules before and after the layers, without other stacks of layers.
 
+    A module with several names gets its role under each.
+
     Each rank has all tokens before and after the layers, so a module that is not sharded over the vocabulary stays
     whole.
     """
@@ -119,12 +121,14 @@ def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hi
     heads = _heads(model, embedding)
     cut = [
         f"{name}."
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(remove_duplicate=False)
         if module is embedding or module in heads or is_adapted(module)
     ]
     for name, module in model.named_modules(remove_duplicate=False):
         if any(f"{name}.".startswith(stack) for stack in stacks):
             is_after |= name == layers_name
+        elif module is embedding:
+            roles[name] = Role.EMBEDDING
         elif module in heads:
             roles[name] = Role.HEAD
         elif not any(f"{name}.".startswith(prefix) for prefix in cut) and list(module.parameters(recurse=False)):

@@ -36,13 +36,12 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
     _PLANS[model_type] = plan
 
 
-def plan_for(model: nn.Module, *, is_sharded: bool = True) -> ShardingPlan:
+def plan_for(model: nn.Module, *, inside: bool = True) -> ShardingPlan:
     """Return the sharding plan in the model's config, else its family's, else one inferred with the family's hints.
 
     Args:
         model: the decoder.
-        is_sharded: whether tp shards weights. If not, the roles of modules inside of layers are not needed, and are
-            not inferred.
+        inside: whether the roles of modules inside of layers are needed; if not, they are not inferred.
 
     Raises:
         PlanError: if the family cannot be sharded, no plan can be inferred, or the config names an
@@ -60,7 +59,7 @@ def plan_for(model: nn.Module, *, is_sharded: bool = True) -> ShardingPlan:
             f"{model_type} cannot be cut over the ranks of one batch: {reason}. Use data parallelism, for example "
             'plan="dp2 zero3"'
         )
-    return infer_plan(model, hints_for(config)) if is_sharded else infer_outline(model)
+    return infer_plan(model, hints_for(config)) if inside else infer_outline(model)
 
 
 def _has_layers(plan: ShardingPlan, model: nn.Module) -> bool:
