@@ -245,11 +245,12 @@ class _Step:
     def __init__(self, weights: ShardedWeights, module: nn.Module, flats: list[FlatShard], index: int):
         self.weights, self.module, self.flats, self.index = weights, module, flats, index
         self.is_awaited = False  # backward will need the weights
-        self._pushed: list[bool] = []
+        self._entered: list[tuple[bool, list[FlatShard]]] = []
 
     def hook(self) -> None:
         # The hooks are bound methods, which a copy of the model binds to its own step.
-        self.module.register_forward_pre_hook(self.enter)
+        # First, since the program's own hook may compute a weight from others (weight_norm, prune).
+        self.module.register_forward_pre_hook(self.enter, prepend=True)
         self.module.register_forward_hook(self.leave, always_call=True)
         for inner in self.module.modules():
             if inner is not self.module and next(inner.parameters(recurse=False), None) is not None:
@@ -272,12 +273,14 @@ class _Step:
                     flat.take_over()
             following = self.weights.steps[self.index + 1 : self.index + 2]
             self.gather([flat for step in following for flat in step.flats])
-        for flat in self.flats:
+        # A unit around this one, which shares a module with it, takes its own values back.
+        lent = [flat for flat in self.flats if not flat.is_lent]
+        for flat in lent:
             flat.lend()
         if torch.is_grad_enabled():
             saved.push(self._note)
             self.is_awaited |= not isinstance(self.module, nn.Embedding)  # its gradient needs only the token ids
-        self._pushed.append(torch.is_grad_enabled())
+        self._entered.append((torch.is_grad_enabled(), lent))
 
     def _enter_inside(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if in_backward():
@@ -285,16 +288,17 @@ class _Step:
 
     def leave(self, *_: Any) -> None:
         """Take the values back; backward gathers them again."""
-        if not self._pushed:  # enter failed
+        if not self._entered:  # enter failed
             return
-        if self._pushed.pop():
+        is_pushed, lent = self._entered.pop()
+        if is_pushed:
             saved.pop()
-        for flat in self.flats:
+        for flat in lent:
             flat.take_back()
         # The last step keeps its gathered weights, since backward begins with this step.
         is_last = self.index == len(self.weights.steps) - 1 and torch.is_grad_enabled()
         if not in_backward() and not is_last:
-            for flat in self.flats:
+            for flat in lent:
                 flat.release()
 
     def _note(self, tensor: Tensor) -> Callable[[], Tensor] | None:
@@ -320,14 +324,15 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Yield the module of each unit, in order, and whether the modules inside it belong to the unit.
 
     The units are the members of the outermost module lists, and all other modules with parameters of their own. A
-    ParameterDict or ParameterList is never called, so its parameters belong to the unit of its parent module.
+    ParameterDict, a ParameterList or a module list with parameters of its own (of torch.nn.utils.parametrize) is not
+    called as a unit, so its parameters belong to the unit of its parent module.
     """
 
     def walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         if isinstance(module, nn.ModuleList):
             yield from ((member, True) for member in module)
             return
-        if any(isinstance(child, nn.ParameterDict | nn.ParameterList) for child in module.children()):
+        if any(map(_is_part_of_parent, module.children())):
             yield module, True
             return
         if next(module.parameters(recurse=False), None) is not None:
@@ -340,6 +345,12 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         if id(module) not in seen:
             seen.add(id(module))
             yield module, recurse
+
+
+def _is_part_of_parent(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList):
+        return next(module.parameters(recurse=False), None) is not None
+    return isinstance(module, nn.ParameterDict | nn.ParameterList)
 
 
 def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

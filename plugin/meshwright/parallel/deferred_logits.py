@@ -111,8 +111,9 @@ class DeferringHead(MethodOverride):
 
     @staticmethod
     def is_deferrable(head: Any) -> bool:
-        """Return whether a head is a linear layer with its class's own forward."""
-        return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        """Return whether a head is a linear layer with its class's own forward and a weight that is a parameter."""
+        is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        return is_linear and head._parameters.get("weight") is not None
 
 
 class InHead:

@@ -31,9 +31,9 @@ def _check_stored(name: str, module: Any) -> None:
         is_computed = own in vars(module) or isinstance(getattr(type(module), own, None), property)
         if own not in module._parameters and is_computed:
             raise PlanError(
-                f"{name}.{own} is no parameter: each forward pass computes it from other tensors (torch.nn.utils.prune, "
-                f"weight_norm or a parametrization), and tp shards parameters. Store it before to_distributed: "
-                f"prune.remove(module, {own!r}), remove_weight_norm(module) or parametrize.remove_parametrizations("
+                f"{name}.{own} is no parameter: each forward pass computes it from other tensors "
+                "(torch.nn.utils.prune, weight_norm or a parametrization), and tp shards parameters. Store it before "
+                f"to_distributed: prune.remove(module, {own!r}), remove_weight_norm(module) or parametrize.remove_parametrizations("
                 f"module, {own!r}); or use ParallelPlan(tp=1)"
             )
 

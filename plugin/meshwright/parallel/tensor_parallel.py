@@ -23,6 +23,7 @@ from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.guard_windows import OnShards, Window
 from meshwright.parallel.local_heads import localise_attributes
 from meshwright.parallel.partial_gradients import ModelWindow
+from meshwright.parallel.region_borders import RegionBorders
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, expanded, record_of
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
@@ -207,37 +208,24 @@ class SequenceRegion:
         self._is_open = False
         self._restore: Restore | None = None
         self._restore_recomputed: Restore | None = None
-        first, last = structure.layers[0], structure.final_norm or structure.layers[-1]
-        self._is_first_again = structure.layers.count(first) > 1
-        self._ends = self._ends_left = max(1, structure.layers.count(last))
-        self._depth = 0  # of layers that run, if the final norm is also inside of layers
-        if self._is_first_again:
+        borders = self._borders = RegionBorders(structure)
+        if borders.is_first_again:
             structure.model.register_forward_pre_hook(self._begin_pass)
         if not is_staged:
-            first.register_forward_pre_hook(self._start, with_kwargs=True)
-            first.register_forward_hook(self._end_recomputation, always_call=True)
-        for layer in dict.fromkeys(structure.layers):
-            if last is not layer and last in set(layer.modules()):
-                layer.register_forward_pre_hook(self._enter_around)
-                layer.register_forward_hook(self._leave_around, always_call=True)
-        last.register_forward_hook(self._end)
+            borders.first.register_forward_pre_hook(self._start, with_kwargs=True)
+            borders.first.register_forward_hook(self._end_recomputation, always_call=True)
+        borders.last.register_forward_hook(self._end)
         structure.model.register_forward_hook(self._check_ended)
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._is_open = False  # an earlier pass may have raised
-
-    def _enter_around(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._depth += 1
-
-    def _leave_around(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._depth -= 1
 
     def _start(
         self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, put_back = hidden_states(args, kwargs)
         # If the first layer runs at a later place too, its input there is this rank's tokens already.
-        if self._is_first_again and (not self.sequence.is_whole(x) if in_backward() else self._is_open):
+        if self._borders.is_first_again and (not self.sequence.is_whole(x) if in_backward() else self._is_open):
             return args, kwargs
         self._open(x)
         return put_back(self.sequence.split(x))
@@ -247,7 +235,8 @@ class SequenceRegion:
         if in_backward():  # activation checkpointing recomputes only this layer
             self._restore_recomputed = restore
         else:
-            self._restore, self._is_open, self._ends_left = restore, True, self._ends
+            self._restore, self._is_open = restore, True
+            self._borders.begin()
 
     def run_first(
         self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, length: int | None
@@ -284,10 +273,8 @@ class SequenceRegion:
             self._restore_recomputed = None
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._is_open or self._depth:  # a norm that the model applies to its embeddings or inside of layers too
-            return output
-        self._ends_left -= 1
-        if self._ends_left:
+        # A model may apply the norm to its embeddings or inside of layers too.
+        if not self._is_open or not self._borders.has_ended():
             return output
         self.end_stage()
         if isinstance(output, Tensor):
@@ -304,8 +291,17 @@ class SequenceRegion:
             )
 
 
-def refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if a layer gets a second input with a gradient, since each rank would have only a part of that gradient."""
+def refuse_second_activations(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: str = "tp"
+) -> None:
+    """Raise if a layer gets a second input with a gradient, since each rank would have only a part of that gradient.
+
+    Args:
+        module: the layer.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        axis: the axis of these ranks, for the message.
+    """
     if not torch.is_grad_enabled():
         return
     hidden, _ = hidden_states(args, kwargs)
@@ -313,8 +309,8 @@ def refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: 
         named = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
         raise PlanError(
             f"{type(module).__name__} is given {', '.join(n for n, x in named.items() if _has_gradient(x, hidden))} "
-            "beside its hidden states, and this input requires a gradient. Under tensor parallelism each rank would "
-            "have only a part of that gradient. Use ParallelPlan(tp=1)"
+            f"beside its hidden states, and this input requires a gradient. Each rank of {axis} would have only a "
+            f"part of that gradient. Use ParallelPlan({axis}=1)"
         )
 
 

@@ -118,7 +118,7 @@ class _Recorder:
                 handle.remove()
 
     def _enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_second_activations(layer, args, kwargs)
+        refuse_second_activations(layer, args, kwargs, axis="pp")
         self._is_inside = True
         x, _ = hidden_states(args, kwargs)
         self._hidden_size = x.shape[-1]

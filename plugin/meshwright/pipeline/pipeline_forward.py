@@ -165,7 +165,7 @@ class PipelineForward(MethodOverride):
                 "model's own: pass labels, as in model(**batch, labels=labels).loss. For a loss of your own, use "
                 "pp=1; to read outputs without training, call the model under torch.no_grad()"
             )
-        for name in ("output_hidden_states", "output_attentions"):
+        for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             wanted = batch.get(name)
             if getattr(getattr(self.decoder, "config", None), name, False) if wanted is None else wanted:
                 raise PlanError(
@@ -215,8 +215,7 @@ class PipelineForward(MethodOverride):
             parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
         sums = SummedGradients(parameters, runtime.syncs)
         self.outputs.start(
-            gathers_logits=runtime.gathers_logits
-            or (runtime.gathers_evaluated_logits and not self.decoder.training)
+            gathers_logits=runtime.gathers_logits or (runtime.gathers_evaluated_logits and not self.decoder.training)
         )
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
