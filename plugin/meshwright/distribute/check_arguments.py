@@ -89,7 +89,8 @@ def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanEr
         method = getattr(model, "quantization_method", None) or "quantization_config"
         return PlanError(
             f"{type(model).__name__} is quantised ({method}), and its packed weights cannot be cut over "
-            f"{', '.join(axes)}; load it without quantization_config, or train adapters data-parallel: plan='dp2' ({error})"
+            f"{', '.join(axes)}; load it without quantization_config, or train adapters data-parallel: plan='dp2' "
+            f"({error})"
         )
     kind = kind_of(getattr(model, "config", None))
     return error if kind is None else PlanError(f"{type(model).__name__} is {kind} ({error})")

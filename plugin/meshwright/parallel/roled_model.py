@@ -33,8 +33,8 @@ def _check_stored(name: str, module: Any) -> None:
             raise PlanError(
                 f"{name}.{own} is no parameter: each forward pass computes it from other tensors "
                 "(torch.nn.utils.prune, weight_norm or a parametrization), and tp shards parameters. Store it before "
-                f"to_distributed: prune.remove(module, {own!r}), remove_weight_norm(module) or parametrize.remove_parametrizations("
-                f"module, {own!r}); or use ParallelPlan(tp=1)"
+                f"to_distributed: prune.remove(module, {own!r}), remove_weight_norm(module) or "
+                f"parametrize.remove_parametrizations(module, {own!r}); or use ParallelPlan(tp=1)"
             )
 
 
