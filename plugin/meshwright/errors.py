@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -16,10 +17,17 @@ class PlanError(ValueError):
 class UncoveredParameterError(PlanError):
     """Raised if a sharding plan leaves parameters without a role."""
 
-    def __init__(self, names: Sequence[str], source: str):
+    def __init__(
+        self,
+        names: Sequence[str],
+        source: str,
+        why: str = "a parameter would silently stay replicated",
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ):
+        shown = [f"{name} (the same parameter as {aliases[name]})" if name in aliases else name for name in names]
         super().__init__(
-            f"{source} gives no role to {len(names)} parameter(s):\n  {_shown(names)}\n"
-            "Without a role a parameter would silently stay replicated. Give these modules a role with "
+            f"{source} gives no role to {len(names)} parameter(s):\n  {_shown(shown)}\n"
+            f"Without a role {why}. Give these modules a role with "
             "ToDistributedConfig(sharding_plan=...) or meshwright.register_plan(model_type, plan)."
         )
         self.names = tuple(names)

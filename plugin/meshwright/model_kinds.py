@@ -23,7 +23,7 @@ class Kind:
 
     Args:
         what: the kind, with the config field that shows it.
-        why: the reason why tensor parallelism and the planner do not support it.
+        why: the reason why the planner and plans that cut a model do not support it.
         instead: what works instead, as code.
     """
 
@@ -53,7 +53,7 @@ def kind_of(config: Any) -> Kind | None:
             if isinstance(count := part.get(name), int) and count > 1:
                 return Kind(
                     what=f"a mixture-of-experts model ({name}={count})",
-                    why="tp and the planner do not support experts yet",
+                    why="neither the planner nor plans that cut a model support experts yet",
                     instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' if memory is short",
                 )
     if fields.get("is_encoder_decoder") or fields.get("model_type") in _ENCODER_DECODERS:

@@ -8,8 +8,9 @@ import torch
 
 from meshwright.config import ToDistributedConfig
 from meshwright.errors import PlanError
+from meshwright.model_kinds import kind_of
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.structure import describe
+from meshwright.parallel.structure import outline
 from meshwright.pipeline.layer_order import record_order
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
@@ -43,8 +44,9 @@ def why_not_cut(model: Any, config: ToDistributedConfig) -> str | None:
     """
     decoder = without_wrappers(model)[1]
     try:
-        roles = config.sharding_plan or plan_for(decoder)
-        record_order(decoder, describe(decoder, roles, tp=1, sequence_parallel=False).layers)
+        inside = kind_of(getattr(decoder, "config", None)) is not None
+        roles = config.sharding_plan or plan_for(decoder, inside=inside)
+        record_order(decoder, outline(decoder, roles, instead="ParallelPlan(pp=1)", inside=inside).layers)
     except PlanError as error:
         return str(error)
     return None

@@ -13,6 +13,7 @@ from meshwright.context.attention import attach_attention, detach_attention
 from meshwright.context.masks import ContextMask
 from meshwright.errors import PlanError
 from meshwright.parallel.fake_pass import run_without_values
+from meshwright.parallel.region_borders import RegionBorders
 from meshwright.parallel.structure import DecoderStructure
 
 _ROWS, _LENGTHS = 2, (11, 13)  # a size that differs between the two lengths counts tokens
@@ -129,7 +130,8 @@ class _Pass:
             options=call.options,
             shared={name: own for name, x in call.options.items() for own, p in parameters if x is p},
         )
-        self.sites.append(site)
+        if all(other.module is not call.module for other in self.sites):  # layers may share an attention
+            self.sites.append(site)
         self.gives_masks &= call.mask is self.mask
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
 
@@ -143,7 +145,7 @@ def _pass(model: nn.Module, layers: tuple[nn.Module, ...], length: int) -> _Pass
     handles = [layer.register_forward_pre_hook(found.enter, with_kwargs=True) for layer in layers]
     attach_attention(model, found)
     try:
-        run_without_values(model, rows=_ROWS, length=length, instead=INSTEAD, has_labels=False)
+        run_without_values(model, rows=_ROWS, length=length, instead=INSTEAD)
     except PlanError as error:
         if ContextMask.__name__ not in str(error.__cause__):
             raise
@@ -161,20 +163,25 @@ def _pass(model: nn.Module, layers: tuple[nn.Module, ...], length: int) -> _Pass
 def _reshapes(model: nn.Module, structure: DecoderStructure) -> bool:
     """Return whether a decoder needs all tokens of the row after its final norm."""
     some = 5
+    borders = RegionBorders(structure)
+    borders.begin()
 
     def cut(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not borders.has_ended():
+            return output
         return output[:, :some] if isinstance(output, Tensor) else (output[0][:, :some], *output[1:])
 
-    handle = (structure.final_norm or structure.layers[-1]).register_forward_hook(cut)
+    handle = borders.last.register_forward_hook(cut)
     attach_attention(model, _Pass())
     try:
-        output = run_without_values(model, rows=_ROWS, length=_LENGTHS[0], instead=INSTEAD, has_labels=False)
+        output = run_without_values(model, rows=_ROWS, length=_LENGTHS[0], instead=INSTEAD)
         return bool(output["logits"].shape[1] != some)
     except PlanError:
         return True
     finally:
         detach_attention(model)
         handle.remove()
+        borders.remove()
 
 
 def mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ContextMask | None:

@@ -20,6 +20,7 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.deferred_logits import InHead
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
+from meshwright.parallel.region_borders import RegionBorders
 from meshwright.parallel.sequence_parts import SequenceParts
 from meshwright.parallel.structure import DecoderStructure
 
@@ -52,12 +53,13 @@ class ContextRegion:
         self.keeps_parted = False  # whether the caller of the pass takes each rank's own tokens
         self.joins = False  # whether passes join their tokens after the final norm, also those of a causal LM
         self.inputs: tuple[Tensor, ...] = ()  # what the caller passes for each token, ``[B, S, ...]``
-        self._first = structure.layers[0]
+        self._borders = RegionBorders(structure)
+        self._last_length = 0  # of the last forward pass, which recomputation in backward reads
         self._restore: Restore | None = None  # restores the random stream that the ranks share
         self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # arguments that several layers share, cut once per pass
-        for layer in structure.layers:
+        for layer in dict.fromkeys(structure.layers):
             layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)
+        self._borders.last.register_forward_hook(self._end)
         if record.reshapes and structure.head is not None:
             structure.head.register_forward_pre_hook(self._enter_head)
 
@@ -80,13 +82,16 @@ class ContextRegion:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, _ = hidden_states(args, kwargs)
         mask = mask_in(args, kwargs) if self.balances else None
-        if layer is self._first:  # in backward too, which starts from the random state before this switch
+        is_first = self._is_first(layer, hidden)
+        if is_first:  # in backward too, which starts from the random state before this switch
             self._restore = self.streams.enter_part(hidden)
         if in_backward():  # activation checkpointing runs a layer again, perhaps after other sequences
             parts = self.parts if mask is None or mask.parts is None else mask.parts
         else:
-            if layer is self._first:
-                self.length, self.parts = hidden.shape[1], self._parts_of(mask)
+            if is_first:
+                self.length = self._last_length = hidden.shape[1]
+                self.parts = self._parts_of(mask)
+                self._borders.begin()
             parts = self.parts
             if mask is not None:
                 mask.parts = parts
@@ -95,12 +100,18 @@ class ContextRegion:
 
         def cut(x: Tensor, place: Place) -> Tensor:
             dim = dims.get(place, 1 if self._is_input(x) else None)
-            if dim is None or (x is hidden and layer is not self._first):
+            if dim is None or (x is hidden and not is_first):
                 return x
             return self._own(x, dim, parts, keep=x is not hidden)
 
         own_args: tuple[Any, ...] = map_tensors(cut, args, (0,))
         return own_args, map_tensors(cut, kwargs, (1,))
+
+    def _is_first(self, layer: nn.Module, hidden: Tensor) -> bool:
+        """Return whether a layer runs at the first place, where its hidden states have all tokens of the row."""
+        if layer is not self._borders.first or not self._borders.is_first_again:
+            return layer is self._borders.first
+        return hidden.shape[1] == self._last_length if in_backward() else self.length == 0
 
     def _check_known(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         known = self.record.arguments[layer]
@@ -127,7 +138,8 @@ class ContextRegion:
         return self._cut[id(x)][1]
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.length == 0:  # a norm that the model applies to its embeddings too
+        # A model may apply the norm to its embeddings or inside of layers too.
+        if self.length == 0 or not self._borders.has_ended():
             return None
         length = self.length
         self.leave()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -97,13 +97,14 @@ def check_embeddings(model: nn.Module, plan: ParallelPlan, engine: str | None) -
         raise PlanError(f"the plan {plan.label} splits the batch or its gradients, but {found}, or use one device")
 
 
-def explained(error: PlanError, model: nn.Module) -> PlanError:
-    """Return the error for a model that tp cannot shard; it begins with the kind of model if that is the reason."""
+def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanError:
+    """Return the error for a model that these axes cannot cut; it begins with the kind of model if that is why."""
     if is_quantised(model):
         method = getattr(model, "quantization_method", None) or "quantization_config"
         return PlanError(
-            f"{type(model).__name__} is quantised ({method}), and its packed weights cannot be cut over tp; load it "
-            f"without quantization_config, or train adapters data-parallel: plan='dp2' ({error})"
+            f"{type(model).__name__} is quantised ({method}), and its packed weights cannot be cut over "
+            f"{', '.join(axes)}; load it without quantization_config, or train adapters data-parallel: plan='dp2' "
+            f"({error})"
         )
     kind = kind_of(getattr(model, "config", None))
     return error if kind is None else PlanError(f"{type(model).__name__} is {kind} ({error})")

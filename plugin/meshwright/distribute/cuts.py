@@ -9,7 +9,8 @@ from meshwright.context.check_method import check_method
 from meshwright.context.record import ContextRecord, record_context
 from meshwright.distribute.check_arguments import explained
 from meshwright.errors import PlanError
-from meshwright.parallel.structure import DecoderStructure, describe
+from meshwright.model_kinds import kind_of
+from meshwright.parallel.structure import DecoderStructure, describe, outline
 from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.roles import plan_for
 
@@ -20,13 +21,19 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
     Raises:
         PlanError: if the plan cannot cut the decoder.
     """
-    if plan.tp == plan.pp == plan.cp == 1:
+    axes = [axis for axis in ("tp", "cp", "pp") if getattr(plan, axis) > 1]
+    if not axes:
         return None
+    # What a module does inside of a layer matters to tp and cp, but not to a pipeline of a known kind of model.
+    inside = plan.tp > 1 or plan.cp > 1 or kind_of(getattr(decoder, "config", None)) is not None
     try:
-        roles = config.sharding_plan or plan_for(decoder)
-        return describe(decoder, roles, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+        roles = config.sharding_plan or plan_for(decoder, inside=inside)
+        if plan.tp > 1:
+            return describe(decoder, roles, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+        instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
+        return outline(decoder, roles, instead=instead, inside=inside)
     except PlanError as error:
-        if (shown := explained(error, decoder)) is error:
+        if (shown := explained(error, decoder, axes)) is error:
             raise
         raise shown from error
 

@@ -169,7 +169,7 @@ class Installation:
             elif runtime.engine is None:
                 make_copyable(part, model, runtime)
         if self._cuts_weights:
-            refuse_unloading(model)
+            refuse_unloading(model, " and ".join(axis for axis in ("tp", "pp") if getattr(self.plan, axis) > 1))
         if runtime.weights is not None:
             refuse_merging(model)
         refuse_wrapping(model)

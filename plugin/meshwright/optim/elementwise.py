@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
+from meshwright.config import ParallelPlan
 from meshwright.errors import OptimizerMismatchError
 
 _ELEMENTWISE = (
@@ -22,12 +23,13 @@ _ELEMENTWISE = (
 )
 
 
-def check_elementwise(optimizer: Optimizer, *, is_trusted: bool) -> None:
+def check_elementwise(optimizer: Optimizer, *, is_trusted: bool, plan: ParallelPlan | None = None) -> None:
     """Raise if an optimizer's step on a shard may differ from its step on the whole tensor.
 
     Args:
         optimizer: the user's optimizer.
         is_trusted: whether the user declares the optimizer elementwise (ToDistributedConfig.optimizer_is_elementwise).
+        plan: the plan, for the message; None if only ZeRO shards.
 
     Raises:
         OptimizerMismatchError: for factored, layer-wise or matrix updates (Adafactor, LAMB, Muon, ...),
@@ -39,5 +41,13 @@ def check_elementwise(optimizer: Optimizer, *, is_trusted: bool) -> None:
         f"{type(optimizer).__name__} is not known to update each element from that element alone, so its step "
         "on a shard may differ from its step on the whole tensor. Use one of "
         f"{', '.join(known.__name__ for known in _ELEMENTWISE)}. If it is elementwise, pass "
-        "ToDistributedConfig(optimizer_is_elementwise=True). Otherwise use a plan with tp=1 and zero_stage=0"
+        f"ToDistributedConfig(optimizer_is_elementwise=True). Otherwise use a plan with {_whole(plan)}"
     )
+
+
+def _whole(plan: ParallelPlan | None) -> str:
+    """Return the fields of a plan that would leave each tensor whole on one rank."""
+    if plan is None:
+        return "zero_stage=0"
+    axes = [f"{axis}=1" for axis in ("tp", "pp") if getattr(plan, axis) > 1]
+    return " and ".join([*axes, *(["zero_stage=0"] if plan.zero_stage else [])])

@@ -69,7 +69,7 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
             "to_distributed(model, AdamW([{'params': a}, {'params': b, 'lr': 1e-4}]), loader); or use zero_stage=0"
         )
     if any(id(p) in stepped and record_of(p).is_sharded for p in runtime.parameters):
-        check_elementwise(optimizer, is_trusted=is_trusted)
+        check_elementwise(optimizer, is_trusted=is_trusted, plan=runtime.plan)
 
 
 def _warn_of_strangers(optimizer: Optimizer) -> bool:

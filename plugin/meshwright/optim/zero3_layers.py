@@ -247,12 +247,12 @@ class _Step:
     def __init__(self, weights: ShardedWeights, module: nn.Module, flats: list[FlatShard], index: int):
         self.weights, self.module, self.flats, self.index = weights, module, flats, index
         self.is_awaited = False  # backward will need the weights
-        self._pushed: list[bool] = []
-        self._versions: list[int] = []
+        self._entered: list[tuple[bool, list[FlatShard], list[int]]] = []
 
     def hook(self) -> None:
         # The hooks are bound methods, which a copy of the model binds to its own step.
-        self.module.register_forward_pre_hook(self.enter)
+        # First, since the program's own hook may compute a weight from others (weight_norm, prune).
+        self.module.register_forward_pre_hook(self.enter, prepend=True)
         self.module.register_forward_hook(self.leave, always_call=True)
         for inner in self.module.modules():
             if inner is not self.module and next(inner.parameters(recurse=False), None) is not None:
@@ -275,13 +275,14 @@ class _Step:
                     flat.take_over()
             following = self.weights.steps[self.index + 1 : self.index + 2]
             self.gather([flat for step in following for flat in step.flats])
-        for flat in self.flats:
+        # A unit around this one, which shares a module with it, takes its own values back.
+        lent = [flat for flat in self.flats if not flat.is_lent]
+        for flat in lent:
             flat.lend()
         if torch.is_grad_enabled():
             saved.push(self._note)
             self.is_awaited |= not isinstance(self.module, nn.Embedding)  # its gradient needs only the token ids
-        self._pushed.append(torch.is_grad_enabled())
-        self._versions = self._moments()
+        self._entered.append((torch.is_grad_enabled(), lent, self._moments()))
 
     def _enter_inside(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if in_backward():
@@ -289,17 +290,18 @@ class _Step:
 
     def leave(self, *_: Any) -> None:
         """Take the values back; backward gathers them again."""
-        if not self._pushed:  # enter failed
+        if not self._entered:  # enter failed
             return
-        if self._pushed.pop():
+        is_pushed, lent, versions = self._entered.pop()
+        if is_pushed:
             saved.pop()
-        written = [now != before for now, before in zip(self._moments(), self._versions, strict=True)]
-        for flat in self.flats:
+        written = [now != before for now, before in zip(self._moments(), versions, strict=True)]
+        for flat in lent:
             flat.take_back()
         # The last step keeps its gathered weights, since backward begins with this step.
         is_last = self.index == len(self.weights.steps) - 1 and torch.is_grad_enabled()
         if not in_backward() and not is_last:
-            for flat in self.flats:
+            for flat in lent:
                 flat.release()
         if any(written):
             parameters = [parameter for flat in self.flats for parameter in flat.parameters]
@@ -345,7 +347,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         if isinstance(module, nn.ModuleList):
             yield from ((member, True) for member in module)
             return
-        if is_parametrized(module) or any(map(_is_read_by_its_parent, module.children())):
+        if is_parametrized(module) or any(map(_is_part_of_parent, module.children())):
             yield module, True
             return
         if next(module.parameters(recurse=False), None) is not None:
@@ -360,9 +362,10 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
             yield module, recurse
 
 
-def _is_read_by_its_parent(module: nn.Module) -> bool:
-    has_own = next(module.parameters(recurse=False), None) is not None
-    return isinstance(module, nn.ParameterDict | nn.ParameterList) or (isinstance(module, nn.ModuleList) and has_own)
+def _is_part_of_parent(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList):
+        return next(module.parameters(recurse=False), None) is not None
+    return isinstance(module, nn.ParameterDict | nn.ParameterList)
 
 
 def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -6,7 +6,7 @@ In a block's first pass, the hooks also check for stock code that would silently
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +62,8 @@ class BlockHooks:
             # prepend, since an entry may be a projection whose other hooks must see the gathered input.
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
             entry.register_forward_hook(self._close, always_call=True)
-        for dropout in block.shared_dropouts:
-            _SharedDropout(dropout, streams)
         self._output = block.row
+        self._sharers = [self]  # the blocks with the same output projection
         # Only the projection has a bias. The reduction sums the projection's output and its adapters' output.
         self._row = projection(block.row)
         block.row.register_forward_pre_hook(self._lift_bias)
@@ -131,6 +130,8 @@ class BlockHooks:
         self._is_checked = entered.requires_grad
 
     def _lift_bias(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._pass is None and any(other._pass is not None for other in self._sharers):
+            return
         # Every rank would add the bias to its partial sum, so it is removed here and added once after the reduction.
         self._bias = self._row._parameters["bias"]
         none = torch.zeros_like(self._bias) if self._bias is not None and is_transposed(self._row) else None
@@ -143,6 +144,8 @@ class BlockHooks:
         self._pass.is_reduced = True
 
     def _reduce(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
+        if self._pass is None and len(self._sharers) > 1:
+            return None
         bias, self._bias = self._bias, None
         self._row._parameters["bias"] = bias
         if self._restore is not None:
@@ -153,10 +156,20 @@ class BlockHooks:
         summed = reduce(output, self.axis) if self.sequence is None else self.sequence.reduce_scatter(output)
         if self._pass is not None and self._pass.entered is not None:
             self._pass.reduction = summed.grad_fn
+        if not self._is_whole_module:  # nothing closes this pass
+            self._pass = None
         return summed if bias is None else summed + bias.to(summed.dtype)
 
 
-class _SharedDropout:
+def share_output_projections(blocks: Iterable[BlockHooks]) -> None:
+    """Let the hooks of blocks with one output projection act only while their own block runs."""
+    sharers: dict[nn.Module, list[BlockHooks]] = {}
+    for block in blocks:
+        block._sharers = sharers.setdefault(block._output, [])
+        block._sharers.append(block)
+
+
+class SharedDropout:
     """Hooks that make all ranks draw the same mask in a dropout on an activation that every rank holds whole."""
 
     def __init__(self, dropout: nn.Module, streams: DropoutStreams):

@@ -111,7 +111,7 @@ class DeferringHead(MethodOverride):
 
     @staticmethod
     def is_deferrable(head: Any) -> bool:
-        """Return whether a head is a linear layer with its class's own forward and a weight of its own.
+        """Return whether a head is a linear layer with its class's own forward and a weight that is a parameter.
 
         A weight that is computed when it is read (a parametrization) may change by being read, so it is not.
         """

@@ -15,14 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.errors import PlanError
 
 
-def run_without_values(model: nn.Module, *, rows: int, length: int, instead: str, has_labels: bool = True) -> Any:
+def run_without_values(
+    model: nn.Module, *, rows: int, length: int, instead: str, labels: tuple[int, ...] | None = None
+) -> Any:
     """Run a decoder on fake token ids and labels, and return its output.
 
     Args:
         model: the decoder, with or without memory. It is not changed.
         rows: the number of rows.
         length: the number of tokens in each row.
-        has_labels: whether the decoder is given labels.
+        labels: the shape of the labels; None for none.
         instead: the plan to use if the decoder cannot be run in this way, for the message.
 
     Raises:
@@ -30,7 +32,9 @@ def run_without_values(model: nn.Module, *, rows: int, length: int, instead: str
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), _fake_values(model):
         tokens = torch.zeros(rows, length, dtype=torch.int64)
-        inputs = {"input_ids": tokens, "use_cache": False} | ({"labels": tokens} if has_labels else {})
+        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        if labels is not None:
+            inputs["labels"] = torch.zeros(labels, dtype=torch.int64)
         known = inspect.signature(model.forward).parameters
         try:
             with torch.enable_grad():

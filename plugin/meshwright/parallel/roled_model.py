@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import PlanError, UncoveredParameterError
-from meshwright.roles.adapters import check_adapters, is_adapted
+from meshwright.roles.adapters import check_adapters, is_adapted, projection
 from meshwright.roles.projection import is_projection
 from meshwright.roles.sharding_plan import (
     BLOCK_ROLES,
@@ -20,8 +20,22 @@ from meshwright.roles.sharding_plan import (
 )
 
 PROJECTIONS = COLUMN_ROLES | ROW_ROLES
+_SHARDED = PROJECTIONS | WIDE_NORM_ROLES | {Role.PER_HEAD, Role.EMBEDDING, Role.HEAD}
 _MLP_ROLES = MLP_COLUMN_ROLES | {Role.DOWN}
 _INSIDE_BLOCKS = PROJECTIONS | WIDE_NORM_ROLES | {Role.HEAD_NORM, Role.PER_HEAD, Role.SHARED}
+
+
+def _check_stored(name: str, module: Any) -> None:
+    """Raise if a module computes its weight or bias from other tensors, since tp shards parameters."""
+    for own in ("weight", "bias"):
+        is_computed = own in vars(module) or isinstance(getattr(type(module), own, None), property)
+        if own not in module._parameters and is_computed:
+            raise PlanError(
+                f"{name}.{own} is no parameter: each forward pass computes it from other tensors "
+                "(torch.nn.utils.prune, weight_norm or a parametrization), and tp shards parameters. Store it before "
+                f"to_distributed: prune.remove(module, {own!r}), remove_weight_norm(module) or "
+                f"parametrize.remove_parametrizations(module, {own!r}); or use ParallelPlan(tp=1)"
+            )
 
 
 class RoledModel:
@@ -30,16 +44,16 @@ class RoledModel:
     Args:
         model: the decoder.
         plan: the sharding plan that gives the roles.
+        instead: the plan to use if a module is missing, for messages.
 
     Attributes:
         modules: the modules by name; a module with several names is listed under each.
         roles: the role of each module, and of each parameter that the plan lists by its own name.
     """
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan):
-        self.model, self.plan = model, plan
+    def __init__(self, model: nn.Module, plan: ShardingPlan, *, instead: str = "ParallelPlan(tp=1)"):
+        self.model, self.plan, self.instead = model, plan, instead
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        check_adapters(self.modules)
         self.roles = {name: role for name in self.modules if (role := plan.role_of(name)) is not None}
         self.roles |= self._roles_of_parameters()
         self._owners = {name: owner for name in self.roles if (owner := self._owning_block(name)) is not None}
@@ -61,23 +75,30 @@ class RoledModel:
         named = module.named_parameters(recurse=is_adapted(module))
         return [(f"{name}.{suffix}".lstrip("."), parameter) for suffix, parameter in named]
 
-    def only(self, role: Role, kind: type, *, required: bool = True) -> Any:
+    def only(self, role: Role, kind: type | None = None, *, required: bool = True) -> Any:
         """Return the only module with a role, or None if there is none and ``required`` is False.
+
+        Args:
+            role: the role.
+            kind: the class that the module must have, without adapters; None for any.
+            required: whether there must be one.
 
         Raises:
             PlanError: if several modules have the role, a required one is missing, or it has adapters or another class.
         """
-        names = [name for name, r in self.roles.items() if r is role]
+        names = list({id(self.modules[name]): name for name, r in reversed(self.roles.items()) if r is role}.values())
         if len(names) > 1:
             raise PlanError(f"{self.plan.source} names {len(names)} modules as the {role.value}: {', '.join(names)}")
         if not names:
             if required:
                 raise PlanError(
                     f"{self.plan.source} names no module of this model as the {role.value}. Give one Role.{role.name} "
-                    "in ToDistributedConfig.sharding_plan, or use ParallelPlan(tp=1)"
+                    f"in ToDistributedConfig.sharding_plan, or use {self.instead}"
                 )
             return None
         module = self.modules[names[0]]
+        if kind is None:
+            return module
         if is_adapted(module):
             raise PlanError(
                 f"the {role.value} {names[0]!r} has adapters, which cannot be sharded over tp there. Leave it out of "
@@ -88,21 +109,28 @@ class RoledModel:
         return module
 
     def check_coverage(self) -> None:
-        """Raise unless every parameter has a role and every module can be sharded in its role.
+        """Raise unless every parameter has a role and every module can be sharded over tp in its role.
 
         Raises:
             UncoveredParameterError: if parameters have no role; the message lists them.
             PlanError: if a module cannot be sharded in its role.
         """
+        check_adapters(self.modules)
+        for name, role in self.roles.items():
+            if role in _SHARDED and name in self.modules:
+                _check_stored(name, projection(self.modules[name]))
         covered = {
             full_name
             for name, role in self.roles.items()
             if not (role.is_structural or (role in _INSIDE_BLOCKS and name not in self._owners))
             for full_name, _ in self.parameters(name)
         }
-        missing = [name for name, _ in self.model.named_parameters(remove_duplicate=False) if name not in covered]
+        named = list(self.model.named_parameters(remove_duplicate=False))
+        missing = [name for name, _ in named if name not in covered]
         if missing:
-            raise UncoveredParameterError(missing, self.plan.source)
+            known = {id(parameter): name for name, parameter in named if name in covered}
+            aliases = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
+            raise UncoveredParameterError(missing, self.plan.source, aliases=aliases)
         for name, role in self.roles.items():
             if role in PROJECTIONS and not is_projection(self.modules[name]):
                 raise PlanError(
@@ -115,6 +143,24 @@ class RoledModel:
                     f"{self.plan.source} gives {name!r} the role {role.value}, but it is a LayerNorm. Only an RMS norm "
                     "can be sharded, with its mean square taken over all ranks"
                 )
+
+    def check_layers(self) -> None:
+        """Raise unless each parameter of a layer is inside of a module with a role.
+
+        Raises:
+            UncoveredParameterError: if parameters have no role; the message lists them.
+        """
+        layers = [f"{name}." for name, role in self.roles.items() if role is Role.LAYER]
+        named = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        if missing := [name for name in named if name.startswith(tuple(layers)) and not self._has_role(name)]:
+            why = "it is not known whether a module of a layer takes each token by itself"
+            raise UncoveredParameterError(missing, self.plan.source, why)
+
+    def _has_role(self, name: str) -> bool:
+        """Return whether a parameter has a role, or a module around it has one that is not structural."""
+        while name and ((role := self.roles.get(name)) is None or role.is_structural):
+            name = name.rpartition(".")[0]
+        return bool(name)
 
     def _roles_of_parameters(self) -> dict[str, Role]:
         """Return the roles of parameters that the plan lists by their own names, because their module has no role."""

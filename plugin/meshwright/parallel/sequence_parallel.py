@@ -36,6 +36,10 @@ class SequenceSharding:
         """Set the length of the whole sequence, for a rank that receives its tokens from another pipeline stage."""
         self._length = length
 
+    def is_whole(self, x: Tensor) -> bool:
+        """Return whether an activation of the last forward pass has all tokens, not this rank's tokens."""
+        return x.shape[1] == self._length
+
     def split(self, x_BSH: Tensor) -> Tensor:
         """Return this rank's tokens of a replicated activation, ``[B, L, H]``."""
         self._length = x_BSH.shape[1]

@@ -187,6 +187,8 @@ def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise unreadable("assigning another shape to .data", owner)
         if is_shard(args[1]) and values_of(args[1]) is not None:
             raise unreadable("assigning .data", owner, is_cast=args[1].dtype != owner.dtype)
+        if _is_elsewhere(owner) and args[1].dtype == owner.dtype:
+            return None
     with reading_shards():
         result = func(*args, **kwargs)
         if name != "data" or not isinstance(result, Tensor):
@@ -200,6 +202,8 @@ def _on_elements(
     like = next(x for x in _flat(args, kwargs) if is_shard(x))
     if is_in_place and not is_shard(args[0]):
         raise unreadable(name, like, into=args[0])
+    if is_in_place and _is_elsewhere(args[0]):
+        return args[0]
     with reading_shards():
         new_args = [_operand(x, like, name) for x in args]
         new_kwargs = {key: _operand(x, like, name) for key, x in kwargs.items()}
@@ -219,9 +223,16 @@ def _on_lists(
     for target, like in zip(args[0], likes, strict=True):
         if is_in_place and like is not None and not is_shard(target):
             raise unreadable(name, like, into=target)
+    written = [not (is_in_place and _is_elsewhere(target)) for target in args[0]]
+    if not any(written):
+        return None
     with reading_shards():
         new_args = [
-            [x if like is None else _operand(x, like, name) for x, like in zip(arg, likes, strict=True)]
+            [
+                x if like is None else _operand(x, like, name)
+                for x, like, is_written in zip(arg, likes, written, strict=True)
+                if is_written
+            ]
             if _is_list(arg)
             else arg
             for arg in args
@@ -235,6 +246,11 @@ def _on_lists(
         if (values := values_of(target)) is not None:
             values.changed()
     return results
+
+
+def _is_elsewhere(x: Any) -> bool:
+    """Return whether only another pipeline stage has the values of a shard, so that writing it here has no effect."""
+    return (record := record_if_any(x)) is not None and not record.is_held
 
 
 def _is_list(x: Any) -> bool:

@@ -27,7 +27,6 @@ from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.micro_batch_outputs import Pieces
 from meshwright.parallel.output_loss import loss_of
-from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.summed_gradients import TWICE, SummedGradients
 
 
@@ -142,10 +141,7 @@ class _WholeGradients:
         self.sums = SummedGradients((p for p in model.parameters() if p.requires_grad), syncs)
 
     def add_from(self, loss: Tensor) -> None:
-        parameters = self.sums.parameters
-        with self.sums.computing(), reading_shards():
-            new = torch.autograd.grad(loss, parameters, allow_unused=True)
-        self.sums.add(parameters, new)
+        self.sums.add(self.sums.parameters, self.sums.gradients_of(loss))
 
     def attach(self, loss: Tensor | None, other: Tensor) -> Any:
         return self.sums.attach(loss, other)

@@ -7,7 +7,7 @@ block_boundary.py and tensor_parallel.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -80,6 +80,8 @@ class DecoderStructure:
     """The parts of a decoder, and the layout of each parameter by name.
 
     Args:
+        layers: the decoder's layers in their order; a layer that runs at several places is listed at each.
+        blocks: the blocks of the layers, each once.
         vocab_size: the number of words that the head scores; in a few families the embedding has more words.
     """
 
@@ -103,19 +105,15 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
     roled = RoledModel(model, plan)
     roled.check_coverage()
     embedding = roled.only(Role.EMBEDDING, nn.Embedding)
-    _check_embedding(embedding)
-    _check_layerdrop(roled.modules)
+    _check_whole_embedding(embedding)
     head: nn.Linear | None = roled.only(Role.HEAD, nn.Linear, required=False)
-    layers = tuple(roled.modules[name] for name, role in roled.roles.items() if role is Role.LAYER)
-    if not layers:
-        raise PlanError(
-            f"{plan.source} names no decoder layer of {type(model).__name__}. Give the layers Role.LAYER in "
-            "ToDistributedConfig.sharding_plan, or use ParallelPlan(tp=1)"
-        )
-    blocks = tuple(_block(roled, name, tp) for name in roled.block_names)
+    layers = _layers(roled, embedding)
     layouts: dict[str, ParameterLayout] = {}
-    for block in blocks:
+    blocks: dict[nn.Module, Block] = {}
+    for block_name in roled.block_names:
+        block = _block(roled, block_name, tp)
         layouts |= _block_layouts(roled, block, tp, sequence_parallel)
+        blocks.setdefault(block.module, block)
     for name, role in roled.roles.items():
         for full_name, parameter in roled.parameters(name):
             if role in (Role.EMBEDDING, Role.HEAD):
@@ -123,10 +121,8 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
                     rows=RowLayout.padded(parameter.shape[0], tp), is_grad_partial=False
                 )
             elif role in (Role.NORM, Role.FINAL_NORM, Role.WHOLE):
-                layouts[full_name] = ParameterLayout(
-                    rows=RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, tp),
-                    is_grad_partial=sequence_parallel and role is not Role.WHOLE,
-                )
+                whole = unsharded(parameter, tp)
+                layouts[full_name] = replace(whole, is_grad_partial=sequence_parallel and role is not Role.WHOLE)
     _check_ties(model, layouts)
     return DecoderStructure(
         model=model,
@@ -134,10 +130,65 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
         head=head,
         layers=layers,
         final_norm=roled.only(Role.FINAL_NORM, nn.Module, required=False),
-        blocks=blocks,
+        blocks=tuple(blocks.values()),
         parameters=layouts,
         vocab_size=embedding.num_embeddings if head is None else weight_of(head).shape[0],
     )
+
+
+def outline(model: nn.Module, plan: ShardingPlan, *, instead: str, inside: bool) -> DecoderStructure:
+    """Return the structure of a decoder whose weights stay whole: a pipeline cuts its layers, or cp its tokens.
+
+    Args:
+        model: the decoder.
+        plan: the roles of its modules: the embedding, the layers, the final norm and the head.
+        instead: the plan to use if the decoder cannot be cut, for messages.
+        inside: whether the modules inside of layers need roles too, which say that they take each token by itself.
+
+    Raises:
+        UncoveredParameterError: if ``inside``, and parameters of layers have no role; the message lists them.
+        PlanError: if the structure is not a decoder's.
+    """
+    roled = RoledModel(model, plan, instead=instead)
+    if inside:
+        roled.check_layers()
+    embedding = roled.only(Role.EMBEDDING)
+    head = roled.only(Role.HEAD, required=False)
+    named = model.named_parameters(remove_duplicate=False)
+    return DecoderStructure(
+        model=model,
+        embedding=embedding,
+        head=head,
+        layers=_layers(roled, embedding),
+        final_norm=roled.only(Role.FINAL_NORM, required=False),
+        blocks=(),
+        parameters={name: unsharded(parameter, 1) for name, parameter in named},
+        vocab_size=getattr(embedding, "num_embeddings", 0),
+    )
+
+
+def unsharded(parameter: nn.Parameter, tp: int) -> ParameterLayout:
+    """Return the layout of a parameter that every rank of tp holds, with the whole gradient."""
+    rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, tp)
+    return ParameterLayout(rows=rows, is_grad_partial=False)
+
+
+def _layers(roled: RoledModel, embedding: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the decoder's layers, after checks of what no cut of the decoder allows."""
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if value := getattr(embedding, option, None):
+            raise PlanError(
+                f"an embedding with {option}={value!r} needs all tokens of the batch and all gradients of its weight "
+                f"on one rank. Make it without {option}, or use {roled.instead}"
+            )
+    _check_layerdrop(roled.modules)
+    layers = tuple(roled.modules[name] for name, role in roled.roles.items() if role is Role.LAYER)
+    if not layers:
+        raise PlanError(
+            f"{roled.plan.source} names no decoder layer of {type(roled.model).__name__}. Give the layers Role.LAYER "
+            f"in ToDistributedConfig.sharding_plan, or use {roled.instead}"
+        )
+    return layers
 
 
 def _check_layerdrop(modules: dict[str, nn.Module]) -> None:
@@ -149,30 +200,25 @@ def _check_layerdrop(modules: dict[str, nn.Module]) -> None:
             )
 
 
-def _check_embedding(embedding: nn.Embedding) -> None:
+def _check_whole_embedding(embedding: nn.Embedding) -> None:
     if others := [name for name, _ in embedding.named_parameters() if name != "weight"]:
         raise PlanError(
             f"{type(embedding).__name__} has parameters besides its weight ({', '.join(others)}): each rank would "
             "apply them only to the tokens of its part of the vocabulary, so the embedding cannot be sharded over tp. "
             "Use ParallelPlan(tp=1)"
         )
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(embedding, option):
-            raise PlanError(
-                f"an embedding with {option}={getattr(embedding, option)!r} cannot be sharded over tp. Make it without "
-                f"{option}, or use ParallelPlan(tp=1)"
-            )
 
 
 def _block(roled: RoledModel, block_name: str, tp: int) -> Block:
     modules, role_of_block = roled.modules, roled.roles[block_name]
     inside = roled.inside(block_name)
-    rows = [modules[name] for name, role in inside.items() if role in ROW_ROLES]
-    columns = tuple(modules[name] for name, role in inside.items() if role in COLUMN_ROLES)
+    # A module with two names, such as a key projection that is the value projection too, gets its hooks once.
+    rows = list(dict.fromkeys(modules[name] for name, role in inside.items() if role in ROW_ROLES))
+    columns = tuple(dict.fromkeys(modules[name] for name, role in inside.items() if role in COLUMN_ROLES))
     others = (
         modules[name] for name, role in inside.items() if role in (Role.PER_HEAD, Role.SHARED) and name in modules
     )
-    readers = (*columns, *(module for module in others if is_projection(module)))
+    readers = tuple(dict.fromkeys((*columns, *(module for module in others if is_projection(module)))))
     if len(rows) != 1 or not readers:
         raise PlanError(
             f"{roled.plan.source}: the {role_of_block.value} {block_name!r} has {len(rows)} output projections and "

@@ -35,12 +35,25 @@ class SummedGradients:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Let ``torch.autograd.grad`` return gradients inside the context, without hooks and without reductions."""
+        """Let gradients be computed inside the context without hooks and without reductions."""
         with contextlib.ExitStack() as stack:
             for sync in self.syncs:
                 stack.enter_context(sync.paused())
             stack.enter_context(_without_hooks(self.parameters))
             yield
+
+    def gradients_of(self, loss: Tensor) -> list[Tensor | None]:
+        """Return the gradient of each parameter, by a whole backward pass; reentrant checkpoints refuse another."""
+        with self.computing(), reading_shards():
+            before = [parameter.grad for parameter in self.parameters]
+            try:
+                for parameter in self.parameters:
+                    parameter.grad = None
+                loss.backward()
+                return [parameter.grad for parameter in self.parameters]
+            finally:
+                for parameter, gradient in zip(self.parameters, before, strict=True):
+                    parameter.grad = gradient
 
     def add(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], *, used: Tensor | None = None
@@ -106,7 +119,8 @@ class SummedGradients:
 @contextlib.contextmanager
 def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
     """Turn off gradient hooks inside the context, since they run once, on the sum, as on one device."""
-    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    found = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+    hooks = [(registered, dict(registered)) for registered in found]
     for registered, _ in hooks:
         registered.clear()
     try:

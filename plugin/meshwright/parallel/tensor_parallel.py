@@ -17,16 +17,17 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.block_boundary import BlockHooks, hidden_states
+from meshwright.parallel.block_boundary import BlockHooks, SharedDropout, hidden_states, share_output_projections
 from meshwright.parallel.collectives import Axis, reduce_for_shards
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.guard_windows import OnShards, Window
 from meshwright.parallel.local_heads import localise_attributes
 from meshwright.parallel.partial_gradients import ModelWindow
+from meshwright.parallel.region_borders import RegionBorders
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, expanded, record_of
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
-from meshwright.parallel.structure import DecoderStructure, ParameterLayout
+from meshwright.parallel.structure import DecoderStructure, unsharded
 from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
 # Takes a parameter and its layout; returns this rank's shard, or None if the parameter holds its values itself.
@@ -52,7 +53,7 @@ def make_shards(
     named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: -item[1].numel())
     for name, parameter in named:
         if id(parameter) not in shards:
-            layout = layouts[name] if name in layouts else _unsharded(parameter, axis)
+            layout = layouts[name] if name in layouts else unsharded(parameter, axis.size)
             rows = layout.rows
             record = ShardRecord(
                 name=name,
@@ -141,14 +142,17 @@ def install_tensor_parallel(
     if structure.head is not None and record_of(structure.head.weight).is_held:
         VocabParallelHead(structure.head, structure.vocab_size, axis, keep_logits_sharded)
     sequence = SequenceSharding(axis) if sequence_parallel else None
-    for layer in structure.layers:
+    for layer in dict.fromkeys(structure.layers):
         layer.register_forward_pre_hook(refuse_second_activations, with_kwargs=True)
     blocks = []
     for block in structure.blocks:
         blocks.append(BlockHooks(block, axis, sequence, streams))
         localise_attributes(block)
-        for norm, rows in block.wide_norms:
-            _WideNorm(norm, rows, axis)
+    share_output_projections(blocks)
+    for dropout in dict.fromkeys(dropout for block in structure.blocks for dropout in block.shared_dropouts):
+        SharedDropout(dropout, streams)
+    for norm, rows in dict(pair for block in structure.blocks for pair in block.wide_norms).items():
+        _WideNorm(norm, rows, axis)
     if sequence is None:
         return blocks, None
     return blocks, SequenceRegion(structure, sequence, streams, is_staged=is_staged)
@@ -189,11 +193,6 @@ def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: Dec
         window.over(module)
 
 
-def _unsharded(parameter: Tensor, axis: Axis) -> ParameterLayout:
-    rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, axis.size)
-    return ParameterLayout(rows=rows, is_grad_partial=False)
-
-
 class SequenceRegion:
     """The region from the first layer's input to the final norm's output, in which each rank has its own tokens.
 
@@ -209,16 +208,25 @@ class SequenceRegion:
         self._is_open = False
         self._restore: Restore | None = None
         self._restore_recomputed: Restore | None = None
+        borders = self._borders = RegionBorders(structure)
+        if borders.is_first_again:
+            structure.model.register_forward_pre_hook(self._begin_pass)
         if not is_staged:
-            structure.layers[0].register_forward_pre_hook(self._start, with_kwargs=True)
-            structure.layers[0].register_forward_hook(self._end_recomputation, always_call=True)
-        (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)
+            borders.first.register_forward_pre_hook(self._start, with_kwargs=True)
+            borders.first.register_forward_hook(self._end_recomputation, always_call=True)
+        borders.last.register_forward_hook(self._end)
         structure.model.register_forward_hook(self._check_ended)
+
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._is_open = False  # an earlier pass may have raised
 
     def _start(
         self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, put_back = hidden_states(args, kwargs)
+        # If the first layer runs at a later place too, its input there is this rank's tokens already.
+        if self._borders.is_first_again and (not self.sequence.is_whole(x) if in_backward() else self._is_open):
+            return args, kwargs
         self._open(x)
         return put_back(self.sequence.split(x))
 
@@ -228,6 +236,7 @@ class SequenceRegion:
             self._restore_recomputed = restore
         else:
             self._restore, self._is_open = restore, True
+            self._borders.begin()
 
     def run_first(
         self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, length: int | None
@@ -264,7 +273,8 @@ class SequenceRegion:
             self._restore_recomputed = None
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._is_open:  # a norm that the model applies to its embeddings too
+        # A model may apply the norm to its embeddings or inside of layers too.
+        if not self._is_open or not self._borders.has_ended():
             return output
         self.end_stage()
         if isinstance(output, Tensor):
@@ -281,8 +291,17 @@ class SequenceRegion:
             )
 
 
-def refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if a layer gets a second input with a gradient, since each rank would have only a part of that gradient."""
+def refuse_second_activations(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: str = "tp"
+) -> None:
+    """Raise if a layer gets a second input with a gradient, since each rank would have only a part of that gradient.
+
+    Args:
+        module: the layer.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        axis: the axis of these ranks, for the message.
+    """
     if not torch.is_grad_enabled():
         return
     hidden, _ = hidden_states(args, kwargs)
@@ -290,8 +309,8 @@ def refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: 
         named = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
         raise PlanError(
             f"{type(module).__name__} is given {', '.join(n for n, x in named.items() if _has_gradient(x, hidden))} "
-            "beside its hidden states, and this input requires a gradient. Under tensor parallelism each rank would "
-            "have only a part of that gradient. Use ParallelPlan(tp=1)"
+            f"beside its hidden states, and this input requires a gradient. Each rank of {axis} would have only a "
+            f"part of that gradient. Use ParallelPlan({axis}=1)"
         )
 
 

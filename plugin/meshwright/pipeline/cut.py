@@ -28,8 +28,8 @@ class Cut:
         schedule: the name of the schedule, which says which rank holds which stage.
         size: the number of ranks in the pipeline.
         rank: this rank's place in the pipeline.
-        stages_of: for each parameter of the decoder, by each of its names, the virtual stages that hold it. A tied
-            weight may be held by the first and the last.
+        stages_of: for each parameter of the decoder, by each of its names, the virtual stages that hold it. Several
+            hold a tied weight, and the weights of a module that layers share.
     """
 
     layers: tuple[nn.Module, ...]
@@ -93,7 +93,7 @@ def cut_decoder(
     ends = [0, *accumulate(sizes)]
     spans = tuple(range(low, high) for low, high in pairwise(ends))
     order = record_order(decoder, structure.layers) if order is None else order
-    return Cut(
+    cut = Cut(
         layers=structure.layers,
         spans=spans,
         order=order,
@@ -102,6 +102,23 @@ def cut_decoder(
         rank=rank,
         stages_of=_stages_of(decoder, structure.layers, spans, order),
     )
+    _check_shared(cut)
+    return cut
+
+
+def _check_shared(cut: Cut) -> None:
+    """Raise unless all weights that several ranks hold are held by the same ranks, which sum their gradients."""
+    shared: dict[tuple[int, ...], str] = {}
+    for name in cut.stages_of:
+        if len(ranks := cut.holders(name)) > 1:
+            shared.setdefault(ranks, name)
+    if len(shared) > 1:
+        found = "; ".join(f"{name} by the ranks {', '.join(map(str, ranks))}" for ranks, name in shared.items())
+        raise PlanError(
+            f"ParallelPlan.pp={cut.size} gives weights that several places of the model share to different ranks "
+            f"({found}), and a pipeline sums the gradients of shared weights over one group of ranks. Choose stages= "
+            "such that layers that share a module are on one rank, or use pp=2 or pp=1"
+        )
 
 
 def _sizes(plan: Any, layers: int, count: int, model: str) -> Sequence[int]:
@@ -118,14 +135,18 @@ def _stages_of(
     decoder: nn.Module, layers: tuple[nn.Module, ...], spans: tuple[range, ...], order: LayerOrder
 ) -> dict[str, tuple[int, ...]]:
     stage_of_layer = {i: stage for stage, span in enumerate(spans) for i in span}
-    of_module = {id(module): stage_of_layer[i] for i, layer in enumerate(layers) for module in layer.modules()}
     found: dict[int, set[int]] = {}
-    for name, module in decoder.named_modules():
-        stage = of_module.get(id(module), len(spans) - 1 if name in order.after else 0)
-        for parameter in module.parameters(recurse=False):
-            found.setdefault(id(parameter), set()).add(stage)
-    named = decoder.named_parameters(remove_duplicate=False)
-    return {name: tuple(sorted(found[id(parameter)])) for name, parameter in named}
+    for stage, modules in [
+        *((stage_of_layer[i], layer.modules()) for i, layer in enumerate(layers)),
+        *((0, [decoder.get_submodule(name)]) for name in order.before),
+        *((len(spans) - 1, [decoder.get_submodule(name)]) for name in order.after),
+    ]:
+        for module in modules:
+            for parameter in module.parameters(recurse=False):
+                found.setdefault(id(parameter), set()).add(stage)
+    # The first stage holds what no module that ran has.
+    named = list(decoder.named_parameters(remove_duplicate=False))
+    return {name: tuple(sorted(found.get(id(parameter), {0}))) for name, parameter in named}
 
 
 def with_stages(structure: DecoderStructure, cut: Cut) -> DecoderStructure:

@@ -7,6 +7,7 @@ be known which modules with weights run before and after the layers, and in whic
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +27,14 @@ class LayerOrder:
     """A record of what a decoder's forward does around its layers.
 
     Args:
-        after: the names of the modules with weights of their own that run only after the last layer.
+        before: the names of the modules with weights of their own that run before the first layer.
+        after: the names of those that run after the last layer.
         tuple_sizes: for each layer, the number of values in the tuple that it returns; 0 if it returns a tensor.
         hidden_size: the number of channels of the activation that layers hand to each other.
         output_kind: the class of the output of forward, a mapping with ``loss`` and ``logits``.
     """
 
+    before: frozenset[str]
     after: frozenset[str]
     tuple_sizes: tuple[int, ...]
     hidden_size: int
@@ -46,18 +49,45 @@ def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
         layers: the decoder's layers, in order.
 
     Raises:
-        PlanError: if the layers cannot be cut into stages: they do not run once each and in order, weights are used
-            between them, or something besides the hidden states carries a gradient from layer to layer.
+        PlanError: if the layers cannot be cut into stages: one is at two places, they do not run once each and in
+            order, weights are used between them, or something besides the hidden states carries a gradient from layer
+            to layer.
     """
-    recorder = _Recorder(model, layers)
-    with recorder.watching():
-        output = run_without_values(model, rows=_ROWS, length=_LENGTH, instead="ParallelPlan(pp=1)")
-    if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= output.keys():
+    _check_distinct(model, layers)
+    recorder, output = _recorded(model, layers)
+    names = {field.name for field in dataclasses.fields(output)} if dataclasses.is_dataclass(output) else set()
+    if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= {*output, *names}:
         raise PlanError(
             f"{type(model).__name__} returns a {type(output).__name__}, and under ParallelPlan.pp > 1 a model must "
             "return an output with loss and logits, as transformers' models do. Use pp=1"
         )
     return recorder.order(type(output))
+
+
+def _recorded(model: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[_Recorder, Any]:
+    """Return the record of a fake pass, and its output. The labels are of tokens, of rows, or left out."""
+    first: PlanError | None = None
+    for labels in ((_ROWS, _LENGTH), (_ROWS,), None):
+        recorder = _Recorder(model, layers)
+        try:
+            with recorder.watching():
+                return recorder, run_without_values(
+                    model, rows=_ROWS, length=_LENGTH, labels=labels, instead="ParallelPlan(pp=1)"
+                )
+        except PlanError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _check_distinct(model: nn.Module, layers: tuple[nn.Module, ...]) -> None:
+    for layer in layers:
+        if layers.count(layer) > 1:
+            names = [name for name, module in model.named_modules(remove_duplicate=False) if module is layer]
+            raise PlanError(
+                f"{' and '.join(names)} are one module, and a pipeline runs each layer at one place. Use "
+                f"ParallelPlan(pp=1), or give each place a layer of its own: copy.deepcopy({names[0]})"
+            )
 
 
 class _Recorder:
@@ -70,16 +100,16 @@ class _Recorder:
         self._events: list[int | str] = []
         self._tuple_sizes: dict[int, int] = {}
         self._hidden_size = 0
+        self._is_inside = False  # a layer runs
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        inside = {module for layer in self.layers for module in layer.modules()}
         handles = []
         for layer in self.layers:
             handles.append(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
             handles.append(layer.register_forward_hook(self._leave_layer))
         for module in self.model.modules():
-            if module not in inside and next(module.parameters(recurse=False), None) is not None:
+            if module not in self._index and next(module.parameters(recurse=False), None) is not None:
                 handles.append(module.register_forward_pre_hook(self._enter_other))
         try:
             yield
@@ -88,7 +118,8 @@ class _Recorder:
                 handle.remove()
 
     def _enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_second_activations(layer, args, kwargs)
+        refuse_second_activations(layer, args, kwargs, axis="pp")
+        self._is_inside = True
         x, _ = hidden_states(args, kwargs)
         self._hidden_size = x.shape[-1]
         self._events.append(self._index[layer])
@@ -99,10 +130,12 @@ class _Recorder:
             )
 
     def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._is_inside = False
         self._tuple_sizes[self._index[layer]] = 0 if isinstance(output, Tensor) else len(output)
 
     def _enter_other(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._events.append(self._names[module])
+        if not self._is_inside:
+            self._events.append(self._names[module])
 
     def order(self, output_kind: type) -> LayerOrder:
         """Return what was recorded of a pass that returned an output of this class.
@@ -126,7 +159,8 @@ class _Recorder:
         before = {event for event in self._events[:first] if isinstance(event, str)}
         after = {event for event in self._events[last:] if isinstance(event, str)}
         return LayerOrder(
-            after=frozenset(after - before),
+            before=frozenset(before),
+            after=frozenset(after),
             tuple_sizes=tuple(self._tuple_sizes[i] for i in ran),
             hidden_size=self._hidden_size,
             output_kind=output_kind,

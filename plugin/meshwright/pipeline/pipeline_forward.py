@@ -147,7 +147,7 @@ class PipelineForward(MethodOverride):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch = arguments(self.signature, args, kwargs)
         targets = next((x for name in TARGETS if isinstance(x := batch.get(name), Tensor)), None)
-        trains = self.decoder.training and torch.is_grad_enabled()
+        trains = torch.is_grad_enabled() and (self.decoder.training or self._may_train_in_eval(batch, targets))
         self._check(batch, has_targets=targets is not None, trains=trains)
         if "use_cache" in self.signature.parameters:
             batch["use_cache"] = False  # a stage has no keys and values of the layers of other stages
@@ -156,6 +156,11 @@ class PipelineForward(MethodOverride):
             return self._train(batch, targets)
         return self._evaluate(batch, has_targets=targets is not None)
 
+    def _may_train_in_eval(self, batch: dict[str, Any], targets: Tensor | None) -> bool:
+        """Return whether the loss of a batch in eval mode gets gradients; the program may only evaluate."""
+        is_trainable = any(p.requires_grad for p in self.decoder.parameters())
+        return targets is not None and is_trainable and torch.float16 not in self._precision(batch)
+
     def _check(self, batch: dict[str, Any], *, has_targets: bool, trains: bool) -> None:
         if trains and not has_targets:
             raise PlanError(
@@ -163,7 +168,7 @@ class PipelineForward(MethodOverride):
                 "model's own: pass labels, as in model(**batch, labels=labels).loss. For a loss of your own, use "
                 "pp=1; to read outputs without training, call the model under torch.no_grad()"
             )
-        for name in ("output_hidden_states", "output_attentions"):
+        for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             wanted = batch.get(name)
             if getattr(getattr(self.decoder, "config", None), name, False) if wanted is None else wanted:
                 raise PlanError(
@@ -203,11 +208,18 @@ class PipelineForward(MethodOverride):
         runtime, loss = self.runtime, self.runtime.loss
         rows = targets.shape[0]
         count = count_micro_batches(runtime.plan, rows, runtime.dp)
-        operations = self._operations(count)
+        try:
+            operations = self._operations(count)
+        except PlanError:
+            if self.decoder.training:
+                raise
+            return self._evaluate(batch, has_targets=True)
         with reading_shards():  # reading a guarded parameter's property takes microseconds
             parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
         sums = SummedGradients(parameters, runtime.syncs)
-        self.outputs.start(gathers_logits=runtime.gathers_logits)
+        self.outputs.start(
+            gathers_logits=runtime.gathers_logits or (runtime.gathers_evaluated_logits and not self.decoder.training)
+        )
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
         step = self._step(split_rows(batch, rows, count), loss, operations, of_stages)

@@ -53,13 +53,14 @@ class Stages:
     @property
     def is_checkpointed(self) -> bool:
         """Whether a layer of this rank is recomputed in backward."""
-        return any(m.gradient_checkpointing for i in self.cut.own_layers for m in self._checkpointed[i])
+        return any(m.gradient_checkpointing and m.training for i in self.cut.own_layers for m in self._checkpointed[i])
 
     @property
     def is_reentrant(self) -> bool:
         """Whether a layer of any rank is recomputed by torch's reentrant checkpoint."""
         return any(
             m.gradient_checkpointing
+            and m.training
             and getattr(getattr(m, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant")
             for modules in self._checkpointed
             for m in modules

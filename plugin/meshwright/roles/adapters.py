@@ -51,12 +51,17 @@ def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
     return children[0] if is_wrapper else None
 
 
-def refuse_unloading(model: nn.Module) -> None:
-    """Make the methods that remove adapters raise, since they would remove the sharding hooks as well."""
+def refuse_unloading(model: nn.Module, axes: str) -> None:
+    """Make the methods that remove adapters raise, since they would remove the runtime's hooks as well.
+
+    Args:
+        model: the model.
+        axes: the axes over which the model's weights are cut, for the message.
+    """
     _refuse(
         model,
         ("merge_and_unload", "unload"),
-        "adapters cannot be removed from a model that is sharded over tp. To continue training with merged weights, "
+        f"adapters cannot be removed from a model that is cut over {axes}. To continue training with merged weights, "
         "call merge_adapter(). To get a plain model, call model.save_pretrained(...), which writes the adapters, "
         "and merge them into the base model in one process",
     )

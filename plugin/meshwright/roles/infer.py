@@ -6,7 +6,7 @@ plan, and the completeness check then lists it, since a wrong guess would give w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 
@@ -38,12 +38,25 @@ def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> Sha
     Raises:
         PlanError: if no stack of decoder layers is found, or a block has a norm without weights and without a hint.
     """
+    return _inferred(model, lambda layer, hidden: _layer_roles(layer, hidden, hints or {}))
+
+
+def infer_outline(model: nn.Module) -> ShardingPlan:
+    """Infer the roles of a decoder's layers and of the modules outside of them.
+
+    Raises:
+        PlanError: if no stack of decoder layers is found.
+    """
+    return _inferred(model, lambda layer, hidden: {})
+
+
+def _inferred(model: nn.Module, roles_in: Callable[[nn.Module, int], dict[str, Role]]) -> ShardingPlan:
     layers_name, layers = _decoder_layers(model)
     embedding_name, embedding = _token_embedding(model, layers_name)
     hidden = _layers_width(layers, embedding)
     roles = {embedding_name: Role.EMBEDDING, f"{layers_name}.*": Role.LAYER}
     roles |= _outer_roles(model, layers_name, embedding, hidden)
-    roles |= _common_roles(layers_name, [_layer_roles(layer, hidden, hints or {}) for layer in layers])
+    roles |= _common_roles(layers_name, [roles_in(layer, hidden) for layer in layers])
     return ShardingPlan(roles=roles, source=f"the plan inferred from the structure of {type(model).__name__}")
 
 
@@ -96,6 +109,8 @@ def _layers_width(layers: nn.ModuleList, embedding: nn.Embedding) -> int:
 def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hidden: int) -> dict[str, Role]:
     """Return the roles of the modules before and after the layers, without other stacks of layers.
 
+    A module with several names gets its role under each.
+
     Each rank has all tokens before and after the layers, so a module that is not sharded over the vocabulary stays
     whole.
     """
@@ -106,12 +121,14 @@ def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hi
     heads = _heads(model, embedding)
     cut = [
         f"{name}."
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(remove_duplicate=False)
         if module is embedding or module in heads or is_adapted(module)
     ]
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if any(f"{name}.".startswith(stack) for stack in stacks):
             is_after |= name == layers_name
+        elif module is embedding:
+            roles[name] = Role.EMBEDDING
         elif module in heads:
             roles[name] = Role.HEAD
         elif not any(f"{name}.".startswith(prefix) for prefix in cut) and list(module.parameters(recurse=False)):
@@ -147,7 +164,8 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
     def hint(name: str) -> Role | None:
         return next((role for end, role in hints.items() if f".{name}".endswith(f".{end}")), None)
 
-    names = [*(n for n, _ in layer.named_modules() if n), *(n for n, _ in layer.named_parameters())]
+    modules = dict(layer.named_modules(remove_duplicate=False))
+    names = [*(n for n in modules if n), *(n for n, _ in layer.named_parameters(remove_duplicate=False))]
     hinted = {name: role for name in names if (role := hint(name)) is not None}
     roles: dict[str, Role] = {}
     for block_name, linears in _linear_groups(layer):
@@ -155,7 +173,7 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
         roles |= block or _mlp_block(block_name, linears, hidden, hinted)
     roles |= hinted
     blocks = [f"{name}." for name, role in roles.items() if role in BLOCK_ROLES]
-    for name, module in layer.named_modules():
+    for name, module in modules.items():
         if not name or name in roles:
             continue
         is_inside = any(name.startswith(block) for block in blocks)
@@ -187,8 +205,9 @@ def _is_weightless_norm(module: nn.Module) -> bool:
 
 def _linear_groups(layer: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
     """Yield the name and the direct projections of each module that has any; the layer itself is named ''."""
-    for name, module in layer.named_modules():
-        linears = {n: child for n, child in module.named_children() if is_projection(child)}
+    for name, module in layer.named_modules(remove_duplicate=False):
+        # Not named_children(), which leaves out the second name of a projection with two.
+        linears = {n: child for n, child in module._modules.items() if child is not None and is_projection(child)}
         if linears:
             yield name, linears
 
@@ -219,9 +238,9 @@ def _attention_block(
 def _query_key_norms(block: nn.Module, block_name: str, projections: Mapping[Role, nn.Module]) -> dict[str, Role]:
     roles = {}
     head_dim = getattr(block, "head_dim", getattr(block, "head_size", None))
-    for name, module in block.named_children():
-        kind = name.lower()[0]
-        if kind not in "qk":
+    for name, module in block._modules.items():
+        kind = name.lower()[:1]
+        if module is None or kind not in ("q", "k"):
             continue
         if head_dim and _is_norm(module, head_dim):
             roles[f"{block_name}.{name}"] = Role.HEAD_NORM

@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.roles import llama
 from meshwright.roles.family_hints import hints_for, reason_to_refuse
-from meshwright.roles.infer import infer_plan
+from meshwright.roles.infer import infer_outline, infer_plan
 from meshwright.roles.sharding_plan import Role, ShardingPlan
 from meshwright.roles.task_heads import fitted
 
@@ -36,8 +36,12 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
     _PLANS[model_type] = plan
 
 
-def plan_for(model: nn.Module) -> ShardingPlan:
+def plan_for(model: nn.Module, *, inside: bool = True) -> ShardingPlan:
     """Return the sharding plan in the model's config, else its family's, else one inferred with the family's hints.
+
+    Args:
+        model: the decoder.
+        inside: whether the roles of modules inside of layers are needed; if not, they are not inferred.
 
     Raises:
         PlanError: if the family cannot be sharded, no plan can be inferred, or the config names an
@@ -48,14 +52,19 @@ def plan_for(model: nn.Module) -> ShardingPlan:
     if isinstance(saved, Mapping) and ROLES_KEY in saved:
         return _from_names(saved[ROLES_KEY], f'"{CONFIG_KEY}" in the config of {type(model).__name__}')
     model_type = getattr(config, "model_type", "")
-    if model_type in _PLANS:
-        return fitted(_PLANS[model_type], model)
+    if model_type in _PLANS and _has_layers(plan := fitted(_PLANS[model_type], model), model):
+        return plan
     if reason := reason_to_refuse(config):
         raise PlanError(
-            f"{model_type} cannot be sharded over tp: {reason}. Neither do cp and pp know its layers. Use "
-            "ParallelPlan(tp=1, cp=1, pp=1), for example with dp=2"
+            f"{model_type} cannot be cut over the ranks of one batch: {reason}. Use data parallelism, for example "
+            'plan="dp2 zero3"'
         )
-    return infer_plan(model, hints_for(config))
+    return infer_plan(model, hints_for(config)) if inside else infer_outline(model)
+
+
+def _has_layers(plan: ShardingPlan, model: nn.Module) -> bool:
+    """Return whether a family's plan names layers of a model, which may be inside a program's own module."""
+    return any(plan.role_of(name) is Role.LAYER for name, _ in model.named_modules())
 
 
 def _from_names(roles: Any, source: str) -> ShardingPlan:

@@ -1,0 +1,57 @@
+"""Finds the calls at the two borders of a decoder's layers, also if a module runs at several places of the decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.parallel.structure import DecoderStructure
+
+
+class RegionBorders:
+    """The first layer and the module after which the layers have ended: the final norm, else the last layer.
+
+    Args:
+        structure: the decoder's structure.
+
+    Attributes:
+        first: the first layer.
+        is_first_again: whether the first layer runs at a later place too.
+        last: the final norm or the last layer.
+    """
+
+    def __init__(self, structure: DecoderStructure):
+        layers = structure.layers
+        self.first, self.last = layers[0], structure.final_norm or layers[-1]
+        self.is_first_again = layers.count(self.first) > 1
+        self._calls = self._calls_left = max(1, layers.count(self.last))
+        self._depth = 0  # of running layers that have the final norm inside
+        self._handles: list[RemovableHandle] = []
+        for layer in dict.fromkeys(layers):
+            if layer is not self.last and self.last in set(layer.modules()):
+                self._handles.append(layer.register_forward_pre_hook(self._enter))
+                self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
+
+    def begin(self) -> None:
+        """Begin a pass through the layers."""
+        self._calls_left = self._calls
+
+    def has_ended(self) -> bool:
+        """Return whether the call of ``last`` that ends now is the one after which the layers have ended."""
+        if self._depth:
+            return False
+        self._calls_left -= 1
+        return self._calls_left == 0
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        self._depth += 1
+
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._depth -= 1
