@@ -22,6 +22,7 @@ from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.input_placement import Placer
 from meshwright.data.label_check import warn_without_labels
 from meshwright.data.nested import digest, is_batch, signature, to_device
+from meshwright.data.one_length import OneLength, pads_by_rank
 from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, first_ranks
 from meshwright.data.readers.base import Position
 from meshwright.data.readers.choose import make_reader, split_reader
@@ -81,11 +82,16 @@ class DistributedLoader:
         self._blanks = blanks
         self._is_led = self._options.source == "leader" and self._peers.count > 1
         share = even_share if placer is None else placer.share
+        pads = not self._has_dtensors and pads_by_rank(loader, mesh.dp)
+        collate = getattr(loader, "collate_fn", None)
+        self._lengths = OneLength(collate, mesh.dp, pins=bool(getattr(loader, "pin_memory", False))) if pads else None
         if is_dataset_splitted:
-            self._reader = split_reader(loader, mesh.dp, share, self._options, needs_equal_rows=self._has_dtensors)
+            self._reader = split_reader(
+                loader, mesh.dp, share, self._options, needs_equal_rows=self._has_dtensors, keeps_samples=pads
+            )
         else:
             readers = Peers((mesh.dp,)) if self._is_led else self._everyone
-            self._reader = make_reader(loader, mesh.dp, share, readers, self._options)
+            self._reader = make_reader(loader, mesh.dp, share, readers, self._options, keeps_samples=pads)
         self._steps = self._iterations = self._dropped = 0
         self._sizes: str | None = None  # the inputs' sizes and dtypes, which the ranks of dp compared last
         self._weight = 1.0
@@ -223,11 +229,24 @@ class DistributedLoader:
         """Yield this rank's portions of the rest of the epoch, read by this rank or by its leader."""
         draws = self._agreed_draws()
         if not self._is_led:
-            yield from self._reader.read(draws)
+            yield from self._read(draws)
         elif self._peers.is_leader:
             yield from self._read_for_peers(draws)
         else:
             yield from self._receive()
+
+    def _read(self, draws: Draws) -> Iterator[Portion]:
+        """Yield this rank's portions of the rest of the epoch, with one length over the ranks of dp."""
+        is_same = not isinstance(self._reader, SplitReader)  # whether the ranks have drawn the same numbers
+        for portion in self._reader.read(draws):
+            if self._lengths is not None:
+                place = (
+                    draws.worker_seed if is_same else 0,
+                    self._reader.position.epoch,
+                    self._reader.position.samples,
+                )
+                portion = self._lengths.of(portion, zlib.crc32(repr(place).encode()))
+            yield portion
 
     def _agreed_draws(self) -> Draws:
         """Return the first rank's random numbers, after checking that all ranks are at the same position."""
@@ -248,7 +267,7 @@ class DistributedLoader:
         return Draws(worker_seed=worker_seed, order=order)
 
     def _read_for_peers(self, draws: Draws) -> Iterator[Portion]:
-        portions = self._reader.read(draws)
+        portions = self._read(draws)
         while True:
             try:
                 portion = next(portions, None)
