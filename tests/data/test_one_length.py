@@ -35,8 +35,8 @@ WORDS = 50
 
 
 def tokenizer(side: str) -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w1"))  # noqa: S106
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", mask_token="w2", padding_side=side)  # noqa: S106
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w1"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", mask_token="w2", padding_side=side)
 
 
 def own_collate(rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor, list[int], Tensor]:

@@ -21,7 +21,7 @@ from meshwright.data.equal_inputs import check_replicated, check_sizes
 from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.input_placement import Placer
 from meshwright.data.label_check import warn_without_labels
-from meshwright.data.nested import digest, is_batch, signature, to_device
+from meshwright.data.nested import digest, is_batch, map_tensors, signature, to_device
 from meshwright.data.one_length import OneLength, pads_by_rank
 from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, first_ranks
 from meshwright.data.readers.base import Position
@@ -30,6 +30,7 @@ from meshwright.data.readers.map_style import MapReader
 from meshwright.data.readers.split import SplitReader
 from meshwright.data.shuffling import Draws, decoded, encoded
 from meshwright.faults.same_call import Claim, agreed
+from meshwright.parallel.batch_share import BatchShare
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class DistributedLoader:
         self._steps = self._iterations = self._dropped = 0
         self._sizes: str | None = None  # the inputs' sizes and dtypes, which the ranks of dp compared last
         self._weight = 1.0
-        self._counted = 0
+        self._share: BatchShare | None = None
         self._state: dict[str, Any] | None = None  # the leader's state, if the leader reads for this rank
         self._has_warned = False
         self.feeds_causal_lm = False  # a causal LM's loss is None without labels
@@ -120,11 +121,12 @@ class DistributedLoader:
                     "only one position, so end each loop before the next begins"
                 )
             self._weight = 1.0 if self._has_dtensors else portion.counted * self._dp.size / portion.total
-            self._counted = portion.counted
             self._check_rows(portion)
             batch = self._delivered(portion)
             self._check_sizes(portion)
             self._steps += 1
+            batch = map_tensors(batch, _own_object)
+            self._share = BatchShare.keep(batch, portion.total, portion.held, portion.counted)
             yield batch
         if self.dropped:
             level = logging.INFO if self._steps else logging.WARNING
@@ -156,7 +158,7 @@ class DistributedLoader:
     @property
     def counted(self) -> int:
         """The number of this rank's rows in the last batch that hold samples: all of them, or 0 if they are blanks."""
-        return self._counted
+        return 0 if self._share is None else self._share.counted
 
     @property
     def dropped(self) -> int:
@@ -375,6 +377,11 @@ class DistributedLoader:
         least = getattr(self._reader, "least", None)
         if self._steps == 0 and least is not None and self._cannot_share(batch, least):
             logger.warning("this epoch will end in an error: %s", self._too_few(least))
+
+
+def _own_object(x: Tensor) -> Tensor:
+    """Return a tensor that only the program has, so that it is gone when the program drops it."""
+    return x.detach() if type(x) is Tensor and not x.requires_grad else x
 
 
 def _has_labels(batch: Any) -> bool:

@@ -77,7 +77,11 @@ def _sent(samples: list[Any]) -> Any:
 def pads_by_rank(loader: Any, dp: Axis) -> bool:
     """Return whether a loader has a collate function that may pad to the longest of the rows that it gets."""
     collate = getattr(loader, "collate_fn", None)
-    return dp.group is not None and isinstance(loader, DataLoader) and collate not in (None, default_collate, default_convert)
+    return (
+        dp.group is not None
+        and isinstance(loader, DataLoader)
+        and collate not in (None, default_collate, default_convert)
+    )
 
 
 class OneLength:
