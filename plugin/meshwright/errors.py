@@ -81,5 +81,17 @@ class PeerFailedError(RuntimeError):
     """Raised if this rank cannot continue because another rank failed, ended early or hangs."""
 
 
+class LoaderError(Exception):
+    """Raised if a dataset, a collate function or a reader fails; also an instance of the class that it raised.
+
+    The message says which rows of which dataset were read. The error that was raised is the cause.
+    """
+
+    text = ""
+
+    def __str__(self) -> str:
+        return self.text or super().__str__()
+
+
 class VerificationError(RuntimeError):
     """Raised if a process of ``verify`` raised, ended or hangs, so that there are no results to compare."""

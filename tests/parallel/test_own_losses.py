@@ -202,6 +202,46 @@ def test_an_equal_factor_is_none_of_these(program: str, plan: dict[str, Any], po
     pool2.run(scaled, plan, program)
 
 
+def warnings_of_a_loop(program: str) -> list[str]:
+    """What is logged while a hand-written loop trains on rows of one length with unlike numbers of labels."""
+    with logged(level=logging.WARNING) as said:
+        ids = tokens(8, LENGTH)
+        labels = ids.clone()
+        labels[::4] = -100  # of each batch of four, the first row: one of rank 0
+        labels[::4, -1] = ids[::4, -1]
+        dataset: Any = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+        if program in ("tuple", "slice"):
+            dataset = torch.utils.data.TensorDataset(ids, labels)
+        loader: Any = torch.utils.data.DataLoader(dataset, batch_size=4)
+        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**DP))
+        model, _, loader = mw.to_distributed(build("llama"), None, loader, config=config)
+        for batch in loader:
+            if program in ("tuple", "slice"):
+                x, y = batch
+                logits = model(x if program == "tuple" else x[:, :-1]).logits
+                F.cross_entropy(logits[:, : LENGTH - 1].flatten(0, 1), y[:, 1:].flatten()).backward()
+                continue
+            if program == "dropped":
+                del batch["labels"]
+                model(**batch).logits.square().mean().backward()
+                continue
+            logits = model(input_ids=batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"])).logits
+            loss = smoothed(logits, batch["labels"])
+            if program == "corrected":
+                loss = mw.global_mean(model, loss, next_words(batch))
+            loss.backward()
+    return [message for message in said if "global_mean" in message]
+
+
+@pytest.mark.parametrize("program", ["kept", "tuple", "slice", "dropped", "corrected"])
+def test_labels_that_the_model_was_not_given_are_counted(program: str, pool2: Any) -> None:
+    """The loader yielded them; a program that has dropped them computes no loss from them."""
+    first, second = pool2.run(warnings_of_a_loop, program)
+    assert len(first) == int(program not in ("dropped", "corrected")) and not second
+    if first:
+        assert f"2 rows with {LENGTH + 1} labels or tokens that count on rank 0; 2 rows with 24" in first[0]
+
+
 def option_for_a_known_loss() -> str:
     config = mw.ToDistributedConfig(plan=mw.ParallelPlan(), loss_averages_over="rows")
     try:

@@ -145,6 +145,7 @@ class Portion:
         held: the number of rows of ``batch``.
         counted: the number of rows of ``batch`` that count; 0 if its rows only keep the rank in step with the others.
         is_whole: whether ``batch`` has all rows of the global batch.
+        samples: what ``batch`` was collated from, if the loader needs it to make lengths equal.
     """
 
     batch: Any
@@ -152,12 +153,13 @@ class Portion:
     held: int
     counted: int
     is_whole: bool = False
+    samples: Any = None
 
     @classmethod
-    def of(cls, share: Share, batch: Any, total: int) -> Portion:
+    def of(cls, share: Share, batch: Any, total: int, samples: Any = None) -> Portion:
         """Return the portion for a share with the collated rows ``batch``."""
         held = share.high - share.low
-        return cls(batch, total, held, share.counted, is_whole=held == total)
+        return cls(batch, total, held, share.counted, is_whole=held == total, samples=samples)
 
     @property
     def is_blank(self) -> bool:

@@ -21,7 +21,8 @@ from meshwright.data.equal_inputs import check_replicated, check_sizes
 from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.input_placement import Placer
 from meshwright.data.label_check import warn_without_labels
-from meshwright.data.nested import digest, is_batch, signature, tensors_of, to_device
+from meshwright.data.nested import digest, is_batch, map_tensors, signature, tensors_of, to_device
+from meshwright.data.one_length import OneLength, pads_by_rank
 from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, first_ranks
 from meshwright.data.readers.base import Position
 from meshwright.data.readers.choose import make_reader, split_reader
@@ -31,6 +32,7 @@ from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded
 from meshwright.errors import CheckpointError
 from meshwright.faults.same_call import Claim, agreed
 from meshwright.parallel.batch_rows import yielded
+from meshwright.parallel.batch_share import BatchShare
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 from meshwright.schema import require, shown
 
@@ -84,15 +86,20 @@ class DistributedLoader:
         self._blanks = blanks
         self._is_led = self._options.source == "leader" and self._peers.count > 1
         share = even_share if placer is None else placer.share
+        pads = not self._has_dtensors and pads_by_rank(loader, mesh.dp)
+        collate = getattr(loader, "collate_fn", None)
+        self._lengths = OneLength(collate, mesh.dp, pins=bool(getattr(loader, "pin_memory", False))) if pads else None
         if is_dataset_splitted:
-            self._reader = split_reader(loader, mesh.dp, share, self._options, needs_equal_rows=self._has_dtensors)
+            self._reader = split_reader(
+                loader, mesh.dp, share, self._options, needs_equal_rows=self._has_dtensors, keeps_samples=pads
+            )
         else:
             readers = Peers((mesh.dp,)) if self._is_led else self._everyone
-            self._reader = make_reader(loader, mesh.dp, share, readers, self._options)
+            self._reader = make_reader(loader, mesh.dp, share, readers, self._options, keeps_samples=pads)
         self._steps = self._iterations = self._dropped = 0
         self._sizes: str | None = None  # the inputs' sizes and dtypes, which the ranks of dp compared last
         self._weight = 1.0
-        self._counted = 0
+        self._share: BatchShare | None = None
         self._state: dict[str, Any] | None = None  # the leader's state, if the leader reads for this rank
         self._has_warned = False
         self.feeds_causal_lm = False  # a causal LM's loss is None without labels
@@ -117,12 +124,13 @@ class DistributedLoader:
                     "only one position, so end each loop before the next begins"
                 )
             self._weight = 1.0 if self._has_dtensors else portion.counted * self._dp.size / portion.total
-            self._counted = portion.counted
             self._check_rows(portion)
             batch = self._delivered(portion)
             self._check_sizes(portion)
             self._steps += 1
+            batch = map_tensors(batch, _own_object)
             self.say_yielded(batch, is_filler=not self._has_dtensors and portion.is_blank)
+            self._share = BatchShare.keep(batch, portion.total, portion.held, portion.counted)
             yield batch
         if self.dropped:
             level = logging.INFO if self._steps else logging.WARNING
@@ -154,7 +162,7 @@ class DistributedLoader:
     @property
     def counted(self) -> int:
         """The number of this rank's rows in the last batch that hold samples: all of them, or 0 if they are blanks."""
-        return self._counted
+        return 0 if self._share is None else self._share.counted
 
     def say_yielded(self, batch: Any, *, is_filler: bool) -> None:
         """Record that the program gets a batch next; a wrapper that reads ahead calls this before its own yield."""
@@ -245,11 +253,24 @@ class DistributedLoader:
         """Yield this rank's portions of the rest of the epoch, read by this rank or by its leader."""
         draws = self._agreed_draws()
         if not self._is_led:
-            yield from self._reader.read(draws)
+            yield from self._read(draws)
         elif self._peers.is_leader:
             yield from self._read_for_peers(draws)
         else:
             yield from self._receive()
+
+    def _read(self, draws: Draws) -> Iterator[Portion]:
+        """Yield this rank's portions of the rest of the epoch, with one length over the ranks of dp."""
+        is_same = not isinstance(self._reader, SplitReader)  # whether the ranks have drawn the same numbers
+        for portion in self._reader.read(draws):
+            if self._lengths is not None:
+                place = (
+                    draws.worker_seed if is_same else 0,
+                    self._reader.position.epoch,
+                    self._reader.position.samples,
+                )
+                portion = self._lengths.of(portion, zlib.crc32(repr(place).encode()))
+            yield portion
 
     def _agreed_draws(self) -> Draws:
         """Return the first rank's random numbers, after checking that all ranks are at the same position."""
@@ -270,7 +291,7 @@ class DistributedLoader:
         return Draws(worker_seed=worker_seed, order=order)
 
     def _read_for_peers(self, draws: Draws) -> Iterator[Portion]:
-        portions = self._reader.read(draws)
+        portions = self._read(draws)
         while True:
             try:
                 portion = next(portions, None)
@@ -378,6 +399,11 @@ class DistributedLoader:
         least = getattr(self._reader, "least", None)
         if self._steps == 0 and least is not None and self._cannot_share(batch, least):
             logger.warning("this epoch will end in an error: %s", self._too_few(least))
+
+
+def _own_object(x: Tensor) -> Tensor:
+    """Return a tensor that only the program has, so that it is gone when the program drops it."""
+    return x.detach() if type(x) is Tensor and not x.requires_grad else x
 
 
 def _has_labels(batch: Any) -> bool:

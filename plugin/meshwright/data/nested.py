@@ -19,7 +19,7 @@ SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr
 def fill(value: Any, function: Callable[[Any], Any]) -> Any:
     """Return a structure with containers of the same types, and ``function`` applied to every other value."""
     if isinstance(value, Mapping):
-        return _like(value, {key: fill(item, function) for key, item in value.items()})
+        return like(value, {key: fill(item, function) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(fill(item, function) for item in value))
     if isinstance(value, list | tuple):
@@ -32,7 +32,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     return fill(value, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
-def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Return the items in a mapping of the type of ``value``: users call methods of types such as ``BatchEncoding``."""
     if type(value) is dict:
         return items
@@ -83,7 +83,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     return map_tensors(value, lambda x: x.to(device, non_blocking=True))
 
 
-def take_rows(x: Tensor, own: slice) -> Tensor:
+def take_rows(x: Tensor, own: slice | list[int]) -> Tensor:
     """Return the rows ``own`` of a tensor, which may be sparse (torch cannot slice sparse tensors).
 
     Raises:

@@ -8,6 +8,7 @@ the number of samples. (The contents of a shuffle buffer would have to be saved.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from meshwright.data.read_errors import files_of
 
 READ_TOGETHER = 64  # the number of rows that a dataset decodes at once
 
@@ -54,6 +57,11 @@ class ListedShards:
         opened = self._shards[shard]
         return islice(opened() if callable(opened) else opened, start, None)
 
+    def files_of(self, shard: int) -> list[str]:
+        """Return the arguments of the function that opens a shard, such as ``partial(read, "a.jsonl")``."""
+        opened = self._shards[shard]
+        return [str(x) for x in opened.args] if isinstance(opened, functools.partial) else []
+
 
 class DatasetShards:
     """The shards of a dataset with ``num_shards``, ``shard`` and ``iter``, such as Hugging Face's IterableDataset."""
@@ -84,6 +92,10 @@ class DatasetShards:
         one = self._dataset.shard(num_shards=self.num_shards, index=shard)
         # In a DataLoader's worker, iter(one) would split the shard over the workers.
         return islice(_rows(one.iter(batch_size=READ_TOGETHER)), start, None)
+
+    def files_of(self, shard: int) -> list[str]:
+        """Return the files of a shard, as far as the dataset tells."""
+        return files_of(self._dataset.shard(num_shards=self.num_shards, index=shard))
 
 
 def as_source(dataset: Any) -> ShardedSource:
@@ -176,9 +188,21 @@ class LaneReader:
         for place in range(self.shard, len(self.shards)):
             skip = start - self.base if place == self.shard else 0
             self._starts.append((place, count - skip))
-            for sample in self.source.open(self.shards[place], skip):
-                count += 1
-                yield sample
+            row = skip
+            try:
+                for sample in self.source.open(self.shards[place], skip):
+                    count += 1
+                    row += 1
+                    yield sample
+            except Exception as error:
+                error.add_note(f"at or after row {row} of {_said(self.source, self.shards[place])}")
+                raise
+
+
+def _said(source: ShardedSource, shard: int) -> str:
+    """Return a shard's number and, if the source tells, its files."""
+    files = source.files_of(shard) if isinstance(source, ListedShards | DatasetShards) else []
+    return f"shard {shard} of {source.num_shards}" + (f" ({', '.join(files)})" if files else "")
 
 
 def window_start(taken: int, window: int) -> int:

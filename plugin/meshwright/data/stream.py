@@ -103,6 +103,7 @@ class ShardedStream:
         self.source = as_source(dataset)
         self.batch_size, self.dp, self.drop_last = batch_size, dp, drop_last
         self.epoch = self.samples = self.dropped = 0
+        self.failure: Exception | None = None  # the error of the dataset that ended reading on this rank
         self._num_lanes = min(lanes, self.source.num_shards)
         self._order: dict[str, Any] = {
             "num_shards": self.source.num_shards,
@@ -261,6 +262,7 @@ class ShardedStream:
             message["error"] = "".join(traceback.format_exception(error))
         messages = self._gather(message)
         if error is not None:
+            self.failure = error
             raise error
         for rank, other in enumerate(messages):
             if "error" in other:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.async_numbers import read_later
+from meshwright.parallel.batch_share import BatchShare
 from meshwright.parallel.collectives import Axis, all_gather
 from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, valid_labels
@@ -64,13 +65,18 @@ class UnevenBatches:
         if not tensors:
             return
         batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)
+        share = BatchShare.of(inputs.values()) if is_pass and "labels" not in inputs else None
+        kept = None if share is None else share.count_labels(inputs.values())
         device = tensors[0].device  # a hook that held its own tensor would keep that tensor alive forever
         is_queued = is_known = False
 
         def compare() -> None:
             if not is_known:
                 # Moved to the group's device, since a batch may still be on the host.
-                self._compare(rows_and_labels(batch, with_mask=is_pass).to(device, non_blocking=True))
+                counted = rows_and_labels(batch, with_mask=is_pass).to(device, non_blocking=True)
+                if kept is not None:  # labels from the same batch of the loader, which the model was not given
+                    counted[1] = kept.to(device, non_blocking=True)
+                self._compare(counted)
 
         def queue(_: Tensor) -> None:
             nonlocal is_queued
@@ -103,6 +109,8 @@ class UnevenBatches:
         self.is_on = False
         if self.dp.rank > 0 or self.tp.rank > 0:
             return
+        if len({labels / rows for rows, labels in ranks if rows}) == 1:  # the numbers of rows say it all
+            ranks = [[rows, -1] for rows, _ in ranks]
         logger.warning(
             "the model's loss is of an unknown kind, or the program computes its own, and the data-parallel ranks "
             "had %s. Data parallelism averages the ranks' means, so a row or label of a rank that has fewer of them "

@@ -21,19 +21,25 @@ from meshwright.parallel.collectives import Axis
 logger = logging.getLogger(__name__)
 
 
-def split_reader(loader: Any, dp: Axis, share: Sharing, options: LoaderOptions, *, needs_equal_rows: bool) -> Reader:
+def split_reader(
+    loader: Any, dp: Axis, share: Sharing, options: LoaderOptions, *, needs_equal_rows: bool, keeps_samples: bool
+) -> Reader:
     """Return the reader for a loader of this rank's part of a dataset.
 
     Raises:
         ValueError: an empty dataset, or options that do not fit it.
     """
-    own = _reader_of_whole(loader, Axis(dp.name), share, Peers(), options, may_stream=False)
+    own = _reader_of_whole(
+        loader, Axis(dp.name), share, Peers(), options, may_stream=False, keeps_samples=keeps_samples
+    )
     drop_last = bool(getattr(loader, "drop_last", False))
     return SplitReader(own, dp, drop_last=drop_last, needs_equal_rows=needs_equal_rows)
 
 
-def make_reader(loader: Any, dp: Axis, share: Sharing, readers: Peers, options: LoaderOptions) -> Reader:
-    """Return the reader that fits a loader.
+def make_reader(
+    loader: Any, dp: Axis, share: Sharing, readers: Peers, options: LoaderOptions, *, keeps_samples: bool = False
+) -> Reader:
+    """Return the reader that fits a loader; its portions hold their samples if ``keeps_samples``.
 
     Raises:
         ValueError: an empty dataset, one that is split already, or options that do not fit it.
@@ -43,11 +49,18 @@ def make_reader(loader: Any, dp: Axis, share: Sharing, readers: Peers, options: 
             f"the loader is split already, by {what}, and would be split a second time; pass the whole dataset in a "
             "plain DataLoader, or call shard_dataloader(..., is_dataset_splitted=True)"
         )
-    return _reader_of_whole(loader, dp, share, readers, options, may_stream=True)
+    return _reader_of_whole(loader, dp, share, readers, options, may_stream=True, keeps_samples=keeps_samples)
 
 
 def _reader_of_whole(
-    loader: Any, dp: Axis, share: Sharing, readers: Peers, options: LoaderOptions, *, may_stream: bool
+    loader: Any,
+    dp: Axis,
+    share: Sharing,
+    readers: Peers,
+    options: LoaderOptions,
+    *,
+    may_stream: bool,
+    keeps_samples: bool,
 ) -> Reader:
     name = options.fingerprint
     if may_stream and has_shards(loader):
@@ -58,7 +71,7 @@ def _reader_of_whole(
             "DataLoader(..., shuffle=True), or shuffle the dataset itself"
         )
     if is_stock(loader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
-        return MapReader(loader, dp, share, seed=options.seed, name=name)
+        return MapReader(loader, dp, share, seed=options.seed, name=name, keeps_samples=keeps_samples)
     if is_stock(loader) and may_stream and dp.size > 1 and (stage := stage_over_shards(loader.dataset)):
         logger.warning(
             "the dataset's pipeline has a %s, which cannot run shard by shard, so every rank reads the whole dataset "
@@ -66,4 +79,4 @@ def _reader_of_whole(
             "dataset.shuffle(), and select rows before streaming",
             stage,
         )
-    return WholeReader(loader, dp, share, readers=readers, name=name)
+    return WholeReader(loader, dp, share, readers=readers, name=name, keeps_samples=keeps_samples)

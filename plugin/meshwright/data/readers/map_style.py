@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Generator
@@ -11,7 +12,9 @@ from torch.utils.data import DataLoader
 
 from meshwright.data.epoch_order import InOrder, Order
 from meshwright.data.fingerprint import fingerprint
-from meshwright.data.global_batches import Portion, Sharing
+from meshwright.data.global_batches import Portion, Share, Sharing
+from meshwright.data.one_length import KeepingSamples, portion_of
+from meshwright.data.read_errors import first_failing, name_of, reading
 from meshwright.data.readers.base import (
     NAMED,
     VERSION,
@@ -38,13 +41,21 @@ class MapReader:
         share: the function that chooses a rank's rows of a batch.
         seed: the seed of the shuffling, instead of the loader's generator.
         name: a name for the dataset, instead of its fingerprint.
+        keeps_samples: whether portions hold their samples.
 
     Raises:
         ValueError: the dataset is empty.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], dp: Axis, share: Sharing, *, seed: int | None = None, name: str | None = None
+        self,
+        loader: DataLoader[Any],
+        dp: Axis,
+        share: Sharing,
+        *,
+        seed: int | None = None,
+        name: str | None = None,
+        keeps_samples: bool = False,
     ):
         if len(loader.dataset) == 0:  # type: ignore[arg-type]
             raise ValueError(f"the dataset is empty: a {type(loader.dataset).__name__} with 0 samples")
@@ -55,6 +66,7 @@ class MapReader:
         self._fingerprint = fingerprint(loader.dataset) if name is None else name
         self.identity = fingerprint(loader.dataset, has_numbers=True) if name is None else name
         self._user_loader, self._dp, self._share = loader, dp, share
+        self._collate: Any = KeepingSamples(loader.collate_fn) if keeps_samples else loader.collate_fn
         self._indices = _RankIndices(dp, share, self._sampling.exhaust)
         self._generator = Generator()
         self._inner: DataLoader[Any] | None = None
@@ -109,10 +121,14 @@ class MapReader:
         self._generator.manual_seed((draws.worker_seed + self._dp.rank) % WORKER_SEEDS)
         self.dropped, self.least = batches.dropped(position.samples), batches.least(position.samples)
         rest = batches.after(position.samples)
-        for (start, rows), batch in zip(rest, self._loader(), strict=True):
+        batches_read = iter(self._loader())
+        for start, rows in rest:
             share = self._share(rows, self._dp)
+            with reading(partial(self._where, start, share)):
+                batch = next(batches_read)
             position.samples = start + rows
-            yield Portion.of(share, batch, rows)
+            yield portion_of(share, batch, rows)
+        assert next(batches_read, None) is None  # on one device, too, the sampler is asked for a batch after the last
         position.finish()
         self._sampling.finish()
 
@@ -163,6 +179,15 @@ class MapReader:
         self._order = state.get("drawn")
         self._tell_epoch()
 
+    def _where(self, start: int, share: Share) -> str:
+        """Return which rows were read, for an error: their indices in the dataset and their place in the epoch."""
+        dataset = self._user_loader.dataset
+        indices = self._indices.take(start + share.low, start + share.high)
+        row = first_failing(dataset, indices)
+        said = f"rows {', '.join(map(str, indices))}" if row is None else f"row {row}"
+        place = f"samples {start + share.low} to {start + share.high - 1} of epoch {self.position.epoch}"
+        return f"{said} of {name_of(dataset)} ({place})"
+
     def _tell_epoch(self) -> None:
         """Pass the epoch to the user's dataset and samplers, which may have a different order for each epoch."""
         loader = self._user_loader
@@ -190,7 +215,7 @@ class MapReader:
             self._inner = DataLoader(
                 loader.dataset,
                 batch_sampler=self._indices,
-                collate_fn=loader.collate_fn,
+                collate_fn=self._collate,
                 pin_memory=loader.pin_memory,
                 persistent_workers=loader.persistent_workers,
                 generator=self._generator,
@@ -215,6 +240,10 @@ class _RankIndices:
 
     def begin(self, order: Order, batches: Batches, samples: int) -> None:
         self._order, self._batches, self._samples = order, batches, samples
+
+    def take(self, start: int, stop: int) -> list[Any]:
+        """Return the dataset indices of the epoch's samples ``start`` to ``stop - 1``."""
+        return self._order.take(start, stop)
 
     def __iter__(self) -> Iterator[list[Any]]:
         assert self._batches is not None

@@ -74,8 +74,8 @@ class SplitReader:
             if portion is None:
                 if last is None:
                     raise ValueError(f"the user's split gives some ranks no rows: {self._said(rows)}")
-                portion = Portion(last.batch, total, last.held, 0)
-            last = Portion(portion.batch, total, portion.held, portion.counted)
+                portion = Portion(last.batch, total, last.held, 0, samples=last.samples)
+            last = Portion(portion.batch, total, portion.held, portion.counted, samples=portion.samples)
             self.position.samples += 1
             yield last
         self.position.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.global_batches import Portion, Sharing, chunk_share
 from meshwright.data.nested import map_tensors
+from meshwright.data.read_errors import located, name_of, reading
 from meshwright.data.readers.base import VERSION, WORKER_SEEDS, Position, check_equal, check_fields, worker_options
 from meshwright.data.readers.whole_stream import is_stock
 from meshwright.data.shards import ShardedSource
 from meshwright.data.shuffling import Draws, WorkerSeeds
-from meshwright.data.stream import ShardedStream, gather_objects
+from meshwright.data.stream import Rows, ShardedStream, gather_objects
 from meshwright.parallel.collectives import Axis
 from meshwright.schema import anything, table
 
@@ -96,15 +98,28 @@ class StreamReader:
     def read(self, draws: Draws) -> Iterator[Portion]:
         self._generator.manual_seed((draws.worker_seed + self._dp.rank) % WORKER_SEEDS)
         self._stream.set_epoch(self.position.epoch)
-        for rows in self._stream:
+        for rows in self._rows():
             samples, counted = rows.samples, 0 if rows.is_blank else len(rows.samples)
             if self._share is chunk_share and rows.total % self._dp.size:
                 samples = self._in_chunks(samples[:counted], rows.total)
                 counted = len(samples)
-            self.position.samples = self._stream.samples
+            start, self.position.samples = self.position.samples, self._stream.samples
             held = len(samples)
-            yield Portion(self._collate(samples), rows.total, held, counted, is_whole=held == rows.total)
+            with reading(partial(self._where, f"samples {start} to {start + rows.total - 1}")):
+                batch = self._collate(samples)
+            yield Portion(batch, rows.total, held, counted, is_whole=held == rows.total, samples=samples)
         self.position.finish()
+
+    def _rows(self) -> Iterator[Rows]:
+        try:
+            yield from self._stream
+        except Exception as error:
+            if error is not self._stream.failure:
+                raise
+            raise located(error, self._where(f"the samples from {self.position.samples} on")) from error
+
+    def _where(self, samples: str) -> str:
+        return f"{samples} of epoch {self.position.epoch} of {name_of(self._loader.dataset)}"
 
     def set_epoch(self, epoch: int) -> None:
         self.position.set_epoch(epoch)

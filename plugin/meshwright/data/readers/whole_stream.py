@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.nested import digest, is_dense, leaves, map_tensors, take_rows, why_no_batch
+from meshwright.data.one_length import KeepingSamples, portion_of
 from meshwright.data.peers import Peers, check_same_rows
+from meshwright.data.read_errors import name_of, reading
 from meshwright.data.readers.base import (
     MOST_EPOCHS,
     NAMED,
@@ -29,6 +31,7 @@ from meshwright.parallel.collectives import Axis
 from meshwright.schema import integer, maybe
 
 ENDED = -1
+_NONE = object()  # in place of a batch after the last
 
 
 class WholeReader:
@@ -44,14 +47,24 @@ class WholeReader:
         share: the function that chooses a rank's rows of a batch.
         readers: all ranks that read.
         name: a name for the dataset, instead of its fingerprint.
+        keeps_samples: whether portions hold their samples.
     """
 
-    def __init__(self, loader: Iterable[Any], dp: Axis, share: Sharing, *, readers: Peers, name: str | None = None):
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        dp: Axis,
+        share: Sharing,
+        *,
+        readers: Peers,
+        name: str | None = None,
+        keeps_samples: bool = False,
+    ):
         self.position = Position()
         self.dropped = 0
         self._loader, self._dp, self._share, self._readers = loader, dp, share, readers
         self._dataset: Any = getattr(loader, "dataset", loader)
-        self._name = name
+        self._name, self._keeps_samples = name, keeps_samples
         self._fingerprint = fingerprint(self._dataset) if name is None else name
         self._batches = 0  # the number of batches returned in this epoch
         self._told: int | None = getattr(self._dataset, "epoch", None)  # the epoch that the dataset is set to
@@ -155,14 +168,31 @@ class WholeReader:
     def _rest(self) -> Iterator[tuple[int, Portion]]:
         """Yield for each batch after the position a digest of the whole batch, and this rank's portion."""
         if not self._cuts_samples:
-            for batch in islice(self._loader, self._batches, None):
+            for batch in self._read(islice(self._loader, self._batches, None)):
                 yield self._digest(batch), self._cut(batch)
             return
         loader: Any = self._loader
         if loader.num_workers:
-            yield from islice(self._sharing(loader.dataset), self._batches, None)
+            yield from self._read(islice(self._sharing(loader.dataset), self._batches, None))
         else:
-            yield from self._sharing(_After(loader.dataset, self.position.samples))
+            yield from self._read(self._sharing(_After(loader.dataset, self.position.samples)))
+
+    def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches; an error says where in the dataset it was raised."""
+        with reading(self._where):
+            rest = iter(batches)
+        while True:
+            with reading(self._where):
+                batch = next(rest, _NONE)
+            if batch is _NONE:
+                return
+            yield batch
+
+    def _where(self) -> str:
+        place = f"batch {self._batches} of epoch {self.position.epoch}"
+        if self.batch_size is not None:
+            place += f" (samples {self.position.samples} to {self.position.samples + self.batch_size - 1})"
+        return f"{place} of {name_of(self._dataset)}"
 
     def _digest(self, batch: Any) -> int:
         return digest(batch) if self._readers.count > 1 else 0
@@ -174,7 +204,12 @@ class WholeReader:
             dataset,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
-            collate_fn=_CollateShare(loader.collate_fn, self._dp, self._share, self._readers.count > 1),
+            collate_fn=_CollateShare(
+                KeepingSamples(loader.collate_fn) if self._keeps_samples else loader.collate_fn,
+                self._dp,
+                self._share,
+                self._readers.count > 1,
+            ),
             pin_memory=loader.pin_memory,
             generator=self._generator,
             persistent_workers=loader.persistent_workers,
@@ -211,7 +246,7 @@ class _CollateShare:
 
     def __call__(self, samples: list[Any]) -> tuple[int, Portion]:
         share = self._share(len(samples), self._dp)
-        portion = _Pinnable.of(share, self._collate(samples[share.low : share.high]), len(samples))
+        portion = portion_of(share, self._collate(samples[share.low : share.high]), len(samples), _Pinnable)
         return digest(samples) if self._has_digest else 0, portion
 
 

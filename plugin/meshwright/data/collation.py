@@ -1,0 +1,204 @@
+"""Collates a rank's rows with a row of another rank, so that the collate function pads them to that row's length.
+
+What a collate function returns has rows if it also has this rank's rows when the function runs on these alone.
+Everything else, such as packed tokens, is taken from what it returns for this rank's rows alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+
+from meshwright.data.nested import is_dense, leaves, like
+
+Collate = Callable[[list[Any]], Any]
+DEEPEST = 4  # how deep a generator may be inside a collate function, such as the Trainer's around the user's
+
+
+def row_sizes(batch: Any, held: int) -> tuple[int, list[int]]:
+    """Return a digest of which tensors of a batch of ``held`` rows have rows, and the sizes of their other dims."""
+    found = [(name, x) for name, x in leaves(batch) if isinstance(x, Tensor) and _has_rows(x, held)]
+    return zlib.crc32(repr([(name, x.ndim) for name, x in found]).encode()), [n for _, x in found for n in x.shape[1:]]
+
+
+def _has_rows(x: Tensor, rows: int) -> bool:
+    """Return whether a tensor has rows, or several blocks of them, such as the chosen rows and then the rejected."""
+    return not x.is_nested and x.ndim > 1 and x.shape[0] > 0 and x.shape[0] % rows == 0
+
+
+def longest(collate: Collate, samples: list[Any], sizes: list[int]) -> list[Any]:
+    """Return a few of the samples that are collated to the same sizes as all of them."""
+    ordered = sorted(samples, key=_weight, reverse=True)
+    count = 1
+    while count < len(ordered) and row_sizes(collate(ordered[:count]), count)[1] != sizes:
+        count *= 2
+    return ordered[:count]
+
+
+def _weight(value: Any) -> int:
+    """Return the number of elements of a sample."""
+    if isinstance(value, Mapping):
+        return sum(map(_weight, value.values()))
+    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+        return sum(map(_weight, value))
+    if isinstance(value, Tensor | np.ndarray):
+        return int(np.prod(value.shape))
+    return len(value) if hasattr(value, "__len__") else 1
+
+
+def padded(collate: Collate, samples: list[Any], alone: Any, others: list[Any]) -> Any:
+    """Return a batch with the padding that it has when it is collated together with other samples.
+
+    Args:
+        collate: the user's collate function.
+        samples: the samples of the batch.
+        alone: the batch: what the function returns for the samples.
+        others: the other samples.
+
+    Returns:
+        The rows of ``samples`` in what the function returns for all samples; ``alone`` if these cannot be told from
+        the others, because a row's values depend on the other rows; and None if nothing has rows.
+    """
+    whole = collate(samples + others)
+    rows = _Rows(len(samples) + len(others), len(samples))
+    pairs = list(_paired(whole, alone, rows))
+    if any(w is _DIFFERENT for w, _ in pairs):
+        return alone
+    found = [(w, a, rows.of_tensor(w, a)) for w, a in pairs if isinstance(w, Tensor) and isinstance(a, Tensor)]
+    taken = {id(w): (own, a) for w, a, own in found if own is not None}
+    agree = [_is_padded(own, a) for own, a in taken.values()]
+    # If a function draws random numbers, the two runs differ, and must not be mixed.
+    is_drawn = not all(agree) and any(agree) and len(taken) == sum(w.ndim > 0 for w, _, _ in found)
+    if not taken:
+        return None
+    if not all(agree) and not (is_drawn and not _equal_batches(collate(samples + others), whole)):
+        return alone
+    return _joined(whole, alone, rows, {key: own for key, (own, _) in taken.items()})
+
+
+def _equal_batches(one: Any, other: Any) -> bool:
+    pairs = zip(leaves(one), leaves(other), strict=True)
+    return all(_equal(x, y) for (_, x), (_, y) in pairs if isinstance(x, Tensor) and isinstance(y, Tensor))
+
+
+class _Rows:
+    """The first ``own`` rows of a batch of ``total`` rows, in values that a collate function returned."""
+
+    def __init__(self, total: int, own: int):
+        self.total, self.own = total, own
+
+    def of_list(self, whole: Any, alone: Any) -> bool:
+        """Return whether a list has one item per row, and ``alone`` is the same list of this rank's rows."""
+        return len(whole) == self.total and len(alone) == self.own
+
+    def of_tensor(self, whole: Tensor, alone: Tensor) -> Tensor | None:
+        """Return this rank's rows of a tensor; None if it has no rows, such as one with the tokens of all rows."""
+        if not (_has_rows(whole, self.total) and _has_rows(alone, self.own)) or whole.ndim != alone.ndim:
+            return None
+        blocks = len(whole) // self.total
+        if len(alone) != blocks * self.own or not (is_dense(whole) and is_dense(alone)):
+            return None
+        return whole.unflatten(0, (blocks, self.total))[:, : self.own].flatten(0, 1)
+
+
+_DIFFERENT = object()  # in place of a part that has another form in the batch of this rank's rows
+
+
+def _paired(whole: Any, alone: Any, rows: _Rows) -> Iterator[tuple[Any, Any]]:
+    """Yield the values at the same places of two collated batches that are neither containers nor lists of rows."""
+    if isinstance(whole, Mapping) and isinstance(alone, Mapping) and whole.keys() == alone.keys():
+        for key, value in whole.items():
+            yield from _paired(value, alone[key], rows)
+    elif isinstance(whole, list | tuple) and type(whole) is type(alone):
+        if rows.of_list(whole, alone):
+            return
+        if len(whole) != len(alone):
+            yield _DIFFERENT, None
+            return
+        for value, other in zip(whole, alone, strict=True):
+            yield from _paired(value, other, rows)
+    elif isinstance(whole, Mapping | list | tuple) or type(whole) is not type(alone):
+        yield _DIFFERENT, None
+    else:
+        yield whole, alone
+
+
+def _joined(whole: Any, alone: Any, rows: _Rows, taken: Mapping[int, Tensor]) -> Any:
+    """Return this rank's rows of the tensors that have rows, and everything else as it is collated alone."""
+    if isinstance(whole, Mapping):
+        return like(whole, {key: _joined(value, alone[key], rows, taken) for key, value in whole.items()})
+    if isinstance(whole, list | tuple):
+        if rows.of_list(whole, alone):
+            return alone
+        items = [_joined(w, a, rows, taken) for w, a in zip(whole, alone, strict=True)]
+        return type(whole)(*items) if hasattr(whole, "_fields") else type(whole)(items)
+    return taken.get(id(whole), alone)
+
+
+def _is_padded(own: Tensor, alone: Tensor) -> bool:
+    """Return whether rows equal the same rows collated alone, but for padding at either end of each dim."""
+    if not (is_dense(own) and is_dense(alone)) or own.dtype != alone.dtype:
+        return False
+    sizes = list(zip(own.shape[1:], alone.shape[1:], strict=True))
+    if any(most < size for most, size in sizes):
+        return False
+    ends = [{(0, size), (most - size, most)} for most, size in sizes]
+    return any(_equal(own[(slice(None), *(slice(*end) for end in part))], alone) for part in product(*ends))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or (one.is_floating_point() and torch.allclose(one, other, 0, 0, equal_nan=True))
+
+
+@contextmanager
+def seeded(collate: Collate, seed: int) -> Iterator[None]:
+    """Seed what a collate function draws from, and restore all random states afterwards."""
+    found = list({id(x): x for x in _generators(collate, DEEPEST)}.values())
+    of_torch = [(x, x.get_state()) for x in found if isinstance(x, Generator)]
+    of_numpy = [(x, copy.deepcopy(x.bit_generator.state)) for x in found if isinstance(x, np.random.Generator)]
+    of_python = [(x, x.getstate()) for x in found if isinstance(x, random.Random)]
+    own, of_legacy, of_default = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(own)
+        np.random.set_state(of_legacy)
+        torch.set_rng_state(of_default)
+        for x, state in of_torch:
+            x.set_state(state)
+        for y, words in of_numpy:
+            y.bit_generator.state = words
+        for z, drawn in of_python:
+            z.setstate(drawn)
+
+
+def _generators(value: Any, depth: int) -> Iterator[Any]:
+    """Yield the random generators that a callable has: in its attributes, in what it is bound to, and around it."""
+    if isinstance(value, Generator | np.random.Generator | random.Random):
+        yield value
+        return
+    if depth == 0:
+        return
+    inner = [*getattr(value, "__dict__", {}).values()]
+    if isinstance(value, functools.partial):
+        inner += [value.func, *value.args, *value.keywords.values()]
+    inner += [getattr(value, "__self__", None)]
+    for cell in getattr(value, "__closure__", None) or ():
+        with suppress(ValueError):  # a variable that its function has not set yet
+            inner.append(cell.cell_contents)
+    for part in inner:
+        if part is not None and not isinstance(part, type | str | int | float):
+            yield from _generators(part, depth - 1)

@@ -1,0 +1,152 @@
+"""Every rank's rows have the padding of the one-device batch, whatever collates, pads and reads them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+)
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TrlCollator
+
+from data.test_stream import Ranks
+from meshwright.config import LoaderOptions
+from meshwright.data.global_batches import Portion, even_share
+from meshwright.data.nested import leaves
+from meshwright.data.one_length import OneLength
+from meshwright.data.peers import Peers
+from meshwright.data.readers.choose import make_reader
+from meshwright.parallel.collectives import Axis
+
+WORDS = 50
+
+
+def tokenizer(side: str) -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w1"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", mask_token="w2", padding_side=side)
+
+
+def own_collate(rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor, list[int], Tensor]:
+    """A user's: a tuple with padded rows, a mask that is padded in two dims, numbers of the rows, and their classes."""
+    ids = [torch.tensor(row["input_ids"]) for row in rows]
+    longest = max(map(len, ids))
+    mask = torch.zeros(len(rows), 1, longest, longest)
+    for row, x in enumerate(ids):
+        mask[row, 0, -len(x) :, -len(x) :] = 1.0
+    classes = torch.tensor([len(x) % 3 for x in ids])
+    return (
+        pad_sequence(ids, batch_first=True, padding_value=-7, padding_side="left"),
+        mask,
+        [len(x) for x in ids],
+        classes,
+    )
+
+
+def collators(side: str) -> dict[str, Callable[[list[Any]], Any]]:
+    tokens = tokenizer(side)
+    return {
+        "padding": DataCollatorWithPadding(tokens),
+        "multiple of 4": DataCollatorWithPadding(tokens, pad_to_multiple_of=4),
+        "language modelling": DataCollatorForLanguageModeling(tokens, mlm=False),
+        "seq2seq": DataCollatorForSeq2Seq(tokens),
+        "trl": TrlCollator(pad_token_id=0),
+        "preference": DataCollatorForPreference(pad_token_id=0),
+        "own": own_collate,
+        "packed": DataCollatorWithFlattening(),
+        "rows": list,
+    }
+
+
+def rows_for(name: str, draws: random.Random, count: int) -> list[dict[str, Any]]:
+    def words() -> list[int]:
+        return [draws.randrange(3, WORDS) for _ in range(draws.randint(1, 12))]
+
+    if name == "preference":
+        return [{"prompt_ids": words(), "chosen_ids": words(), "rejected_ids": words()} for _ in range(count)]
+    rows: list[dict[str, Any]] = [{"input_ids": words()} for _ in range(count)]
+    return [{**row, "labels": row["input_ids"][::-1]} for row in rows] if name in ("seq2seq", "packed") else rows
+
+
+class Lines(IterableDataset[Any]):
+    """Rows that only an iteration gives, in one piece or in three shards."""
+
+    def __init__(self, rows: list[Any]):
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+class Shards(Lines):
+    num_shards = 3
+
+    def open(self, shard: int, start: int) -> Any:
+        return iter(self.rows[shard::3][start:])
+
+
+def portions(make: Callable[[], DataLoader[Any]], dp: int) -> list[list[Portion]]:
+    """Each rank's portions, of ranks that are threads of this process."""
+    group = Ranks(dp)
+
+    def one(rank: int) -> list[Portion]:
+        axis, loader = Axis("dp", size=dp, rank=rank), make()
+        gather = lambda value: group.gather(rank, value)  # noqa: E731
+        reader: Any = make_reader(loader, axis, even_share, Peers(), LoaderOptions(), keeps_samples=True)
+        if hasattr(reader, "_stream"):
+            reader._stream._gather = gather
+        lengths = OneLength(loader.collate_fn, axis, gather=gather)
+        return [lengths.of(portion, seed=step) for step, portion in enumerate(reader.read(reader.draw()))]
+
+    read = group.run(one)
+    for result in read:
+        if isinstance(result, Exception):
+            raise result
+    return read
+
+
+def row_of(batch: Any, row: int, rows: int) -> list[Any]:
+    """One row's values: of each block of rows of a tensor, and of each list with one value per row."""
+    if isinstance(batch, list):
+        return [batch[row]]
+    found: list[Any] = []
+    for name, x in leaves(dict(batch) if hasattr(batch, "keys") else dict(enumerate(batch))):
+        if isinstance(x, Tensor):
+            found.append((name, x.unflatten(0, (-1, rows))[:, row].tolist(), x.shape[1:]))
+    return found
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", collators("left"))
+def test_each_rank_has_rows_of_the_one_device_batch(name: str, side: str) -> None:
+    """Drawn at random: lengths, sizes of batches, ranks and readers. Values are integers, so they are equal exactly."""
+    draws = random.Random(f"{name} {side}")
+    collate = collators(side)[name]
+    for trial in range(6):
+        dp, size = draws.choice([2, 2, 3]), draws.randint(3, 9)
+        rows = rows_for(name, draws, count=draws.randint(size, 2 * size + 1))
+        dataset: Any = [rows, Lines(rows), Shards(rows)][trial % 3]
+        make = lambda: DataLoader(dataset, batch_size=size, collate_fn=collate)  # noqa: B023, E731
+        whole = [portion.batch for portion in portions(make, 1)[0]]
+        for batch, of_ranks in zip(whole, zip(*portions(make, dp), strict=True), strict=True):
+            read = [portion for portion in of_ranks if not portion.is_blank]
+            if name == "packed":  # without padding, each rank's tokens are those of its rows
+                assert sum(portion.batch["input_ids"].numel() for portion in read) == batch["input_ids"].numel()
+                continue
+            found = [row_of(portion.batch, row, portion.held) for portion in read for row in range(portion.held)]
+            expected = [row_of(batch, row, read[0].total) for row in range(read[0].total)]
+            if isinstance(dataset, Shards):  # which deals the rows to the ranks that have read them
+                found, expected = sorted(found, key=str), sorted(expected, key=str)
+            assert found == expected
