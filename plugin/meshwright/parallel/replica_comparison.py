@@ -41,7 +41,7 @@ ADVICE = (
     "gradients belong to none of them. Base decisions (a skipped step, a learning rate, what is frozen) on numbers "
     "that are equal on all ranks, such as outputs.loss, and act on all ranks alike"
 )
-FIRST = 3  # meetings at which everything is compared, since they show what forward writes
+FIRST = 3  # meetings at which everything is compared if forward writes tensors
 
 
 class ReplicaComparison:
@@ -79,6 +79,7 @@ class ReplicaComparison:
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
         self.streams = streams
         self._tensors = tensors
+        self.wrote = False  # whether a forward pass of this rank has written tensors of the model
         self._named = list(model.named_parameters())
         self._optimizer: Optimizer | None = None
         self._has_whole_state = False
@@ -96,7 +97,7 @@ class ReplicaComparison:
         new._named, new._optimizer, new._gathered = [], None, {}
         new._compared, new._state_compared, new._due, new._meetings = {}, {}, {}, {}
         new._steps = new._steps_seen = 0
-        new._cleared = ""
+        new._cleared, new.wrote = "", False
         return new
 
     def look_at(self, model: nn.Module, streams: DropoutStreams | None) -> None:
@@ -163,14 +164,20 @@ class ReplicaComparison:
             self._look(axis)
         if not self.every:
             return
-        self._meetings[axis.name] = self._meetings.get(axis.name, 0) + 1
-        is_early = self._meetings[axis.name] <= FIRST
-        weights = self._is_due(axis, "weights", self.every) or is_early
-        state = self._is_due(axis, "state", self.every_state) or is_early
+        shows = self._shows_writes(axis)
+        weights = self._is_due(axis, "weights", self.every) or shows
+        state = self._is_due(axis, "state", self.every_state) or shows
         if weights or state:
             self._begin(axis, weights=weights, state=state)
             if not is_deferred(self._device):
                 self._look(axis)
+
+    def _shows_writes(self, axis: Axis) -> bool:
+        """Return whether forward has written tensors on any rank of the axis, for as long as the ranks ask that."""
+        meetings = self._meetings[axis.name] = self._meetings.get(axis.name, 0) + 1
+        if meetings > FIRST or self._tensors is None or not self.guard.is_current:
+            return False
+        return not self.guard.agree("forward's writes", "some" if self.wrote else "", group=axis.group) or self.wrote
 
     def _is_due(self, axis: Axis, what: str, every: int) -> bool:
         step = self.guard.step
@@ -236,7 +243,8 @@ class ReplicaComparison:
             for theirs, known in zip(shared, names, strict=True):
                 keys = [rows.key for _, rows in theirs] + [""] * (most - len(theirs))
                 known += keys + [key and f"{OF_OPTIMIZER}{key}" for key in keys]
-        keyed, count = {}, 0
+        keyed: dict[int, str] = {}
+        count = 0
         if state and self._tensors is not None and axis is not self.tie:
             tensors, keyed = self._tensors.digests(self._device, on_all_stages=axis is self.pp)
             own, count = own + tensors, self._tensors.capacity
