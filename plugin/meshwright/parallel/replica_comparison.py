@@ -9,8 +9,8 @@ The check is on by default.
   and copied key/value rows whose gradients are averaged over tp are bitwise equal too. For other replicated weights,
   each rank of tp computes the whole gradient itself. These weights are equal on the CPU. On CUDA, kernels may add in
   another order, so these weights are compared there only under ``torch.use_deterministic_algorithms(True)``.
-- Digests of buffers and of other tensors that modules keep travel with them. They are compared in the first steps too,
-  in which forward shows what it writes: each data-parallel rank would write what follows from its own rows.
+- Digests of buffers and of other tensors that modules keep travel with them. If forward writes tensors of the model in
+  the first steps, all is compared in these steps too: a data-parallel rank writes what follows from its own rows.
 """
 
 from __future__ import annotations
