@@ -8,6 +8,7 @@ writes once for each micro-batch is found here, by the version counters of the t
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -145,7 +146,7 @@ class WritesInRecompute:
         self._before: list[Tensor | None] = []
         if self._places:
             layer.register_forward_pre_hook(self.start)
-            layer.register_forward_hook(self.end)
+            layer.register_forward_hook(self.end, always_call=True)  # recomputation ends a layer early by an exception
 
     def start(self, *_: Any) -> None:
         values = [_value(module, key) for module, key, _ in self._places] if in_backward() else []
@@ -158,11 +159,16 @@ class WritesInRecompute:
                 continue
             now = _bits(value)
             if before.shape == now.shape and not torch.equal(before, now):
-                raise PlanError(
-                    f"forward changes {self._name}.{name}, and recompute='full' runs the layer's forward again in "
-                    "backward, so it is changed twice in a step, and the gradients are not those of one device. Use "
-                    "recompute='none', or change it in the training loop instead of in forward"
-                )
+                torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self.refuse, name))
+                return
+
+    def refuse(self, name: str) -> None:
+        """Raise at the end of backward."""
+        raise PlanError(
+            f"forward changes {self._name}.{name}, and recompute='full' runs the layer's forward again in backward, so "
+            "it is changed twice in a step, and the gradients are not those of one device. Use recompute='none', or "
+            "change it in the training loop instead of in forward"
+        )
 
 
 class WritesPerPiece:
