@@ -23,6 +23,7 @@ from meshwright.faults.guard import Guard
 from meshwright.faults.together import raise_if_any, succeed_together
 from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.replicated_state import is_comparable
 from meshwright.parallel.shard_reads import reading_shards
 
@@ -133,39 +134,47 @@ def _is_written(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
     return before[0] is not now[0] or before[1] != now[1]
 
 
-class WritesInRecompute:
-    """Raises if backward, which runs a layer's forward again, would write state of the layer a second time.
+class WritesInRecompute(MethodOverride):
+    """The ``forward`` of a module that backward runs again: raises if this writes the module's state a second time.
 
     Args:
-        layer: a layer that the plan recomputes, with state of its own.
-        name: the layer's name in the model.
+        module: a module with tensors of its own, inside a layer that the plan recomputes.
+        name: the module's name in the model.
     """
 
-    def __init__(self, layer: nn.Module, name: str):
-        self._places, self._name = list(_places(layer, Tensor)), name
-        self._before: list[Tensor | None] = []
-        if self._places:
-            layer.register_forward_pre_hook(self.start)
-            layer.register_forward_hook(self.end, always_call=True)  # recomputation ends a layer early by an exception
+    def __init__(self, module: nn.Module, name: str):
+        super().__init__(module.forward)
+        self.module, self.name = module, name
 
-    def start(self, *_: Any) -> None:
-        values = [_value(module, key) for module, key, _ in self._places] if in_backward() else []
-        self._before = [_bits(x).clone() if isinstance(x, Tensor) and is_comparable(x) else None for x in values]
+    @staticmethod
+    def over(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+        """Watch the modules inside of layers."""
+        inside = {id(module) for layer in layers for module in layer.modules()}
+        for name, module in model.named_modules():
+            if id(module) in inside and any(_own(module, Tensor)):
+                module.forward = WritesInRecompute(module, name)
 
-    def end(self, *_: Any) -> None:
-        for before, (module, key, name) in zip(self._before, self._places, strict=False):
-            value = _value(module, key)
-            if before is None or not isinstance(value, Tensor):
-                continue
-            now = _bits(value)
-            if before.shape == now.shape and not torch.equal(before, now):
-                torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self.refuse, name))
-                return
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not in_backward():
+            return self.method(*args, **kwargs)
+        before = self._tensors()
+        try:
+            return self.method(*args, **kwargs)
+        finally:  # recomputation may end a layer early, by an exception
+            after = self._tensors()
+            for key in before.keys() & after.keys():
+                if before[key].shape == after[key].shape and not torch.equal(before[key], after[key]):
+                    refuse = functools.partial(self._refuse, key)
+                    torch.autograd.Variable._execution_engine.queue_callback(refuse)
 
-    def refuse(self, name: str) -> None:
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {key: _value(self.module, key) for key in _own(self.module, Tensor)}
+        return {key: _bits(x).clone() for key, x in values.items() if isinstance(x, Tensor) and is_comparable(x)}
+
+    def _refuse(self, key: str) -> None:
         """Raise at the end of backward."""
         raise PlanError(
-            f"forward changes {self._name}.{name}, and recompute='full' runs the layer's forward again in backward, so "
+            f"forward changes {self.name}.{key}, and recompute='full' runs the layer's forward again in backward, so "
             "it is changed twice in a step, and the gradients are not those of one device. Use recompute='none', or "
             "change it in the training loop instead of in forward"
         )
@@ -299,10 +308,13 @@ def _changed(name: str) -> PlanError:
 def _places(model: nn.Module, kind: Any) -> Iterator[_Place]:
     """Yield where modules hold values of a kind, other than parameters; buffers also where they are None."""
     for path, module in model.named_modules():
-        own = {**vars(module), **{key: torch.empty(0) if x is None else x for key, x in module._buffers.items()}}
-        for key, value in own.items():
-            if isinstance(value, kind) and not isinstance(value, bool | nn.Parameter):
-                yield module, key, f"{path}.{key}".lstrip(".")
+        for key in _own(module, kind):
+            yield module, key, f"{path}.{key}".lstrip(".")
+
+
+def _own(module: nn.Module, kind: Any) -> list[str]:
+    own = {**vars(module), **{key: torch.empty(0) if x is None else x for key, x in module._buffers.items()}}
+    return [key for key, x in own.items() if isinstance(x, kind) and not isinstance(x, bool | nn.Parameter)]
 
 
 def _value(module: nn.Module, key: str) -> Any:
