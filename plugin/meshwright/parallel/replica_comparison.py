@@ -79,7 +79,6 @@ class ReplicaComparison:
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
         self.streams = streams
         self._tensors = tensors
-        self.wrote = False  # whether a forward pass of this rank has written tensors of the model
         self._named = list(model.named_parameters())
         self._optimizer: Optimizer | None = None
         self._has_whole_state = False
@@ -90,6 +89,7 @@ class ReplicaComparison:
         self._due: dict[tuple[str, str], int] = {}  # the same of both, without the first comparisons
         self._meetings: dict[str, int] = {}  # axis -> number of meetings at which a comparison may be due
         self._gathered: dict[str, Digests] = {}
+        self.wrote = False  # whether a forward pass of this rank has written tensors of the model
 
     def for_copy(self) -> ReplicaComparison:
         """Return a comparison without an optimizer for a copy of the model; pass the copy to :meth:`look_at`."""
