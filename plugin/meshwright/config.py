@@ -330,8 +330,8 @@ class ToDistributedConfig:
         check_replicas_every: number of steps between two comparisons of what several ranks hold: weights, the
             optimizer's state of them, and buffers; 0 turns these comparisons off. None means 50, and for weights 1
             under ZeRO stages 1 and 2, where each step copies one rank's result to all ranks. All of it is also compared
-            before every save, and buffers in the first steps. Tokens and the optimizer's settings are compared in every
-            step.
+            before every save, and in the first steps if forward writes tensors of the model. Tokens and the
+            optimizer's settings are compared in every step.
         logging_steps: number of steps from one status line to the next; None shows neither the card at the start nor
             lines. Rank 0 prints them: loss, norm, throughput, MFU, memory and the slowest rank; see docs/monitoring.md.
         logging_dir: folder of the file ``meshwright.jsonl``, to which rank 0 appends the figures of each line, for

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import meshwright as mw
 from benchmarks import false_alarms
+from benchmarks.families.models import build as build_family
 from meshwright.errors import DivergenceError
 from meshwright.optim.runtime import runtime_of
 from support.models import build, labels_for, tokens
@@ -364,3 +365,39 @@ def test_a_legal_program_is_not_stopped(index: int, pool4: Any) -> None:
     """A few steps of ``python -m benchmarks.false_alarms``, which runs 10,000."""
     family = false_alarms.FAMILIES[index % len(false_alarms.FAMILIES)]
     assert pool4.run(false_alarms.train, false_alarms.PLANS[index], family, 15) == [15] * 4
+
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 8}
+STOCK: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("falcon", "gpt2", "gemma3_text", "bart", "olmo3", "codegen")},
+    "llama": DYNAMIC,  # forward replaces inv_freq, since the rows are longer than 8
+}
+
+
+def trained_in_silence(plan: dict[str, Any]) -> list[str]:
+    """Train stock models with buffers, which forward of some writes; return the families that the plan can run."""
+    names = []
+    for family, overrides in STOCK.items():
+        model: Any = build_family(family, **overrides)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), check_replicas_every=1)
+        try:
+            model, optimizer, _ = mw.to_distributed(model, optimizer, config=config)
+        except mw.errors.PlanError:
+            continue
+        for step in range(4):
+            # All rows have one length, since the frequencies of "dynamic" follow the longest row.
+            ids = tokens(4, 12 + 4 * step, seed=step * 10 + dist.get_rank() % plan.get("dp", 1))
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        names.append(family)
+    return names
+
+
+@pytest.mark.parametrize(
+    "plan", [{"dp": 2, "zero_stage": 1}, {**DP2, "gradient_accumulation_steps": 2}, SP2, {"pp": 2}]
+)
+def test_buffers_of_stock_models_are_no_alarm(plan: dict[str, Any], pool2: Any) -> None:
+    for names in pool2.run(trained_in_silence, plan):
+        assert len(names) >= 5, names

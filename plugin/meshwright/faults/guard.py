@@ -161,18 +161,19 @@ class Guard:
             raise self._diverged(ranks, finding, *details)
         self._agreed[place, ranks] = self.step
 
-    def agree(self, place: str, *texts: str) -> bool:
-        """Wait for all ranks as :meth:`meet` does, and return whether they agree instead of raising.
+    def agree(self, place: str, *texts: str, group: Any = None) -> bool:
+        """Wait for the ranks of a group as :meth:`meet` does, and return whether they agree instead of raising.
 
         Args:
             place: the place in the program.
             texts: values that should be equal on all ranks.
+            group: the process group; None for all ranks.
 
         Raises:
             DivergenceError: the ranks are at different places.
             PeerFailedError: a rank is gone or did not come to the meeting in time.
         """
-        ranks = tuple(range(dist.get_world_size()))
+        ranks = tuple(dist.get_process_group_ranks(group))
         finding = self._compare(place, ranks, *texts)
         if finding is not None and not finding["together"]:
             raise self._diverged(ranks, finding)

@@ -19,7 +19,7 @@ from meshwright.parallel.batch_rows import blank_fillers, entered
 from meshwright.parallel.collectives import Axes, share
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
-from meshwright.parallel.forward_writes import BatchStatistics
+from meshwright.parallel.forward_writes import BatchStatistics, ForwardWrites
 from meshwright.parallel.input_comparison import ComparedInputs
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.replica_comparison import ReplicaComparison
@@ -73,6 +73,7 @@ class ForwardState:
         self.dp = self.axes.dp
         self._inputs = [ComparedInputs(axis) for axis in (self.axes.tp, self.axes.cp, self.axes.pp) if axis.size > 1]
         self._added = AddedParameters(self.model)
+        self._writes = ForwardWrites(self.model)
         self._keeps_sharded = self._defers = False
         self._restore: Restore | None = None
         self._ends: list[Callable[[], Any]] = []  # called at the end of each running call; the outermost first
@@ -98,6 +99,7 @@ class ForwardState:
         self._outermost = module
         self.layers.check_forward(module)
         self.statistics.check()
+        self._writes.begin()
         if self.refuses_internals:
             _refuse_internals(module, kwargs)
         kwargs = blank_fillers(kwargs)
@@ -172,6 +174,8 @@ class ForwardState:
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         self._outermost = None
+        if self._writes.end() and self.comparison is not None:
+            self.comparison.wrote = True
         was_sharded, self._keeps_sharded, self._defers = self._keeps_sharded, False, False
         if self._restore is not None:
             self._restore()

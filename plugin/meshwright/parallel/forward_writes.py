@@ -8,6 +8,7 @@ writes once for each micro-batch is found here, by the version counters of the t
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from meshwright.faults.guard import Guard
 from meshwright.faults.together import raise_if_any, succeed_together
 from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.replicated_state import is_comparable
 from meshwright.parallel.shard_reads import reading_shards
 
@@ -76,7 +78,7 @@ class BatchStatistics:
         for name, layer in self._layers:
             if isinstance(layer, shared):
                 continue
-            if layer.training or layer.running_mean is None:  # type: ignore[union-attr]
+            if layer.training or layer.running_mean is None:
                 raise PlanError(
                     f"{name} is a {type(layer).__name__}, which normalises by the mean and variance of the batch, but "
                     f"the plan splits the batch over {parts}, so each part would have its own statistics and "
@@ -88,37 +90,94 @@ class BatchStatistics:
                 )
 
 
-class WritesInRecompute:
-    """Raises if backward, which runs a layer's forward again, would write state of the layer a second time.
+class _State:
+    """The tensors that a model holds, and when each was written last, by torch's version counters."""
+
+    def __init__(self, model: nn.Module):
+        self.places = list(_places(model, Tensor))
+        self.weights = list(model.named_parameters())
+
+    def moments(self) -> list[tuple[Any, int]]:
+        """Return each tensor that is no weight, and its version."""
+        values = [_value(module, key) for module, key, _ in self.places]
+        return [(x, x._version if isinstance(x, Tensor) and not x.is_inference() else 0) for x in values]
+
+    def moments_of_weights(self) -> list[int]:
+        """Return the version of each weight."""
+        with reading_shards():  # reading a guarded parameter's property takes microseconds
+            return [weight._version for _, weight in self.weights]
+
+
+class ForwardWrites:
+    """Tells whether the first forward passes of a model write any of its tensors."""
+
+    def __init__(self, model: nn.Module):
+        self._state = _State(model)
+        self._passes = 0
+        self._before: tuple[list[tuple[Any, int]], list[int]] | None = None
+
+    def begin(self) -> None:
+        """Called at the start of a pass."""
+        self._passes += 1
+        if self._passes <= _FIRST:
+            self._before = self._state.moments(), self._state.moments_of_weights()
+
+    def end(self) -> bool:
+        """Called at the end of a pass; returns whether it has written a tensor. Later passes are not watched."""
+        if self._before is None:
+            return False
+        (tensors, weights), self._before = self._before, None
+        return weights != self._state.moments_of_weights() or any(map(_is_written, tensors, self._state.moments()))
+
+
+def _is_written(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
+    return before[0] is not now[0] or before[1] != now[1]
+
+
+class WritesInRecompute(MethodOverride):
+    """The ``forward`` of a module that backward runs again: raises if this writes the module's state a second time.
 
     Args:
-        layer: a layer that the plan recomputes, with state of its own.
-        name: the layer's name in the model.
+        module: a module with tensors of its own, inside a layer that the plan recomputes.
+        name: the module's name in the model.
     """
 
-    def __init__(self, layer: nn.Module, name: str):
-        self._places, self._name = list(_places(layer, Tensor)), name
-        self._before: list[Tensor | None] = []
-        if self._places:
-            layer.register_forward_pre_hook(self.start)
-            layer.register_forward_hook(self.end)
+    def __init__(self, module: nn.Module, name: str):
+        super().__init__(module.forward)
+        self.module, self.name = module, name
 
-    def start(self, *_: Any) -> None:
-        values = [_value(module, key) for module, key, _ in self._places] if in_backward() else []
-        self._before = [_bits(x).clone() if isinstance(x, Tensor) and is_comparable(x) else None for x in values]
+    @staticmethod
+    def over(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+        """Watch the modules inside of layers."""
+        inside = {id(module) for layer in layers for module in layer.modules()}
+        for name, module in model.named_modules():
+            if id(module) in inside and any(_own(module, Tensor)):
+                module.forward = WritesInRecompute(module, name)
 
-    def end(self, *_: Any) -> None:
-        for before, (module, key, name) in zip(self._before, self._places, strict=False):
-            value = _value(module, key)
-            if before is None or not isinstance(value, Tensor):
-                continue
-            now = _bits(value)
-            if before.shape == now.shape and not torch.equal(before, now):
-                raise PlanError(
-                    f"forward changes {self._name}.{name}, and recompute='full' runs the layer's forward again in "
-                    "backward, so it is changed twice in a step, and the gradients are not those of one device. Use "
-                    "recompute='none', or change it in the training loop instead of in forward"
-                )
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not in_backward():
+            return self.method(*args, **kwargs)
+        before = self._tensors()
+        try:
+            return self.method(*args, **kwargs)
+        finally:  # recomputation may end a layer early, by an exception
+            after = self._tensors()
+            for key in before.keys() & after.keys():
+                if before[key].shape == after[key].shape and not torch.equal(before[key], after[key]):
+                    refuse = functools.partial(self._refuse, key)
+                    torch.autograd.Variable._execution_engine.queue_callback(refuse)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {key: _value(self.module, key) for key in _own(self.module, Tensor)}
+        return {key: _bits(x).clone() for key, x in values.items() if isinstance(x, Tensor) and is_comparable(x)}
+
+    def _refuse(self, key: str) -> None:
+        """Raise at the end of backward."""
+        raise PlanError(
+            f"forward changes {self.name}.{key}, and recompute='full' runs the layer's forward again in backward, so "
+            "it is changed twice in a step, and the gradients are not those of one device. Use recompute='none', or "
+            "change it in the training loop instead of in forward"
+        )
 
 
 class WritesPerPiece:
@@ -135,14 +194,13 @@ class WritesPerPiece:
     """
 
     def __init__(self, model: nn.Module, guard: Guard | None, layers: Iterable[nn.Module] = ()):
-        self._places = list(_places(model, Tensor))
+        self._state = _State(model)
         staged = {id(module) for layer in layers for module in layer.modules()}
         self._saved_from_first = [
             id(module) in staged and key in module._buffers and key not in module._non_persistent_buffers_set
-            for module, key, _ in self._places
+            for module, key, _ in self._state.places
         ]
         self._number_places = list(_places(model, int | float))
-        self._weights = list(model.named_parameters())
         self._guard = guard
         self._calls = 0
         self._seen: list[tuple[Any, int]] = []
@@ -160,17 +218,17 @@ class WritesPerPiece:
     def start(self) -> None:
         """Called at the start of each call of the model, before its first micro-batch."""
         self._calls += 1
-        self._seen, self._first, self._error = self._moments(), {}, None
+        self._seen, self._first, self._error = self._state.moments(), {}, None
         if self._is_early:
             self._numbers = [_value(module, key) for module, key, _ in self._number_places]
             self._changes = [0] * len(self._numbers)
-            self._versions, self._written = self._moments_of_weights(), {}
+            self._versions, self._written = self._state.moments_of_weights(), {}
 
     def look(self) -> None:
         """Called after the forward of each micro-batch, or of a stage's part of it; keeps the first error."""
-        seen = self._moments()
+        seen = self._state.moments()
         for index, (before, now) in enumerate(zip(self._seen, seen, strict=True)):
-            if (before[0] is not now[0] or before[1] != now[1]) and isinstance(now[0], Tensor):
+            if _is_written(before, now) and isinstance(now[0], Tensor):
                 self._compare(index, now[0])
         self._seen = seen
         if self._is_early:
@@ -184,20 +242,16 @@ class WritesPerPiece:
 
     def _look_at_weights(self) -> None:
         """Find weights that forward has written twice, without the writes of ZeRO stage 3, which a layer refuses."""
-        versions = self._moments_of_weights()
+        versions = self._state.moments_of_weights()
         with reading_shards():
             for index, (before, now) in enumerate(zip(self._versions, versions, strict=True)):
-                name, weight = self._weights[index]
+                name, weight = self._state.weights[index]
                 if before == now:
                     continue
                 bits = _bits(weight)
                 if not torch.equal(self._written.setdefault(index, bits.clone()), bits) and self._error is None:
                     self._error = _changed(name)
         self._versions = versions
-
-    def _moments_of_weights(self) -> list[int]:
-        with reading_shards():  # reading a guarded parameter's property takes microseconds
-            return [weight._version for _, weight in self._weights]
 
     def finish(self) -> None:
         """Called after the last micro-batch of a call. In the first calls all ranks make it.
@@ -207,33 +261,26 @@ class WritesPerPiece:
         """
         error, guard = self._error, self._guard
         self._error, self._first, self._seen = None, {}, []
-        is_met = guard is not None and self._is_early and guard.is_current
-        if is_met and not guard.agree("micro-batches", "" if error is None else "a change of state"):
-            succeed_together(lambda: raise_if_any(error))
+        if self._is_early and guard is not None and guard.is_current:
+            is_same = guard.agree("micro-batches", "" if error is None else "a change of state")
+            if not is_same:
+                succeed_together(lambda: raise_if_any(error))
         raise_if_any(error)
-
-    def _moments(self) -> list[tuple[Any, int]]:
-        found = []
-        for module, key, _ in self._places:
-            value = _value(module, key)
-            is_counted = isinstance(value, Tensor) and not value.is_inference()
-            found.append((value, value._version if is_counted else 0))
-        return found
 
     def _compare(self, index: int, value: Tensor) -> None:
         if self._error is not None or not is_comparable(value) or (is_deferred(value.device) and not self._is_early):
             return
         if self._saved_from_first[index]:
             self._error = PlanError(
-                f"forward changes the buffer {self._places[index][2]}, which only the stage of its layer would know "
-                "under ParallelPlan.pp > 1, so a checkpoint would hold its old value. Register it with "
+                f"forward changes the buffer {self._state.places[index][2]}, which only the stage of its layer would "
+                "know under ParallelPlan.pp > 1, so a checkpoint would hold its old value. Register it with "
                 "persistent=False, or use pp=1"
             )
             return
         bits = _bits(value)
         first = self._first.setdefault(index, bits.clone())
         if first.shape == bits.shape and not torch.equal(first, bits):
-            self._error = _changed(self._places[index][2])
+            self._error = _changed(self._state.places[index][2])
 
     def _warn(self, name: str) -> None:
         if self._calls == 1:
@@ -261,10 +308,13 @@ def _changed(name: str) -> PlanError:
 def _places(model: nn.Module, kind: Any) -> Iterator[_Place]:
     """Yield where modules hold values of a kind, other than parameters; buffers also where they are None."""
     for path, module in model.named_modules():
-        own = {**vars(module), **{key: torch.empty(0) if x is None else x for key, x in module._buffers.items()}}
-        for key, value in own.items():
-            if isinstance(value, kind) and not isinstance(value, bool | nn.Parameter):
-                yield module, key, f"{path}.{key}".lstrip(".")
+        for key in _own(module, kind):
+            yield module, key, f"{path}.{key}".lstrip(".")
+
+
+def _own(module: nn.Module, kind: Any) -> list[str]:
+    own = {**vars(module), **{key: torch.empty(0) if x is None else x for key, x in module._buffers.items()}}
+    return [key for key, x in own.items() if isinstance(x, kind) and not isinstance(x, bool | nn.Parameter)]
 
 
 def _value(module: nn.Module, key: str) -> Any:

@@ -59,20 +59,14 @@ def recompute_layers(model: nn.Module, layers: int | None = None, own: Collectio
     _switch(model)({"use_reentrant": False})
     found = _layers(model)
     if layers is None:
-        _watch(model, found)
+        WritesInRecompute.over(model, found)
         return
     if own is not None:
         inside = {id(module) for layer in own for module in layer.modules()}
         found = [layer for layer in found if id(layer) in inside]
-    _watch(model, found[:layers])
+    WritesInRecompute.over(model, found[:layers])
     for layer in found[layers:]:
         setattr(layer, _FLAG, False)
-
-
-def _watch(model: nn.Module, layers: list[nn.Module]) -> None:
-    names = {module: name for name, module in model.named_modules()}
-    for layer in layers:
-        WritesInRecompute(layer, names[layer])
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -9,8 +9,8 @@ The check is on by default.
   and copied key/value rows whose gradients are averaged over tp are bitwise equal too. For other replicated weights,
   each rank of tp computes the whole gradient itself. These weights are equal on the CPU. On CUDA, kernels may add in
   another order, so these weights are compared there only under ``torch.use_deterministic_algorithms(True)``.
-- Digests of buffers and of other tensors that modules keep travel with them. They are compared in the first steps too,
-  in which forward shows what it writes: each data-parallel rank would write what follows from its own rows.
+- Digests of buffers and of other tensors that modules keep travel with them. If forward writes tensors of the model in
+  the first steps, all is compared in these steps too: a data-parallel rank writes what follows from its own rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ADVICE = (
     "gradients belong to none of them. Base decisions (a skipped step, a learning rate, what is frozen) on numbers "
     "that are equal on all ranks, such as outputs.loss, and act on all ranks alike"
 )
-FIRST = 3  # meetings at which everything is compared, since they show what forward writes
+FIRST = 3  # meetings at which everything is compared if forward writes tensors
 
 
 class ReplicaComparison:
@@ -91,6 +91,7 @@ class ReplicaComparison:
         self._due: dict[tuple[str, str], int] = {}  # the same of both, without the first comparisons
         self._meetings: dict[str, int] = {}  # axis -> number of meetings at which a comparison may be due
         self._gathered: dict[str, Digests] = {}
+        self.wrote = False  # whether a forward pass of this rank has written tensors of the model
 
     def for_copy(self) -> ReplicaComparison:
         """Return a comparison without an optimizer for a copy of the model; pass the copy to :meth:`look_at`."""
@@ -99,7 +100,7 @@ class ReplicaComparison:
         new._compared, new._state_compared, new._due, new._meetings = {}, {}, {}, {}
         new.losses = LossGradients()
         new._steps = new._steps_seen = 0
-        new._cleared = ""
+        new._cleared, new.wrote = "", False
         return new
 
     def look_at(self, model: nn.Module, streams: DropoutStreams | None) -> None:
@@ -166,14 +167,20 @@ class ReplicaComparison:
             self._look(axis)
         if not self.every:
             return
-        self._meetings[axis.name] = self._meetings.get(axis.name, 0) + 1
-        is_early = self._meetings[axis.name] <= FIRST
-        weights = self._is_due(axis, "weights", self.every) or is_early
-        state = self._is_due(axis, "state", self.every_state) or is_early
+        shows = self._shows_writes(axis)
+        weights = self._is_due(axis, "weights", self.every) or shows
+        state = self._is_due(axis, "state", self.every_state) or shows
         if weights or state:
             self._begin(axis, weights=weights, state=state)
             if not is_deferred(self._device):
                 self._look(axis)
+
+    def _shows_writes(self, axis: Axis) -> bool:
+        """Return whether forward has written tensors on any rank of the axis, for as long as the ranks ask that."""
+        meetings = self._meetings[axis.name] = self._meetings.get(axis.name, 0) + 1
+        if meetings > FIRST or self._tensors is None or not self.guard.is_current:
+            return False
+        return not self.guard.agree("forward's writes", "some" if self.wrote else "", group=axis.group) or self.wrote
 
     def _is_due(self, axis: Axis, what: str, every: int) -> bool:
         step = self.guard.step
@@ -239,7 +246,8 @@ class ReplicaComparison:
             for theirs, known in zip(shared, names, strict=True):
                 keys = [rows.key for _, rows in theirs] + [""] * (most - len(theirs))
                 known += keys + [key and f"{OF_OPTIMIZER}{key}" for key in keys]
-        keyed, count = {}, 0
+        keyed: dict[int, str] = {}
+        count = 0
         if state and self._tensors is not None and axis is not self.tie:
             tensors, keyed = self._tensors.digests(self._device, on_all_stages=axis is self.pp)
             own, count = own + tensors, self._tensors.capacity

@@ -36,6 +36,6 @@ def weight_of(module: nn.Module) -> Tensor:
     """Return a module's weight, or what a parametrization computes it from, which may change by being computed."""
     if not is_parametrized(module, "weight"):
         return module.weight  # type: ignore[return-value]
-    list_: Any = module.parametrizations
-    found: Tensor = getattr(list_.weight, "original", None)
-    return list_.weight.original0 if found is None else found
+    parts: Any = module.parametrizations
+    found: Tensor = parts.weight.original if hasattr(parts.weight, "original") else parts.weight.original0
+    return found
