@@ -101,8 +101,8 @@ def _share(folder: Path, text: str, summary: str) -> str:
         speaks_for.with_suffix(".new").write_text(" ".join([rank, *others]))
         speaks_for.with_suffix(".new").rename(speaks_for)
         if others:
-            ranks = ", ".join(sorted([rank, *others], key=int))
-            return f"{text.rstrip()}\n(the same on ranks {ranks})\n"
+            everyone = ", ".join(sorted([rank, *others], key=int))
+            return f"{text.rstrip()}\n(the same on ranks {everyone})\n"
     return text
 
 
