@@ -1,4 +1,4 @@
-"""The order of checkpoints in a folder does not depend on a clock, and two jobs below one folder do not hurt each other."""
+"""The order of checkpoints in a folder depends on no clock, and two jobs below one folder do not hurt each other."""
 
 from __future__ import annotations
 

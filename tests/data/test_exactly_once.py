@@ -345,7 +345,7 @@ def test_an_iteration_ends_where_the_loader_is_sent_elsewhere(move: str) -> None
 @pytest.mark.parametrize("samples", [99, -4, "x", None, True])
 def test_a_state_with_an_impossible_place_is_refused(samples: Any) -> None:
     (loader,) = ranks_of(1, lambda: plain(8, 2))
-    with pytest.raises(ValueError, match="'samples' is .*must be a whole number from 0"):
+    with pytest.raises(ValueError, match=r"'samples' is .*must be a whole number from 0"):
         loader.load_state_dict({**loader.state_dict(), "samples": samples})
 
 

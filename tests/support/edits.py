@@ -20,7 +20,8 @@ Path_ = tuple[str | int, ...]
 
 # Values that are wrong in most places: of other types, beyond every range, or of a form that C code would trust.
 ODD: list[Any] = [
-    None, True, False, "", "x", "\ud800", "a\0b", "../x", "__class__", "9" * 200, [], [[]], {}, {"a": 1}, [1, 2], [None] * 3,
+    None, True, False, "", "x", "\ud800", "a\0b", "../x", "__class__", "9" * 200, [],
+    [[]], {}, {"a": 1}, [1, 2], [None] * 3,
     0, -1, -3, 1, 2**31, 2**32, 2**53 + 1, 2**60, 2**62, 2**63, 2**64, 10**39, 10**4200, 1e18, 0.5, -0.5, 1e300, -1e300,
     float("inf"), float("-inf"), float("nan"), {"tensor": 1e300, "dtype": "float32", "shape": []}, {"list": [[]]},
     {"tensor": 1, "dtype": "float32", "shape": [1, 1, 1]}, {"tensor": "1", "dtype": "int8", "shape": []}, 700, 625,

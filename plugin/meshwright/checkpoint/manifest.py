@@ -116,9 +116,7 @@ LAST_TIME = 4_102_444_800 * 10**9  # the end of 2099, in nanoseconds since 1970
 def _is_config(value: Any) -> bool:
     # Export writes it, and reads some of its fields.
     try:
-        return isinstance(value, str) and isinstance(
-            parse_json(bytearray(value.encode()), Path(NAME)), dict
-        )
+        return isinstance(value, str) and isinstance(parse_json(bytearray(value.encode()), Path(NAME)), dict)
     except (CheckpointError, UnicodeEncodeError):
         return False
 

@@ -188,8 +188,6 @@ def _step(value: Any, field: str) -> None:
     _STEP_RANGE(value, field)
 
 
-
-
 def _options(value: Any, field: str) -> None:
     table(anything)(value, field)
     for name, option in value.items():

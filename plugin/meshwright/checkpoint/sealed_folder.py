@@ -228,4 +228,3 @@ def _digest_of(path: Path, start: int, stop: int) -> str:
             hasher.update(part)
             start += len(part)
     return hasher.hexdigest()
-
