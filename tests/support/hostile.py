@@ -153,7 +153,9 @@ CHECKPOINTS: dict[str, Change] = {
     "manifest: 100,000 names, the last twice": lambda folder: seal(
         folder, json.dumps(dict.fromkeys(map(str, range(100_000)))).encode()[:-1] + b', "99999": null}'
     ),
-    "manifest: half a character": manifest_of(lambda m: m["tensors"].update({"weights/\ud800": m["tensors"].popitem()[1]})),
+    "manifest: half a character": manifest_of(
+        lambda m: m["tensors"].update({"weights/\ud800": m["tensors"].popitem()[1]})
+    ),
     "manifest: a negative step": manifest_of(lambda m: m.update(step=-3)),
     "manifest: a time of 2116": manifest_of(lambda m: m.update(written=2**62)),
     "manifest: lr = inf": manifest_of(lambda m: m["optimizer"]["groups"][0]["options"].update(lr=float("inf"))),
