@@ -85,6 +85,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_a_copy_trains_on_its_own[*sequence_parallel': True}]",
         "test_a_copy_trains_on_its_own[*'zero_stage': 2}]",
     ),
+    "test_edits.py": ("test_each_edit_is_named_or_harmless[many*",),
     "test_crashes.py": ("test_a_save_that_ends_at_any_step[many*",),
     "test_checkpoints.py": (
         "test_every_pair_of_plans[*",

@@ -85,8 +85,8 @@ def number(low: float = -math.inf, high: float = math.inf, *, is_finite: bool = 
     return that(f"a {'finite ' if is_finite else ''}number{limits}", is_right)
 
 
-def text(pattern: str = "", *, most: int = 2**20) -> Check:
-    """A text of Unicode characters, that matches a pattern."""
+def text(pattern: str = "", *, most: int = 2**20, what: str = "") -> Check:
+    """A text of Unicode characters that matches a pattern; ``what`` describes it."""
     form = re.compile(pattern, re.DOTALL) if pattern else None
 
     def is_right(value: Any) -> bool:
@@ -94,11 +94,12 @@ def text(pattern: str = "", *, most: int = 2**20) -> Check:
             return False
         return value.isascii() or not _SURROGATE.search(value)
 
-    return that(f"a text of the form {pattern}" if pattern else f"a text of at most {most} characters", is_right)
+    form_text = f"a text of the form {pattern}" if pattern else f"a text of at most {most} characters"
+    return that(what or form_text, is_right)
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which no file name, terminal or log can hold
-NAME = text("(?!__.*__$).+", most=4096)  # of a tensor, a parameter, a state or an option
+NAME = text("(?!__.*__$).+", most=4096, what="a name")  # of a tensor, a parameter, a state or an option
 
 boolean = that("true or false", lambda value: type(value) is bool)
 anything = that("", lambda value: True)
@@ -174,10 +175,11 @@ def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
         if not isinstance(value, dict):
             raise _wrong(field, value, "a table")
         what = field or "it"
-        if unknown := sorted(value.keys() - known.keys()):
-            raise _WrongFieldError(f"{what} has unknown fields: {', '.join(map(shown_name, unknown[:5]))}")
-        if missing := sorted(required.keys() - value.keys()):
-            raise _WrongFieldError(f"{what} lacks {', '.join(missing)}")
+        unknown, missing = sorted(value.keys() - known.keys()), sorted(required.keys() - value.keys())
+        problems = [f"has unknown fields: {', '.join(map(_plain, unknown[:5]))}"] if unknown else []
+        problems += [f"lacks {', '.join(missing)}"] if missing else []
+        if problems:
+            raise _WrongFieldError(f"{what} {' and '.join(problems)}")
         for name, item in known.items():
             if name in value:
                 item(value[name], _of(field, name))
@@ -185,6 +187,5 @@ def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
     return check
 
 
-def shown_name(name: str) -> str:
-    """Return a name without quotes, shortened."""
-    return shown(name)[1:-1]
+def _plain(name: str) -> str:
+    return name if name.isidentifier() and len(name) < 100 else shown(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -144,17 +145,16 @@ def test_a_restart_goes_on_from_what_its_launch_has_saved(
 ) -> None:
     """Not from the checkpoints of an earlier run in the same folder, and not if the program says so."""
     older, newer = (Path(shutil.copytree(saved / name, tmp_path / name)) for name in ("checkpoint-3", "checkpoint-6"))
+    first, second, third = (letter * 32 for letter in "abc")
+    for folder, launches in ((older, [first]), (newer, [first, second])):
+        dataclasses.replace(Seal.read(folder), launches=launches).write(folder)
     assert checkpoint_to_resume(str(tmp_path), None) is None
-    for launched, found in (
-        (Seal.read(older).written, newer),
-        (Seal.read(newer).written, newer),
-        (Seal.read(newer).written + 1, None),
-    ):
-        monkeypatch.setenv(RESTARTED_VARIABLE, str(launched))
+    for launched, found in ((first, newer), (second, newer), (third, None)):
+        monkeypatch.setenv(RESTARTED_VARIABLE, launched)
         assert checkpoint_to_resume(str(tmp_path), None) == (found and str(found))
         assert checkpoint_to_resume(str(tmp_path), False) is None
         assert checkpoint_to_resume(str(tmp_path), str(older)) == str(found or older)
-    monkeypatch.setenv(RESTARTED_VARIABLE, str(Seal.read(older).written))
+    monkeypatch.setenv(RESTARTED_VARIABLE, first)
     (newer / "scheduler.pt").unlink()
     assert checkpoint_to_resume(str(tmp_path), None) == str(older)
     shutil.rmtree(older)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import pickle
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ class Code:
 
 
 PICKLE = pickle.dumps(Code())
+PACKED = base64.b85encode(zlib.compress(bytes(2**28), level=9)).decode()  # 256 MiB of zeros
 
 
 def manifest_of(change: Callable[[Any], Any]) -> Change:
@@ -121,6 +124,11 @@ def first(index: Any) -> Any:
     return index["tensors"]["weights/weight"]
 
 
+def numpy_position(position: int) -> Change:
+    """NumPy reads its next word there without looking: a large one is the end of the process."""
+    return of_index(lambda i: i["random"]["numpy"].__setitem__(2, position))
+
+
 MIB = 2**20
 BOMB = b"[" + b"[]," * (12 * MIB) + b"[]]"  # 36 MiB, and 2.3 GiB as Python lists
 
@@ -137,6 +145,24 @@ CHECKPOINTS: dict[str, Change] = {
         NAME, sparse(400 * MIB, b'{"digest":"' + b"0" * 32 + b'","manifest":')
     ),
     "manifest: many lists": lambda folder: seal(folder, BOMB),
+    "manifest: 12 MiB of lists": lambda folder: seal(folder, b"[" + b"[]," * (4 * MIB) + b"[]]"),
+    "manifest: 31 MiB of numbers": lambda folder: seal(folder, b"[" + b"1.5," * (31 * MIB // 4) + b"1]"),
+    "manifest: one emoji in 64 MiB": lambda folder: seal(folder, b'"' + b"a" * (64 * MIB) + "😀".encode() + b'"'),
+    "manifest: 20 MiB and an escape": lambda folder: seal(folder, b'"' + b"a" * (20 * MIB) + b'\\ud83d\\ude00"'),
+    "manifest: a sparse GiB": replaced(NAME, sparse(2**30 - 1, b'{"digest":"' + b"0" * 32 + b'","manifest":')),
+    "manifest: 100,000 names, the last twice": lambda folder: seal(
+        folder, json.dumps(dict.fromkeys(map(str, range(100_000)))).encode()[:-1] + b', "99999": null}'
+    ),
+    "manifest: half a character": manifest_of(
+        lambda m: m["tensors"].update({"weights/\ud800": m["tensors"].popitem()[1]})
+    ),
+    "manifest: a negative step": manifest_of(lambda m: m.update(step=-3)),
+    "manifest: a time of 2116": manifest_of(lambda m: m.update(written=2**62)),
+    "manifest: lr = inf": manifest_of(lambda m: m["optimizer"]["groups"][0]["options"].update(lr=float("inf"))),
+    "manifest: lr = -1": manifest_of(lambda m: m["optimizer"]["groups"][0]["options"].update(lr=-1)),
+    "manifest: lr = 1e300": manifest_of(lambda m: m["optimizer"]["groups"][0]["options"].update(lr=1e300)),
+    "manifest: a state named __class__": manifest_of(lambda m: m["optimizer"]["values"]["weight"].update(__class__=1)),
+    "manifest: a state that AdamW lacks": manifest_of(lambda m: m["optimizer"]["values"]["weight"].update(what=1)),
     "manifest: deep": lambda folder: seal(folder, b"[" * 500_000 + b"]" * 500_000),
     "manifest: a name twice": lambda folder: seal(folder, b'{"step":1,"step":2}'),
     "manifest: an integer of 5000 digits": lambda folder: seal(folder, b'{"step":' + b"9" * 5000 + b"}"),
@@ -184,6 +210,13 @@ CHECKPOINTS: dict[str, Change] = {
     "index: a start beyond the file": of_index(lambda i: first(i).update(start=2**50)),
     "index: a block beyond the tensor": of_index(lambda i: first(i).update(blocks=[[0, 2**50, 1, 1]])),
     "index: 2^50 runs": of_index(lambda i: first(i).update(blocks=[[0, 1, 2**50, 1]])),
+    "index: 2^38 runs of a sparse file": lambda folder: (
+        os.truncate(folder / TENSORS, 2**39),
+        manifest_of(lambda m: m["files"][TENSORS].update(bytes=2**39))(folder),
+        manifest_of(lambda m: m["tensors"].update({"weights/weight": ["U8", [2**39]]}))(folder),
+        of_index(lambda i: first(i).update(blocks=[[0, 1, 2**38, 2], [1, 1, 2**38, 2]]))(folder),
+    ),
+    "index: 100,000 blocks": of_index(lambda i: first(i).update(blocks=[[n, 1, 1, 0] for n in range(100_000)])),
     "index: runs that overlap": of_index(lambda i: first(i).update(blocks=[[0, 6, 6, 1]])),
     "index: texts as blocks": of_index(lambda i: first(i).update(blocks=["abcd"])),
     "index: a name twice": lambda folder: index_text(
@@ -196,6 +229,11 @@ CHECKPOINTS: dict[str, Change] = {
     "random: texts": of_index(lambda i: i["random"].update(torch="x")),
     "random: a short state": of_index(lambda i: i["random"].update(torch="AAAA")),
     "random: numbers for numpy": of_index(lambda i: i["random"].update(numpy=[1, 2])),
+    "random: a position of 2^30": numpy_position(2**30),
+    "random: a position of 700": numpy_position(700),
+    "random: a negative position": numpy_position(-1),
+    "random: a text as normal number": of_index(lambda i: i["random"]["python"].__setitem__(2, "x")),
+    "random: gigabytes when unpacked": of_index(lambda i: i["random"].update(torch=f"{PACKED} {PACKED}")),
     "random: numbers for python": of_index(lambda i: i["random"].update(python=[1, 2])),
     "tensors: a pickle": replaced(TENSORS, zipped_pickle),
     "tensors: a link to a copy": elsewhere(TENSORS),
@@ -309,6 +347,8 @@ OPTIMIZERS: dict[str, Change] = {
     "deep": replaced(OPTIMIZER, lambda path: path.write_text("[" * 500_000)),
     "a name twice": replaced(OPTIMIZER, lambda path: path.write_text('{"format":1,"format":2}')),
     "a file above": of_optimizer(lambda f: f.update(weight_map=dict.fromkeys(f["weight_map"], "../x.safetensors"))),
+    "100,000 masters": of_optimizer(lambda f: f.update(masters=[str(n) for n in range(100_000)])),
+    "lr = inf": of_optimizer(lambda f: f["groups"][0]["options"].update(lr=float("inf"))),
     "lr that is not a number": of_optimizer(lambda f: f["groups"][0]["options"].update(lr=float("nan"))),
     "lr as a text": of_optimizer(lambda f: f["groups"][0]["options"].update(lr="evil")),
     "a number beyond its dtype": of_optimizer(

@@ -15,6 +15,7 @@ from meshwright.checkpoint.part_files import read_elements
 from meshwright.checkpoint.regions import Block, between, numel, shard
 from meshwright.checkpoint.safetensors_file import Entry, ShardSlice
 from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
+from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank
 from meshwright.progress import Progress
 
@@ -94,6 +95,11 @@ class CheckpointWeights(WeightFiles):
         if part is not None:
             shape, blocks = [part[1] - part[0]], between(blocks, *part)
         has_padding = numel(blocks) < torch.Size(shape).numel()
-        values = torch.zeros(shape, dtype=dtype) if has_padding else torch.empty(shape, dtype=dtype)
+        try:
+            values = torch.zeros(shape, dtype=dtype) if has_padding else torch.empty(shape, dtype=dtype)
+        except RuntimeError as error:  # torch's name for too little memory
+            raise CheckpointError(
+                f"{self.opened.folder}: {name} of the shape {list(entry.shape)} does not fit into memory"
+            ) from error
         read_elements(self.opened.parts, self.keys[name], entry.dtype, values.view(-1), blocks, self.progress.add)
         return values

@@ -60,7 +60,7 @@ def read_digested(path: Path, name: str, *, allowance: int = 0) -> Any:
     if not is_ours or digest(body).encode() != claimed or not body.endswith(b"}\n"):
         raise CheckpointError(f"{path} is damaged: it is not what was saved; load another checkpoint")
     del body[-2:]
-    return parse_json(body, path, has_nan=True, allowance=allowance)
+    return parse_json(body, path, allowance=allowance)
 
 
 def _middle(name: str) -> bytes:

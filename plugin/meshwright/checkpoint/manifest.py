@@ -116,9 +116,7 @@ LAST_TIME = 4_102_444_800 * 10**9  # the end of 2099, in nanoseconds since 1970
 def _is_config(value: Any) -> bool:
     # Export writes it, and reads some of its fields.
     try:
-        return isinstance(value, str) and isinstance(
-            parse_json(bytearray(value.encode()), Path(NAME), has_nan=True), dict
-        )
+        return isinstance(value, str) and isinstance(parse_json(bytearray(value.encode()), Path(NAME)), dict)
     except (CheckpointError, UnicodeEncodeError):
         return False
 
@@ -156,7 +154,11 @@ def _from_json(found: Any, path: Path) -> Manifest:
     if len(found["files"]) != 2 * len(places) or found["files"].keys() != {
         name for place in places for name in file_names(place)
     }:
-        raise CheckpointError(f"{path} is damaged: its 'files' are not two for each of the {len(places)} ranks")
+        sizes = ", ".join(f"{axis!r}={found[axis]}" for axis in ("pp", "dp", "tp"))
+        raise CheckpointError(
+            f"{path} is damaged: its 'files' are not two for each of the {len(places)} ranks of {sizes}; load another "
+            "checkpoint"
+        )
     if lost := [tie for tie in found["ties"].values() if tie not in found["tensors"]]:
         raise CheckpointError(f"{path} is damaged: its 'ties' name {lost[0]!r}, which is not in 'tensors'")
     for key, (dtype, shape) in found["tensors"].items():  # in place: two tables would take twice the memory

@@ -22,8 +22,10 @@ from meshwright.schema import (
     LARGEST_COUNT,
     Check,
     anything,
+    boolean,
     integer,
     listed,
+    maybe,
     number,
     record,
     require,
@@ -92,7 +94,7 @@ class OptimizerManifest:
             ) from error
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        fields = read_json(path, has_nan=True)
+        fields = read_json(path)
         if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
             raise CheckpointError(f"{path} is damaged, or not of the format {_FORMAT}")
         return OptimizerManifest.of(fields, str(path))
@@ -117,6 +119,7 @@ def _encoded(value: Any, field: str) -> None:
         _FITS(value, field)
     else:
         _CONTAINER(value, field)
+        _ONE(value, field)
 
 
 def _fits(value: Any) -> bool:
@@ -137,6 +140,7 @@ _NUMBER_TENSOR = record(
     }
 )
 _FITS = that("a number that its dtype holds", _fits)
+_ONE = that("a table of one kind", lambda value: len(value) == 1)
 _MANY = listed(_encoded)
 _CONTAINER = record(
     {},
@@ -168,11 +172,20 @@ _RATE = _ranged(number(0, 1e9))
 _OPTIONS: Mapping[str, Check] = {
     **dict.fromkeys(("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "weight_decay", "eps", "momentum"), _RATE),
     **dict.fromkeys(("betas", "alpha", "rho"), _ranged(number(0, 1))),
+    **dict.fromkeys(
+        ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "nesterov", "centered"),
+        maybe(boolean),
+    ),
 }
 _FINITE = _ranged(
     that("a finite number or a text", lambda value: isinstance(value, str | dict) or math.isfinite(value))
 )
-_STEP = _ranged(number(0, LARGEST_COUNT))
+_STEP_RANGE = _ranged(number(0, LARGEST_COUNT))
+
+
+def _step(value: Any, field: str) -> None:
+    that("a number", lambda value: value is not None)(value, field)
+    _STEP_RANGE(value, field)
 
 
 def _options(value: Any, field: str) -> None:
@@ -184,7 +197,7 @@ def _options(value: Any, field: str) -> None:
 def _values(value: Any, field: str) -> None:
     table(anything)(value, field)
     for name, state in value.items():
-        (_STEP if name == "step" else _encoded)(state, f"{field}[{name!r}]")
+        (_step if name == "step" else _encoded)(state, f"{field}[{name!r}]")
 
 
 _NAMES = listed(KEY)

@@ -29,11 +29,13 @@ def _is_cuda_state(value: Any) -> bool:
     return is_sound and value[8] % 4 == 0  # a seed and an offset, which counts groups of four numbers
 
 
+_NORMAL = number(-100, 100)  # a drawn number of the normal distribution, which is never larger than 40
+
 # NumPy and torch read their words at the place that a state gives, without checking it.
 _STATES = record(
     {
-        "python": row(equal(3), that("625 words and a place", _are_python_words), maybe(number())),
-        "numpy": row(equal("MT19937"), that("624 words", _are_words), integer(0, 624), integer(0, 1), number()),
+        "python": row(equal(3), that("625 words and a place", _are_python_words), maybe(_NORMAL)),
+        "numpy": row(equal("MT19937"), that("624 words", _are_words), integer(0, 624), integer(0, 1), _NORMAL),
         "torch": GENERATOR,
     },
     {"cuda": that("16 bytes of a generator of CUDA", _is_cuda_state)},

@@ -28,7 +28,7 @@ def reading(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def read_json(path: Path, *, has_nan: bool = False) -> Any:
+def read_json(path: Path) -> Any:
     """Read a file of JSON, which must be an ordinary file.
 
     Raises:
@@ -40,7 +40,7 @@ def read_json(path: Path, *, has_nan: bool = False) -> Any:
         if (size := os.fstat(descriptor).st_size) > MEMORY:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, which no such file has")
         content = read_exactly(descriptor, path, 0, size)
-    return parse_json(content, path, has_nan=has_nan)
+    return parse_json(content, path)
 
 
 def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytearray:

@@ -26,6 +26,7 @@ from meshwright.optim.runtime import find_runtime
 from meshwright.optim.state_parts import OptimizerParts, Part
 from meshwright.parallel.row_layout import is_held, record_of
 from meshwright.parallel.shard_reads import reading_shards
+from meshwright.schema import shown
 
 # Options that set how a step is computed, not its result. Loading keeps the optimizer's own values of these.
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
@@ -311,8 +312,11 @@ def _check_state_names(folder: Path, manifest: OptimizerManifest, found: Optimiz
         has = {*manifest.tensors.get(name, ()), *manifest.values.get(name, ())}
         wrong = sorted(has - known) or sorted(required - has if has else ())
         if wrong:
-            what = "has the unknown state" if wrong[0] in has else "lacks the state"
-            raise CheckpointError(f"{folder} is damaged: {name} {what} {wrong[0]!r} of {manifest.optimizer}")
+            what = "have the unknown state" if wrong[0] in has else "lack the state"
+            raise CheckpointError(
+                f"{folder} is damaged: 'tensors' and 'values' of {name} {what} {shown(wrong[0])} of "
+                f"{manifest.optimizer}; load another checkpoint"
+            )
 
 
 @functools.cache

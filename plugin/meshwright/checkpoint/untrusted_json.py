@@ -37,13 +37,12 @@ def memory_of_json(content: bytes | bytearray) -> int:
     )  # fmt: skip
 
 
-def parse_json(content: bytearray, path: Path, *, has_nan: bool = False, allowance: int = 0) -> Any:
-    """Return the value of a JSON text.
+def parse_json(content: bytearray, path: Path, *, allowance: int = 0) -> Any:
+    """Return the value of a JSON text, in which NaN and infinities are numbers.
 
     Args:
         content: the text, in UTF-8; it is emptied, so that it is not in memory twice.
         path: its file, for messages.
-        has_nan: whether NaN and infinities are numbers.
         allowance: bytes of memory that the text may take beyond ``MEMORY``.
 
     Raises:
@@ -56,10 +55,15 @@ def parse_json(content: bytearray, path: Path, *, has_nan: bool = False, allowan
             f"of memory, more than the {MEMORY + allowance >> 20} MiB of any such file; load another checkpoint"
         )
     hooks: dict[str, Any] = {}
-    if _LONG_NUMBER.search(content):  # perhaps in a text: only then is each number looked at
-        hooks = {"parse_int": lambda digits: int(_short(digits)), "parse_float": lambda digits: float(_short(digits))}
-    if not has_nan:
-        hooks["parse_constant"] = _refused
+    if found := _LONG_NUMBER.search(content):  # perhaps in a text: only then is each number looked at
+        place = content[max(found.start() - 60, 0) : found.start()].decode(errors="replace")
+
+        def short(digits: str) -> str:
+            if len(digits) > _DIGITS:
+                raise ValueError(f"it has a number of {len(digits)} characters after {shown(place)}")
+            return digits
+
+        hooks = {"parse_int": lambda digits: int(short(digits)), "parse_float": lambda digits: float(short(digits))}
     try:
         text = content.decode()
         content.clear()
@@ -75,13 +79,3 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"{shown(twice)} is there twice")
     return table
-
-
-def _short(digits: str) -> str:
-    if len(digits) > _DIGITS:
-        raise ValueError(f"it has a number of {len(digits)} characters, {digits[:20]}...")
-    return digits
-
-
-def _refused(name: str) -> Any:
-    raise ValueError(f"{name} is not a number")

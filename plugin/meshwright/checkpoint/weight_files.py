@@ -16,6 +16,7 @@ from meshwright.checkpoint.safetensors_file import Entry, ShardSlice, read_heade
 from meshwright.errors import CheckpointError
 from meshwright.parallel.row_layout import global_shape
 from meshwright.progress import Progress
+from meshwright.schema import require, table, text
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ WeightSource = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _SINGLE = "model.safetensors"
+_WEIGHT_MAP = table(text(most=4096))
 _INDEX = ".safetensors.index.json"
 
 
@@ -158,15 +160,14 @@ def _in_directory(directory: Path) -> Path:
 
 
 def _indexed(index: Path) -> dict[str, tuple[Path, Entry]]:
-    try:
-        weight_map = read_json(index.resolve())["weight_map"]
-        files = {name: str(file) for name, file in weight_map.items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files: it has no valid 'weight_map'") from error
+    found = read_json(index.resolve())
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    require(files, _WEIGHT_MAP, f"{index}: its 'weight_map'")
+    assert files is not None
     if outside := sorted({file for file in files.values() if Path(file).name != file or "\0" in file}):
-        raise CheckpointError(f"{index} lists files outside its own folder: {_some(outside, ', ')}")
+        raise CheckpointError(f"the 'weight_map' of {index} lists files outside its own folder: {_some(outside, ', ')}")
     if absent := sorted({file for file in files.values() if not (index.parent / file).is_file()}):
-        raise CheckpointError(f"{index} lists files that do not exist: {_some(absent, ', ')}")
+        raise CheckpointError(f"the 'weight_map' of {index} lists files that do not exist: {_some(absent, ', ')}")
     for file in sorted(set(files.values())):
         _check_inside(index.parent, file)
     headers = {file: read_header(index.parent / file) for file in sorted(set(files.values()))}

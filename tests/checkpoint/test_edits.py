@@ -1,0 +1,189 @@
+"""Files that somebody has edited who knows the format and makes every digest right: each field is checked.
+
+The edits run in a process of their own, a few at a time in a forked child, so that a crash in C is seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_hostile import MEMORY, Small, forget_peak, peak, size_of
+from torch.utils.data import DataLoader
+
+import meshwright as mw
+from harness.programs import run_program
+from meshwright.checkpoint.lineage import Lineage
+from meshwright.checkpoint.safetensors_file import SafetensorsWriter
+from meshwright.checkpoint.sealed_folder import check_seal, sealed_folder
+from meshwright.data.loader import DistributedLoader
+from meshwright.data.peers import LoaderMesh
+from meshwright.parallel.collectives import Axis
+from support import edits
+
+BATCH = 10  # edits in one child
+FREE = {  # what a program may have written as it likes, and what decides nothing
+    "checkpoint.json": {"extra", "plan", "versions", "written", "step", "scheduler", "number", "run", "model_config"},
+    "optimizer.json": set(),
+    "meshwright_seal.json": {"number", "run", "written", "launches", "open"},
+}
+
+
+class Run:
+    """All that a checkpoint holds, and the next step, which must go as it should after each load that succeeds."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Small(3, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5)
+        self.scaler = torch.amp.GradScaler("cpu")
+        generator = torch.Generator().manual_seed(3)
+        loader: Any = DataLoader(list(range(40)), batch_size=4, shuffle=True, generator=generator)
+        self.loader = DistributedLoader(loader, LoaderMesh(dp=Axis("dp")))
+        self.step()
+
+    def step(self) -> None:
+        next(iter(self.loader))
+        self.model.weight.grad = torch.ones(3, 2)
+        self.optimizer.step()
+        self.scheduler.step()
+        draws = torch.rand(700).sum() + np.random.rand(700).sum() + sum(random.random() for _ in range(700))
+        assert torch.isfinite(draws) and self.model.weight.isfinite().all()
+
+    def others(self) -> dict[str, Any]:
+        return {"loader": self.loader, "scheduler": self.scheduler, "scaler": self.scaler}
+
+    def save_checkpoint(self, folder: Path) -> None:
+        mw.save_checkpoint(folder, self.model, self.optimizer, step=3, extra={"a": [1]}, **self.others())
+
+    def load_checkpoint(self, folder: Path) -> None:
+        mw.load_checkpoint(folder, self.model, self.optimizer, **self.others())
+
+    def save_weights(self, folder: Path) -> None:
+        folder.mkdir()
+        with SafetensorsWriter(folder / "model.safetensors", {"weight": (torch.float32, (3, 2))}) as writer:
+            writer.write(torch.ones(3, 2))
+
+    def load_weights(self, folder: Path) -> None:
+        mw.load_weights(self.model, folder)
+
+    def save_optimizer(self, folder: Path) -> None:
+        mw.save_optimizer(self.model, self.optimizer, folder)
+
+    def load_optimizer(self, folder: Path) -> None:
+        mw.load_optimizer(self.model, self.optimizer, folder)
+
+    def save_seal(self, folder: Path) -> None:
+        with sealed_folder(folder, lineage=Lineage()) as hidden:
+            (hidden / "inner").mkdir()
+            (hidden / "a.json").write_text("{}")
+            (hidden / "inner" / "b.json").write_text("{}")
+
+    def load_seal(self, folder: Path) -> None:
+        check_seal(folder)
+
+
+Edit = Callable[[Path, random.Random], tuple[str, edits.Path_, str]]
+# What is saved and loaded, and how it is edited.
+KINDS: dict[str, tuple[str, Edit]] = {
+    "manifest": ("checkpoint", edits.edit_manifest),
+    "index": ("checkpoint", edits.edit_index),
+    "part": ("checkpoint", edits.edit_part),
+    "optimizer": ("optimizer", edits.edit_optimizer),
+    "optimizer's tensors": ("optimizer", edits.edit_header("optimizer-*.safetensors")),
+    "weights": ("weights", edits.edit_header("model.safetensors")),
+    "seal": ("seal", edits.edit_seal),
+}
+
+
+def what_is_wrong(kind: str, seed: int, folder: Path) -> str | None:
+    """Edit a folder and load it; return what should not have happened."""
+    of, edit = KINDS[kind]
+    draw = random.Random(f"{kind} {seed}")
+    name, path, what = edit(folder, draw)
+    run = Run()
+    forget_peak()
+    before, start = peak(), time.process_time()
+    text = None
+    try:
+        getattr(run, f"load_{of}")(folder)
+    except mw.CheckpointError as error:
+        text = str(error)
+        text.encode()
+    except BaseException:
+        return f"{name}, {path}, {what}: " + traceback.format_exc(limit=-3)
+    seconds, grown, size = time.process_time() - start, peak() - before, size_of(folder)
+    if seconds > 2 * max(1, size / 2**20) or grown > size + MEMORY:
+        return f"{name}, {path}, {what}: {seconds:.1f} s of the CPU, {grown:,} bytes for files of {size:,}"
+    if text is None:
+        try:
+            run.step()
+        except BaseException:
+            return f"{name}, {path}, {what} was accepted, and then: " + traceback.format_exc(limit=-3)
+        if "odd" in what and path[0] not in FREE.get(name, ()):
+            print("ACCEPTED " + json.dumps([name, str(path), what]), flush=True)
+    elif not (name in text or str(folder) in text):
+        return f"{name}, {path}, {what}: the file is not named: {text}"
+    elif (  # the header of a part is only compared with its digest, and what is gone has no name
+        name != edits.TENSORS
+        and what.startswith(("odd", "near"))
+        and not any(key in text for key in path if isinstance(key, str))
+    ):
+        return f"{name}, {path}, {what}: the field is not named: {text}"
+    return None
+
+
+def program(place: str, kinds: list[str], count: int) -> None:
+    for number, kind in enumerate(kinds):
+        edit_and_load(Path(place, str(number)), kind, count)
+
+
+def edit_and_load(parent: Path, kind: str, count: int) -> None:
+    parent.mkdir()
+    whole = parent / "whole"
+    getattr(Run(), f"save_{KINDS[kind][0]}")(whole)
+    getattr(Run(), f"load_{KINDS[kind][0]}")(whole)
+    for first in range(0, count, BATCH):
+        child = os.fork()
+        if child == 0:
+            for seed in range(first, min(first + BATCH, count)):
+                print(f"SEED {seed}", flush=True)
+                folder = parent / "case"
+                shutil.rmtree(folder, ignore_errors=True)
+                shutil.copytree(whole, folder)
+                if (wrong := what_is_wrong(kind, seed, folder)) is not None:
+                    print("WRONG " + json.dumps(f"{kind} {seed}: {wrong}"), flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            print("WRONG " + json.dumps(f"{kind}: a child ended with {status}"), flush=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is measured in /proc")
+@pytest.mark.parametrize(
+    ("kinds", "count"),
+    [(list(KINDS), 22), *(([kind], 300) for kind in KINDS)],
+    ids=["some", *(f"many-{k}" for k in KINDS)],
+)
+def test_each_edit_is_named_or_harmless(kinds: list[str], count: int, tmp_path: Path) -> None:
+    (outcome,) = run_program(program, 1, str(tmp_path), kinds, count, timeout=300)
+    count *= len(kinds)
+    wrong = [json.loads(line[6:]) for line in outcome.output.splitlines() if line.startswith("WRONG ")]
+    assert not wrong, "\n".join(wrong[:20])
+    assert outcome.output.count("SEED ") == count, outcome.output[-2000:]
+    # An odd value can be a right one: None for what may be None, 0 for a count.
+    accepted = outcome.output.count("ACCEPTED ")
+    print(f"{accepted} of {count} accepted")
+    assert accepted <= 0.15 * count, outcome.output[-3000:]
