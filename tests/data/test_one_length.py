@@ -22,6 +22,7 @@ from transformers import (
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TrlCollator
 
+import meshwright as mw
 from data.test_stream import Ranks
 from meshwright.config import LoaderOptions
 from meshwright.data.global_batches import Portion, even_share
@@ -30,6 +31,8 @@ from meshwright.data.one_length import OneLength
 from meshwright.data.peers import Peers
 from meshwright.data.readers.choose import make_reader
 from meshwright.parallel.collectives import Axis
+from support.exact import Float64
+from support.models import build, tokens
 
 WORDS = 50
 
@@ -150,3 +153,36 @@ def test_each_rank_has_rows_of_the_one_device_batch(name: str, side: str) -> Non
             if isinstance(dataset, Shards):  # which deals the rows to the ranks that have read them
                 found, expected = sorted(found, key=str), sorted(expected, key=str)
             assert found == expected
+
+
+def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    ids = pad_sequence(rows, batch_first=True, padding_value=0, padding_side="left")
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.where(ids > 0, -100)}
+
+
+def train(plan: dict[str, Any] | None) -> list[float]:
+    """The losses of four steps on rows whose first token becomes a label behind a pad, and the last norm."""
+    with Float64():
+        model: Any = build("llama").double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows = [x[: 3 + 7 * n % 11] for n, x in enumerate(tokens(16, 14))]
+        loader: Any = DataLoader(rows, batch_size=4, collate_fn=left_padded)
+        if plan is not None:
+            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+            model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
+        found = []
+        for batch in loader:
+            loss = model(**batch).loss
+            loss.backward()
+            norm = mw.clip_grad_norm_(model, 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return [*found, float(norm)]
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"dp": 2, "zero_stage": 3}, {"dp": 2, "micro_batch_size": 1}], ids=str)
+def test_left_padding_gives_the_numbers_of_one_device(plan: dict[str, Any], pool2: Any) -> None:
+    """In float64, so that only the order of sums differs; padding to a rank's own longest row differs by 1e-3."""
+    for found in pool2.run(train, plan):
+        assert found == pytest.approx(train(None), rel=1e-10)
