@@ -39,6 +39,7 @@ from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.generate_together import sample_together
 from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
+from meshwright.parallel.longest_position import LongestPosition
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
@@ -309,6 +310,7 @@ class Installation:
             hooked=hooked,
             refuses_internals=structure is not None or self.context is not None,
             shares_weights=runtime.weights is not None,
+            longest=LongestPosition(self.decoder, runtime.dp, is_split=plan.has_micro_batches or plan.pp > 1),
             layers=layers,
             follow=runtime.follow,
         )
