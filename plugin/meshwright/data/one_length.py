@@ -28,6 +28,7 @@ from meshwright.parallel.collectives import Axis
 logger = logging.getLogger(__name__)
 
 MOST = 60  # how many sizes are compared at most
+STACKING: list[Any] = [default_collate, default_convert]  # functions, or classes of them, that never pad
 
 
 @dataclass(frozen=True)
