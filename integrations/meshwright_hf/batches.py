@@ -8,8 +8,12 @@ from typing import Any
 
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from transformers import DefaultDataCollator, default_data_collator
 
+from meshwright.data.one_length import STACKING
 from meshwright.data.readers.base import worker_options
+
+STACKING.extend((default_data_collator, DefaultDataCollator))
 
 
 def global_batches(loader: DataLoader[Any], dp: int) -> DataLoader[Any]:

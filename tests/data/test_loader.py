@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
+import meshwright as mw
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
+from meshwright.errors import LoaderError
 from meshwright.parallel.collectives import Axis
 
 
@@ -144,3 +148,74 @@ def test_a_generator_seeded_before_the_first_epoch_is_followed() -> None:
     _, resumed = seeded_afterwards()
     resumed.load_state_dict(state)
     assert read_ids(resumed) == expected[1:]
+
+
+class Lines(torch.utils.data.Dataset):
+    """JSON lines, read by index; the last of six is cut off."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return json.loads(self.path.read_text().splitlines()[index])
+
+
+class ReadInOrder(Lines, IterableDataset):
+    __getitem__: Any = None
+
+    def __iter__(self) -> Any:
+        return map(json.loads, self.path.read_text().splitlines())
+
+
+def refuse(rows: list[Any]) -> Any:
+    raise KeyError("labels")
+
+
+def unreadable(folder: Path, kind: str, *, workers: int = 0) -> DataLoader[Any]:
+    for number in range(2):
+        rows = [json.dumps({"x": number}) for _ in range(6)]
+        (folder / f"{number}.jsonl").write_text("\n".join([*rows[:5], rows[5][:4] if number else rows[5]]))
+    if kind == "shards":
+        files = [str(folder / f"{number}.jsonl") for number in range(2)]
+        dataset: Any = load_dataset("json", data_files=files, streaming=True, split="train", cache_dir=str(folder))
+    else:
+        dataset = (ReadInOrder if kind == "in order" else Lines)(folder / "1.jsonl")
+    return DataLoader(dataset, batch_size=2, num_workers=workers, collate_fn=refuse if kind == "collate" else None)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "error", "said"),
+    [
+        ("map", json.JSONDecodeError, r"row 5 of the Lines \(samples 4 to 5 of epoch 0\) could not be read"),
+        ("collate", KeyError, r"rows 0, 1 of the Lines \(samples 0 to 1 of epoch 0\) could not be read"),
+        ("in order", json.JSONDecodeError, r"batch 2 of epoch 0 \(samples 4 to 5\) of the ReadInOrder could not be"),
+        ("shards", ValueError, r"(?s)epoch 0 of the IterableDataset.*row 0 of shard 1 of 2 \(.*1\.jsonl\)"),
+    ],
+)
+def test_an_error_says_which_rows_were_read(
+    kind: str, error: type[Exception], said: str, workers: int, tmp_path: Path
+) -> None:
+    """It is of the class that was raised, which is its cause. A worker's error has its traceback in its message."""
+    loader = DistributedLoader(unreadable(tmp_path, kind, workers=workers), LoaderMesh(dp=Axis("dp")))
+    expected = RuntimeError if workers and error is json.JSONDecodeError else error  # torch cannot rebuild its class
+    with pytest.raises(expected, match=said) as raised:
+        list(loader)
+    assert (
+        isinstance(raised.value, LoaderError) and type(raised.value.__cause__).__name__ == type(raised.value).__name__
+    )
+
+
+def read_unreadable(folder: Path) -> None:
+    mesh = mw.ProcessMesh([0, 1], ["dp"])
+    list(mw.shard_dataloader(unreadable(folder / str(dist.get_rank()), "shards"), mesh, None, "dp", output="local"))
+
+
+def test_every_rank_is_told_the_file(pool2: Any, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    for kind, message in pool2.run_expecting_error(read_unreadable, tmp_path):
+        assert kind in ("ArrowInvalid", "PeerFailedError", "JSONDecodeError", "ValueError") and "1.jsonl" in message

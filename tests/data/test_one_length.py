@@ -22,6 +22,7 @@ from transformers import (
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TrlCollator
 
+import meshwright as mw
 from data.test_stream import Ranks
 from meshwright.config import LoaderOptions
 from meshwright.data.global_batches import Portion, even_share
@@ -30,6 +31,8 @@ from meshwright.data.one_length import OneLength
 from meshwright.data.peers import Peers
 from meshwright.data.readers.choose import make_reader
 from meshwright.parallel.collectives import Axis
+from support.exact import Float64
+from support.models import build, tokens
 
 WORDS = 50
 
@@ -150,3 +153,67 @@ def test_each_rank_has_rows_of_the_one_device_batch(name: str, side: str) -> Non
             if isinstance(dataset, Shards):  # which deals the rows to the ranks that have read them
                 found, expected = sorted(found, key=str), sorted(expected, key=str)
             assert found == expected
+
+
+def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    ids = pad_sequence(rows, batch_first=True, padding_value=0, padding_side="left")
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.where(ids > 0, -100)}
+
+
+def train(plan: dict[str, Any] | None) -> list[float]:
+    """The losses of four steps on rows whose first token becomes a label behind a pad, and the last norm."""
+    with Float64():
+        model: Any = build("llama").double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows = [x[: 3 + 7 * n % 11] for n, x in enumerate(tokens(16, 14))]
+        loader: Any = DataLoader(rows, batch_size=4, collate_fn=left_padded)
+        if plan is not None:
+            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+            model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
+        found = []
+        for batch in loader:
+            loss = model(**batch).loss
+            loss.backward()
+            norm = mw.clip_grad_norm_(model, 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return [*found, float(norm)]
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"dp": 2, "zero_stage": 3}, {"dp": 2, "micro_batch_size": 1}], ids=str)
+def test_left_padding_gives_the_numbers_of_one_device(plan: dict[str, Any], pool2: Any) -> None:
+    """In float64, so that only the order of sums differs; padding to a rank's own longest row differs by 1e-3."""
+    for found in pool2.run(train, plan):
+        assert found == pytest.approx(train(None), rel=1e-10)
+
+
+def by_length(rows: list[Tensor]) -> Tensor:
+    return pad_sequence(sorted(rows, key=len, reverse=True), batch_first=True)
+
+
+@pytest.mark.parametrize("collate", [pad_sequence, by_length], ids=["batch second", "sorted"])
+def test_what_cannot_be_padded_is_told(collate: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows that change their places, or are not the first dim: each rank keeps its own rows, as they were collated."""
+    rows = [torch.arange(1, n) for n in (3, 4, 9, 8)]
+    found = portions(lambda: DataLoader(rows, batch_size=4, collate_fn=collate), 2)  # type: ignore[arg-type]
+    assert [x.batch.tolist() for (x,) in found] == [collate(rows[:2]).tolist(), collate(rows[2:]).tolist()]
+    said = [text for text in caplog.messages if "cannot pad them to that length" in text]
+    assert len(said) == (1 if collate is by_length else 0)
+    assert not said or "rank 0 of dp has rows of length 3 in a batch whose longest rows have length 8" in said[0]
+
+
+def test_random_masks_are_drawn_for_the_padded_rows() -> None:
+    """Inputs and labels of a row are of one run, since those of two runs hide different words."""
+    collate = DataCollatorForLanguageModeling(tokenizer("left"), mlm_probability=0.5)
+    draws = random.Random(0)
+    rows = [{"input_ids": [draws.randrange(3, WORDS) for _ in range(n)]} for n in (30, 7, 12, 9, 31, 40)]
+    torch.manual_seed(0)
+    for of_rank, own in zip(
+        portions(lambda: DataLoader(rows, 6, collate_fn=collate), 2), (rows[:3], rows[3:]), strict=True
+    ):
+        batch = of_rank[0].batch
+        is_hidden = batch["labels"] >= 0
+        whole = batch["input_ids"].where(~is_hidden, batch["labels"])
+        assert batch["input_ids"].shape == (3, 40) and is_hidden.any()
+        assert [row[row > 0].tolist() for row in whole] == [row["input_ids"] for row in own]

@@ -28,6 +28,7 @@ from meshwright.parallel.collectives import Axis
 logger = logging.getLogger(__name__)
 
 MOST = 60  # how many sizes are compared at most
+STACKING: list[Any] = [default_collate, default_convert]  # functions, or classes of them, that never pad
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,8 @@ def _sent(samples: list[Any]) -> Any:
 def pads_by_rank(loader: Any, dp: Axis) -> bool:
     """Return whether a loader has a collate function that may pad to the longest of the rows that it gets."""
     collate = getattr(loader, "collate_fn", None)
-    return (
-        dp.group is not None
-        and isinstance(loader, DataLoader)
-        and collate not in (None, default_collate, default_convert)
-    )
+    stacks = any(collate is known or type(collate) is known for known in STACKING)
+    return dp.group is not None and isinstance(loader, DataLoader) and collate is not None and not stacks
 
 
 class OneLength:

@@ -40,6 +40,7 @@ from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.forward_writes import BatchStatistics
 from meshwright.parallel.generate_together import sample_together
 from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
+from meshwright.parallel.longest_position import LongestPosition
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
@@ -317,6 +318,7 @@ class Installation:
             statistics=BatchStatistics(self.decoder, lambda: runtime.plan),
             refuses_internals=structure is not None or self.context is not None,
             shares_weights=runtime.weights is not None,
+            longest=LongestPosition(self.decoder, runtime.dp, is_split=plan.has_micro_batches or plan.pp > 1),
             layers=layers,
             follow=runtime.follow,
         )

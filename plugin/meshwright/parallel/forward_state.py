@@ -21,6 +21,7 @@ from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.forward_writes import BatchStatistics, ForwardWrites
 from meshwright.parallel.input_comparison import ComparedInputs
+from meshwright.parallel.longest_position import LongestPosition
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.tensor_guards import ShardedLogits
@@ -47,6 +48,7 @@ class ForwardState:
         statistics: the check for layers that would use the statistics of a part of the batch.
         refuses_internals: whether requests for hidden states or attention maps raise, since a rank has only its share.
         shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
+        longest: the longest position of the batch, for modules that depend on it.
         layers: the model's layers, which ``torch.compile(model)`` compiles.
         follow: a callback that handles parameters frozen or unfrozen since the last pass. It runs in each pass with
             gradients enabled, after the guard has compared the ranks.
@@ -66,6 +68,7 @@ class ForwardState:
     statistics: BatchStatistics
     refuses_internals: bool
     shares_weights: bool = False
+    longest: LongestPosition
     layers: CompilableLayers
     follow: Callable[[], None] = lambda: None
 
@@ -115,6 +118,7 @@ class ForwardState:
             self._added.check()
         if torch.is_grad_enabled():
             self.follow()
+        self.longest.begin(inputs, is_on=trains or (labels is not None and module is self.model))
         has_loss = module is self.model and module.training and labels is not None
         self._keeps_sharded = has_loss and self.has_sharded_loss
         # A whole model that is being traced gets whole logits: dynamo guards on a tensor's strides, and a stand-in has
