@@ -152,7 +152,7 @@ def test_pairs_are_drawn_evenly() -> None:
 
 # Kinds whose every trait changes the numbers of one device; the others are, say, another way to write the same.
 CHANGE = {
-    *("sharing", "parametrization", "state", "batch-wide", "batch", "collator", "loss", "factor", "rope", "family"),
+    *("sharing", "parametrization", "state", "batch-wide", "batch", "collator", "factor", "rope", "family"),
     *("write", "freezing", "optimizer"),
 }
 
