@@ -61,7 +61,7 @@ class Program:
         turn, place = divmod(seed, ALONE + PAIRED)
         if place < ALONE:
             singles = _singles()
-            # Each trait meets each plan before one of them meets the same again.
+            # Each time around, a trait alone meets another plan.
             index, around = turn % len(singles), turn // len(singles)
             plans = _plans_of(singles[index : index + 1])
             return Program(seed=seed, plan=plans[(index * 7 + around) % len(plans)], names=(singles[index],))
