@@ -38,7 +38,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_planner_search.py": ("test_choices_are_legal_ranked_and_fit*",),
     "test_planner_time.py": ("*",),
     "test_plans.py": ("test_every_family_gets_the_roles*", "test_a_class_nobody_has_seen_equals_one_process*"),
-    "test_random_programs.py": ("test_a_random_program_is_equal_or_told[1]",),
+    "test_random_programs.py": ("test_a_random_program_is_equal_or_told[dp2]",),
     "test_referee.py": ("*",),
     "test_resharding.py": ("*",),
     "test_resume.py": ("test_a_resumed_run_is_equal_to_the_bit[dp2]", "test_each_component_matters*"),

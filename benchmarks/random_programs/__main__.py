@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import time
 import warnings
@@ -29,7 +28,7 @@ def main(
     traits: Annotated[str, typer.Option(help="names of traits, separated by ';'; with --only, all of its traits")] = "",
     plan: Annotated[str, typer.Option(help="plan of all programs in place of the drawn ones")] = "",
     plant: Annotated[str, typer.Option(help=f"fault to plant, to see it found: {'; '.join(PLANTS)}")] = "",
-    lanes: Annotated[int, typer.Option(help="number of programs at the same time (default: one for each core)")] = 0,
+    lanes: Annotated[int, typer.Option(min=1, help="number of programs that run at the same time")] = 2,
     verbose: Annotated[bool, typer.Option(help="print every program, instead of only the faults")] = False,
 ) -> None:
     """Draw programs and plans, run each program with and without its plan, and compare all resulting numbers.
@@ -60,7 +59,7 @@ def main(
         programs = itertools.islice(_matching(seed, set(asked), plan), count)
     found = judged(
         programs,
-        lanes=1 if only else lanes or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        lanes=1 if only else lanes,
         seconds=None if minutes is None else minutes * 60,
         plant=plant or None,
     )

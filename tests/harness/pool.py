@@ -44,7 +44,7 @@ class WorkerPool:
 
     Args:
         world_size: the number of ranks.
-        grace: seconds that the other ranks have to answer after one failed.
+        grace: seconds that the other ranks have to answer after one failed (default: 10).
 
     Example:
         def total(value):
@@ -55,7 +55,7 @@ class WorkerPool:
         assert pool.run(total, 10) == [21, 21]
     """
 
-    def __init__(self, world_size: int, *, grace: float = GRACE) -> None:
+    def __init__(self, world_size: int, *, grace: float | None = None) -> None:
         self.world_size = world_size
         self._grace = grace
         self._jobs = 0
@@ -65,6 +65,10 @@ class WorkerPool:
         self._log_starts = [0] * world_size
         self._logs = tempfile.TemporaryDirectory(prefix="workers-")
         atexit.register(self.close)  # before multiprocessing's own, which waits for all children
+
+    @property
+    def grace(self) -> float:
+        return GRACE if self._grace is None else self._grace
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
         """Return what ``function(*args, **kwargs)`` returned on each rank.
@@ -153,7 +157,7 @@ class WorkerPool:
                 rank = pending.pop(connection)
                 answers[rank] = self._answer(rank)
                 if isinstance(answers[rank], Failure):
-                    deadline = min(deadline, time.monotonic() + self._grace)
+                    deadline = min(deadline, time.monotonic() + self.grace)
         return answers
 
     def _answer(self, rank: int) -> Result | Failure:
@@ -173,7 +177,7 @@ class WorkerPool:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(STACKS_TIME)
         failures = _failures(answers)
-        cause = f"{self._grace:g} s after another rank failed" if failures else f"within {timeout:g} s"
+        cause = f"{self.grace:g} s after another rank failed" if failures else f"within {timeout:g} s"
         parts = [f"ranks {silent} of {self.world_size} did not answer {cause}", _tracebacks(failures)]
         parts += [f"---- rank {rank}: output and stack\n{self._output(rank)}" for rank in range(self.world_size)]
         return "\n".join(part for part in parts if part)
