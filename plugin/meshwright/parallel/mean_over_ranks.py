@@ -54,9 +54,7 @@ class GlobalMean:
         gradients: takes the gradients that reach the means, which are compared over ``dp``; None to compare none.
     """
 
-    def __init__(
-        self, dp: Axis, num_items: NumItems = "auto", parts: int = 1, gradients: LossGradients | None = None
-    ):
+    def __init__(self, dp: Axis, num_items: NumItems = "auto", parts: int = 1, gradients: LossGradients | None = None):
         self.dp, self.num_items, self.parts = dp, num_items, parts
         self.gradients = gradients if dp.size > 1 else None
         self.used_items: bool | None = None  # whether num_items divided the last mean; None before the first mean
@@ -129,7 +127,7 @@ class GlobalMean:
         return mean
 
     def watched(self, mean: Tensor) -> Tensor:
-        """Return a loss that is already the mean over the global batch, so that the gradient that reaches it is seen."""
+        """Return a loss that is already the mean over the global batch; the gradient that reaches it is compared."""
         factor = torch.ones_like(mean, requires_grad=False)
         result: Tensor = _ReplaceValue.apply(mean.reshape(1), mean.detach(), factor.reshape(1), self._of_next())
         return result
@@ -225,9 +223,7 @@ class _ReplaceValue(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, value: Tensor, factors: Tensor, look: Callable[[Tensor], None] | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, value: Tensor, factors: Tensor, look: Callable[[Tensor], None] | None) -> Tensor:
         ctx.save_for_backward(factors)
         ctx.look = look
         return value.clone()
