@@ -47,6 +47,7 @@ PUBLIC = {
     "full_gradients",
     "full_state_dict",
     "fused_allreduce_gradients",
+    "gather_rows",
     "global_mean",
     "infer_plan",
     "load_checkpoint",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import meshwright as mw
+from meshwright.distribute.check_arguments import check_embeddings
 from support.models import build
 from support.reference import make_optimizer
 
@@ -187,11 +188,34 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
         r"no stack of equal decoder layers",
     ),
     "a tie of two roles": (tied_in_two_ways, "PlanError", r"one tied parameter"),
+    "an embedding that counts its tokens": (
+        lambda: call(with_embedding("scale_grad_by_freq"), dp=2),
+        "PlanError",
+        r"the plan dp2 zero0 splits the batch.*divides the gradient of each token by its count in the rows of one rank",
+    ),
     "a rank outside the mesh": (mesh_that_leaves_out_a_rank, "PlanError", r"rank\(s\) 1 of 2 are not in the mesh"),
     "a mesh without dp": (mesh_without_the_axis, "PlanError", r"has the axes tp, but no 'dp'"),
     "no plan, and no batch to pick one for": (no_plan, "PlanError", r"picking a plan needs the size of a batch"),
     "a plan with a gap": (sharding_plan_without_rows, "UncoveredParameterError", r"mlp.gate_proj.weight"),
 }
+
+
+def with_embedding(option: str, kind: type[torch.nn.Module] = torch.nn.Embedding) -> torch.nn.Module:
+    return torch.nn.Sequential(kind(11, 4, **{option: True}), torch.nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+@pytest.mark.parametrize("option", ["scale_grad_by_freq", "sparse"])
+def test_an_embedding_whose_gradient_depends_on_the_split(option: str, kind: type[torch.nn.Module]) -> None:
+    """Its counts would be those of a rank's or micro-batch's rows; sparse gradients cannot be reduced in buckets."""
+    splits: list[dict[str, Any]] = [{"dp": 2, "zero_stage": stage} for stage in range(4)]
+    splits += [{"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"gradient_accumulation_steps": 2}, {"pp": 2}]
+    for plan in splits:
+        with pytest.raises(mw.PlanError, match=rf"model.0 is an {kind.__name__} with {option}=True.*{option} = False"):
+            check_embeddings(with_embedding(option, kind), mw.ParallelPlan(**plan), None)
+    model = with_embedding(option, kind)
+    check_embeddings(model, mw.ParallelPlan(), None)
+    check_embeddings(model.requires_grad_(False), mw.ParallelPlan(dp=2), None)
 
 
 def run_case(name: str) -> None:

@@ -158,9 +158,45 @@ def step_in_a_hook(plan: Plan, trains_norms: bool = True) -> dict[str, Tensor]:
 def test_a_step_inside_backward(pool2: Any) -> None:
     """Row 19: an error wherever a gradient is reduced after it; equal where none is."""
     assert worst(pool2.run(step_in_a_hook, TP2)[0], step_in_a_hook(None)) < 1e-9
-    for plan in (DP2, SP):
+    for plan in (DP2, SP, ZERO[2]):
         with pytest.raises(WorkerError, match=r"AdamW\.step\(\) ran inside of a backward pass, on "):
             pool2.run(step_in_a_hook, plan)
+
+
+def step_by_hand_in_a_hook(plan: Plan, kind: str) -> dict[str, Tensor]:
+    """SGD in a hook of each gradient, without an optimizer."""
+    with Float64():
+        model: Any = build("llama").double()
+        model, _, loader = distribute(plan, model, None, batches(3))
+
+        def step(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            if kind == "accumulated":
+                parameter.register_post_accumulate_grad_hook(step)
+            else:
+                parameter.register_hook(lambda grad, p=parameter: p.data.add_(grad, alpha=-0.1).sign() * 0)
+        for batch in loader:
+            model(**batch).loss.backward()
+    return weights_of(model, plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "error"),
+    [
+        (ZERO[2], "accumulated", r"ValueError: .* was changed inside of a backward pass"),
+        (ZERO[2], "arriving", r"ValueError: .* was changed inside of a backward pass"),
+        (DP2, "accumulated", r"DivergenceError: .* no longer equal in step 1:[^$]*in a hook of the backward pass"),
+    ],
+    ids=str,
+)
+def test_a_step_by_hand_inside_backward(plan: dict[str, Any], kind: str, error: str, pool2: Any) -> None:
+    """Row 19: the gradient is this rank's own; replicas with such hooks are compared in the first step already."""
+    with pytest.raises(WorkerError, match=error):
+        pool2.run(step_by_hand_in_a_hook, plan, kind)
 
 
 def warnings_of_a_stranger(is_wrapped: bool) -> list[str]:

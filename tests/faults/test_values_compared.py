@@ -54,6 +54,38 @@ class Run:
             self.optimizer.zero_grad()
 
 
+def train_with_a_scaler(plan: dict[str, Any]) -> float:
+    """Four steps, of which the third has an infinite gradient in one row of one weight, on the first rank."""
+    run, steps = Run(plan), range(4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    infinite = iter([number == 2 and dist.get_rank() == 0 for number in steps])
+    run.model.model.layers[0].self_attn.q_proj.weight.register_hook(
+        lambda grad: grad.index_fill(0, torch.tensor([0]), torch.inf) if next(infinite) else grad
+    )
+    for number in steps:
+        ids = tokens(2, 12, seed=number)
+        scaler.scale(run.model(input_ids=ids, labels=ids).loss).backward()
+        scaler.unscale_(run.optimizer)
+        mw.clip_grad_norm_(run.model, 1.0)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+    return scaler.get_scale()
+
+
+def test_a_scaler_of_whole_gradients_works(pool2: Any) -> None:
+    """Gradients are averaged before the scaler looks at them, so both ranks skip the step."""
+    assert pool2.run(train_with_a_scaler, DP2) == [128.0, 128.0]
+
+
+@pytest.mark.parametrize("plan", [{**DP2, "zero_stage": 1}, {**DP2, "zero_stage": 3}, TP2], ids=str)
+def test_a_scaler_of_parts_is_named(plan: dict[str, Any], pool2: Any) -> None:
+    """Only the rank that has the row skips the step."""
+    for kind, message in pool2.run_expecting_error(train_with_a_scaler, plan):
+        assert kind in ("DivergenceError", "PeerFailedError"), message
+        assert "torch.amp.GradScaler, which looks for infinite gradients on its own rank" in message
+
+
 def flip(parameter: Tensor, element: int, bit: int) -> None:
     """Flip a bit of a weight in memory, as a fault of the hardware does: torch's version counter does not see it."""
     word = parameter.detach().as_subclass(Tensor).view(-1)[element : element + 1].view(torch.int32)

@@ -138,7 +138,7 @@ def _dtensor() -> nn.Parameter:
         ("all frozen", ["no trainable parameter"]),
         ("meta", ["scale is on the meta device"]),
         ("meta on one rank", ["rank(s) 1", "meta device", "rank(s) 0: no problem"]),
-        ("sparse", ["table", "sparse=False"]),
+        ("sparse", ["table", "sparse = False"]),
         ("twice", ["wrapped by DataParallel"]),
         ("twice inside", ["DataParallel already"]),
         ("torch", ["DistributedDataParallel"]),

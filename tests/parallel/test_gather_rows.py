@@ -125,7 +125,7 @@ def with_logits(plan: Plan) -> dict[str, Tensor]:
             model, _, loader = mw.to_distributed(model, None, loader, config=config)
         for batch in loader:
             outputs = model(**batch)
-            pooled = mw.gather_rows(outputs.logits.mean(1), model)
+            pooled = mw.gather_rows(outputs.logits.mean(1))
             (outputs.loss + (pooled @ pooled.T).logsumexp(1).mean()).backward()
     return {n: p.grad for n, p in model.named_parameters()} if plan is None else mw.full_gradients(model)
 

@@ -111,8 +111,8 @@ def _check_has_all_rows(x: Tensor, runtime: Runtime) -> None:
         return
     if are_cut() or x.requires_grad:
         raise PlanError(
-            f"{CALL} needs all rows of the batch at a time, but the plan {plan.label} runs the batch as micro-batches, "
-            "each of which has some of them. Use a plan with pp=1, without micro-batches: "
+            f"{CALL} needs all rows of the batch at a time, but the plan {plan.label} runs the batch as "
+            "micro-batches, each of which has some of them. Use a plan with pp=1, without micro-batches: "
             "ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None). To save memory instead, use "
             "recompute='full'"
         )

@@ -30,7 +30,7 @@ def run_without_values(
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), _fake_values(model):
+    with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), _fake_values(model), _without_hooks(model):
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if labels is not None:
@@ -46,6 +46,17 @@ def run_without_values(
                 f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "
                 f"after its layers ({type(error).__name__}: {error}). Use {instead}"
             ) from error
+
+
+@contextlib.contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Leave out the forward hooks of the whole model, which may expect an output that this pass does not have."""
+    before = dict(model._forward_hooks)
+    model._forward_hooks.clear()
+    try:
+        yield
+    finally:
+        model._forward_hooks.update(before)
 
 
 class _ReadAsZero(TorchDispatchMode):

@@ -127,7 +127,7 @@ class GlobalMean:
         return mean
 
     def watched(self, mean: Tensor) -> Tensor:
-        """Return a loss that is the mean over the global batch already, and see the gradient that reaches it."""
+        """Return a loss that is already the mean over the global batch; the gradient that reaches it is compared."""
         factor = torch.ones_like(mean, requires_grad=False)
         result: Tensor = _ReplaceValue.apply(mean.reshape(1), mean.detach(), factor.reshape(1), self._of_next())
         return result
