@@ -84,7 +84,7 @@ SHARED = {change.__name__: change for change in (share_blocks, share_projections
 def with_shared_modules(plan: Plan, name: str, folder: str | None = None) -> dict[str, torch.Tensor]:
     """The weights after two clipped steps; ``save_weights`` writes them to the folder."""
     with Float64():
-        model: Any = build("llama").double()
+        model: Any = build("llama", use_cache=False).double()
         SHARED[name](model)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader = distribute(plan, model, optimizer, batches(2))
@@ -127,6 +127,17 @@ def test_modules_that_layers_share(plan: dict[str, Any], name: str, pool2: Any, 
     for file in tmp_path.glob("*.safetensors"):
         written |= load_file(file)
     assert len(written) > 10 and worst(expected | written, expected) < 1e-10  # a shared weight may be there once
+
+
+def test_an_attention_that_is_twice_in_a_cache_is_named() -> None:
+    model: Any = build("llama")
+    share_projections(model)
+    model = mw.to_distributed(model, plan="dp1", device_num=1)[0]
+    ids = tokens(2, 12)
+    with pytest.raises(mw.PlanError, match=r"layers.0.self_attn and .*layers.1.self_attn are one .* use_cache = False"):
+        model(input_ids=ids, labels=ids)
+    model.config.use_cache = False
+    model(input_ids=ids, labels=ids).loss.backward()
 
 
 def reentrant(plan: dict[str, Any]) -> float:
