@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import meshwright as mw
+from harness.pool import WorkerError
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.reference import make_optimizer
 from support.scenarios import one_step
+from support.short_programs import Plan, batches, distribute, weights_of, worst
 
 SP = {"tp": 2, "sequence_parallel": True}
 
@@ -54,6 +58,88 @@ def test_two_forwards_before_a_backward(checkpointing: bool, pool2: Any) -> None
     assert max(relative_difference(actual[name], g) for name, g in expected.items()) < 1e-10
 
 
+def share_blocks(model: Any) -> None:
+    """One MLP and one norm in two layers, one norm at both ends of the layers, keys that are the values."""
+    first, second = model.model.layers
+    second.mlp, second.post_attention_layernorm = first.mlp, first.post_attention_layernorm
+    model.model.norm = first.input_layernorm
+    first.self_attn.v_proj = first.self_attn.k_proj
+
+
+def share_projections(model: Any) -> None:
+    """One attention, one output projection of two MLPs, and one weight of two modules."""
+    first, second = model.model.layers
+    second.self_attn, second.mlp.down_proj = first.self_attn, first.mlp.down_proj
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+
+
+def share_layer(model: Any) -> None:
+    """One layer at both places, as in ALBERT."""
+    model.model.layers[1] = model.model.layers[0]
+
+
+SHARED = {change.__name__: change for change in (share_blocks, share_projections, share_layer)}
+
+
+def with_shared_modules(plan: Plan, name: str, folder: str | None = None) -> dict[str, torch.Tensor]:
+    """The weights after two clipped steps; ``save_weights`` writes them to the folder."""
+    with Float64():
+        model: Any = build("llama", use_cache=False).double()
+        SHARED[name](model)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = distribute(plan, model, optimizer, batches(2))
+        for batch in loader:
+            model(**batch).loss.backward()
+            if plan is None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            else:
+                mw.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    if folder is not None:
+        mw.save_weights(model, folder)
+    return weights_of(model, plan)
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"tp": 2},
+        {**SP, "recompute": "full"},
+        {"pp": 2, "gradient_accumulation_steps": 2},
+        {"cp": 2, "recompute": "full"},
+        {"dp": 2, "zero_stage": 3},
+    ],
+    ids=["tp2", "sp", "pp2", "cp2", "zero3"],
+)
+def test_modules_that_layers_share(plan: dict[str, Any], name: str, pool2: Any, tmp_path: Path) -> None:
+    if name == "share_layer" and plan.get("pp", 1) > 1:
+        with pytest.raises(WorkerError, match=r"model\.layers\.0 and model\.layers\.1 are one module"):
+            pool2.run(with_shared_modules, plan, name)
+        return
+    expected = with_shared_modules(None, name)
+    actual = pool2.run(with_shared_modules, plan, name, str(tmp_path))[0]
+    # 1e-10 in float64: only the order of sums differs. A use whose gradient is lost, or that counts twice, differs by
+    # more than 1e-3.
+    assert worst(actual, expected) < 1e-10
+    written: dict[str, torch.Tensor] = {}
+    for file in tmp_path.glob("*.safetensors"):
+        written |= load_file(file)
+    assert len(written) > 10 and worst(expected | written, expected) < 1e-10  # a shared weight may be there once
+
+
+def test_an_attention_that_is_twice_in_a_cache_is_named() -> None:
+    model: Any = build("llama")
+    share_projections(model)
+    model = mw.to_distributed(model, plan="dp1", device_num=1)[0]
+    ids = tokens(2, 12)
+    with pytest.raises(mw.PlanError, match=r"layers.0.self_attn and .*layers.1.self_attn are one .* use_cache = False"):
+        model(input_ids=ids, labels=ids)
+    model.config.use_cache = False
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
 def reentrant(plan: dict[str, Any]) -> float:
     gradients = []
     for use_reentrant in (None, True):
@@ -68,7 +154,9 @@ def reentrant(plan: dict[str, Any]) -> float:
     return max((relative_difference(gradients[1][n], g) for n, g in gradients[0].items()), default=0.0)
 
 
-@pytest.mark.parametrize("plan", [SP, {"dp": 2, "zero_stage": 3}])
+@pytest.mark.parametrize(
+    "plan", [SP, {"dp": 2, "zero_stage": 3}, {"dp": 2, "gradient_accumulation_steps": 2}], ids=["sp", "zero3", "ga2"]
+)
 def test_reentrant_checkpointing(plan: dict[str, Any], pool2: Any) -> None:
     assert pool2.run(reentrant, plan)[0] < 1e-10
 

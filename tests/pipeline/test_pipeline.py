@@ -13,9 +13,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrizations import weight_norm
+from transformers import LlamaForSequenceClassification
 
+import meshwright as mw
 from meshwright.pipeline.pipeline_forward import PipelineForward
-from support.exact import Float64
+from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.parity import crossed, pool_for
 from support.replicas import uncompared
@@ -109,3 +112,73 @@ def train_without_sum_of_ties() -> dict[str, Tensor]:
 def test_forgetting_to_sum_a_tied_weight_would_be_caught(pool2: Any) -> None:
     found = differences(pool2.run(train_without_sum_of_ties), reference("qwen3, tied"))
     assert found["gradient of model.embed_tokens.weight"] > 1e-3
+
+
+def wrap_blocks(model: Any) -> None:
+    """A wrapped MLP, weight_norm in a layer and on the head, and a head that is not used: no role covers them."""
+
+    class Gated(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module):
+            super().__init__()
+            self.inner, self.gate = inner, torch.nn.Parameter(torch.full((32,), 1.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.inner(x) * self.gate
+            return result
+
+    model.model.layers[3].mlp = Gated(model.model.layers[3].mlp)
+    for linear in (model.model.layers[0].self_attn.q_proj, model.lm_head):
+        weight_norm(linear)
+    model.value_head = torch.nn.Linear(32, 1)
+
+
+def write_weights(model: torch.nn.Module, average: list[torch.Tensor], step: int) -> None:
+    """Decay by hand, by lists and through .data, and an average that takes the weights' place after a step."""
+    with torch.no_grad():
+        parameters = list(model.parameters())
+        torch._foreach_mul_(parameters, 0.99)
+        for parameter, mean in zip(parameters, average, strict=True):
+            parameter.mul_(0.99)
+            parameter.data.copy_(parameter.data * 0.99)
+            mean.lerp_(parameter, 0.5)
+            if step == 0:
+                other = parameter.detach().clone()
+                parameter.copy_(mean)
+                mean.copy_(other)
+
+
+def program(plan: dict[str, Any] | None, name: str) -> dict[str, torch.Tensor]:
+    """The losses and the weights of two steps."""
+    with Float64():
+        model: Any = build("llama", num_hidden_layers=4)
+        data = [{"input_ids": (ids := tokens(4, 10, seed=seed)), "labels": labels_for(ids)} for seed in (0, 1)]
+        torch.manual_seed(0)
+        if name == "labels of rows":
+            model = LlamaForSequenceClassification(model.config)
+            data = [{**one, "labels": one["labels"][:, -1] % 2} for one in data]
+        if name == "modules without roles":
+            wrap_blocks(model)
+        model = model.double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        if plan is not None:
+            model, optimizer, _ = mw.to_distributed(model, optimizer, plan=mw.ParallelPlan(**plan))
+        model.train(name != "eval mode")
+        average = [parameter.detach().clone() for parameter in model.parameters()]
+        losses = []
+        for step, one in enumerate(data):
+            loss = model(**one).loss
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            if name == "writes in place":
+                write_weights(model, average, step)
+    weights = {n: w.clone() for n, w in model.state_dict().items()} if plan is None else mw.full_state_dict(model)
+    return {**weights, "losses": torch.stack(losses)}
+
+
+@pytest.mark.parametrize("name", ["eval mode", "writes in place", "labels of rows", "modules without roles"])
+def test_a_program_of_one_device_trains_as_it_is(name: str, pool2: Any) -> None:
+    expected, actual = program(None, name), pool2.run(program, {"pp": 2, "gradient_accumulation_steps": 2}, name)[0]
+    # Two steps change the weights by more than 1e-3.
+    assert max(relative_difference(actual[key], value) for key, value in expected.items()) < TOLERANCE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import meshwright as mw
 from benchmarks.families.models import build as build_family
 from harness.pool import WorkerError
+from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
@@ -239,6 +241,11 @@ def refusals() -> dict[str, str]:
         model = build("llama", num_hidden_layers=4)
         return mw.to_distributed(model, torch.optim.AdamW(model.parameters()), plan=mw.ParallelPlan(**fields))
 
+    uneven: Any = build("llama", num_hidden_layers=4)
+    uneven.model.embed_tokens.scale_grad_by_freq = True
+    record("frequencies", lambda: mw.to_distributed(uneven, plan="pp2"))
+    factored = torch.optim.Adafactor(build("llama").parameters())
+    record("optimizer", lambda: check_elementwise(factored, is_trusted=False, plan=mw.ParallelPlan(pp=2)))
     record("more stages than layers", lambda: plan(pp=2, schedule="interleaved", chunks=3))
     record("stages that do not add up", lambda: plan(pp=2, stages=(1, 2)))
     engine = mw.ToDistributedConfig(plan=mw.ParallelPlan(pp=2), engine="DeepSpeed")
@@ -274,6 +281,8 @@ def refusals() -> dict[str, str]:
 
 
 WORDS = {
+    "frequencies": "scale_grad_by_freq",
+    "optimizer": "a plan with pp=1",
     "more stages than layers": "has 4 layers",
     "stages that do not add up": "add up",
     "deepspeed": "pp=1",
@@ -299,6 +308,7 @@ WORDS = {
 def test_what_a_pipeline_cannot_run_is_an_error_on_every_rank(pool2: Any) -> None:
     for said in pool2.run(refusals):
         assert {name: word for name, word in WORDS.items() if word not in said[name]} == {}, said
+        assert not [text for text in said.values() if re.search(r"\btp\b|ensor parallel", text)]  # tp is 1
 
 
 def with_parts_of_rows() -> tuple[dict[str, str], list[int], bool]:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 import meshwright as mw
 from meshwright.parallel.structure import describe
@@ -251,9 +253,19 @@ def widen_keys(block: nn.Module) -> None:
     block.attn.wk = nn.Linear(32, 18)  # no whole number of heads
 
 
+def prune_keys(block: nn.Module) -> None:
+    prune.l1_unstructured(block.attn.wk, "weight", 0.3)
+
+
+def norm_key_weights(block: nn.Module) -> None:
+    weight_norm(block.attn.wk)
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
+        (prune_keys, "blocks.0.attn.wk.weight is no parameter"),
+        (norm_key_weights, "parametrize.remove_parametrizations(module, 'weight')"),
         (add_inner_norm, "blocks.0.attn.sub_norm.weight"),
         (add_weightless_norm, "attn.v_norm"),
         (add_convolution, "blocks.1.mix.weight"),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.errors import PlanError
 from meshwright.parallel.forward_state import arguments
 
 
@@ -19,13 +20,13 @@ def keep_documents_apart(model: nn.Module) -> None:
     """
     signature = inspect.signature(model.forward)
     if "use_cache" in signature.parameters:
-        hook = _WithoutCache(signature)
+        hook = _WithoutCache(signature, _twice_in_cache(model))
         model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class _WithoutCache:
-    def __init__(self, signature: inspect.Signature):
-        self._signature = signature
+    def __init__(self, signature: inspect.Signature, twice: list[str]):
+        self._signature, self._twice = signature, twice
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments(self._signature, args, kwargs)
@@ -33,8 +34,27 @@ class _WithoutCache:
             return None
         trains = model.training and torch.is_grad_enabled()
         if trains or given.get("labels") is not None or _begins_anew(given):
+            self._check_shared(model)
             return args, {**kwargs, "use_cache": False}
         return None
+
+    def _check_shared(self, model: nn.Module) -> None:
+        is_cached = getattr(getattr(model, "config", None), "use_cache", False)
+        if self._twice and is_cached and not getattr(model, "is_gradient_checkpointing", False):
+            raise PlanError(
+                f"{' and '.join(self._twice)} are one attention, and on one device the default use_cache=True makes "
+                "each of its places attend to the keys of the others. A plan trains without the cache, so the results "
+                "would differ. Set model.config.use_cache = False, on one device too"
+            )
+
+
+def _twice_in_cache(model: nn.Module) -> list[str]:
+    """Return the names of one attention that stands at several places, and so at one place of a cache."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if hasattr(module, "layer_idx"):
+            names.setdefault(module, []).append(name)
+    return next((found for found in names.values() if len(found) > 1), [])
 
 
 def _begins_anew(given: dict[str, Any]) -> bool:
