@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.checkpoint import disk
+from meshwright.checkpoint.launchers_note import note_saved
 from meshwright.errors import CheckpointError
 
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced|removed)-[0-9a-f]{8}")
@@ -75,6 +76,7 @@ class Staging:
         disk.sync_folder(self.target.parent)
         if replaced is not None:
             disk.remove_folder(replaced)
+        note_saved(self.target)
 
     def close(self) -> None:
         """Remove the hidden folder, with what a failed save has left in it, and release the lock."""

@@ -70,8 +70,8 @@ def check_is_alone() -> None:
                 f"{size}={count}: {count} processes were started, but without RANK and WORLD_SIZE they are no group, "
                 "so each would train a model of its own. Start one process per node, which starts the others: "
                 f"meshwright launch --num_processes {count} SCRIPT. Or set in each process, before it imports torch: "
-                f"RANK=${rank} WORLD_SIZE={count} LOCAL_RANK=${local} MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500. If they are "
-                "meant to be separate runs, say so: to_distributed(..., device_num=1)"
+                f"RANK=${rank} WORLD_SIZE={count} LOCAL_RANK=${local} MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500. If "
+                "they are meant to be separate runs, say so: to_distributed(..., device_num=1)"
             )
 
 
