@@ -85,6 +85,7 @@ def test_signatures() -> None:
         "node_num",
         "config",
         "plan",
+        "loader",
     ]
     assert list(inspect.signature(mw.ParallelPlan).parameters) == [
         "dp",

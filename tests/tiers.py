@@ -215,6 +215,11 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_gradients_of_inputs[*-True]",
         "!test_gradients_of_inputs[plan1-True]",
     ),
+    "test_faults.py": (
+        "test_a_call_on_rank_0_alone_is_named[save_checkpoint-True*",
+        "test_a_call_on_rank_0_alone_is_named[save_pretrained*",
+        "test_a_call_on_rank_0_alone_is_named[generate*",
+    ),
     "test_launch_hosts.py": (
         "test_a_lost_host_ends_the_other_with_an_error_that_names_it[cut off]",
         "test_a_job_goes_on_with_the_machine_that_is_left",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from meshwright.errors import PlanError
 
 LAUNCH_VARIABLE = "MESHWRIGHT_LAUNCH"  # a random name of the launch, the same in a restart
 RESTARTED_VARIABLE = "MESHWRIGHT_RESTARTED"  # set in a restart, to the same name
+RESUME_VARIABLE = "MESHWRIGHT_RESUME"  # the checkpoint from which MeshwrightTrainer.train() goes on
 START_TIMEOUT = 300  # seconds that machines wait for each other
 
 
@@ -37,6 +39,7 @@ class Launch:
         cpu: whether to run on CPU even if there are GPUs.
         mixed_precision: accelerate's precision ("no", "fp16", "bf16", "fp8"); None for the value in its configuration.
         start_timeout: seconds that machines wait for each other.
+        resume: the checkpoint from which ``MeshwrightTrainer.train()`` goes on, unless it is told another.
         oversubscribe: whether to start more processes than this machine's CPU cores can serve.
 
     Raises:
@@ -62,6 +65,7 @@ class Launch:
     mixed_precision: str | None = None
     start_timeout: int = START_TIMEOUT
     oversubscribe: bool = False
+    resume: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_processes", "num_machines", "start_timeout"):
@@ -118,6 +122,61 @@ class Launch:
     def local_processes(self) -> int:
         """The number of processes on this machine."""
         return self.num_processes // self.num_machines
+
+
+def script_and_arguments(script: str, arguments: Sequence[str]) -> tuple[str, list[str], bool]:
+    """Return the script, its arguments and whether it is a module, of a command that may begin with ``python``.
+
+    Raises:
+        PlanError: if the command begins with another launcher.
+
+    Example:
+        >>> script_and_arguments("python", ["-u", "t.py", "--lr", "1"]), script_and_arguments("python3", ["-m", "a.b"])
+        (('t.py', ['--lr', '1'], False), ('a.b', [], True))
+    """
+    name, rest = Path(script).name, list(arguments)
+    if name in ("torchrun", "accelerate", "deepspeed", "mpirun", "srun") and not Path(script).is_file():
+        raise PlanError(
+            f"meshwright launch starts the processes itself, in place of {name}; leave {name} and its options out: "
+            "meshwright launch --num_processes N SCRIPT"
+        )
+    if not re.fullmatch(r"python[\d.]*", name) or (not rest or Path(script).suffix == ".py"):
+        return script, rest, False
+    while rest and rest[0].startswith("-") and rest[0] != "-m":
+        rest.pop(0)
+    is_module = bool(rest) and rest.pop(0) == "-m" if rest and rest[0] == "-m" else False
+    if not rest:
+        raise PlanError(
+            f"{script} {' '.join(arguments)} names no script; write meshwright launch --num_processes N t.py"
+        )
+    return rest[0], rest[1:], is_module
+
+
+def misplaced_options(script: str, arguments: Sequence[str], known: Collection[str]) -> str | None:
+    """Return a sentence about options of the launcher that stand after a script whose text does not name them.
+
+    Args:
+        script: the path of the script.
+        arguments: its arguments.
+        known: the names of the launcher's options, with their dashes.
+    """
+    try:
+        text = Path(script).read_text(errors="replace")
+    except OSError:
+        return None
+    found: list[str] = []
+    for index, argument in enumerate(arguments):
+        name = argument.split("=")[0]
+        if name in known and not re.search(rf"\b{re.escape(name.strip('-').replace('-', '_'))}\b", text):
+            value = arguments[index + 1 : index + 2] if name == argument else []
+            found += [argument, *(v for v in value if not v.startswith("-"))]
+    if not found:
+        return None
+    own = " ".join(found)
+    return (
+        f"{own} stands after {script}, so the script gets it, but its text does not name it. If it is an option of the "
+        f"launcher, write it before the script: meshwright launch {own} {script}"
+    )
 
 
 def parse_machines(text: str) -> tuple[int | None, int]:

@@ -14,7 +14,7 @@ from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.mesh.cores import core_count
 from meshwright_hf import network
-from meshwright_hf.launch_job import Launch
+from meshwright_hf.launch_job import RESUME_VARIABLE, Launch
 from meshwright_hf.unused_plan import watched_plan
 from meshwright_hf.versions import warn_outside_range
 
@@ -137,7 +137,7 @@ def _with_address(job: Launch) -> Launch:
 
 def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
     """Return the environment variables to set besides accelerate's; GLOO_SOCKET_IFNAME is kept if the user set it."""
-    environment = {}
+    environment = {} if job.resume is None else {RESUME_VARIABLE: job.resume}
     if on_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
     if job.plan is not None:
@@ -177,6 +177,24 @@ def _run(job: Launch, arguments: list[str]) -> int:
     """Run accelerate's launcher in this process and return the exit code. For one process, exec the script instead."""
     from accelerate.commands import launch as accelerate
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    from meshwright_hf.last_words import saves_noted
+
+    options = accelerate.launch_command_parser().parse_args(arguments)
+    if job.num_processes == 1 and not job.max_restarts:
+        # accelerate would wait for the script, hide its exit code, and not pass our signals to it.
+        command, environment = prepare_simple_launcher_cmd_env(accelerate._validate_launch_command(options)[0])
+        os.execvpe(command[0], command, environment)
+    with saves_noted() as last_words:
+        code = _wait(job, options)
+        for line in last_words(job) if code else ():
+            print(f"meshwright launch: {line}", file=sys.stderr)
+    return code
+
+
+def _wait(job: Launch, options: Any) -> int:
+    """Run accelerate's launcher in this process and return the exit code."""
+    from accelerate.commands import launch as accelerate
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -184,11 +202,6 @@ def _run(job: Launch, arguments: list[str]) -> int:
 
     from meshwright_hf.elastic import elastic_agent, first_failure
 
-    options = accelerate.launch_command_parser().parse_args(arguments)
-    if job.num_processes == 1 and not job.max_restarts:
-        # accelerate would wait for the script, hide its exit code, and not pass our signals to it.
-        command, environment = prepare_simple_launcher_cmd_env(accelerate._validate_launch_command(options)[0])
-        os.execvpe(command[0], command, environment)
     try:
         with watched_plan(job), elastic_agent(job):
             if job.num_processes == 1:  # accelerate would start it without torchrun, which does the restarts

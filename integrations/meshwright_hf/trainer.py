@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from meshwright_hf.trainer_checks import (
     check_trainer,
     config_of,
     has_own_loss,
+    renew_options,
 )
 from meshwright_hf.trainer_control import Control, save_together_on_sigterm
 from meshwright_hf.trainer_data import gather_rows, mesh_loader
@@ -88,6 +88,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         self._smoothing = 0.0  # the label smoothing of the model's own loss
         self._distributed: Any = None  # the model that _distribute has set up
         self._trained: set[str] | None = None  # parameters with gradients when the optimizer was made
+        self._arguments: dict[str, Any] | None = None  # those from which the optimizer was made, until training begins
         check_arguments(arguments_of(args, kwargs))
         if kwargs.get("callbacks"):
             kwargs["callbacks"] = [_told(callback) for callback in kwargs["callbacks"]]
@@ -102,9 +103,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         """Make the Trainer's Accelerator, and change it so that the plan distributes models and loaders."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         become_trainers(self.accelerator, self)
-        self.gather_function = functools.partial(
-            self.gathered_for_metrics, use_gather_object=self.args.eval_use_gather_object
-        )
+        # Whatever eval_use_gather_object says, tensors stay tensors: the Trainer would take a list of rows for outputs.
+        self.gather_function = self.gathered_for_metrics
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model unless it is distributed: a move to "cpu:0" would copy parameters out of ZeRO's buckets."""
@@ -142,13 +142,27 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             runtime.layers.compile_if_possible(**self.accelerator.state.dynamo_plugin.to_kwargs())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the Trainer's optimizer; under a plan this is done when the Trainer is made."""
+        """Make the Trainer's optimizer; under a plan this is done when the Trainer is made.
+
+        The stock Trainer makes it when training begins. So if an argument has changed by then, the options of the
+        optimizer's groups become those of an optimizer that is made from the arguments as they are now.
+        """
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if is_new:
             self._trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        elif self._trained is not None:
+            self._arguments = dict(vars(self.args))
+            return optimizer
+        if self._trained is not None:
             check_nothing_thawed(self.model, self._trained)
+        made_from, self._arguments = self._arguments, None
+        if made_from is not None and made_from != vars(self.args):
+            self.optimizer = None
+            try:
+                renew_options(optimizer, super().create_optimizer(*args, **kwargs), self.args)  # type: ignore[misc]
+            finally:
+                self.optimizer = optimizer
+            check_run(self, self._runtime)  # whose limits are of arguments too
         return optimizer
 
     def _complete(self, runtime: Runtime) -> None:

@@ -211,6 +211,30 @@ def check_nothing_thawed(model: nn.Module, trained: Collection[str]) -> None:
         )
 
 
+def renew_options(optimizer: Any, fresh: Any, args: Any) -> None:
+    """Give the groups of a Trainer's optimizer the options of one that was made from the arguments as they are now.
+
+    Args:
+        optimizer: the optimizer, which has made no step.
+        fresh: an optimizer over the same model, made now.
+        args: the Trainer's arguments, for the message.
+
+    Raises:
+        PlanError: if they have other classes or other groups, so that the plan would need another optimizer.
+    """
+    kinds = [type(getattr(made, "optimizer", made)) for made in (optimizer, fresh)]
+    if kinds[0] is not kinds[1] or len(optimizer.param_groups) != len(fresh.param_groups):
+        raise PlanError(
+            f"the arguments changed after this Trainer was made: TrainingArguments.optim={args.optim!s} now makes a "
+            f"{kinds[1].__name__} with {len(fresh.param_groups)} groups, but the optimizer that was sharded with the "
+            f"model is a {kinds[0].__name__} with {len(optimizer.param_groups)}; set optim and the optimizer's other "
+            "arguments before MeshwrightTrainer(...)"
+        )
+    for group, wanted in zip(optimizer.param_groups, fresh.param_groups, strict=True):
+        group.update({name: value for name, value in wanted.items() if name not in ("params", "param_names")})
+    optimizer.defaults.update(fresh.defaults)
+
+
 def check_run(trainer: Any, runtime: Runtime) -> None:
     """Raise if an argument of a Trainer gives wrong results under the model's plan.
 

@@ -18,7 +18,7 @@ from meshwright.checkpoint.stock_optimizer import check_pickle
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
-from meshwright_hf.launch_job import RESTARTED_VARIABLE
+from meshwright_hf.launch_job import RESTARTED_VARIABLE, RESUME_VARIABLE
 from meshwright_hf.trainer_state import ADAPTERS, OPTIMIZER, PROGRESS, SCHEDULER, STATE, STOCK_OPTIMIZER, random_files
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ def checkpoint_to_resume(output_dir: str, wanted: bool | str | os.PathLike[str] 
 
     Args:
         output_dir: the Trainer's folder.
-        wanted: the argument of ``train``: a folder, True for the newest whole checkpoint in ``output_dir``, or None.
+        wanted: the argument of ``train``: a folder, True for the newest whole checkpoint in ``output_dir``, or None for
+            the folder of ``meshwright launch --resume``, if there is one.
             After a restart by ``meshwright launch`` it is the newest whole checkpoint that the launch has saved, if
             there is one, unless ``wanted`` is False.
 
@@ -43,6 +44,8 @@ def checkpoint_to_resume(output_dir: str, wanted: bool | str | os.PathLike[str] 
         if folder is not None:
             on_first_rank(lambda: logger.warning("restarted by the launcher: the run goes on from %s", folder))
             return folder
+    if wanted is None:
+        wanted = os.environ.get(RESUME_VARIABLE)
     if wanted is None or wanted is False:
         return None
     if wanted is not True:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.faults.group_timeouts import set_timeout
 from meshwright.faults.guard import Guard, active_guard, start_guard
+from meshwright.mesh.local_device import check_is_alone
 from meshwright.mesh.process_group import start_process_group
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
@@ -285,6 +286,7 @@ def _axes(mesh: ProcessMesh | DeviceMesh | None) -> list[Axis]:
 def _join(group: ProcessGroup | None, device: torch.device, timeout_s: float) -> Axis:
     """Return the axis of the ranks that share the batch, with this rank's place on it."""
     if group is None:
+        check_is_alone()
         start_process_group(device, timeout_s)
         if not dist.is_initialized():
             return Axis("dp")

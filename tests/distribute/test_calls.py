@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -218,6 +219,34 @@ def test_batches_without_labels_are_named_at_the_first_one(extra: dict[str, int]
     assert len(list(loader)) == 2
     said = caplog.text.count("the loader's batches have input_ids but no labels, so model(**batch).loss is None")
     assert said == (0 if extra else 1)
+
+
+@pytest.mark.parametrize(("dtype", "times"), [(torch.float16, 1), (torch.bfloat16, 0)])
+def test_float16_weights_with_an_optimizer_get_a_word(dtype: torch.dtype, times: int, caplog: Any) -> None:
+    """Adam's eps rounds to 0 in float16, and the weights are NaN after a step or two, as on one device."""
+    model = build("llama").to(dtype)
+    to(model, torch.optim.AdamW(model.parameters()), plan="dp1")
+    assert caplog.text.count("weights in float16 (the first is") == times
+
+
+def optimizer_after_the_call(plan: str) -> list[str]:
+    model = build("llama")
+    to(model, plan=plan)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with patch("meshwright.optim.step_watch.logger.warning") as warning:
+        for _ in range(2):
+            ids = torch.zeros(2, 4, dtype=torch.int64)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+def test_an_optimizer_that_zero_does_not_shard_gets_a_word(pool2: Any) -> None:
+    said, nothing = pool2.run(optimizer_after_the_call, "dp2 zero1")
+    assert len(said) == 1 and nothing == []
+    assert "zero_stage=1 shards nothing: each of the 2 data-parallel ranks keeps the whole" in said[0]
+    assert "model, optimizer, _ = meshwright.to_distributed(model, optimizer)" in said[0]
+    assert pool2.run(optimizer_after_the_call, "dp2") == [[], []]
 
 
 # What a model is

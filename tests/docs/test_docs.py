@@ -134,7 +134,7 @@ def test_a_page_that_is_right(run: Run) -> None:
     [
         ("given: mw, ", "given: ", r'"page_md.py", line 4, in <module>[\s\S]*NameError: name \'mw\''),
         ("given: mw, ", "given: mw, engin, ", "ImportError: cannot import name 'engin'"),
-        ("optimizer, loader, plan=", "optimizer, loader, plans=", "TypeError: .*'plans'"),
+        ("optimizer, loader, plan=", "optimizer, loader, plans=", "PlanError: .*no argument 'plans'; write plan"),
         ("```text\n2", "```text\n3", r"page.md:9 \(text\): this is not printed:\n3"),
         ("del model", "del modle", r'"page_md.py", line 15, in <module>[\s\S]*NameError'),
         (" for batch in loader", " for rows in loader", "its old lines are 0 times in"),

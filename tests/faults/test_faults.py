@@ -136,6 +136,50 @@ def test_a_rank_that_ends_early():
     check(first, r"step 2.*rank 1 \(host .*dp=1 tp=0\): its program ended after step 1", within=TIMEOUT + 5)
 
 
+def alone(what: str, ends: bool) -> None:
+    """Rank 0 makes a call that every rank must make; rank 1 goes on with its step, or its program ends."""
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mw.to_distributed(model, optimizer, config=mw.ToDistributedConfig(plan=TP2, timeout_s=TIMEOUT))
+    ids = tokens(2, 8)
+    model(input_ids=ids, labels=labels_for(ids)).loss.backward()
+    mark_fault()
+    if dist.get_rank() == 0:
+        if what == "save_checkpoint":
+            mw.save_checkpoint("unused", model, optimizer)
+        elif what == "save_pretrained":
+            model.save_pretrained("unused")
+        elif what == "generate":
+            model.generate(ids, max_new_tokens=2)
+        elif what == "the model":
+            with torch.no_grad():
+                model.eval()(input_ids=ids, labels=ids)
+        else:
+            getattr(mw, what)(model)
+    if not ends:
+        optimizer.step()
+        model(input_ids=ids, labels=labels_for(ids)).loss.backward()
+        print("went on in silence", flush=True)
+
+
+CALLED = r"rank 0 alone called {}\(\), which every rank must call: take it out of `if rank == 0:`"
+ALONE = [
+    ("save_checkpoint", False, CALLED),
+    ("save_checkpoint", True, CALLED),
+    ("save_pretrained", False, CALLED),
+    ("full_state_dict", False, CALLED),
+    ("generate", False, CALLED),
+    ("the model", False, r"rank 0 alone evaluated the model: evaluate on every rank"),
+]
+
+
+@pytest.mark.parametrize(("what", "ends", "message"), ALONE)
+def test_a_call_on_rank_0_alone_is_named(what: str, ends: bool, message: str):
+    outcomes = run_program(alone, 2, what, ends)
+    assert any(re.search(message.format(what), flat(outcome.output)) for outcome in outcomes), outcomes
+    assert not any("went on in silence" in outcome.output for outcome in outcomes)
+
+
 def other_inputs() -> None:
     step = trainer(TP2)
     step()

@@ -59,6 +59,15 @@ def use_oddly(output_dir: Path, plan: dict[str, Any] | None) -> dict[str, Any]:
         trainer.train()
         found["the user's optimizer"], found["steps of two epochs"] = last_loss(trainer), trainer.state.global_step
 
+        args.max_steps = 2
+        trainer = trainer_for(build("llama"), train_dataset=Rows(8), eval_dataset=Rows(7))
+        args.learning_rate, args.weight_decay, args.adam_beta1 = 0.05, 0.3, 0.5  # stock makes the optimizer in train()
+        trainer.train()
+        found["arguments set after the Trainer was made"] = trainer.evaluate()["eval_loss"]
+        args.eval_use_gather_object = True
+        found["labels gathered as objects"] = trainer_for(build("llama")).predict(Rows(7)).label_ids
+        args.eval_use_gather_object = False
+
         args.batch_eval_metrics, args.label_smoothing_factor = True, 0.1
         trainer = trainer_for(build("llama"), eval_dataset=Rows(7), compute_metrics=batch_metrics)
         metrics = trainer.evaluate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.distribute.check_launch import check_devices
 from meshwright.errors import PlanError
 from meshwright.mesh import process_mesh
 from meshwright.mesh.local_device import check_device_num, check_one_rank_per_gpu, local_rank, warn_of_unused_gpus
@@ -41,6 +43,32 @@ def test_the_number_on_the_host(environment: dict[str, str], expected: int, monk
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert local_rank(5, 8) == expected
+
+
+STEP = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "device_num", "says"),
+    [
+        (STEP, None, r"SLURM_NTASKS=2: .* RANK=\$SLURM_PROCID WORLD_SIZE=2 LOCAL_RANK=\$SLURM_LOCALID"),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "2", "ENVIRONMENT": "BATCH"}, None, "SLURM_STEP_NUM_TASKS=2: 2 processes"),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, None, r"RANK=\$OMPI_COMM_WORLD_RANK"),
+        ({"PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, None, r"meshwright launch --num_processes 2 SCRIPT.*\$PMI_RANK"),
+        (STEP, 1, None),
+        ({**STEP, "WORLD_SIZE": "1"}, None, None),
+        ({**STEP, "ENVIRONMENT": "BATCH"}, None, None),  # the batch script itself is one process
+        ({"SLURM_NTASKS": "8"}, None, None),  # a shell of salloc
+        ({**STEP, "SLURM_NTASKS": "1"}, None, None),
+    ],
+)
+def test_tasks_of_a_cluster_without_a_group_are_no_separate_runs_in_silence(
+    environment: dict[str, str], device_num: int | None, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.nullcontext() if says is None else pytest.raises(PlanError, match=says):
+        check_devices(device_num, None)
 
 
 def test_srun_gives_each_rank_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

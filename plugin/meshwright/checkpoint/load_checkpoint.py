@@ -36,6 +36,7 @@ from meshwright.checkpoint.run_state import (
 from meshwright.checkpoint.shares import Held
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
+from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import Runtime, device_of
 from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
@@ -62,6 +63,7 @@ class Checkpoint:
     plan: dict[str, Any] | None
 
 
+@on_every_rank
 def load_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,

@@ -27,6 +27,7 @@ from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, encode, 
 from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError, PlanError
+from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import exchange_together, on_first_rank, succeed_together, texts_of_all
 from meshwright.optim.runtime import device_of
 from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
@@ -36,6 +37,7 @@ _FILE = re.compile(r"optimizer-[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")
 State = dict[str, dict[str, Any]]  # by parameter, then by key: ("cut" | "whole", dtype, shape) or an encoded value
 
 
+@on_every_rank
 def save_optimizer(
     model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str], *, max_shard_size: int | str = "5GB"
 ) -> None:

@@ -17,6 +17,7 @@ from meshwright.checkpoint.replaced_model import ModelReplacement, WeightNames
 from meshwright.checkpoint.safetensors_file import ShardSlice, read_header, read_rows
 from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.checkpoint.whole_tensors import gather_full, gather_state
+from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.method_override import MethodOverride
@@ -44,6 +45,11 @@ class _FullSave(MethodOverride):
         self.model = model
 
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        self.save_pretrained(save_directory, *args, **kwargs)
+
+    @on_every_rank
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save the model; every rank must make the call."""
         model, save_pretrained = self.model, self.method
         runtime = runtime_of(model)
         call = _bind(save_pretrained, save_directory, *args, **kwargs)

@@ -21,6 +21,7 @@ from meshwright.checkpoint.safetensors_file import ShardSlice
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
+from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import succeed_together, texts_of_all
 from meshwright.optim.runtime import find_runtime
 from meshwright.optim.state_parts import OptimizerParts, Part
@@ -32,6 +33,7 @@ from meshwright.schema import shown
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 
+@on_every_rank
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Read a checkpoint's weights into a model in place; every rank must make the call, and reads its shard only.
 
@@ -90,6 +92,7 @@ def _read_weight(files: WeightFiles, name: str, tensor: Tensor, *, is_sharded: b
     return files.read(name, ShardSlice(), tensor.dtype)
 
 
+@on_every_rank
 def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
     """Load the state that ``save_optimizer`` wrote, under any plan; every rank must make the call, and reads its part.
 

@@ -22,6 +22,7 @@ from meshwright.checkpoint.run_state import mesh_of, runtime_or_single
 from meshwright.checkpoint.save_job import SaveJob
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
+from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import succeed_together
 from meshwright.optim.runtime import device_of
 from meshwright.parallel.shard_reads import reading_shards
@@ -29,6 +30,7 @@ from meshwright.progress import Progress
 from meshwright.schema import LARGEST_COUNT
 
 
+@on_every_rank
 def save_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,

@@ -12,6 +12,7 @@ from meshwright.checkpoint.replaced_model import ModelReplacement, WeightNames
 from meshwright.checkpoint.streamed_files import StreamedFiles, stream
 from meshwright.checkpoint.whole_tensors import gather_full
 from meshwright.compiling import without_compilation
+from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.row_layout import global_shape
@@ -19,6 +20,7 @@ from meshwright.parallel.row_layout import global_shape
 FILE = "model.safetensors"
 
 
+@on_every_rank
 def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """Write the one-device weights of a model, for ``load_weights``; every rank must make the call.
 

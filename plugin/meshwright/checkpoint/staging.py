@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.checkpoint import disk
+from meshwright.checkpoint.launchers_note import note_saved
 from meshwright.errors import CheckpointError
 
 # The last part is random; 8 digits after it are the host's (older versions wrote none).
@@ -87,6 +88,7 @@ class Staging:
         disk.sync_folder(self.target.parent)
         if replaced is not None:
             disk.remove_folder(replaced)
+        note_saved(self.target)
 
     def close(self) -> None:
         """Remove the hidden folder, with what a failed save has left in it, and release the lock."""

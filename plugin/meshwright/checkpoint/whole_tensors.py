@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.gather_tensor import assemble, is_first
 from meshwright.compiling import without_compilation
+from meshwright.faults.every_rank import on_every_rank
 from meshwright.optim.runtime import Runtime, device_of, find_runtime, runtime_of
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.row_layout import RowLayout, record_of
 from meshwright.parallel.shard_reads import reading_shards
 
 
+@on_every_rank
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the one-device state dict of a distributed model, on the CPU of rank 0; other ranks get an empty dict.
 
@@ -50,6 +52,7 @@ def gather_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
     return full
 
 
+@on_every_rank
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return the one-device gradients of a distributed model, on the CPU of rank 0; other ranks get an empty dict.
 

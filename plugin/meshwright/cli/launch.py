@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from enum import StrEnum
 from typing import Annotated
@@ -118,6 +119,13 @@ def launch(
     start_timeout: Annotated[
         int, typer.Option("--start_timeout", "--start-timeout", help="Seconds that the machines wait for each other.")
     ] = 300,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Checkpoint of a Trainer to go on from, for a script whose MeshwrightTrainer.train() names none. A "
+            "script that calls load_checkpoint needs no option."
+        ),
+    ] = None,
     oversubscribe: Annotated[
         bool,
         typer.Option(
@@ -133,7 +141,8 @@ def launch(
     --dp, --tp and the other sizes, or from the environment variable MESHWRIGHT_PLAN; otherwise it picks a plan. The
     script may use accelerate, the Trainer, or torch.distributed alone, and needs no plan of its own.
 
-    If a process fails, the launcher ends all processes and exits with the exit code of the failed one. With
+    If a process fails, the launcher ends all processes, names the newest whole checkpoint that they have saved and the
+    command that goes on from it, and exits with the exit code of the failed one. With
     --max-restarts it starts all processes again instead. Ctrl-C ends all processes too.
 
     For example:
@@ -154,15 +163,22 @@ def launch(
         # Imported by name, since the core works without accelerate and must not import it.
         launch_job = importlib.import_module("meshwright_hf.launch_job")
         launcher = importlib.import_module("meshwright_hf.launcher")
+        script, arguments, is_module = launch_job.script_and_arguments(script, arguments or [])
+        module = module or is_module
+        after = launch_job.misplaced_options(script, arguments, _own_options())
         chosen = launch_job.find_plan(plan, sizes, num_processes)
+        if after is not None and chosen is None and num_processes is None:
+            raise ValueError(after)
+        if after is not None:
+            typer.echo(f"meshwright launch: {after}", err=True)
         fewest, machines = launch_job.parse_machines(num_machines)
         if num_processes is None:
             num_processes = chosen.world_size if chosen else launcher.default_processes(machines, cpu)
         job = launch_job.Launch(
-            script=script, arguments=arguments or [], module=module, plan=chosen, num_processes=num_processes,
+            script=script, arguments=arguments, module=module, plan=chosen, num_processes=num_processes,
             num_machines=machines, min_machines=fewest, max_restarts=max_restarts, machine_rank=machine_rank,
             main_process_ip=main_process_ip, main_process_port=main_process_port, cpu=cpu, start_timeout=start_timeout,
-            mixed_precision=mixed_precision and mixed_precision.value, oversubscribe=oversubscribe,
+            mixed_precision=mixed_precision and mixed_precision.value, oversubscribe=oversubscribe, resume=resume,
         )  # fmt: skip
         code = launcher.run(job)
     except ValueError as error:
@@ -172,3 +188,9 @@ def launch(
         typer.echo("meshwright launch: interrupted", err=True)
         code = 130
     sys.exit(code)
+
+
+def _own_options() -> set[str]:
+    """Return the names of the launcher's options, with their dashes."""
+    names = [name for name in inspect.signature(launch).parameters if name not in ("script", "arguments", "module")]
+    return {f"--{spelt}" for name in names for spelt in (name, name.replace("_", "-"))}

@@ -11,6 +11,7 @@ from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.faults.together import texts_of_all
 from meshwright.foreign_names import NO_SCALER
+from meshwright.mesh.local_device import check_is_alone
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.parallel.axis_groups import axis_over
 from meshwright.parallel.collectives import Axes, Axis
@@ -30,6 +31,8 @@ def check_devices(device_num: int | None, node_num: int | None) -> None:
                 "to_distributed(model, optimizer, loader, plan=...). A scheduler is not passed; it keeps working"
                 + (f". Leave the GradScaler out: {NO_SCALER}" if type(value).__name__ == "GradScaler" else "")
             )
+    if device_num is None:
+        check_is_alone()
     nodes = node_num or node_count()
     if device_num is not None and device_num * nodes != world:
         raise PlanError(

@@ -194,6 +194,8 @@ def _distribute(
     )
     installation.distribute(optimizer, weights.make)
     _warn_of_dtype(plan, model)
+    if optimizer is not None:
+        _warn_of_float16(model)
     if shown is not None:
         start_monitor(model, runtime, config, shown, every=config.logging_steps)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -218,6 +220,18 @@ def _warn_of_dtype(plan: ParallelPlan, model: nn.Module) -> None:
         )  # fmt: skip
 
 
+def _warn_of_float16(model: nn.Module) -> None:
+    """Warn on the first rank if an optimizer trains weights in float16."""
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    if trained and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "the optimizer trains %d weights in float16 (the first is %s). Its smallest number is 6e-8, so the squares "
+            "of gradients and Adam's eps=1e-8 round to 0, and the weights become NaN in the first steps, as on one "
+            "device. Train in bfloat16: model.bfloat16(), or keep float32 weights under torch.autocast",
+            len(trained), trained[0],
+        )  # fmt: skip
+
+
 def _complete(
     model: Any,
     runtime: Runtime,
@@ -237,6 +251,8 @@ def _complete(
     shows = config.logging_steps is not None and runtime.watch is None
     shown = Preparation.make(model, config) if shows else None
     complete(runtime, model, optimizer, plan, bucket_bytes=int(config.bucket_size_mb * 2**20))
+    if optimizer is not None:
+        _warn_of_float16(model)
     if shown is not None:
         start_monitor(model, runtime, config, shown, every=config.logging_steps)
     return optimizer, loader

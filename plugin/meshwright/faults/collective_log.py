@@ -44,6 +44,7 @@ class Trace:
     def __init__(self) -> None:
         self.logs: dict[tuple[int, ...], Log] = {}
         self.doing = "set-up"
+        self.call = ""  # the call of the program, such as save_checkpoint(), that every rank must make
         self.ranks: tuple[int, ...] = ()  # the ranks of the last collective
         self.leaving = ""  # how the program is ending itself; cleared if it begins another operation
         self._since = time.monotonic()
@@ -61,7 +62,7 @@ class Trace:
         self.begin(what)
 
     def begin(self, doing: str) -> None:
-        self.doing, self._since = doing, time.monotonic()
+        self.doing, self._since = f"{doing}, in {self.call}" if self.call else doing, time.monotonic()
         self.leaving = ""
 
     @property

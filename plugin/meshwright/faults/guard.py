@@ -28,6 +28,7 @@ from meshwright.faults import exit_hooks, interpose, main_thread
 from meshwright.faults.collective_log import Trace, describe, describe_tensors, first_difference
 from meshwright.faults.deadline import Deadline
 from meshwright.faults.end_process import MARGIN, SPEAKS, end_children, end_process
+from meshwright.faults.every_rank import advice
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
@@ -367,6 +368,7 @@ class Guard:
         os.close(nothing)
 
     def _ask(self, key: str, ranks: tuple[int, ...], what: str, note: str = "") -> dict[str, Any] | None:
+        note = ", ".join(filter(None, [note, self.trace.call and f"in {self.trace.call}"]))
         return self._answer({"kind": "ask", "key": key, "what": what, "note": note}, ranks, of_group=True)
 
     def _answer(
@@ -382,7 +384,8 @@ class Guard:
             answer = {"gone": self._cause or self._link.hub_left or f"{self._link.hub_name} {HUB_SILENT}"}
         if "gone" in answer:
             here = f"{self.name} cannot go on with {self.trace.doing} in step {self.step}"
-            raise PeerFailedError(f"{here}: {answer['gone']}")
+            said = {self.name: self.trace.doing, "the others": answer["gone"]}
+            raise PeerFailedError("\n".join([f"{here}: {answer['gone']}", *advice(said)]))
         return None if answer.get("agreed") else answer
 
     def _explain(self, place: str, ranks: tuple[int, ...], statements: tuple[Statement, ...]) -> list[str]:
@@ -408,6 +411,7 @@ class Guard:
     def _diverged(self, ranks: tuple[int, ...], finding: dict[str, Any], *details: str) -> DivergenceError:
         lines = [f"ranks {list(ranks)} must do the same, but they differ:"]
         lines += [f"  {name}: {what}" for name, what in finding["differ"].items()]
+        lines += advice(finding["differ"])
         return DivergenceError("\n".join([*lines, *details, *filter(None, [self.hint])]))
 
     def _note(self, what: str) -> None:

@@ -20,6 +20,15 @@ _LAUNCHERS = (
     ("PALS_LOCAL_RANKID", "PALS_SIZE"),
 )
 
+# The variables of a process's rank and number on its host, by the beginning of the variable of their number.
+_RANKS = {
+    "SLURM": ("SLURM_PROCID", "SLURM_LOCALID"),
+    "OMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "MV2": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "PMI": ("PMI_RANK", "MPI_LOCALRANKID"),
+    "PALS": ("PALS_RANKID", "PALS_LOCAL_RANKID"),
+}
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +48,31 @@ def local_rank(rank: int, world: int) -> int:
         if name in os.environ and os.environ.get(size) == str(world):
             return int(os.environ[name])
     return rank
+
+
+def check_is_alone() -> None:
+    """Check that a process without a process group is not one of several that srun or mpirun has started.
+
+    A batch script of Slurm has the job's variables too, but is one process, unless srun has started a step in it.
+
+    Raises:
+        PlanError: if the launcher has started several processes; the message says how to make them one group.
+    """
+    if dist.is_initialized() or "WORLD_SIZE" in os.environ:
+        return
+    sizes = ["SLURM_STEP_NUM_TASKS", *(size for _, size in _LAUNCHERS)]
+    if os.environ.get("ENVIRONMENT") == "BATCH":
+        sizes.remove("SLURM_NTASKS")
+    for size in sizes:
+        count, (rank, local) = os.environ.get(size, ""), _RANKS[size.split("_")[0]]
+        if count.isdecimal() and int(count) > 1 and (rank in os.environ or local in os.environ):
+            raise PlanError(
+                f"{size}={count}: {count} processes were started, but without RANK and WORLD_SIZE they are no group, "
+                "so each would train a model of its own. Start one process per node, which starts the others: "
+                f"meshwright launch --num_processes {count} SCRIPT. Or set in each process, before it imports torch: "
+                f"RANK=${rank} WORLD_SIZE={count} LOCAL_RANK=${local} MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500. If "
+                "they are meant to be separate runs, say so: to_distributed(..., device_num=1)"
+            )
 
 
 def check_one_rank_per_gpu(store: dist.Store, rank: int, world: int, device: torch.device) -> None:

@@ -6,6 +6,7 @@ import logging
 import weakref
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,13 +32,15 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
     # torch keeps the hook, so a strong reference to the runtime would keep both of them forever.
     reference = weakref.ref(runtime)
 
-    has_warned = False
+    has_warned = has_told = False
 
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal has_warned
+        nonlocal has_warned, has_told
         if (of := reference()) is None or of.trained is None or of.engine is not None:
             return
         _look(optimizer, of, is_trusted)
+        if not has_told:
+            has_told = _warn_of_unused_zero(optimizer, of)
         if not has_warned and of.dp.size > 1 and find_runtime(optimizer) is None:
             has_warned = _warn_of_strangers(optimizer)
 
@@ -70,6 +73,23 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
         )
     if any(id(p) in stepped and record_of(p).is_sharded for p in runtime.parameters):
         check_elementwise(optimizer, is_trusted=is_trusted, plan=runtime.plan)
+
+
+def _warn_of_unused_zero(optimizer: Optimizer, runtime: Runtime) -> bool:
+    """Warn of an optimizer that a plan with ZeRO does not shard, and return whether it is one."""
+    stage = 0 if runtime.plan is None else runtime.plan.zero_stage
+    if runtime.has_optimizer or runtime.dp.size == 1 or stage not in (1, 2):
+        return False
+    own = {id(p) for p in runtime.parameters}
+    found = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    if found and dist.get_rank() == 0:
+        logger.warning(
+            "this %s was made after the call and not passed to it, so zero_stage=%d shards nothing: each of the %d "
+            "data-parallel ranks keeps the whole optimizer state. Pass it: model, optimizer, _ = "
+            "meshwright.to_distributed(model, optimizer)",
+            type(optimizer).__name__, stage, runtime.dp.size,
+        )  # fmt: skip
+    return found
 
 
 def _warn_of_strangers(optimizer: Optimizer) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compiling import active_backend
+from meshwright.faults.every_rank import EVALUATION
 from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
 from meshwright.parallel.added_parameters import AddedParameters
@@ -150,13 +151,14 @@ class ForwardState:
     def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, Any], *, trains: bool) -> None:
         if trains:
             guard.begin_step()
+        place = "forward pass" if trains else EVALUATION
         statements = () if self.comparison is None else (self.comparison.statement_before_forward(),)
         for compared in self._inputs:
             compared.look()
             with torch._C.DisableTorchFunctionSubclass():  # read tensor subclasses as plain tensors
                 statement = compared.statement(module, inputs)
             others = statements if compared.axis.name != "pp" else self._of_stages()
-            guard.meet("forward pass", compared.axis.group, statement, *others)
+            guard.meet(place, compared.axis.group, statement, *others)
             with torch._C.DisableTorchFunctionSubclass():
                 compared.gather(inputs, guard.step)
         if trains and self.comparison is not None:
@@ -164,7 +166,7 @@ class ForwardState:
                 if axis.size > 1:
                     self.comparison.compare_weights(axis)
         if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):
-            guard.meet("forward pass", self.dp.group, *statements)
+            guard.meet(place, self.dp.group, *statements)
 
     def _of_stages(self) -> tuple[Statement, ...]:
         """Return what the stages of a pipeline compare; a stage with only frozen layers has no gradients to clear."""

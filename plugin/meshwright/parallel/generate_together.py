@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.guard import Guard
 from meshwright.parallel.collectives import Axis, agree
 from meshwright.parallel.method_override import MethodOverride
@@ -37,6 +38,11 @@ class _SampleTogether(MethodOverride):
         self.model, self.tp, self.guard = model, tp, guard
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.generate(*args, **kwargs)
+
+    @on_every_rank
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate tokens; every rank must make the call."""
         if self.guard is not None:
             self.guard.meet("generate", self.tp.group)
         _take_first_state(next(self.model.parameters()).device, self.tp)
