@@ -19,7 +19,7 @@ from harness import WorkerError, WorkerHang
 from harness.messages import Failure
 from support.exact import relative_difference
 
-# In float64, reordered sums differ by 1e-16 each. Three steps of AdamW with small moments make this 1e-11 at worst.
+# In float64, reordered sums differ by 1e-16 each. Two steps of AdamW with small moments make this 1e-11 at worst.
 TOLERANCE = 1e-9
 FAULTS: tuple[Verdict, ...] = ("SILENT", "raw", "hang", "false alarm", "nothing compared", "illegal")
 # A program is legal and the same on all ranks, so only these errors can be about the program.

@@ -24,9 +24,9 @@ from support.exact import Float64
 from support.logs import logged
 from support.models import FAMILIES, SIZES
 
-STEPS = 3  # events happen after the first step
+STEPS = 2  # events happen between them
 WORDS = 97
-FULL_BATCHES = 3
+FULL_BATCHES = 2
 TIMEOUT = 25.0  # seconds until Meshwright itself ends a program whose ranks wait for one another
 
 

@@ -137,7 +137,7 @@ for _when in ("before", "after"):
 
 
 def _cosine(run: Run) -> None:
-    run.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 3)
+    run.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 2)
 
 
 def _change_lr(run: Run) -> None:
