@@ -16,6 +16,7 @@ from support.hangs import PLACES, STARTS, TIMEOUT, hangs, run_script
 # No thread of Python runs in these, and only in the first does the kernel's signal reach code that writes the stack.
 ENDED_BY_THE_KERNEL = ("gil", "stop")
 IN_TIME = TIMEOUT + 5
+TORCHRUN_ENDS = 15.0  # seconds that torchrun may take on a busy machine after all ranks have ended
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -42,7 +43,7 @@ def test_a_script_that_hangs_ends_however_it_was_started(start: str, place: str,
     python = sys.executable if place == "before the call" else str(preloaded_python)
     ended = run_script(start, place, victim, python, patience=240.0)
     said = flat(ended.output)
-    assert all(ended.codes) and ended.after < IN_TIME, ended
+    assert all(ended.codes) and ended.after < IN_TIME + (TORCHRUN_ENDS if start == "torchrun" else 0), ended
     assert re.search(rf"rank {victim} \(host [^)]*\)|for rank {victim}, which did not come to the set-up", said), said
     assert place == "stop" or re.search(r"hangs\.py(\", line |:)\d+", said), said
     if start == "launch":

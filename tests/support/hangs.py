@@ -88,7 +88,7 @@ def hangs(place: str, victim: int, timeout: float = TIMEOUT) -> None:
         return is_victim and name == place
 
     if here("before the call"):
-        hang_here()
+        time.sleep(HANGS_FOR)
     model = build("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader: Any = DataLoader(
@@ -107,6 +107,8 @@ def hangs(place: str, victim: int, timeout: float = TIMEOUT) -> None:
 
             installation.Installation.distribute = distribute  # type: ignore[method-assign]
             stack.callback(setattr, installation.Installation, "distribute", original)
+        if place == "before the call":
+            mark_fault()  # the others wait from here on
         model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
     step = 0
 

@@ -15,7 +15,7 @@ from meshwright.faults.hub_connection import line
 from meshwright.faults.main_thread import waits_for_ranks
 
 CONNECT_TIMEOUT = 30.0  # seconds; enough, since rank 0 listens before it publishes its address
-OVERDUE = 0.4  # seconds by which a rank that cannot hear the hub lives longer than the hub waits for it
+OVERDUE = 1.5  # seconds by which a rank that cannot hear the hub lives longer than the hub waits for it
 RETRY = 0.2  # seconds until the next try, if unknown connections have filled the hub
 
 

@@ -185,16 +185,27 @@ def _launchers_store(timeout: datetime.timedelta) -> dist.Store | None:
     is_launched = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
     if not is_launched or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
+    # The store itself waits for nobody, since its error would not name the ranks that are missing; see await_ranks.
     host, port, ranks = listening_address(), int(os.environ["MASTER_PORT"]), world_size()
     reached = host if host == LOOPBACK else os.environ["MASTER_ADDR"]
     if os.environ["RANK"] != "0":
         _await_listener(reached, port, timeout.total_seconds())
-        return dist.TCPStore(reached, port, ranks, is_master=False, timeout=timeout)
+        return dist.TCPStore(reached, port, ranks, is_master=False, timeout=timeout, wait_for_workers=False)
     try:
         listener = bound_socket(host, port)
     except OSError:  # torch may serve a store at this port already, and then uses it again
-        return dist.TCPStore(reached, port, ranks, is_master=True, timeout=timeout, multi_tenant=True)
-    return dist.TCPStore(reached, port, ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+        return dist.TCPStore(
+            reached, port, ranks, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    return dist.TCPStore(
+        reached,
+        port,
+        ranks,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _await_listener(host: str, port: int, timeout_s: float) -> None:
