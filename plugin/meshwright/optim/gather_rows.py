@@ -22,7 +22,7 @@ from meshwright.parallel.deferred_logits import deferred_of
 CALL = "mw.gather_rows(x)"
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_rows(x: Tensor, model: nn.Module | None = None) -> Tensor:
     """Return the rows of all data-parallel ranks, in the order that they have in the batch on one device.
 
