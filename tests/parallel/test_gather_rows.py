@@ -160,12 +160,13 @@ def refused(program: str) -> None:
 @pytest.mark.parametrize(
     ("program", "kind", "expected"),
     [
-        ("a micro-batch", "PlanError", "needs all rows of the batch at a time, but the plan dp2 mb1 runs"),
+        ("a micro-batch", "PlanError", "needs all rows of the batch at a time, but the plan dp2 zero0 mb1 runs"),
         ("a pipeline", "PlanError", "Use a plan with pp=1, without micro-batches"),
         ("unlike rows", "ValueError", r"float32 rows of shape \(3,\) on rank 0 of dp; .* \(4,\) on rank 1"),
         ("two models", "ValueError", r"different data-parallel ranks: \[0, 1\]; .*mw.gather_rows\(x, model\)"),
         ("no rows", "ValueError", "whose first dim has this rank's rows, not a tensor without dims"),
     ],
+    ids=["a micro-batch", "a pipeline", "unlike rows", "two models", "no rows"],
 )
 def test_rows_that_cannot_be_gathered_are_refused(program: str, kind: str, expected: str, pool2: Any) -> None:
     for name, message in pool2.run_expecting_error(refused, program):
