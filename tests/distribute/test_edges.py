@@ -134,7 +134,7 @@ def test_an_attention_that_is_twice_in_a_cache_is_named() -> None:
     share_projections(model)
     model = mw.to_distributed(model, plan="dp1", device_num=1)[0]
     ids = tokens(2, 12)
-    with pytest.raises(mw.PlanError, match=r"layers.0.self_attn and .*layers.1.self_attn are one .* use_cache = False"):
+    with pytest.raises(mw.PlanError, match=r"layers.0.self_attn and .*layers.1.self_attn are one .*use_cache = False"):
         model(input_ids=ids, labels=ids)
     model.config.use_cache = False
     model(input_ids=ids, labels=ids).loss.backward()

@@ -174,7 +174,8 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
     roles |= hinted
     blocks = [f"{name}." for name, role in roles.items() if role in BLOCK_ROLES]
     for name, module in modules.items():
-        if not name or name in roles:
+        # A parametrization is part of the module whose weight it computes.
+        if not name or name in roles or "parametrizations" in name.split("."):
             continue
         is_inside = any(name.startswith(block) for block in blocks)
         if is_inside and _is_weightless_norm(module):
