@@ -74,6 +74,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
 
     # Attributes of the Trainer that the mixin uses, besides those of CheckpointMixin.
     accelerator: Any
+    optimizer: Any
     train_dataset: Any
     label_smoother: Any
     compute_loss_func: Any
