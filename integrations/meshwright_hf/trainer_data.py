@@ -19,6 +19,7 @@ from meshwright.data.loader import DistributedLoader, made_together, without_lab
 from meshwright.data.nested import map_tensors
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.batch_share import yield_next
 from meshwright.parallel.collectives import Axis
 from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
@@ -77,13 +78,13 @@ class EvaluationLoader(DistributedLoader):
         state._add_dataloader(self)
         try:
             batches = super().__iter__()
-            batch, rows = next(batches, None), self.counted
+            batch, share = next(batches, None), self.share
             while batch is not None:
-                following, next_rows = next(batches, None), self.counted
-                self.rows, self.end_of_dataloader = rows, following is None
-                self.say_yielded(batch, is_filler=rows == 0)
+                following, next_share = next(batches, None), self.share
+                self.rows, self.end_of_dataloader = 0 if share is None else share.counted, following is None
+                yield_next(share)
                 yield batch
-                batch, rows = following, next_rows
+                batch, share = following, next_share
         finally:
             state._remove_dataloader(self)
 

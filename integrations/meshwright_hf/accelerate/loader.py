@@ -17,6 +17,7 @@ from meshwright.data.nested import tensors_of
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.faults.together import succeed_together
 from meshwright.optim.runtime import device_of, runtime_of
+from meshwright.parallel.batch_share import yield_next
 from meshwright.parallel.collectives import Axis
 from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
 
@@ -56,10 +57,10 @@ class PlannedLoader:
             batch = next(batches, None)
             while batch is not None:
                 rows = 0 if self.inner.weight == 0 else _rows(batch)
-                state = self.inner.place()
+                state, share = self.inner.place(), self.inner.share
                 following = next(batches, None)
                 self.rows, self._state, self.end_of_dataloader = rows, state, following is None
-                self.inner.say_yielded(batch, is_filler=rows == 0)
+                yield_next(share)
                 yield batch
                 batch = following
             self._state = None

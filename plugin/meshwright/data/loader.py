@@ -31,8 +31,7 @@ from meshwright.data.readers.split import SplitReader
 from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded
 from meshwright.errors import CheckpointError
 from meshwright.faults.same_call import Claim, agreed
-from meshwright.parallel.batch_rows import yielded
-from meshwright.parallel.batch_share import BatchShare
+from meshwright.parallel.batch_share import BatchShare, yield_next
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 from meshwright.schema import require, shown
 
@@ -129,8 +128,9 @@ class DistributedLoader:
             self._check_sizes(portion)
             self._steps += 1
             batch = map_tensors(batch, _own_object)
-            self.say_yielded(batch, is_filler=not self._has_dtensors and portion.is_blank)
-            self._share = BatchShare.keep(batch, portion.total, portion.held, portion.counted)
+            tensors = tensors_of(batch)
+            self._share = BatchShare.keep(batch, tensors, portion.total, portion.held, portion.counted)
+            yield_next(None if self._has_dtensors else self._share)
             yield batch
         if self.dropped:
             level = logging.INFO if self._steps else logging.WARNING
@@ -164,9 +164,10 @@ class DistributedLoader:
         """The number of this rank's rows in the last batch that hold samples: all of them, or 0 if they are blanks."""
         return 0 if self._share is None else self._share.counted
 
-    def say_yielded(self, batch: Any, *, is_filler: bool) -> None:
-        """Record that the program gets a batch next; a wrapper that reads ahead calls this before its own yield."""
-        yielded(tensors_of(batch) if is_filler else (), is_filler=is_filler)
+    @property
+    def share(self) -> BatchShare | None:
+        """What the last batch is of the global batch; None before the first."""
+        return self._share
 
     @property
     def dropped(self) -> int:

@@ -15,7 +15,7 @@ from meshwright.faults.together import exchange_together, texts_of_all
 from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime, live_runtimes, runtime_of
 from meshwright.parallel import collectives
-from meshwright.parallel.batch_rows import are_cut, has_filler_rows
+from meshwright.parallel.batch_share import are_cut, has_filler_rows
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.deferred_logits import deferred_of
 

@@ -1,9 +1,16 @@
-"""Says of a batch that a loader has yielded which part of the global batch it is, for the checks of a loss."""
+"""Says of each batch that a loader has yielded what was whole and what was cut, for the checks of losses.
+
+global batch   5 rows         3 rows over 4 ranks           a batch with micro-batches
+rank 0         rows 0-2       row 0        counted 1        rows 0-1, then rows 2-3: cut
+rank 1         rows 3-4       row 1        counted 1
+ranks 2, 3                    row 2; a copy of row 0 without targets, counted 0: a filler, which keeps rank 3 in step
+"""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright.parallel.mean_over_ranks import TARGETS, valid_labels
-
-# Kept beside the tensors, since a program passes tensors to its model and a loader does not know the model.
-_SHARES: Any = WeakTensorKeyDictionary()
+from meshwright.parallel.mean_over_ranks import TARGETS, valid_labels, without_targets
 
 
 @dataclass(frozen=True)
@@ -34,16 +38,21 @@ class BatchShare:
     counted: int
     tensors: tuple[tuple[Any, Callable[[], Tensor | None]], ...]
 
+    @property
+    def is_filler(self) -> bool:
+        return self.counted == 0
+
     @classmethod
-    def keep(cls, batch: Any, total: int, held: int, counted: int) -> BatchShare:
+    def keep(cls, batch: Any, tensors: Iterable[Tensor], total: int, held: int, counted: int) -> BatchShare:
         """Return the share of a batch, which :meth:`of` finds again by each of the batch's tensors."""
         items = (
             batch.items() if isinstance(batch, Mapping) else enumerate(batch if isinstance(batch, list | tuple) else ())
         )
-        tensors = [(name, x) for name, x in items if type(x) is Tensor]
-        share = cls(total, held, counted, tuple((name, weakref.ref(x)) for name, x in tensors))
-        for _, x in tensors:
-            _SHARES[x] = share
+        named = [(name, weakref.ref(x)) for name, x in items if type(x) is Tensor]
+        share = cls(total, held, counted, tuple(named))
+        for x in tensors:
+            if type(x) is Tensor:
+                _process.shares[x] = share
         return share
 
     @staticmethod
@@ -52,7 +61,7 @@ class BatchShare:
         for x in inputs:
             if isinstance(x, Tensor):
                 for tensor in (x, x._base):
-                    if tensor is not None and (share := _SHARES.get(tensor)) is not None:
+                    if tensor is not None and (share := _process.shares.get(tensor)) is not None:
                         return share  # type: ignore[no-any-return]
         return None
 
@@ -66,3 +75,74 @@ class BatchShare:
         named = [x for name, x in held.items() if name in TARGETS]
         labels = named or [x for x in held.values() if x.dtype is torch.int64]
         return torch.stack([valid_labels(x) for x in labels]).sum() if labels else None
+
+
+class _Process:
+    """What the loaders and models of this process did last. A program passes tensors to its model, and no loader."""
+
+    def __init__(self) -> None:
+        self.shares: Any = WeakTensorKeyDictionary()
+        self.yielded: BatchShare | None = None  # of the last batch
+        self.passed: BatchShare | None = None  # of the inputs of the last forward pass
+        self.has_passed = False  # whether a forward pass has begun since the last batch
+        self.is_cut = False  # whether a forward pass runs for one of several micro-batches
+
+
+_process = _Process()
+
+
+def yield_next(share: BatchShare | None) -> None:
+    """Record that the program gets this batch next; a wrapper of a loader that reads ahead calls it again."""
+    _process.yielded, _process.passed, _process.has_passed = share, None, False
+
+
+def enter_pass(inputs: Iterable[Any]) -> None:
+    """Record that a forward pass begins with these inputs."""
+    _process.passed, _process.has_passed = BatchShare.of(inputs), True
+
+
+def without_fillers_targets(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments; the targets of a filler have the ``ignore_index`` of the call, if it has one."""
+    share = None if kwargs.get("ignore_index") is None else BatchShare.of(kwargs.values())
+    if share is None or not share.is_filler:
+        return kwargs
+    blanked = without_targets(kwargs)
+    for name in TARGETS:
+        if isinstance(x := blanked.get(name), Tensor):
+            _process.shares[x] = share
+    return blanked
+
+
+def has_filler_rows(x: Tensor) -> bool:
+    """Return whether a tensor, computed from the last batch or pass, has a filler's row.
+
+    Raises:
+        ValueError: if the last batch is a filler, but the last forward pass had other inputs.
+    """
+    if (share := BatchShare.of([x])) is not None:
+        return share.is_filler
+    last, passed = _process.yielded, _process.passed
+    if not _process.has_passed:
+        return last is not None and last.is_filler
+    if last is not None and last.is_filler and passed is None and len(x) > 0:
+        raise ValueError(
+            "the last batch has fewer rows than there are data-parallel ranks, so this rank got a row that only keeps "
+            "it in step and must not count, but the model was called with other tensors than those of the batch. Call "
+            "the model with the batch's own tensors, or set drop_last=True on the loader"
+        )
+    return passed is not None and passed.is_filler
+
+
+@contextlib.contextmanager
+def cut() -> Iterator[None]:
+    """Say that the forward passes inside the context have some of the rows of their batch."""
+    before, _process.is_cut = _process.is_cut, True
+    try:
+        yield
+    finally:
+        _process.is_cut = before
+
+
+def are_cut() -> bool:
+    """Return whether the running forward pass has some of the rows of its batch."""
+    return _process.is_cut

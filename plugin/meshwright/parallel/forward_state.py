@@ -16,7 +16,7 @@ from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
 from meshwright.parallel.added_parameters import AddedParameters
 from meshwright.parallel.autograd_graph import scale_gradient
-from meshwright.parallel.batch_rows import blank_fillers, entered
+from meshwright.parallel.batch_share import enter_pass, without_fillers_targets
 from meshwright.parallel.collectives import Axes, share
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
@@ -106,9 +106,9 @@ class ForwardState:
         self._writes.begin()
         if self.refuses_internals:
             _refuse_internals(module, kwargs)
-        kwargs = blank_fillers(kwargs)
+        kwargs = without_fillers_targets(kwargs)
         inputs = arguments(self._signatures[module], args, kwargs)
-        entered(inputs.values())
+        enter_pass(inputs.values())
         labels = inputs.get("labels")
         trains = module.training and torch.is_grad_enabled()
         if trains:

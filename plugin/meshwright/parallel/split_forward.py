@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.config import ParallelPlan
 from meshwright.faults.guard import Guard
-from meshwright.parallel.batch_rows import cut
+from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import Axis, largest
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece

@@ -16,7 +16,7 @@ from meshwright.context.methods import local_tokens
 from meshwright.errors import PlanError
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.process_group import wire_device
-from meshwright.parallel.batch_rows import cut
+from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import Axis, all_reduce
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
