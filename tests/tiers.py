@@ -159,6 +159,11 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_adapters_are_tuned_and_go_on_in_one_process",
         "test_a_plain_loop_goes_on_under_another_plan",
     ),
+    "test_edges.py": (
+        "test_modules_that_layers_share[*-share_projections]",
+        "!test_modules_that_layers_share[tp2-share_projections]",
+        "!test_modules_that_layers_share[pp2-share_projections]",
+    ),
     "test_export.py": ("test_from_pretrained_gives_the_weights_bitwise[gemma2-bf16]",),
     "test_families.py": (
         "test_equals_one_device_as_the_page_says[*",
