@@ -108,7 +108,7 @@ class _Rows:
         blocks = len(whole) // self.total
         if len(alone) != blocks * self.own or not (is_dense(whole) and is_dense(alone)):
             return None
-        return whole.unflatten(0, (blocks, self.total))[:, : self.own].flatten(0, 1)
+        return whole.reshape(blocks, self.total, *whole.shape[1:])[:, : self.own].flatten(0, 1)
 
 
 _DIFFERENT = object()  # in place of a part that has another form in the batch of this rank's rows

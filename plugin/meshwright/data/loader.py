@@ -86,7 +86,7 @@ class DistributedLoader:
         self._is_led = self._options.source == "leader" and self._peers.count > 1
         share = even_share if placer is None else placer.share
         pads = not self._has_dtensors and pads_by_rank(loader, mesh.dp)
-        collate = getattr(loader, "collate_fn", None)
+        collate: Any = getattr(loader, "collate_fn", None)
         self._lengths = OneLength(collate, mesh.dp, pins=bool(getattr(loader, "pin_memory", False))) if pads else None
         if is_dataset_splitted:
             self._reader = split_reader(
