@@ -308,7 +308,8 @@ class _OneDeviceState:
 
 def _check_state_names(folder: Path, manifest: OptimizerManifest, found: OptimizerParts) -> None:
     """Check that one of torch's optimizers would find the state that it needs, and no other."""
-    required, known = _state_names(type(found.optimizer))
+    kind: Any = type(found.optimizer)
+    required, known = _state_names(kind)
     if not known:
         return
     for name in found.parts:
@@ -323,7 +324,7 @@ def _check_state_names(folder: Path, manifest: OptimizerManifest, found: Optimiz
 
 
 @functools.cache
-def _state_names(kind: type[Optimizer]) -> tuple[set[str], set[str]]:
+def _state_names(kind: Any) -> tuple[set[str], set[str]]:
     """Return the names of the state that a class of torch.optim always has, and can have; nothing for other classes."""
     if kind.__module__.partition(".")[0] != "torch":
         return set(), set()
@@ -338,7 +339,7 @@ def _state_names(kind: type[Optimizer]) -> tuple[set[str], set[str]]:
         parameter = nn.Parameter(torch.zeros(shape))
         parameter.grad = torch.zeros(shape)
         try:
-            optimizer = kind([parameter], **options)  # type: ignore[call-arg]
+            optimizer = kind([parameter], **options)
             optimizer.step()
         except (TypeError, ValueError, RuntimeError):  # no such option, a step with a closure, other gradients
             continue

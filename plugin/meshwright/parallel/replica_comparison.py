@@ -36,6 +36,7 @@ from meshwright.parallel.replica_digests import OF_OPTIMIZER, Digests, Rows, cop
 from meshwright.parallel.replicated_state import ModuleTensors, optimizer_digest
 from meshwright.parallel.row_layout import ShardRecord
 from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.user_hooks import has_gradient_hooks
 
 ADVICE = (
     "Each rank steps a replica of the same weights. After one more step the replicas differ permanently, and averaged "
@@ -176,11 +177,14 @@ class ReplicaComparison:
                 self._look(axis)
 
     def _shows_writes(self, axis: Axis) -> bool:
-        """Return whether forward has written tensors on any rank of the axis, for as long as the ranks ask that."""
+        """Return whether to compare everything in the first steps: forward has written tensors on some rank of the
+        axis, or the program has hooks on gradients, which may step weights by gradients that are not reduced yet."""
         meetings = self._meetings[axis.name] = self._meetings.get(axis.name, 0) + 1
         if meetings > FIRST or self._tensors is None or not self.guard.is_current:
             return False
-        return not self.guard.agree("forward's writes", "some" if self.wrote else "", group=axis.group) or self.wrote
+        with reading_shards():
+            wrote = self.wrote or (axis is self.dp and any(has_gradient_hooks(p) for _, p in self._named))
+        return not self.guard.agree("what is written", "some" if wrote else "", group=axis.group) or wrote
 
     def _is_due(self, axis: Axis, what: str, every: int) -> bool:
         step = self.guard.step

@@ -7,7 +7,7 @@ block_boundary.py and tensor_parallel.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -121,8 +121,8 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
                     rows=RowLayout.padded(parameter.shape[0], tp), is_grad_partial=False
                 )
             elif role in (Role.NORM, Role.FINAL_NORM, Role.WHOLE):
-                whole = unsharded(parameter, tp)
-                layouts[full_name] = replace(whole, is_grad_partial=sequence_parallel and role is not Role.WHOLE)
+                is_partial = sequence_parallel and role is not Role.WHOLE
+                layouts[full_name] = unsharded(parameter, tp, is_grad_partial=is_partial)
     _check_ties(model, layouts)
     return DecoderStructure(
         model=model,
@@ -167,10 +167,10 @@ def outline(model: nn.Module, plan: ShardingPlan, *, instead: str, inside: bool)
     )
 
 
-def unsharded(parameter: nn.Parameter, tp: int) -> ParameterLayout:
-    """Return the layout of a parameter that every rank of tp holds, with the whole gradient."""
+def unsharded(parameter: nn.Parameter, tp: int, *, is_grad_partial: bool = False) -> ParameterLayout:
+    """Return the layout of a parameter that every rank of tp holds, with the whole gradient or a part of it."""
     rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, tp)
-    return ParameterLayout(rows=rows, is_grad_partial=False)
+    return ParameterLayout(rows=rows, is_grad_partial=is_grad_partial)
 
 
 def _layers(roled: RoledModel, embedding: nn.Module) -> tuple[nn.Module, ...]:
