@@ -27,8 +27,8 @@ _CURABLE = {name for name, x in vars(meshwright.errors).items() if isinstance(x,
 _FOLLOWS = "PeerFailedError"  # what a rank raises because another one has failed
 # A cure tells the user to do something, and has it as code.
 _VERBS = (
-    "add|build|call|choose|compute|create|divide|drop|freeze|give|leave|load|make|move|name|pass|put|read|register|remove"
-    "|replace|save|set|train|use|wrap|write"
+    "add|build|call|change|choose|compute|create|divide|drop|freeze|give|leave|load|make|move|name|pass|put|read|register"
+    "|remove|replace|run|save|set|train|use|wrap|write"
 )
 _CURE = re.compile(rf"\b(?:{_VERBS})\b.*(?:\w\(|\w=|\bmw\.|'[^']+'|\"[^\"]+\")", re.IGNORECASE | re.DOTALL)
 _RAISED = re.compile(r'File "[^"]*/meshwright(?:_hf)?/[^"]*", line \d+, in [^\n]+\n\s+raise ')
@@ -83,7 +83,8 @@ def of_numbers(program: Program, ranks: list[Numbers], expected: Numbers) -> Out
     warnings = [text for rank in ranks for text in rank.warnings]
     told = [text for text in warnings for trait in program.traits if trait.warns and re.search(trait.warns, text)]
     said = f"{what} off by {difference:.0e}" + "".join(f"; {text}"[:300] for text in (told or warnings)[:1])
-    return Outcome(program, "warned" if told else "SILENT", said)
+    is_known = any(trait.by_design for trait in program.traits)
+    return Outcome(program, "warned" if told else "by design" if is_known else "SILENT", said)
 
 
 def of_failures(program: Program, failures: list[Failure], world_size: int) -> Outcome:

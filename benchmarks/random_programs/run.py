@@ -138,6 +138,10 @@ class Run:
         """Average over the rows of all ranks, as the docs tell users to."""
         return mw.global_mean(self.model, value, count) if self.distributed else value
 
+    def all_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks, as the docs tell users to take them for what mixes the rows of a batch."""
+        return mw.gather_rows(rows, self.model) if self.distributed else rows
+
     def batch(self) -> dict[str, Any]:
         """Return a batch for evaluation, the same on all ranks."""
         return self._collate()(_examples(self.program, self.settings)[: self.settings["rows"]])

@@ -14,6 +14,7 @@ MARKS: dict[Verdict, str] = {
     "equal": "=",
     "refused": "r",
     "warned": "w",
+    "by design": "d",
     "illegal": "i",
     "nothing compared": "n",
     "false alarm": "f",

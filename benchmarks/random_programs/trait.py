@@ -11,7 +11,10 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from benchmarks.random_programs.run import Run
 
-Verdict = Literal["equal", "refused", "warned", "false alarm", "raw", "SILENT", "hang", "nothing compared", "illegal"]
+Verdict = Literal[
+    *("equal", "refused", "warned", "by design"),
+    *("false alarm", "raw", "SILENT", "hang", "nothing compared", "illegal"),
+]
 EQUAL: frozenset[Verdict] = frozenset({"equal"})
 TOLD: frozenset[Verdict] = frozenset({"equal", "refused"})
 
@@ -27,6 +30,7 @@ class Trait:
         kind: the choice that the trait is one answer to; a program has at most one trait of each kind.
         may: the verdicts that are right for a program with this trait.
         warns: a pattern of the warning that is enough for this trait, where nothing can know that the program is wrong.
+        by_design: whether the table "By design" of docs/equality.md says that such a program differs without a warning.
         without: names or kinds of other traits with which a program would not be valid, or has no meaning.
         is_local: whether the loss that the program prints is one of this rank's rows; it is then not compared.
         has_no_optimizer: whether the program calls ``to_distributed`` without an optimizer and steps in its own way.
@@ -55,6 +59,7 @@ class Trait:
     kind: str
     may: frozenset[Verdict] = EQUAL
     warns: str = ""
+    by_design: bool = False
     without: frozenset[str] = frozenset()
     is_local: bool = False
     has_no_optimizer: bool = False

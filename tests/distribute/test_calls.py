@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import meshwright as mw
+from meshwright.data.loader import DistributedLoader
 from meshwright.distribute.check_arguments import explained
 from meshwright.errors import PlanError
 from meshwright.faults.together import on_first_rank, succeed_together
@@ -100,6 +101,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "samples of numbers": (
         lambda: to(MODEL, loader=[{"input_ids": [1, 2]}]),
         r"input_ids is a list of 2 numbers.*wrap the samples: DataLoader",
+    ),
+    "a loader of an earlier call": (
+        lambda: to(MODEL, optimizer(), DistributedLoader.__new__(DistributedLoader)),
+        r"distributed by an earlier call.*Leave it out.*model, optimizer, _ = to_distributed\(model, optimizer\)",
     ),
     "texts for a loader": (lambda: to(MODEL, loader=["a", "b"]), "list of 2 single samples: texts. Tokenize and wrap"),
     "a GradScaler for an optimizer": (lambda: to(MODEL, SCALER), "not a GradScaler; leave it out: .*train in bfloat16"),  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 from transformers import LlamaForSequenceClassification
 
@@ -159,9 +160,20 @@ def program(plan: dict[str, Any] | None, name: str) -> dict[str, torch.Tensor]:
         if name == "modules without roles":
             wrap_blocks(model)
         model = model.double()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        if name == "frozen":  # all of the first stage; after a step, all of it but one norm
+            for key, parameter in model.named_parameters():
+                parameter.requires_grad_("layers.3." in key)
+        if name == "weights computed by hooks":
+            torch.nn.utils.weight_norm(model.model.layers[0].mlp.down_proj)
+            prune.l1_unstructured(model.model.layers[3].mlp.up_proj, "weight", 0.3)
+        is_late = name == "optimizer made after"
+        make = torch.optim.AdamW if is_late else functools.partial(torch.optim.SGD, momentum=0.5)
+        optimizer: Any = make(model.parameters(), lr=0.1)
         if plan is not None:
-            model, optimizer, _ = mw.to_distributed(model, optimizer, plan=mw.ParallelPlan(**plan))
+            model, distributed, _ = mw.to_distributed(
+                model, None if is_late else optimizer, plan=mw.ParallelPlan(**plan)
+            )
+            optimizer = make(model.parameters(), lr=0.1) if is_late else distributed
         model.train(name != "eval mode")
         average = [parameter.detach().clone() for parameter in model.parameters()]
         losses = []
@@ -173,12 +185,26 @@ def program(plan: dict[str, Any] | None, name: str) -> dict[str, torch.Tensor]:
             optimizer.zero_grad()
             if name == "writes in place":
                 write_weights(model, average, step)
+            if name == "frozen":
+                model.model.layers[0].input_layernorm.weight.requires_grad_(True)
     weights = {n: w.clone() for n, w in model.state_dict().items()} if plan is None else mw.full_state_dict(model)
     return {**weights, "losses": torch.stack(losses)}
 
 
-@pytest.mark.parametrize("name", ["eval mode", "writes in place", "labels of rows", "modules without roles"])
-def test_a_program_of_one_device_trains_as_it_is(name: str, pool2: Any) -> None:
-    expected, actual = program(None, name), pool2.run(program, {"pp": 2, "gradient_accumulation_steps": 2}, name)[0]
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("eval mode", "1f1b"),
+        ("writes in place", "1f1b"),
+        ("labels of rows", "1f1b"),
+        ("modules without roles", "1f1b"),
+        ("frozen", "1f1b"),
+        ("optimizer made after", "1f1b"),
+        ("weights computed by hooks", "zbv"),
+    ],
+)
+def test_a_program_of_one_device_trains_as_it_is(name: str, schedule: str, pool2: Any) -> None:
+    plan = {"pp": 2, "gradient_accumulation_steps": 2, "schedule": schedule}
+    expected, actual = program(None, name), pool2.run(program, plan, name)[0]
     # Two steps change the weights by more than 1e-3.
     assert max(relative_difference(actual[key], value) for key, value in expected.items()) < TOLERANCE

@@ -66,26 +66,26 @@ def _z_loss(run: Run, batch: Batch) -> Tensor:
 
 def _contrastive(run: Run, batch: Batch) -> Tensor:
     """Tell each row from the others of its batch (InfoNCE)."""
-    rows = functional.normalize(_logits(run, batch).mean(1), dim=-1)
+    rows = run.all_rows(functional.normalize(_logits(run, batch).mean(1), dim=-1))
     return functional.cross_entropy(rows @ rows.T / 0.1, torch.arange(len(rows)))
 
 
 def _contrastive_beside(run: Run, batch: Batch) -> Tensor:
     output = run.model(**batch)
-    rows = functional.normalize(output.logits.mean(1), dim=-1)
+    rows = run.all_rows(functional.normalize(output.logits.mean(1), dim=-1))
     return output.loss + 0.1 * functional.cross_entropy(rows @ rows.T / 0.1, torch.arange(len(rows)))
 
 
 def _advantages(run: Run, batch: Batch) -> Tensor:
     """Weight rows by rewards that are normalised over the batch, as policy gradients do."""
-    rewards = batch["input_ids"][:, 0].double()
+    rewards = run.all_rows(batch["input_ids"][:, 0].double())
     advantages = (rewards - rewards.mean()) / (rewards.std(unbiased=False) + 1e-3)
-    return (advantages[:, None] * _token_losses(_logits(run, batch), batch["labels"])).mean()
+    return (advantages[:, None] * run.all_rows(_token_losses(_logits(run, batch), batch["labels"]))).mean()
 
 
 def _preferred(run: Run, batch: Batch) -> Tensor:
     """Prefer the first half of the batch to the second, as DPO does."""
-    losses = _token_losses(_logits(run, batch), batch["labels"]).sum(-1)
+    losses = run.all_rows(_token_losses(_logits(run, batch), batch["labels"]).sum(-1))
     half = len(losses) // 2
     return -functional.logsigmoid(0.1 * (losses[half : 2 * half] - losses[:half])).mean() if half else losses.mean()
 
@@ -111,6 +111,7 @@ for _name, _loss in {
             may=TOLD,
             warns="global_mean",
             loss=_loss,
+            by_design=_name == "weighted tokens",
             options=_WHOLE,
             is_local=True,
             without=_OWN | {"rope dynamic", "collator: all rows in one"},

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.data.loader import DistributedLoader
 from meshwright.data.nested import why_no_batch
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.foreign_names import NO_SCALER
@@ -164,6 +165,12 @@ def is_scaler(value: Any) -> bool:
 def _check_loader(loader: Any) -> None:
     must = "dataloader must yield batches"
     kind = type(loader)
+    if isinstance(loader, DistributedLoader):
+        raise PlanError(
+            "the dataloader was distributed by an earlier call, so its batches have this rank's rows and would be cut "
+            "again. Leave it out, and go on with the loader that you have: model, optimizer, _ = "
+            "to_distributed(model, optimizer)"
+        )
     if isinstance(loader, type):
         raise PlanError(
             f"{must}, but it is the class {loader.__name__}; make one: {loader.__name__}(dataset, batch_size=8)"

@@ -9,12 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.guard_windows import StepWindow
 from meshwright.parallel.row_layout import record_of
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,9 @@ logger = logging.getLogger(__name__)
 def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
     """Make an optimizer step raise if it would use unreduced gradients, or would not reach the parameters.
 
-    The check is a global hook of torch on the steps of all optimizers. It is removed when the runtime is gone.
+    The check is a global hook of torch on the steps of all optimizers. It is removed when the runtime is gone. Under a
+    pipeline the weights that a stage holds whole have gradients that are marked as this rank's, so an optimizer that
+    was not passed to the call gets the window that the model's own one has.
 
     Args:
         runtime: the runtime of a distributed model.
@@ -33,6 +36,7 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
     reference = weakref.ref(runtime)
 
     has_warned = has_told = False
+    window = StepWindow()
 
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal has_warned, has_told
@@ -43,9 +47,11 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
             has_told = _warn_of_unused_zero(optimizer, of)
         if not has_warned and of.dp.size > 1 and find_runtime(optimizer) is None:
             has_warned = _warn_of_strangers(optimizer)
+        if of.pp.size > 1 and find_runtime(optimizer) is None and _has_any(optimizer, of):
+            window.open(optimizer)
 
-    handle = register_optimizer_step_pre_hook(look)
-    weakref.finalize(runtime, handle.remove)
+    for handle in (register_optimizer_step_pre_hook(look), register_optimizer_step_post_hook(window.close)):
+        weakref.finalize(runtime, handle.remove)
 
 
 def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
@@ -80,8 +86,7 @@ def _warn_of_unused_zero(optimizer: Optimizer, runtime: Runtime) -> bool:
     stage = 0 if runtime.plan is None else runtime.plan.zero_stage
     if runtime.has_optimizer or runtime.dp.size == 1 or stage not in (1, 2):
         return False
-    own = {id(p) for p in runtime.parameters}
-    found = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    found = _has_any(optimizer, runtime)
     if found and dist.get_rank() == 0:
         logger.warning(
             "this %s was made after the call and not passed to it, so zero_stage=%d shards nothing: each of the %d "
@@ -90,6 +95,12 @@ def _warn_of_unused_zero(optimizer: Optimizer, runtime: Runtime) -> bool:
             type(optimizer).__name__, stage, runtime.dp.size,
         )  # fmt: skip
     return found
+
+
+def _has_any(optimizer: Optimizer, runtime: Runtime) -> bool:
+    """Return whether an optimizer has any of a distributed model's parameters."""
+    own = {id(p) for p in runtime.parameters}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def _warn_of_strangers(optimizer: Optimizer) -> bool:

@@ -277,7 +277,8 @@ def _block_layouts(roled: RoledModel, block: Block, tp: int, sequence_parallel: 
             if rows.size != (parameter.shape[rows.dim] if parameter.ndim else 1):
                 raise PlanError(
                     f"{full_name} has {parameter.shape[rows.dim]} rows in dim {rows.dim}, but its role ({role.value}) "
-                    f"and the model's head counts imply {rows.size}"
+                    f"and the model's head counts imply {rows.size}. Remove what gives the module weights of other "
+                    "shapes before to_distributed, or use ParallelPlan(tp=1)"
                 )
             # A copied row gets a gradient from its rank's heads or channels only, even if every rank holds all rows
             # (a shared head norm, the only key head). An output projection's bias gets it from local tokens only.

@@ -233,7 +233,10 @@ class PipelineForward(MethodOverride):
         assert total is not None
         row_counts = [(i + 1) * rows // count - i * rows // count for i in range(count)]
         loss.is_global()
-        return self.outputs.of_training(loss.mean.watched(sums.attach(torch.zeros_like(total), total)), row_counts)
+        # A stage whose own weights are all frozen runs backward too, if another stage trains.
+        trained = any(p.requires_grad for p in self.decoder.parameters())
+        root = torch.zeros_like(total, requires_grad=trained)
+        return self.outputs.of_training(loss.mean.watched(sums.attach(root, total)), row_counts)
 
     def _operations(self, count: int) -> tuple[Operation, ...]:
         """Return what this rank does with ``count`` micro-batches, in order."""

@@ -78,10 +78,9 @@ class _LinearForward(MethodOverride):
         self.module, self.later = module, later
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = self.module._parameters["weight"]
-        bias: Tensor | None = self.module._parameters["bias"]
-        assert weight is not None
-        if not (torch.is_grad_enabled() and weight.requires_grad):
+        weight = self.module._parameters.get("weight")  # none if a hook computes it, as prune's and weight_norm's do
+        bias: Tensor | None = self.module._parameters.get("bias")
+        if weight is None or not (torch.is_grad_enabled() and weight.requires_grad):
             result: Tensor = self.method(x)
             return result
         kind = x.device.type
