@@ -252,3 +252,22 @@ def test_the_trainers_own_state_is_checked(field: str, value: Any, tmp_path: Pat
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
     with pytest.raises(mw.CheckpointError, match=f"trainer_state.json.*{field}"):
         check_trainer_state(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_right"),
+    [("step", 3, True), ("step", True, False), ("step", {"tuple": []}, False), ("exp_avg", "x", False)],
+)
+def test_the_state_of_an_optimizer_has_its_kind(key: str, value: Any, is_right: bool, tmp_path: Path) -> None:
+    run = Run()
+    run.save_optimizer(tmp_path / "a")
+    path = tmp_path / "a" / "optimizer.json"
+    fields = json.loads(path.read_text())
+    fields["values"]["weight"][key] = value
+    path.write_text(json.dumps(fields))
+    if is_right:  # as older versions of torch counted
+        run.load_optimizer(tmp_path / "a")
+        run.step()
+        return
+    with pytest.raises(mw.CheckpointError, match=f"values.*weight.*{key}"):
+        run.load_optimizer(tmp_path / "a")

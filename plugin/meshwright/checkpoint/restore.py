@@ -173,11 +173,14 @@ def set_state(found: OptimizerParts, manifest: OptimizerManifest, loaded: ReadSt
         for group in found.optimizer.param_groups
         for key in group["params"]
     }
+    _, known, numbers = _state_names(type(found.optimizer))
     for name, (state, master) in loaded.items():
         key = found.parts[name].key
         if key is None:
             continue
         found.optimizer.state.pop(key, None)
+        if type(state.get("step")) in (int, float) and "step" in known - numbers:
+            state["step"] = torch.tensor(float(state["step"]))  # of an older torch; its own load_state_dict does so too
         if state:
             on_device = steps_on_device.get(id(key), False)
             found.optimizer.state[key] = {
@@ -322,7 +325,7 @@ def _check_state_names(folder: Path, manifest: OptimizerManifest, found: Optimiz
                 f"{manifest.optimizer}; load another checkpoint"
             )
         for key, value in manifest.values.get(name, {}).items():
-            if key not in numbers and not isinstance(decode(value), Tensor | None):
+            if key not in numbers | {"step"} and not isinstance(decode(value), Tensor | None):
                 raise CheckpointError(
                     f"{folder} is damaged: 'values' of {name} have the state {key!r} that is {shown(value)}, and a "
                     f"tensor in {manifest.optimizer}; load another checkpoint"
