@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.checkpoint.lineage import Lineage, Mark
 from meshwright.checkpoint.loaded_line import show_loaded
+from meshwright.checkpoint.object_states import check_state_of
 from meshwright.checkpoint.seal import NAME as SEAL
 from meshwright.checkpoint.sealed_folder import check_seal, close_seal, sealed_folder
 from meshwright.checkpoint.stock_optimizer import load_stock_optimizer, read_pickle
@@ -209,10 +210,14 @@ class CheckpointMixin:
             load_stock_optimizer(self.model, self.optimizer, os.path.join(checkpoint, STOCK_OPTIMIZER))
         else:
             mw.load_optimizer(self.model, self.optimizer, os.path.join(checkpoint, OPTIMIZER))
-        scheduler = os.path.join(checkpoint, SCHEDULER)
-        succeed_together(lambda: self.lr_scheduler.load_state_dict(read_pickle(scheduler)))
+        succeed_together(lambda: self._load_scheduler(Path(checkpoint, SCHEDULER)))
         if self._runtime.streams is not None and progress is not None and progress.streams is not None:
             self._runtime.streams.load_state_dict(progress.streams)
+
+    def _load_scheduler(self, path: Path) -> None:
+        state = read_pickle(path)
+        check_state_of("scheduler", state, self.lr_scheduler, str(path))
+        self.lr_scheduler.load_state_dict(state)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore this rank's random state, or rank 0's if the mesh differs from the mesh of the save."""

@@ -19,7 +19,16 @@ from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
 from meshwright_hf.launch_job import RESTARTED_VARIABLE, RESUME_VARIABLE
-from meshwright_hf.trainer_state import ADAPTERS, OPTIMIZER, PROGRESS, SCHEDULER, STATE, STOCK_OPTIMIZER, random_files
+from meshwright_hf.trainer_state import (
+    ADAPTERS,
+    OPTIMIZER,
+    PROGRESS,
+    SCHEDULER,
+    STATE,
+    STOCK_OPTIMIZER,
+    check_trainer_state,
+    random_files,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +158,7 @@ def _check_parts(folder: Path, required: tuple[str, ...]) -> None:
             "was saved with save_only_model=True or by another engine. Resume from another checkpoint; to start a new "
             f"run from these weights, call meshwright.load_weights(trainer.model, {str(folder)!r}) before train()"
         )
+    check_trainer_state(folder / STATE)
     if not any((folder / name).is_file() for name in ADAPTERS):
         WeightFiles.open(folder)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import asdict, dataclass
+import sys
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 import meshwright as mw
@@ -23,7 +25,7 @@ from meshwright.data.shuffling import GENERATOR, decoded, encoded
 from meshwright.errors import CheckpointError
 from meshwright.parallel.dropout_streams import STREAMS
 from meshwright.parallel.row_layout import is_held
-from meshwright.schema import anything, integer, listed, maybe, record, require, table
+from meshwright.schema import anything, integer, listed, maybe, number, record, require, table, text
 
 OPTIMIZER = "meshwright_optimizer"
 PROGRESS = "meshwright_progress.json"
@@ -109,6 +111,31 @@ def encoded_draws(state: Tensor | None) -> str | None:
 def random_files(folder: str | Path) -> list[str]:
     """Return the names of the files with the ranks' random states."""
     return sorted(path.name for path in Path(folder).iterdir() if _RANDOM.fullmatch(path.name))
+
+
+def check_trainer_state(path: Path) -> None:
+    """Check ``trainer_state.json``, which transformers reads unchecked.
+
+    Raises:
+        CheckpointError: if a field is unknown to this version of transformers, or of another type or range.
+    """
+    # Of any size, since transformers reads it whole too: a long run has logged much.
+    said = read_json(path, allowance=sys.maxsize)
+    known = {field.name: anything for field in fields(TrainerState)}
+    require(said, record({}, {**known, **_STATE}), path)
+
+
+_STATE = {
+    "epoch": maybe(number(0)),
+    **dict.fromkeys(("global_step", "num_input_tokens_seen"), integer()),
+    **dict.fromkeys(("max_steps", "num_train_epochs"), integer(0, sys.maxsize)),
+    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "total_flos"), maybe(number(0))),
+    **dict.fromkeys(("train_batch_size", "best_global_step"), maybe(integer())),
+    "best_metric": maybe(number(is_finite=False)),
+    "best_model_checkpoint": maybe(text(most=4096)),
+    "log_history": maybe(listed(table(anything))),
+    "stateful_callbacks": maybe(table(anything)),
+}
 
 
 def check_random_state_of(folder: str | Path, rank: int) -> None:

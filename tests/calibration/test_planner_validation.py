@@ -269,6 +269,11 @@ def test_megatron_can_count_the_embedding_and_the_loss_as_layers(
         ({"notes": "LoRA, frozen base"}, "a part of the weights"),
         ({"gpu": "abacus"}, "gpu='abacus' is not known"),
         ({"gpu": "GH200"}, "gpu='GH200' is not known"),
+        ({"gpu": "H100 NVL"}, "gpu='H100 NVL' is not known"),
+        ({"notes": "TP2 EP8"}, "EP8"),
+        ({"gpus_per_node": "0"}, "gpus_per_node='0' must be at least 1"),
+        ({"n_gpus": "0", "dp": "0"}, "dp='0' must be at least 1"),
+        ({"source": " ", "vp": " ", "seq_len": "4096.0", "zero_stage": "1.0", "notes": "step 8"}, None),
         ({"precision": "tf32"}, "precision='tf32' is not known"),
         ({"precision": "bf16/fp8"}, "precision='bf16/fp8' is not known"),
         ({"recompute": "norm, mlp"}, "recompute='norm, mlp': 'mlp' is not known"),
@@ -291,6 +296,12 @@ def test_one_row_that_cannot_be_used_is_dropped_with_a_line_and_the_others_are_r
     if word:
         [line] = summary(dropped)
         assert "lines 3, 5: " in line and word in line
+
+
+def test_a_table_as_a_spreadsheet_writes_it(tmp_path: Path) -> None:
+    path = write([sharded_row()], tmp_path)
+    path.write_text("\ufeff" + path.read_text().replace(",", " ,", 3), encoding="utf-8")
+    assert len(read_runs(path)) == 1
 
 
 def test_the_command_says_how_many_rows_it_used_and_refuses_a_table_without_any(tmp_path: Path) -> None:

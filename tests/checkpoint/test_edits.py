@@ -6,6 +6,7 @@ The edits run in a process of their own, a few at a time in a forked child, so t
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -20,16 +21,21 @@ import numpy as np
 import pytest
 import torch
 from test_hostile import MEMORY, Small, forget_peak, peak, size_of
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
+from transformers import TrainerState
 
 import meshwright as mw
 from harness.programs import run_program
 from meshwright.checkpoint.lineage import Lineage
+from meshwright.checkpoint.object_states import check_state_of
+from meshwright.checkpoint.optimizer_manifest import decode, encode
 from meshwright.checkpoint.safetensors_file import SafetensorsWriter
 from meshwright.checkpoint.sealed_folder import check_seal, sealed_folder
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh
 from meshwright.parallel.collectives import Axis
+from meshwright_hf.trainer_state import check_trainer_state
 from support import edits
 
 BATCH = 10  # edits in one child
@@ -187,3 +193,81 @@ def test_each_edit_is_named_or_harmless(kinds: list[str], count: int, tmp_path: 
     accepted = outcome.output.count("ACCEPTED ")
     print(f"{accepted} of {count} accepted")
     assert accepted <= 0.15 * count, outcome.output[-3000:]
+
+
+STATES: dict[str, tuple[Callable[[Any], Any], list[tuple[str, Any]]]] = {
+    "StepLR": (
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 5),
+        [("gamma", math.nan), ("gamma", math.inf), ("step_size", 0), ("step_size", -3), ("optimizer", 1), ("step", 1)],
+    ),
+    "CosineAnnealingLR": (
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 9),
+        [("T_max", 0), ("eta_min", -1)],
+    ),
+    "OneCycleLR": (
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, 90),
+        [("total_steps", 0), ("_schedule_phases", {"list": [{"dict": {"end_step": math.nan}}]})],
+    ),
+    "ReduceLROnPlateau": (
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer),
+        [("best", math.nan), ("threshold", math.inf), ("patience", 0.5), ("min_lrs", {"list": [math.nan]})],
+    ),
+    "scaler": (lambda _: torch.amp.GradScaler("cpu"), [("scale", 0), ("growth_interval", 0), ("backoff_factor", 2)]),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_states_that_would_spoil_the_next_steps_are_refused(kind: str, tmp_path: Path) -> None:
+    make, wrong = STATES[kind]
+    name = "scaler" if kind == "scaler" else "scheduler"
+    # A rate may be a tensor.
+    optimizer = torch.optim.SGD(Small(2).parameters(), lr=torch.tensor(0.1) if kind == "StepLR" else 0.1)
+    own = make(optimizer)
+    saved = encode(own.state_dict(), "the state")
+    check_state_of(name, decode(saved), make(optimizer), "FILE")
+    for key, value in wrong:
+        with pytest.raises(mw.CheckpointError, match=f"FILE.*{key}"):
+            check_state_of(name, decode({"dict": {**saved["dict"], key: value}}), make(optimizer), "FILE")
+
+
+def test_the_states_in_a_state_are_checked() -> None:
+    optimizer = torch.optim.SGD(Small(2).parameters(), lr=0.1)
+    inner = [lr_scheduler.LinearLR(optimizer), lr_scheduler.StepLR(optimizer, 5)]
+    sequence = lr_scheduler.SequentialLR(optimizer, inner, [2])
+    check_state_of("scheduler", sequence.state_dict(), sequence, "FILE")
+    state = sequence.state_dict()
+    state["_schedulers"][1]["step_size"] = 0
+    with pytest.raises(mw.CheckpointError, match=r"_schedulers'\[1\], 'step_size'"):
+        check_state_of("scheduler", state, sequence, "FILE")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("global_step", "x"), ("global_step", -1), ("epoch", math.nan), ("max_steps", 1e300), ("__class__", 1), ("a", 1)],
+)
+def test_the_trainers_own_state_is_checked(field: str, value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trainer_state.json"
+    TrainerState(log_history=[{"loss": 0.1}], best_metric=math.inf, num_train_epochs=sys.maxsize).save_to_json(path)
+    check_trainer_state(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(mw.CheckpointError, match=f"trainer_state.json.*{field}"):
+        check_trainer_state(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_right"),
+    [("step", 3, True), ("step", True, False), ("step", {"tuple": []}, False), ("exp_avg", "x", False)],
+)
+def test_the_state_of_an_optimizer_has_its_kind(key: str, value: Any, is_right: bool, tmp_path: Path) -> None:
+    run = Run()
+    run.save_optimizer(tmp_path / "a")
+    path = tmp_path / "a" / "optimizer.json"
+    fields = json.loads(path.read_text())
+    fields["values"]["weight"][key] = value
+    path.write_text(json.dumps(fields))
+    if is_right:  # as older versions of torch counted
+        run.load_optimizer(tmp_path / "a")
+        run.step()
+        return
+    with pytest.raises(mw.CheckpointError, match=f"values.*weight.*{key}"):
+        run.load_optimizer(tmp_path / "a")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from test_hostile import Small
 
 import meshwright as mw
-from meshwright.checkpoint import disk, staging
+from meshwright.checkpoint import disk, lineage, part_files, staging
 from meshwright.checkpoint.folders import newest_checkpoint
 from meshwright.checkpoint.lineage import MAX_NUMBER, Lineage
 from meshwright.checkpoint.manifest import NAME, Manifest
@@ -202,3 +205,51 @@ def test_sealed_folders_have_numbers_too(tmp_path: Path) -> None:
     after = Seal.read(tmp_path / "2")
     assert after.number == 2 and after.run == lineage.run and not after.is_open
     assert after.files["b"] == before["b"] and after.files["a"] != before["a"]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "seal"])
+def test_what_another_program_saves_meanwhile_is_not_replaced(kind: str, tmp_path: Path) -> None:
+    target = (tmp_path / "last").resolve()
+
+    def save(of: Lineage, text: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+        if kind == "seal":
+            with sealed_folder(target, lineage=of) as hidden:
+                (hidden / "a.json").write_text(text)
+                meanwhile()
+        else:
+            job = Job(tmp_path, "last")
+            job.model.weight.data.fill_(float(text))
+            with mock.patch.object(Lineage, "of", lambda _: of), watched_part(meanwhile):
+                mw.save_checkpoint(target, job.model, job.optimizer, step=int(text))
+
+    def theirs() -> None:
+        with mock.patch.dict(lineage._SEEN):  # another process
+            save(Lineage(), "2")
+
+    def found() -> int:
+        return int((target / "a.json").read_text()) if kind == "seal" else Manifest.read(target).step or 0
+
+    own = Lineage()
+    with pytest.raises(mw.CheckpointError, match=r"another program has saved to .*last.*such as .*last-2"):
+        save(own, "1", theirs)
+    assert found() == 2 and left(tmp_path) == ["last"]
+    save(Lineage(), "3")  # a program that finds it there may replace it, as the rerun of a script does
+    save(own, "4")  # and so may each part of this program
+    theirs()
+    with pytest.raises(mw.CheckpointError, match="another program"):
+        save(own, "5")  # it alternates with another program
+    assert found() == 2
+
+
+@contextlib.contextmanager
+def watched_part(meanwhile: Callable[[], None]) -> Iterator[None]:
+    """Inside, call a function once when a rank writes its part."""
+    write = part_files.RankPart.write
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(part_files.RankPart, "write", write):
+            meanwhile()
+        return write(*args, **kwargs)
+
+    with mock.patch.object(part_files.RankPart, "write", watched):
+        yield

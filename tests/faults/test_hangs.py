@@ -34,6 +34,14 @@ def test_a_program_that_hangs_ends(place: str, victim: int) -> None:
     check(other, rf"rank {victim} \(host [^)]*\).*(kept other ranks waiting|stopped, hung)", within=IN_TIME)
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped_before_the_guard_runs(victim: int) -> None:
+    """If it is rank 0, the store in which the others wait for it is stopped too."""
+    outcomes = run_program(hangs, 2, "store", victim, timeout=60.0, may_remain=(victim,))
+    why = f"waited 4 s for rank {victim}, which did not come to the set-up"
+    check(outcomes[1 - victim], why, within=IN_TIME)
+
+
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_script_that_hangs_ends_however_it_was_started(start: str, place: str, preloaded_python: Path) -> None:

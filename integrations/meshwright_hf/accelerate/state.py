@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 import meshwright as mw
 from meshwright.checkpoint.loaded_line import show_loaded
+from meshwright.checkpoint.object_states import check_state_of
 from meshwright.checkpoint.random_state import check_states_of_others
 from meshwright.checkpoint.read_files import read_json
 from meshwright.checkpoint.seal import NAME as SEAL
@@ -93,6 +94,10 @@ def _check_parts(accelerator: Accelerator, folder: Path) -> bool:
             f"{folder} {what}has no {', '.join(lost)}; save what this program prepares, in the same order. To read the "
             "weights alone, call meshwright.load_weights(model, path)"
         )
+    for number, scheduler in enumerate(accelerator._schedulers):
+        path = folder / _numbered("scheduler", number, "bin")
+        with safe_globals():
+            check_state_of("scheduler", read_pickle(path), getattr(scheduler, "scheduler", scheduler), str(path))
     if is_stock:
         _check_stock(accelerator, folder)
     _check_random_state(folder / f"random_states_{accelerator.process_index}.pkl")

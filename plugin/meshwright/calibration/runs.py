@@ -39,6 +39,7 @@ _REASONS = 12  # largest number of reasons that are listed
 _SHOWN = 6  # largest number of lines of dropped rows that are listed for one reason
 # Stated weights over those that the sizes imply; a dense row of a published table is at most a tenth above it.
 _TOO_LARGE = 1.5
+_SIZES = ("n_gpus", "gpus_per_node", "seq_len", "global_batch", "tp", "cp", "pp", "dp")
 _BITS = {"bf16": "16-bit", "fp8": "8-bit", "fp4": "4-bit"}
 # Notes such as "zero1=8" give the number of ranks that share one optimizer state; -1 is all of them.
 _STATE_RANKS = re.compile(r"\bzero[123]\s*=\s*(-?\d+)", re.IGNORECASE)
@@ -96,9 +97,10 @@ def read_runs(path: str | Path, dropped: list[str] | None = None) -> list[Run]:
     """
     rows = 0
     try:
-        with open(path, newline="") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
             reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            missing = [name for name in COLUMNS if name not in reader.fieldnames]
             if missing:
                 raise PlanError(f"{path}: line 1: no column {', '.join(missing)}")
             runs = []
@@ -153,10 +155,14 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
             raise PlanError(f"{path}: line {line}: {name}={text!r} is not a number") from None
         if not 0 <= value < float("inf"):
             raise PlanError(f"{path}: line {line}: {name}={text!r} must not be negative")
+        if not value and name in _SIZES:
+            raise PlanError(f"{path}: line {line}: {name}={text!r} must be at least 1")
         return value
 
     if None in row or None in row.values():
         raise PlanError(f"{path}: line {line}: the row has more or fewer cells than the header")
+    # pandas writes the whole numbers of a column with empty cells as 8.0.
+    row = {name: re.sub(r"^(\d+)\.0+$", r"\1", cell.strip()) for name, cell in row.items()}
     try:
         if (reason := why_not_dense(row)) is not None:
             raise PlanError(reason)
@@ -265,7 +271,7 @@ def _stages(layers: int, stages: int) -> tuple[int, ...] | None:
 
 def _group(row: Mapping[str, str]) -> str:
     words = f"{row['source']} {row['notes']}".lower()
-    publisher = row["source"].split()[0]
+    publisher = (row["source"].split() or ["unnamed"])[0]
     if ":" in publisher:  # a URL without a name
         publisher = "BigScience" if "bigscience" in publisher else publisher.split(":")[-1]
     framework = next((f"/{name}" for name in _FRAMEWORKS if name in words), "")

@@ -9,12 +9,12 @@ from meshwright.errors import PlanError
 from meshwright.planner.candidate import Precision, Recompute
 from meshwright.planner.hardware import Device, device
 
-# Names of devices; a letter before a name makes it another device, as in GH200 and GB300.
+# Names of devices; a letter before a name makes it another device, as in GH200 and GB300, and so does H100's NVL.
 _DEVICES = tuple(
     (re.compile(rf"(?<![A-Z])(?:[DH]GX)?{pattern}"), name)
     for pattern, name in (
-        (r"GB200", "gb200"), (r"GB300", "gb300"), (r"B200", "b200"), (r"B300", "b300"), (r"H200", "h200"),
-        (r"H100.*PCIE", "h100-pcie"), (r"H100.*96", "h100-96"), (r"H100", "h100-sxm"), (r"H800", "h800"),
+        (r"GB200", "gb200"), (r"GB300", "gb300"), (r"B200", "b200"), (r"B300", "b300"), (r"H200(?!.*NVL)", "h200"),
+        (r"H100.*PCIE", "h100-pcie"), (r"H100.*96", "h100-96"), (r"H100(?!.*NVL)", "h100-sxm"), (r"H800", "h800"),
         (r"A[18]00.*40", "a100-40"), (r"A[18]00", "a100-80"), (r"V100.*16", "v100-16"), (r"V100", "v100-32"),
         (r"L40S", "l40s"), (r"(?:RTX)?[ _-]*4090", "rtx-4090"), (r"MI300X?\b", "mi300x"), (r"MI325X?\b", "mi325x"),
         (r"MI350X?\b", "mi350x"), (r"MI355X?\b", "mi355x"),
@@ -153,7 +153,8 @@ _WITH_EXPERTS = re.compile(
     re.IGNORECASE,
 )
 _NOTES_OF_EXPERTS = re.compile(
-    r"\b(ep|etp|topk|top_k|num_experts|(moe )?experts)\s*=\s*([2-9]|\d\d+)|(?<!no )(?<!non-)(?<!not )\bmoe\b"
+    r"\b(etp|ep)[ _-]?(size)?\s*[=:]?\s*([2-9]|\d\d+)\b"
+    r"|\b(topk|top_k|num_experts|(moe )?experts)\s*=\s*([2-9]|\d\d+)|(?<!no )(?<!non-)(?<!not )\bmoe\b"
     r"|mixture.of.experts|\bactive_B\s*=",
     re.IGNORECASE,
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
-from meshwright.checkpoint.lineage import Lineage, Mark
+from meshwright.checkpoint.lineage import Lineage, Mark, begin_save
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.staging import (
     Staging,
@@ -32,7 +32,9 @@ def stage(target: Path) -> Staging:
     Raises:
         CheckpointError: if ``target`` holds something that is not a checkpoint.
     """
-    return Staging(target, _is_ours)
+    staging = Staging(target, _is_ours)
+    begin_save(staging.target / NAME)
+    return staging
 
 
 def commit(staging: Staging, manifest: Manifest, lineage: Lineage) -> Manifest:
@@ -42,7 +44,7 @@ def commit(staging: Staging, manifest: Manifest, lineage: Lineage) -> Manifest:
         The manifest with its number and its run.
 
     Raises:
-        CheckpointError: if a file of another rank is not there.
+        CheckpointError: if a file of another rank is not there, or another program has saved to the folder meanwhile.
         OSError: if the disk fails; the folder then has what it had before.
     """
     if absent := absent_files(staging.path, manifest):
@@ -51,7 +53,8 @@ def commit(staging: Staging, manifest: Manifest, lineage: Lineage) -> Manifest:
             "shared file system"
         )
     with locked(staging.target.parent):
-        mark = lineage.next(path / NAME for path in _all_folders(staging.target.parent))
+        neighbours = (path / NAME for path in _all_folders(staging.target.parent))
+        mark = lineage.next(staging.target / NAME, neighbours)
         manifest = replace(manifest, number=mark.number, run=mark.run)
         manifest.write(staging.path)
         staging.commit()

@@ -66,15 +66,24 @@ class Lineage:
         """Go on with the run of a checkpoint that was loaded."""
         self.run, self.last = mark.run, mark.number
 
-    def next(self, neighbours: Iterable[Path]) -> Mark:
+    def next(self, target: Path, neighbours: Iterable[Path]) -> Mark:
         """Return the mark of a new checkpoint; the folder must be locked.
 
         Args:
+            target: its manifest or seal, which may exist, and which was passed to :func:`begin_save`.
             neighbours: the manifests or seals of the checkpoints in the folder.
 
         Raises:
-            CheckpointError: if a neighbour has the largest number that there is.
+            CheckpointError: if a neighbour has the largest number that there is, or another program has saved to the
+                same folder since this one began to save to it.
         """
+        present, seen = Mark.of(target), _SEEN.get(target, Mark())
+        if present.number > seen.number and present.run not in (seen.run, self.run):
+            folder = target.parent
+            raise CheckpointError(
+                f"another program has saved to {folder} since this one began to save there, and its checkpoint stays. "
+                f"Give each program a folder of its own, such as {folder.with_name(folder.name + '-2')}"
+            )
         marks = {path: Mark.of(path) for path in neighbours}
         for path, mark in marks.items():
             if mark.number >= MAX_NUMBER:
@@ -85,8 +94,21 @@ class Lineage:
         if any(mark.run == self.run and mark.number > self.last for mark in marks.values()):
             self.run = uuid.uuid4().hex  # another program goes on with the run, or this one went back in it
         self.last = max(self.last, *(mark.number for mark in marks.values()), UNNUMBERED) + 1
-        return Mark(number=self.last, run=self.run)
+        _SEEN[target] = Mark(number=self.last, run=self.run)
+        return _SEEN[target]
 
+
+def begin_save(target: Path) -> None:
+    """Remember whose checkpoint a folder has when this program begins to save to it.
+
+    Args:
+        target: the manifest or seal, which need not exist.
+    """
+    _SEEN.setdefault(target, Mark.of(target))
+
+
+# What this program has last seen in the folders that it saves to. It may replace that, and no other program's.
+_SEEN: dict[Path, Mark] = {}
 
 # By model, since a program may save several below one folder. Not an attribute: models are copied and pickled.
 _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, Lineage] = weakref.WeakKeyDictionary()

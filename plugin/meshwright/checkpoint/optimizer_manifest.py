@@ -184,8 +184,8 @@ _STEP_RANGE = _ranged(number(0, LARGEST_COUNT))
 
 
 def _step(value: Any, field: str) -> None:
-    that("a number", lambda value: value is not None)(value, field)
     _STEP_RANGE(value, field)
+    that("a number", lambda value: isinstance(decode(value), Tensor) or type(value) in (int, float))(value, field)
 
 
 def _options(value: Any, field: str) -> None:

@@ -28,8 +28,12 @@ def reading(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, *, allowance: int = 0) -> Any:
     """Read a file of JSON, which must be an ordinary file.
+
+    Args:
+        path: the file.
+        allowance: bytes of memory that the content may take beyond ``MEMORY``.
 
     Raises:
         CheckpointError: if it cannot be read, is too large, or is not JSON (see ``parse_json``).
@@ -37,10 +41,10 @@ def read_json(path: Path) -> Any:
     with reading(path) as descriptor:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise CheckpointError(f"{path} is not an ordinary file")
-        if (size := os.fstat(descriptor).st_size) > MEMORY:
+        if (size := os.fstat(descriptor).st_size) > MEMORY + allowance:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, which no such file has")
         content = read_exactly(descriptor, path, 0, size)
-    return parse_json(content, path)
+    return parse_json(content, path, allowance=allowance)
 
 
 def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytearray:

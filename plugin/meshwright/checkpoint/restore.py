@@ -173,11 +173,14 @@ def set_state(found: OptimizerParts, manifest: OptimizerManifest, loaded: ReadSt
         for group in found.optimizer.param_groups
         for key in group["params"]
     }
+    _, known, numbers = _state_names(type(found.optimizer))
     for name, (state, master) in loaded.items():
         key = found.parts[name].key
         if key is None:
             continue
         found.optimizer.state.pop(key, None)
+        if type(state.get("step")) in (int, float) and "step" in known - numbers:
+            state["step"] = torch.tensor(float(state["step"]))  # of an older torch; its own load_state_dict does so too
         if state:
             on_device = steps_on_device.get(id(key), False)
             found.optimizer.state[key] = {
@@ -309,7 +312,7 @@ class _OneDeviceState:
 def _check_state_names(folder: Path, manifest: OptimizerManifest, found: OptimizerParts) -> None:
     """Check that one of torch's optimizers would find the state that it needs, and no other."""
     kind: Any = type(found.optimizer)
-    required, known = _state_names(kind)
+    required, known, numbers = _state_names(kind)
     if not known:
         return
     for name in found.parts:
@@ -321,14 +324,24 @@ def _check_state_names(folder: Path, manifest: OptimizerManifest, found: Optimiz
                 f"{folder} is damaged: 'tensors' and 'values' of {name} {what} {shown(wrong[0])} of "
                 f"{manifest.optimizer}; load another checkpoint"
             )
+        for key, value in manifest.values.get(name, {}).items():
+            if key not in numbers | {"step"} and not isinstance(decode(value), Tensor | None):
+                raise CheckpointError(
+                    f"{folder} is damaged: 'values' of {name} have the state {key!r} that is {shown(value)}, and a "
+                    f"tensor in {manifest.optimizer}; load another checkpoint"
+                )
 
 
 @functools.cache
-def _state_names(kind: Any) -> tuple[set[str], set[str]]:
-    """Return the names of the state that a class of torch.optim always has, and can have; nothing for other classes."""
+def _state_names(kind: Any) -> tuple[set[str], set[str], set[str]]:
+    """Return the names of the state that a class of torch.optim always has, can have, and has as no tensor.
+
+    They are empty for other classes.
+    """
     if kind.__module__.partition(".")[0] != "torch":
-        return set(), set()
-    found = []
+        return set(), set(), set()
+    found: list[set[str]] = []
+    numbers: set[str] = set()
     options_of: tuple[dict[str, Any], ...] = (
         {},
         {"amsgrad": True},
@@ -343,8 +356,10 @@ def _state_names(kind: Any) -> tuple[set[str], set[str]]:
             optimizer.step()
         except (TypeError, ValueError, RuntimeError):  # no such option, a step with a closure, other gradients
             continue
-        found.append(set(optimizer.state[parameter]))
-    return (set.intersection(*found), set.union(*found)) if found else (set(), set())
+        state = optimizer.state[parameter]
+        found.append(set(state))
+        numbers |= {key for key, value in state.items() if not isinstance(value, Tensor | None)}
+    return (set.intersection(*found), set.union(*found), numbers) if found else (set(), set(), set())
 
 
 def _check_options(

@@ -18,7 +18,7 @@ import xxhash
 
 from meshwright.checkpoint import disk
 from meshwright.checkpoint.digested_json import read_start
-from meshwright.checkpoint.lineage import Lineage
+from meshwright.checkpoint.lineage import Lineage, begin_save
 from meshwright.checkpoint.manifest import LAST_TIME
 from meshwright.checkpoint.part_files import digest
 from meshwright.checkpoint.read_files import reading
@@ -53,7 +53,8 @@ def sealed_folder(
         is_open: whether programs will add files to the folder, until :func:`close_seal`.
 
     Raises:
-        CheckpointError: if ``target`` holds other files, or hosts do not share the disk.
+        CheckpointError: if ``target`` holds other files, another program has saved to it meanwhile, or hosts do not
+            share the disk.
         OSError: if a rank cannot write.
     """
     staging: Staging | None = None
@@ -61,6 +62,7 @@ def sealed_folder(
     def start() -> str:
         nonlocal staging
         staging = Staging(target, is_ours or holds_only_what_was_sealed)
+        begin_save(staging.target / NAME)
         return str(staging.path)
 
     def commit(files: dict[str, tuple[int, list[str]]]) -> None:
@@ -69,7 +71,8 @@ def sealed_folder(
             if path.is_dir():
                 disk.sync_folder(path)
         with locked(staging.target.parent):
-            mark = lineage.next(path / NAME for path in staging.target.parent.iterdir())
+            neighbours = (path / NAME for path in staging.target.parent.iterdir())
+            mark = lineage.next(staging.target / NAME, neighbours)
             Seal(
                 number=mark.number,
                 run=mark.run,

@@ -36,7 +36,7 @@ from meshwright.faults.statement import Statement, differences
 from meshwright.faults.together import on_first_rank
 from meshwright.faults.wishes import Wishes
 from meshwright.mesh.listening import listening_address
-from meshwright.mesh.process_group import FOLLOWS, attempt_number, await_ranks
+from meshwright.mesh.process_group import FOLLOWS, attempt_number, await_ranks, did_not_come
 from meshwright.mesh.siblings import end_sibling, this_process
 
 GRACE = 2.0  # seconds in which the program can end by its own error after another rank has failed
@@ -81,16 +81,19 @@ class Guard:
         )
         await_ranks(meets_at, self._rank, dist.get_world_size(), timeout)
         host, port, token = on_first_rank(self._open_hub)
-        self._link = Link(
-            (host, port),
-            {"token": token, "rank": self._rank, "name": self.name, "process": this_process()},
-            timeout=timeout,
-            on_beat=self._beat,
-            on_notice=self._on_notice,
-            on_late=self._on_late,
-            has_passed=self._wishes.has_passed,
-            deadline=self._deadline,
-        )
+        try:
+            self._link = Link(
+                (host, port),
+                {"token": token, "rank": self._rank, "name": self.name, "process": this_process()},
+                timeout=timeout,
+                on_beat=self._beat,
+                on_notice=self._on_notice,
+                on_late=self._on_late,
+                has_passed=self._wishes.has_passed,
+                deadline=self._deadline,
+            )
+        except TimeoutError as error:  # rank 0 was stopped right here
+            raise did_not_come([0], self._rank, dist.get_world_size(), timeout) from error
         self._end_with_child = exit_hooks.end_with_child(self)
 
     def _open_hub(self) -> tuple[str, int, str]:

@@ -14,7 +14,7 @@ from meshwright.faults.deadline import Deadline
 from meshwright.faults.hub_connection import line
 from meshwright.faults.main_thread import waits_for_ranks
 
-CONNECT_TIMEOUT = 30.0  # seconds; enough, since rank 0 listens before it publishes its address
+CONNECT_TIMEOUT = 30.0  # seconds at most; enough, since rank 0 listens before it publishes its address
 OVERDUE = 1.5  # seconds by which a rank that cannot hear the hub lives longer than the hub waits for it
 RETRY = 0.2  # seconds until the next try, if unknown connections have filled the hub
 
@@ -61,8 +61,8 @@ class Link:
         self._groups: dict[tuple[int, ...], int] = {}  # groups of ranks -> the number that the hub knows
         self._closed = False
         self.hub_left: str | None = None
-        self._ask, self._answers, _ = _connect(address, {**hello, "channel": "ask"})
-        self._watch, self._notices, hub = _connect(address, {**hello, "channel": "watch"})
+        self._ask, self._answers, _ = _connect(address, {**hello, "channel": "ask"}, timeout)
+        self._watch, self._notices, hub = _connect(address, {**hello, "channel": "watch"}, timeout)
         self.hub_name = str(hub["name"])
         self._hub_process = hub["process"]
         self._thread = threading.Thread(target=self._listen, name="meshwright-watch", daemon=True)
@@ -148,14 +148,20 @@ class Link:
             self._on_notice(f"{self.hub_name}: {reason}", silent, from_hub=False)
 
 
-def _connect(address: tuple[str, int], hello: dict[str, Any]) -> tuple[socket.socket, BinaryIO, dict[str, Any]]:
+def _connect(
+    address: tuple[str, int], hello: dict[str, Any], timeout: float
+) -> tuple[socket.socket, BinaryIO, dict[str, Any]]:
     """Connect to the hub; return the connection, a file of what the hub sends, and the hub's greeting.
 
     The hub's first line says that it knows this rank, which must precede the first question.
+
+    Raises:
+        TimeoutError: if rank 0 does not answer within the timeout, or within ``CONNECT_TIMEOUT`` if that is shorter.
     """
-    deadline = time.monotonic() + CONNECT_TIMEOUT
+    timeout = min(timeout, CONNECT_TIMEOUT)
+    deadline = time.monotonic() + timeout
     while True:
-        connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT)
+        connection = socket.create_connection(address, timeout=timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lines = connection.makefile("rb")
         greeting = b""

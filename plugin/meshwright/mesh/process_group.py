@@ -7,9 +7,13 @@ import datetime
 import functools
 import itertools
 import os
+import queue
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +23,10 @@ from meshwright.mesh.listening import LOOPBACK, bound_socket, listening_address
 from meshwright.mesh.local_device import check_one_rank_per_gpu, local_rank
 from meshwright.mesh.siblings import end_ranks
 
+_ANSWERS = 1.0  # seconds in which a store that runs says that ranks have not come
 FOLLOWS = 0.5  # seconds that a rank waits before it ends because of another one, which launchers then find first
+
+T = TypeVar("T")
 
 _made = itertools.count()  # the process groups made here, so that each has keys of its own in the launcher's store
 
@@ -132,18 +139,50 @@ def await_ranks(store: dist.Store, rank: int, world: int, timeout_s: float) -> N
     Raises:
         PeerFailedError: if ranks do not come within the timeout. The message names them.
     """
-    store.set(f"rank {rank}", "here")
-    if store.add("number", 1) == world:
-        store.set("all", "here")
+
+    def absent() -> list[int]:
+        store.set(f"rank {rank}", "here")
+        if store.add("number", 1) == world:
+            store.set("all", "here")
+        try:
+            store.wait(["all"], datetime.timedelta(seconds=timeout_s))
+        except RuntimeError:
+            if found := _absent(store, world):
+                return found
+            raise
+        return []
+
+    if found := _answered(absent, rank, world, timeout_s):
+        raise did_not_come(found, rank, world, timeout_s)
+
+
+def _answered(ask: Callable[[], T], rank: int, world: int, timeout_s: float) -> T:
+    """Return what a function of a store returns, which waits without a limit if the process that serves it is stopped.
+
+    Raises:
+        PeerFailedError: if it does not return in time.
+    """
+    done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((ask(), None))
+        except BaseException as error:
+            done.put((None, error))
+
+    threading.Thread(target=run, name="meshwright-store", daemon=True).start()
     try:
-        store.wait(["all"], datetime.timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        if absent := _absent(store, world):
-            raise _did_not_come(absent, rank, world, timeout_s) from error
-        raise
+        answer, error = done.get(timeout=timeout_s + _ANSWERS)
+    except queue.Empty:
+        if _has_launchers_store():
+            raise PeerFailedError(f"rank {rank}: the launcher's store does not answer: stopped or cut off") from None
+        raise did_not_come([0], rank, world, timeout_s) from None
+    if error is not None:
+        raise error
+    return answer  # type: ignore[return-value]
 
 
-def _did_not_come(absent: list[int], rank: int, world: int, timeout_s: float) -> PeerFailedError:
+def did_not_come(absent: list[int], rank: int, world: int, timeout_s: float) -> PeerFailedError:
     """Kill the ranks of this machine that have not come to the set-up; return the error that names all absent ones."""
     ranks = " and ".join(filter(None, [", ".join(map(str, absent[:-1])), str(absent[-1])]))
     text = (
@@ -177,20 +216,29 @@ def _absent(store: dist.Store, world: int) -> list[int]:
         return []
 
 
+def _has_launchers_store() -> bool:
+    """Return whether the ranks meet in a store that torchrun serves, not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _launchers_store(timeout: datetime.timedelta) -> dist.Store | None:
     """Return the store of the ranks, which rank 0 serves on the ranks' interface only; None to leave it to torch.
 
     Torch's own store listens on all interfaces. Torchrun starts it in its own process, which cannot be changed.
     """
     is_launched = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-    if not is_launched or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if not is_launched or _has_launchers_store():
         return None
     # The store itself waits for nobody, since its error would not name the ranks that are missing; see await_ranks.
     host, port, ranks = listening_address(), int(os.environ["MASTER_PORT"]), world_size()
     reached = host if host == LOOPBACK else os.environ["MASTER_ADDR"]
     if os.environ["RANK"] != "0":
         _await_listener(reached, port, timeout.total_seconds())
-        return dist.TCPStore(reached, port, ranks, is_master=False, timeout=timeout, wait_for_workers=False)
+
+        def join() -> dist.Store:
+            return dist.TCPStore(reached, port, ranks, is_master=False, timeout=timeout, wait_for_workers=False)
+
+        return _answered(join, int(os.environ["RANK"]), ranks, timeout.total_seconds())
     try:
         listener = bound_socket(host, port)
     except OSError:  # torch may serve a store at this port already, and then uses it again
@@ -221,7 +269,7 @@ def _await_listener(host: str, port: int, timeout_s: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > until:
-                raise _did_not_come([0], int(os.environ["RANK"]), world_size(), timeout_s) from error
+                raise did_not_come([0], int(os.environ["RANK"]), world_size(), timeout_s) from error
             time.sleep(0.1)
 
 
