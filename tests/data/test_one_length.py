@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ from meshwright.data.peers import Peers
 from meshwright.data.readers.choose import make_reader
 from meshwright.parallel.collectives import Axis
 from support.exact import Float64
+from support.logs import logged
 from support.models import build, tokens
 
 WORDS = 50
@@ -186,6 +188,29 @@ def test_left_padding_gives_the_numbers_of_one_device(plan: dict[str, Any], pool
     """In float64, so that only the order of sums differs; padding to a rank's own longest row differs by 1e-3."""
     for found in pool2.run(train, plan):
         assert found == pytest.approx(train(None), rel=1e-10)
+
+
+def warnings_of_padding_in_the_loop(side: str) -> list[str]:
+    with logged(level=logging.WARNING) as said:
+        rows = [x[: 3 + 7 * n % 11] for n, x in enumerate(tokens(8, 14))]
+        loader: Any = DataLoader(rows, batch_size=4, collate_fn=list)
+        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2))
+        model, _, loader = mw.to_distributed(build("llama"), None, loader, config=config)
+        for batch in loader:
+            model(**(left_padded if side == "left" else right_padded)(batch)).loss.backward()
+    return [text for text in said if "pads on the left" in text]
+
+
+def right_padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    ids = pad_sequence(rows, batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.where(ids > 0, -100)}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_in_the_loop_is_told(side: str, pool2: Any) -> None:
+    """The loader yields rows without padding, so only the ranks' passes show that their lengths differ."""
+    said = [text for found in pool2.run(warnings_of_padding_in_the_loop, side) for text in found]
+    assert bool(said) == (side == "left") and all("another data-parallel rank's rows" in text for text in said)
 
 
 def by_length(rows: list[Tensor]) -> Tensor:

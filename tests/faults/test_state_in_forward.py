@@ -21,6 +21,7 @@ PIECES = {**DP2, "gradient_accumulation_steps": 2}
 RECOMPUTED = {**DP2, "recompute": "full"}
 PP2 = {"pp": 2, "gradient_accumulation_steps": 2}
 ROWS, STEPS = 8, 3
+AFTER = ", after an evaluation"
 
 
 class Activation(nn.Module):
@@ -43,7 +44,8 @@ class Activation(nn.Module):
             count.add_(1)
             return x.tanh() * (1 + 1 / count)
         if self.kind == "mean":
-            self.mean = 0.9 * mean + 0.1 * x.detach().mean((0, 1))
+            if self.training:
+                self.mean = 0.9 * mean + 0.1 * x.detach().mean((0, 1))
             return x.tanh() - self.mean
         if self.gain is not None:
             with torch.no_grad():
@@ -74,7 +76,7 @@ def model_of(kind: str) -> Any:
     return model
 
 
-def train(plan: dict[str, Any] | None, kind: str) -> tuple[list[float], dict[str, Tensor]]:
+def train(plan: dict[str, Any] | None, kind: str, *, evaluates: bool = False) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and the state after a few steps; each data-parallel rank has rows of another length."""
     torch.manual_seed(0)
     with Float64():
@@ -87,6 +89,12 @@ def train(plan: dict[str, Any] | None, kind: str) -> tuple[list[float], dict[str
         if plan is not None:
             config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
             model, optimizer, batches = mw.to_distributed(model, optimizer, batches, config=config)
+        if evaluates:
+            model.eval()
+            with torch.no_grad():
+                for _ in range(STEPS):
+                    model(input_ids=tokens(2, 4))
+            model.train()
         losses = []
         for batch in batches:
             loss = model(**batch).loss
@@ -126,7 +134,7 @@ def test_state_that_does_not_follow_the_rows_is_that_of_one_device(kind: str, pl
 def refused(plan: dict[str, Any], kind: str) -> tuple[str, str]:
     """The kind and the text of the error; the model has been changed by nothing if it is a PlanError of the call."""
     try:
-        train(plan, kind)
+        train(plan, kind.removesuffix(AFTER), evaluates=kind.endswith(AFTER))
     except (mw.errors.PlanError, mw.errors.DivergenceError) as error:
         return type(error).__name__, str(error)
     return "", "trained in silence"
@@ -143,7 +151,7 @@ COUNT = r"forward changes model.layers.1.mlp.act_fn.count in each micro-batch.*m
         ("norm", DP2, NORM),
         ("norm", {**DP2, "zero_stage": 3, "gradient_accumulation_steps": 2}, NORM),
         ("mean", DP2, MEAN),
-        ("mean", ZERO3, MEAN),
+        ("mean" + AFTER, ZERO3, MEAN),  # passes that do not train write nothing
         ("mean", PIECES, "forward changes model.layers.1.mlp.act_fn.mean in each micro-batch"),
         ("count", PIECES, COUNT),
         ("mean", PP2, "forward changes model.layers.1.mlp.act_fn.mean in each"),  # only the last stage sees it

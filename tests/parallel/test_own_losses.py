@@ -212,6 +212,10 @@ def warnings_of_a_loop(program: str) -> list[str]:
         dataset: Any = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
         if program in ("tuple", "slice"):
             dataset = torch.utils.data.TensorDataset(ids, labels)
+        if program == "mask":
+            dataset = [{"input_ids": x, "loss_mask": y != -100} for x, y in zip(ids, labels, strict=True)]
+        if program == "padding":
+            dataset = [{"input_ids": x.where(y != -100, 0)} for x, y in zip(ids, labels, strict=True)]
         loader: Any = torch.utils.data.DataLoader(dataset, batch_size=4)
         config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**DP))
         model, _, loader = mw.to_distributed(build("llama"), None, loader, config=config)
@@ -220,6 +224,16 @@ def warnings_of_a_loop(program: str) -> list[str]:
                 x, y = batch
                 logits = model(x if program == "tuple" else x[:, :-1]).logits
                 F.cross_entropy(logits[:, : LENGTH - 1].flatten(0, 1), y[:, 1:].flatten()).backward()
+                continue
+            if program == "copied":
+                batch = {name: x.clone() for name, x in batch.items()}
+            if program == "mask":
+                logits = model(batch["input_ids"]).logits
+                smoothed(logits, batch["input_ids"].masked_fill(~batch["loss_mask"], -100)).backward()
+                continue
+            if program == "padding":
+                ids = batch["input_ids"]
+                smoothed(model(ids).logits, ids.masked_fill(ids == 0, -100)).backward()
                 continue
             if program == "dropped":
                 del batch["labels"]
@@ -233,13 +247,15 @@ def warnings_of_a_loop(program: str) -> list[str]:
     return [message for message in said if "global_mean" in message]
 
 
-@pytest.mark.parametrize("program", ["kept", "tuple", "slice", "dropped", "corrected"])
+@pytest.mark.parametrize("program", ["kept", "tuple", "slice", "copied", "mask", "padding", "dropped", "corrected"])
 def test_labels_that_the_model_was_not_given_are_counted(program: str, pool2: Any) -> None:
     """The loader yielded them; a program that has dropped them computes no loss from them."""
     first, second = pool2.run(warnings_of_a_loop, program)
     assert len(first) == int(program not in ("dropped", "corrected")) and not second
     if first:
-        assert f"2 rows with {LENGTH + 1} labels or tokens that count on rank 0; 2 rows with 24" in first[0]
+        first_labels = 2 if program == "padding" else 0  # the gradients of the logits show those that are predicted
+        counts = LENGTH + 1 - first_labels // 2, 2 * LENGTH - first_labels
+        assert "2 rows with {} labels or tokens that count on rank 0; 2 rows with {}".format(*counts) in first[0]
 
 
 def option_for_a_known_loss() -> str:

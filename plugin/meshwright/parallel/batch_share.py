@@ -31,12 +31,14 @@ class BatchShare:
         counted: how many of them count: all, or 0 if they only keep the rank in step with the others.
         tensors: for each tensor at the top level of the rank's batch, its name and a function that returns it, or None
             if the program no longer has it.
+        targets: the values of the labels that have one of the usual names, for a program that makes copies of them.
     """
 
     total: int
     held: int
     counted: int
     tensors: tuple[tuple[Any, Callable[[], Tensor | None]], ...]
+    targets: tuple[Tensor, ...] = ()
 
     @property
     def is_filler(self) -> bool:
@@ -48,8 +50,9 @@ class BatchShare:
         items = (
             batch.items() if isinstance(batch, Mapping) else enumerate(batch if isinstance(batch, list | tuple) else ())
         )
-        named = [(name, weakref.ref(x)) for name, x in items if type(x) is Tensor]
-        share = cls(total, held, counted, tuple(named))
+        found = [(name, x) for name, x in items if type(x) is Tensor]
+        named = [(name, weakref.ref(x)) for name, x in found]
+        share = cls(total, held, counted, tuple(named), tuple(x.data for name, x in found if name in TARGETS))
         for x in tensors:
             if type(x) is Tensor:
                 _process.shares[x] = share
@@ -68,13 +71,15 @@ class BatchShare:
     def count_labels(self, inputs: Iterable[Any]) -> Tensor | None:
         """Return how many labels count that the program has and does not pass to its model; None if it has none.
 
-        Without the usual names, labels are all integers that are no inputs.
+        Without the usual names, labels are all integers that are no inputs. Without those, masks say what counts.
         """
         passed = {id(x) for x in inputs} | {id(x._base) for x in inputs if isinstance(x, Tensor)}
         held = {name: x for name, find in self.tensors if (x := find()) is not None and id(x) not in passed}
+        masks = [x for name, x in held.items() if isinstance(name, str) and "mask" in name]
         named = [x for name, x in held.items() if name in TARGETS]
-        labels = named or [x for x in held.values() if x.dtype is torch.int64]
-        return torch.stack([valid_labels(x) for x in labels]).sum() if labels else None
+        labels = named or [x for x in held.values() if x.dtype is torch.int64 and not any(x is y for y in masks)]
+        counts = [valid_labels(x) for x in labels] or [x.sum() for x in masks]
+        return torch.stack(counts).sum() if counts else None
 
 
 class _Process:
@@ -99,6 +104,18 @@ def yield_next(share: BatchShare | None) -> None:
 def enter_pass(inputs: Iterable[Any]) -> None:
     """Record that a forward pass begins with these inputs."""
     _process.passed, _process.has_passed = BatchShare.of(inputs), True
+
+
+def labels_beside(inputs: Iterable[Any]) -> Tensor | None:
+    """Return how many labels count that a program has beside these inputs of its model; None if that is unknown.
+
+    A program that copies its batch, for example to another device, copies the labels too.
+    """
+    inputs = list(inputs)
+    if (share := BatchShare.of(inputs)) is not None:
+        return share.count_labels(inputs)
+    targets = () if _process.yielded is None else _process.yielded.targets
+    return torch.stack([valid_labels(x) for x in targets]).sum() if targets else None
 
 
 def without_fillers_targets(kwargs: dict[str, Any]) -> dict[str, Any]:

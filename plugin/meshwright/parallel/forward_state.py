@@ -24,6 +24,7 @@ from meshwright.parallel.forward_writes import BatchStatistics, ForwardWrites
 from meshwright.parallel.input_comparison import ComparedInputs
 from meshwright.parallel.longest_position import LongestPosition
 from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.padded_rows import PaddedRows
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.tensor_guards import ShardedLogits
 from meshwright.parallel.uneven_batches import UnevenBatches
@@ -78,6 +79,7 @@ class ForwardState:
         self._inputs = [ComparedInputs(axis) for axis in (self.axes.tp, self.axes.cp, self.axes.pp) if axis.size > 1]
         self._added = AddedParameters(self.model)
         self._writes = ForwardWrites(self.model)
+        self._padded = PaddedRows(self.dp, self.guard)
         self._keeps_sharded = self._defers = False
         self._restore: Restore | None = None
         self._ends: list[Callable[[], Any]] = []  # called at the end of each running call; the outermost first
@@ -103,14 +105,14 @@ class ForwardState:
         self._outermost = module
         self.layers.check_forward(module)
         self.statistics.check()
-        self._writes.begin()
+        trains = module.training and torch.is_grad_enabled()
+        self._writes.begin(trains=trains)
         if self.refuses_internals:
             _refuse_internals(module, kwargs)
         kwargs = without_fillers_targets(kwargs)
         inputs = arguments(self._signatures[module], args, kwargs)
         enter_pass(inputs.values())
         labels = inputs.get("labels")
-        trains = module.training and torch.is_grad_enabled()
         if trains:
             self.hooked.look()
         if self.guard is not None:
@@ -167,6 +169,8 @@ class ForwardState:
                     self.comparison.compare_weights(axis)
         if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):
             guard.meet(place, self.dp.group, *statements)
+            if trains and inputs.get("labels") is not None:
+                self._padded.look(inputs)
 
     def _of_stages(self) -> tuple[Statement, ...]:
         """Return what the stages of a pipeline compare; a stage with only frozen layers has no gradients to clear."""

@@ -109,16 +109,16 @@ class _State:
 
 
 class ForwardWrites:
-    """Tells whether the first forward passes of a model write any of its tensors."""
+    """Tells whether the first training passes of a model, or passes before them, write any of its tensors."""
 
     def __init__(self, model: nn.Module):
         self._state = _State(model)
         self._passes = 0
         self._before: tuple[list[tuple[Any, int]], list[int]] | None = None
 
-    def begin(self) -> None:
-        """Called at the start of a pass."""
-        self._passes += 1
+    def begin(self, *, trains: bool) -> None:
+        """Called at the start of a pass; only those that train are counted, since a run may begin with evaluation."""
+        self._passes += trains
         if self._passes <= _FIRST:
             self._before = self._state.moments(), self._state.moments_of_weights()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.async_numbers import read_later
-from meshwright.parallel.batch_share import BatchShare
+from meshwright.parallel.batch_share import labels_beside
 from meshwright.parallel.collectives import Axis, all_gather
 from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, valid_labels
@@ -65,8 +65,11 @@ class UnevenBatches:
         if not tensors:
             return
         batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)
-        share = BatchShare.of(inputs.values()) if is_pass and "labels" not in inputs else None
-        kept = None if share is None else share.count_labels(inputs.values())
+        kept = labels_beside(inputs.values()) if is_pass and "labels" not in inputs else None
+        mask = inputs.get("attention_mask")
+        has_mask = isinstance(mask, Tensor) and mask.ndim == 2
+        is_counted = not is_pass or kept is not None or "labels" in batch or has_mask
+        used: list[Tensor] = []
         device = tensors[0].device  # a hook that held its own tensor would keep that tensor alive forever
         is_queued = is_known = False
 
@@ -76,10 +79,15 @@ class UnevenBatches:
                 counted = rows_and_labels(batch, with_mask=is_pass).to(device, non_blocking=True)
                 if kept is not None:  # labels from the same batch of the loader, which the model was not given
                     counted[1] = kept.to(device, non_blocking=True)
+                elif used:
+                    counted[1] = torch.stack(used).sum()
                 self._compare(counted)
 
-        def queue(_: Tensor) -> None:
+        def queue(gradient: Tensor) -> None:
             nonlocal is_queued
+            if not is_counted and gradient.ndim == 3 and gradient.dtype is not torch.float16:  # which underflows
+                # Nothing says which tokens count, but a token that no loss uses has a gradient of zeros.
+                used.append((torch.linalg.vector_norm(gradient, torch.inf, -1) != 0).sum())
             if not is_queued:
                 is_queued = True
                 torch.autograd.Variable._execution_engine.queue_callback(compare)

@@ -1,0 +1,65 @@
+"""Warn once if a program pads on the left, in its training loop, to the longest of one rank's rows.
+
+A loader gives the batches of its collate function one length over the ranks. It cannot do so for rows that the program
+pads itself, so the lengths are compared in the first training passes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.faults.guard import Guard
+from meshwright.parallel.async_numbers import read_later
+from meshwright.parallel.batch_share import BatchShare
+from meshwright.parallel.collectives import Axis, all_gather
+
+logger = logging.getLogger(__name__)
+
+_FIRST = 3  # passes
+
+
+class PaddedRows:
+    """Compares over dp the lengths of rows that are no tensors of a loader.
+
+    Args:
+        dp: the axis over which the batch is split.
+        guard: the guard, by which the ranks compare their lengths without waiting for a device.
+    """
+
+    def __init__(self, dp: Axis, guard: Guard | None):
+        self._dp, self._guard = dp, guard
+        self._passes = 0
+        self._has_warned = False
+
+    def look(self, inputs: Mapping[str, Any]) -> None:
+        """Compare the ranks; in the first passes, all of them make this call."""
+        self._passes += 1
+        if self._passes > _FIRST or self._guard is None or not self._guard.is_current:
+            return
+        mask = inputs.get("attention_mask")
+        is_own = isinstance(mask, Tensor) and mask.ndim == 2 and BatchShare.of(inputs.values()) is None
+        length = mask.shape[1] if isinstance(mask, Tensor) and is_own else 0
+        if self._guard.agree("length of the rows", str(length), group=self._dp.group):
+            return
+        labels = inputs["labels"]
+        begins = (mask[:, 0] == 0).any() if isinstance(mask, Tensor) and is_own else labels.new_zeros(())
+        own = torch.stack([torch.full_like(begins, length, dtype=torch.long), begins.long()])
+        ranks = read_later(all_gather(own[None].to(labels.device), self._dp))()
+        lengths = [n for n, _ in ranks if n]
+        is_shortest = length > 0 and length == min(lengths) < max(lengths)
+        if is_shortest and any(is_left for _, is_left in ranks) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the program pads on the left, and this rank's rows have length %d while another data-parallel rank's "
+                "rows of the same batch have length %d. One device pads all rows to the longest one, and the first "
+                "token after padding is a label, so the loss differs from that of one device. Pad in the loader, "
+                "DataLoader(dataset, collate_fn=...), whose batches get one length over the ranks, or pad all batches "
+                "to one length, tokenizer.pad(rows, padding='max_length', max_length=N)",
+                length,
+                max(lengths),
+            )
