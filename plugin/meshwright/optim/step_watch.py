@@ -50,8 +50,9 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
         if of.pp.size > 1 and find_runtime(optimizer) is None and _has_any(optimizer, of):
             window.open(optimizer)
 
-    for handle in (register_optimizer_step_pre_hook(look), register_optimizer_step_post_hook(window.close)):
-        weakref.finalize(runtime, handle.remove)
+    weakref.finalize(runtime, register_optimizer_step_pre_hook(look).remove)
+    if runtime.pp.size > 1:
+        weakref.finalize(runtime, register_optimizer_step_post_hook(window.close).remove)
 
 
 def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
