@@ -17,6 +17,7 @@ from meshwright.faults.guard import Guard
 from meshwright.parallel.async_numbers import read_later
 from meshwright.parallel.batch_share import BatchShare
 from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.parallel.mean_over_ranks import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +42,23 @@ class PaddedRows:
         self._passes += 1
         if self._passes > _FIRST or self._guard is None or not self._guard.is_current:
             return
-        mask = inputs.get("attention_mask")
-        is_own = isinstance(mask, Tensor) and mask.ndim == 2 and BatchShare.of(inputs.values()) is None
-        length = mask.shape[1] if isinstance(mask, Tensor) and is_own else 0
+        mask, labels = inputs.get("attention_mask"), inputs["labels"]
+        length = 0
+        if type(mask) is Tensor and type(labels) is Tensor and mask.ndim == 2 and mask.shape == labels.shape:
+            length = mask.shape[1] if BatchShare.of(inputs.values()) is None else 0
         if self._guard.agree("length of the rows", str(length), group=self._dp.group):
             return
-        labels = inputs["labels"]
-        begins = (mask[:, 0] == 0).any() if isinstance(mask, Tensor) and is_own else labels.new_zeros(())
-        own = torch.stack([torch.full_like(begins, length, dtype=torch.long), begins.long()])
-        ranks = read_later(all_gather(own[None].to(labels.device), self._dp))()
-        lengths = [n for n, _ in ranks if n]
-        is_shortest = length > 0 and length == min(lengths) < max(lengths)
-        if is_shortest and any(is_left for _, is_left in ranks) and not self._has_warned:
+        own = torch.full((1, 3), length, dtype=torch.long, device=getattr(labels, "device", None))
+        if length:
+            is_first = mask[:, 0].to(labels.device) != 0
+            own[0, 1] = (~is_first).any()
+            own[0, 2] = (is_first & (labels[:, 0] != IGNORE_INDEX)).any()
+        ranks = read_later(all_gather(own, self._dp))()
+        most = max(n for n, *_ in ranks)
+        # Behind padding, the first token of such a rank's row is a label that one device counts.
+        misses = [rank for rank, (n, _, begins) in enumerate(ranks) if 0 < n < most and begins]
+        is_left = any(has_padding for n, has_padding, _ in ranks if n)
+        if is_left and misses[:1] == [self._dp.rank] and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "the program pads on the left, and this rank's rows have length %d while another data-parallel rank's "
@@ -61,5 +67,5 @@ class PaddedRows:
                 "DataLoader(dataset, collate_fn=...), whose batches get one length over the ranks, or pad all batches "
                 "to one length, tokenizer.pad(rows, padding='max_length', max_length=N)",
                 length,
-                max(lengths),
+                most,
             )
