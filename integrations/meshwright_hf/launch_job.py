@@ -140,12 +140,14 @@ def script_and_arguments(script: str, arguments: Sequence[str]) -> tuple[str, li
             f"meshwright launch starts the processes itself, in place of {name}; leave {name} and its options out: "
             "meshwright launch --num_processes N SCRIPT"
         )
+    if name == "env" and rest and Path(script).suffix != ".py":  # "/usr/bin/env python t.py"
+        return script_and_arguments(rest[0], rest[1:])
     if not re.fullmatch(r"python[\d.]*", name) or (not rest or Path(script).suffix == ".py"):
         return script, rest, False
-    while rest and rest[0].startswith("-") and rest[0] != "-m":
-        rest.pop(0)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+        del rest[: 2 if rest[0] in ("-W", "-X") else 1]
     is_module = bool(rest) and rest.pop(0) == "-m" if rest and rest[0] == "-m" else False
-    if not rest:
+    if not rest or rest[0] == "-c":
         raise PlanError(
             f"{script} {' '.join(arguments)} names no script; write meshwright launch --num_processes N t.py"
         )

@@ -40,7 +40,12 @@ def test_a_command_of_another_order_is_named(options: str, message: str, script:
 
 
 def test_python_before_the_script_is_left_out() -> None:
-    for given in (["t.py", "-x"], ["python", "t.py", "-x"], ["/usr/bin/python3.11", "-u", "t.py", "-x"]):
+    for given in (
+        ["t.py", "-x"],
+        ["python", "t.py", "-x"],
+        ["/usr/bin/python3.11", "-u", "t.py", "-x"],
+        ["/usr/bin/env", "python", "-W", "ignore", "-X", "dev", "t.py", "-x"],
+    ):
         assert script_and_arguments(given[0], given[1:]) == ("t.py", ["-x"], False)
     assert script_and_arguments("python", ["-m", "a.b", "-m"]) == ("a.b", ["-m"], True)
 
