@@ -97,6 +97,8 @@ class Launch:
                 f"{self.plan.world_size} processes, but --num_processes is {self.num_processes}; leave it out, or "
                 "change the plan's sizes"
             )
+        if self.module and (self.script.endswith(".py") or "/" in self.script):
+            raise PlanError(f"-m takes the name of a module, such as my_package.train; for {self.script} leave -m out")
         if not self.module and not Path(self.script).is_file():
             hint = "; modules are started with -m" if not self.script.endswith(".py") else ""
             raise PlanError(f"there is no script {self.script}{hint}")
