@@ -138,10 +138,7 @@ def script_and_arguments(script: str, arguments: Sequence[str]) -> tuple[str, li
     """
     name, rest = Path(script).name, list(arguments)
     if name in ("torchrun", "accelerate", "deepspeed", "mpirun", "srun") and not Path(script).is_file():
-        raise PlanError(
-            f"meshwright launch starts the processes itself, in place of {name}; leave {name} and its options out: "
-            "meshwright launch --num_processes N SCRIPT"
-        )
+        raise _other_launcher(name)
     if name == "env" and rest and Path(script).suffix != ".py":  # "/usr/bin/env python t.py"
         return script_and_arguments(rest[0], rest[1:])
     if not re.fullmatch(r"python[\d.]*", name) or (not rest or Path(script).suffix == ".py"):
@@ -153,7 +150,16 @@ def script_and_arguments(script: str, arguments: Sequence[str]) -> tuple[str, li
         raise PlanError(
             f"{script} {' '.join(arguments)} names no script; write meshwright launch --num_processes N t.py"
         )
+    if is_module and rest[0] in ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"):
+        raise _other_launcher(rest[0])
     return rest[0], rest[1:], is_module
+
+
+def _other_launcher(name: str) -> PlanError:
+    return PlanError(
+        f"meshwright launch starts the processes itself, in place of {name}; leave {name} and its options out: "
+        "meshwright launch --num_processes N SCRIPT"
+    )
 
 
 def misplaced_options(script: str, arguments: Sequence[str], known: Collection[str]) -> str | None:

@@ -30,6 +30,7 @@ def script(tmp_path: Path) -> Path:
         ("{script} --tp 2", "--tp 2 stands after .*write it before the script: meshwright launch --tp 2 .*show.py"),
         ("--cpu {script} --num_processes=2", "--num_processes=2 stands after"),
         ("--dp 2 -- torchrun --nproc-per-node 2 {script}", "in place of torchrun; leave torchrun and its options out"),
+        ("--dp 2 -- python -m torch.distributed.run {script}", "in place of torch.distributed.run"),
         ("--dp 2 -- python", "no script python"),
         ("--dp 2 -- python -u", "names no script; write meshwright launch"),
         ("--dp 2 -- python -c 1", "python -c 1 names no script"),
