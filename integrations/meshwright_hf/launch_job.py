@@ -97,6 +97,8 @@ class Launch:
                 f"{self.plan.world_size} processes, but --num_processes is {self.num_processes}; leave it out, or "
                 "change the plan's sizes"
             )
+        if self.module and (self.script.endswith(".py") or "/" in self.script):
+            raise PlanError(f"-m takes the name of a module, such as my_package.train; for {self.script} leave -m out")
         if not self.module and not Path(self.script).is_file():
             hint = "; modules are started with -m" if not self.script.endswith(".py") else ""
             raise PlanError(f"there is no script {self.script}{hint}")
@@ -136,20 +138,28 @@ def script_and_arguments(script: str, arguments: Sequence[str]) -> tuple[str, li
     """
     name, rest = Path(script).name, list(arguments)
     if name in ("torchrun", "accelerate", "deepspeed", "mpirun", "srun") and not Path(script).is_file():
-        raise PlanError(
-            f"meshwright launch starts the processes itself, in place of {name}; leave {name} and its options out: "
-            "meshwright launch --num_processes N SCRIPT"
-        )
+        raise _other_launcher(name)
+    if name == "env" and rest and Path(script).suffix != ".py":  # "/usr/bin/env python t.py"
+        return script_and_arguments(rest[0], rest[1:])
     if not re.fullmatch(r"python[\d.]*", name) or (not rest or Path(script).suffix == ".py"):
         return script, rest, False
-    while rest and rest[0].startswith("-") and rest[0] != "-m":
-        rest.pop(0)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+        del rest[: 2 if rest[0] in ("-W", "-X") else 1]
     is_module = bool(rest) and rest.pop(0) == "-m" if rest and rest[0] == "-m" else False
-    if not rest:
+    if not rest or rest[0] == "-c":
         raise PlanError(
             f"{script} {' '.join(arguments)} names no script; write meshwright launch --num_processes N t.py"
         )
+    if is_module and rest[0] in ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"):
+        raise _other_launcher(rest[0])
     return rest[0], rest[1:], is_module
+
+
+def _other_launcher(name: str) -> PlanError:
+    return PlanError(
+        f"meshwright launch starts the processes itself, in place of {name}; leave {name} and its options out: "
+        "meshwright launch --num_processes N SCRIPT"
+    )
 
 
 def misplaced_options(script: str, arguments: Sequence[str], known: Collection[str]) -> str | None:

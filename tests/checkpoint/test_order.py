@@ -208,7 +208,9 @@ def test_sealed_folders_have_numbers_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "seal"])
-def test_what_another_program_saves_meanwhile_is_not_replaced(kind: str, tmp_path: Path) -> None:
+def test_what_another_program_saves_meanwhile_is_not_replaced(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = (tmp_path / "last").resolve()
 
     def save(of: Lineage, text: str, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -233,7 +235,8 @@ def test_what_another_program_saves_meanwhile_is_not_replaced(kind: str, tmp_pat
     with pytest.raises(mw.CheckpointError, match=r"another program has saved to .*last.*such as .*last-2"):
         save(own, "1", theirs)
     assert found() == 2 and left(tmp_path) == ["last"]
-    save(Lineage(), "3")  # a program that finds it there may replace it, as the rerun of a script does
+    monkeypatch.setattr(lineage, "_SEEN", {})
+    save(Lineage(), "3")  # a new program that finds it there may replace it, as the rerun of a script does
     save(own, "4")  # and so may each part of this program
     theirs()
     with pytest.raises(mw.CheckpointError, match="another program"):

@@ -30,8 +30,11 @@ def script(tmp_path: Path) -> Path:
         ("{script} --tp 2", "--tp 2 stands after .*write it before the script: meshwright launch --tp 2 .*show.py"),
         ("--cpu {script} --num_processes=2", "--num_processes=2 stands after"),
         ("--dp 2 -- torchrun --nproc-per-node 2 {script}", "in place of torchrun; leave torchrun and its options out"),
+        ("--dp 2 -- python -m torch.distributed.run {script}", "in place of torch.distributed.run"),
         ("--dp 2 -- python", "no script python"),
         ("--dp 2 -- python -u", "names no script; write meshwright launch"),
+        ("--dp 2 -- python -c 1", "python -c 1 names no script"),
+        ("--cpu --dp 2 -m {script}", "-m takes the name of a module.*show.py leave -m out"),
     ],
 )
 def test_a_command_of_another_order_is_named(options: str, message: str, script: Path) -> None:
@@ -40,7 +43,12 @@ def test_a_command_of_another_order_is_named(options: str, message: str, script:
 
 
 def test_python_before_the_script_is_left_out() -> None:
-    for given in (["t.py", "-x"], ["python", "t.py", "-x"], ["/usr/bin/python3.11", "-u", "t.py", "-x"]):
+    for given in (
+        ["t.py", "-x"],
+        ["python", "t.py", "-x"],
+        ["/usr/bin/python3.11", "-u", "t.py", "-x"],
+        ["/usr/bin/env", "python", "-W", "ignore", "-X", "dev", "t.py", "-x"],
+    ):
         assert script_and_arguments(given[0], given[1:]) == ("t.py", ["-x"], False)
     assert script_and_arguments("python", ["-m", "a.b", "-m"]) == ("a.b", ["-m"], True)
 
