@@ -132,6 +132,7 @@ class DistributedLoader:
             self._share = BatchShare.keep(batch, tensors, portion.total, portion.held, portion.counted)
             yield_next(None if self._has_dtensors else self._share)
             yield batch
+        yield_next(None)
         if self.dropped:
             level = logging.INFO if self._steps else logging.WARNING
             logger.log(level, "drop_last left out the last %d samples of epoch %d", self.dropped, position.epoch - 1)

@@ -29,6 +29,7 @@ from meshwright.distribute.cuts import context_of, cut_of, structure_of
 from meshwright.distribute.installation import Installation
 from meshwright.errors import PlanError
 from meshwright.faults.equal_errors import say_equal_texts_once
+from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.guard import Guard, start_guard
 from meshwright.faults.together import succeed_together
 from meshwright.foreign_names import CALL_NAMES
@@ -161,6 +162,7 @@ def _distribute(
     axes = build_axes(plan, device)
     if guard is not None:
         guard.set_coordinates(axes.coordinates)
+        set_timeouts(config.timeout_s)  # also for the groups just made
     source = settled(config.weights)
     weights = succeed_together(lambda: InitialWeights.find(model, source))
     if weights.equalise(model, axes, device):

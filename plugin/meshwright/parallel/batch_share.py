@@ -62,7 +62,7 @@ class BatchShare:
     def of(inputs: Iterable[Any]) -> BatchShare | None:
         """Return the share that a model's inputs are from, if one of them is a loader's tensor or a view of one."""
         for x in inputs:
-            if isinstance(x, Tensor):
+            if type(x) is Tensor:  # reading an attribute of a subclass may run code of its own
                 for tensor in (x, x._base):
                     if tensor is not None and (share := _process.shares.get(tensor)) is not None:
                         return share  # type: ignore[no-any-return]
@@ -73,7 +73,7 @@ class BatchShare:
 
         Without the usual names, labels are all integers that are no inputs. Without those, masks say what counts.
         """
-        passed = {id(x) for x in inputs} | {id(x._base) for x in inputs if isinstance(x, Tensor)}
+        passed = {id(x) for x in inputs} | {id(x._base) for x in inputs if type(x) is Tensor}
         held = {name: x for name, find in self.tensors if (x := find()) is not None and id(x) not in passed}
         masks = [x for name, x in held.items() if isinstance(name, str) and "mask" in name]
         named = [x for name, x in held.items() if name in TARGETS]

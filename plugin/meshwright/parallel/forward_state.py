@@ -16,7 +16,7 @@ from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
 from meshwright.parallel.added_parameters import AddedParameters
 from meshwright.parallel.autograd_graph import scale_gradient
-from meshwright.parallel.batch_share import enter_pass, without_fillers_targets
+from meshwright.parallel.batch_share import enter_pass, without_fillers_targets, yield_next
 from meshwright.parallel.collectives import Axes, share
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
@@ -84,6 +84,7 @@ class ForwardState:
         self._restore: Restore | None = None
         self._ends: list[Callable[[], Any]] = []  # called at the end of each running call; the outermost first
         self._outermost: nn.Module | None = None  # the module whose call is running
+        yield_next(None)  # what loaders gave before was not for this model
         self._signatures: dict[nn.Module, inspect.Signature] = {}
         for module in {id(x): x for x in (self.model, *self.inner)}.values():
             self._signatures[module] = inspect.signature(module.forward)
