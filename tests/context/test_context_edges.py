@@ -333,7 +333,7 @@ def refusals() -> dict[str, str]:
 
 
 WORDS = {
-    "heads in pairs": "cp=1",
+    "heads in pairs": "Use data parallelism",
     "heads": "context='gather' or 'ring'",
     "an engine": "use cp=1",
     "dropout in a ring": "attention_dropout to 0",

@@ -236,7 +236,7 @@ def test_packed_shards_are_streamed_and_resumed(strategy: Any) -> None:
 def test_a_stream_of_rows_packed_otherwise_is_refused() -> None:
     source = ListedShards([[[1, 2, 3]]])
     state = ShardedStream(PackedShards(source, Packing(8)), batch_size=1, dp=Axis("dp")).state_dict()
-    with pytest.raises(ValueError, match=r"fingerprint=Packing\(length=8.*Packing\(length=16"):
+    with pytest.raises(ValueError, match=r"fingerprint=.?Packing\(length=8.*Packing\(length=16"):
         ShardedStream(PackedShards(source, Packing(16)), batch_size=1, dp=Axis("dp")).load_state_dict(state)
 
 

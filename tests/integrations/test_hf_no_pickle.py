@@ -28,6 +28,7 @@ ACCELERATE = {
     "accelerate.checkpointing calls torch.save",  # random_states_*.pkl
     "accelerate.utils.other calls torch.save",  # scheduler.bin
     "accelerate.utils.other calls torch.load(weights_only=True)",
+    "meshwright.checkpoint.stock_optimizer calls torch.load(weights_only=True)",  # to check both before they are used
 }
 WORKERS = {"multiprocessing", "torch.utils.data"}  # a DataLoader and its own worker processes
 

@@ -35,6 +35,7 @@ def save(folder: str, number: int, victim: int = -1, step: int = -1) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=dist_size(), zero_stage=1), timeout_s=20)
     model, optimizer, _ = mw.to_distributed(model, optimizer, config=config)
+    mw.load_checkpoint(folder, model, optimizer, missing_ok=True)  # goes on with the run, whose checkpoints it removes
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, float(number))
     optimizer.step()

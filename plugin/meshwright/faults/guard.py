@@ -288,6 +288,7 @@ class Guard:
         assert self._hub is not None
         return self._hub.posted.take(topic, patience)
 
+    @main_thread.waits_for_ranks
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return the error, with the rank and the reason added if it is a network error."""
         if not self.is_current or isinstance(error, PeerFailedError) or not _NETWORK_ERROR.search(str(error)):
