@@ -127,6 +127,9 @@ class RoledModel:
         }
         named = list(self.model.named_parameters(remove_duplicate=False))
         missing = [name for name, _ in named if name not in covered]
+        for name in missing:  # a weight that is computed hides the block that it is in
+            if (owner := name.partition(".parametrizations.")[0]) in self.modules:
+                _check_stored(owner, projection(self.modules[owner]))
         if missing:
             known = {id(parameter): name for name, parameter in named if name in covered}
             aliases = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
