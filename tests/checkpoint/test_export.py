@@ -250,7 +250,7 @@ def test_a_config_of_a_wrong_type_or_name_is_an_error(value: Any, ready: Path) -
     change_config(ready / "old", None)
     assert Manifest.read(ready / "old").model_config is None
     change_config(ready / "old", value)
-    with pytest.raises(mw.CheckpointError, match="is damaged: 'model_config'.* (must be|has unknown fields)"):
+    with pytest.raises(mw.CheckpointError, match=r"is damaged: 'model_config'.* (must be|has unknown fields)"):
         Manifest.read(ready / "old")
 
 

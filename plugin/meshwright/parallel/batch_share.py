@@ -101,6 +101,11 @@ def yield_next(share: BatchShare | None) -> None:
     _process.yielded, _process.passed, _process.has_passed = share, None, False
 
 
+def end_loop() -> None:
+    """Record that a loader has no further batch, so that what the program computes next is not from its last one."""
+    _process.yielded = None
+
+
 def enter_pass(inputs: Iterable[Any]) -> None:
     """Record that a forward pass begins with these inputs."""
     _process.passed, _process.has_passed = BatchShare.of(inputs), True
