@@ -107,10 +107,6 @@ def hangs(place: str, victim: int, timeout: float = TIMEOUT) -> None:
 
             installation.Installation.distribute = distribute  # type: ignore[method-assign]
             stack.callback(setattr, installation.Installation, "distribute", original)
-        if here("store"):  # stopped where no guard runs yet, by which rank 0's store stops too
-            from meshwright.mesh import process_group
-
-            process_group.await_ranks = lambda *_: stop_here()
         if place == "before the call":
             mark_fault()  # the others wait from here on
         model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)

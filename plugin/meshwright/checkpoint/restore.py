@@ -173,7 +173,8 @@ def set_state(found: OptimizerParts, manifest: OptimizerManifest, loaded: ReadSt
         for group in found.optimizer.param_groups
         for key in group["params"]
     }
-    _, known, numbers = _state_names(type(found.optimizer))
+    kind: Any = type(found.optimizer)
+    _, known, numbers = _state_names(kind)
     for name, (state, master) in loaded.items():
         key = found.parts[name].key
         if key is None:
