@@ -49,7 +49,7 @@ class PaddedRows:
         if self._guard.agree("length of the rows", str(length), group=self._dp.group):
             return
         own = torch.full((1, 3), length, dtype=torch.long, device=getattr(labels, "device", None))
-        if length:
+        if length and mask is not None:
             is_first = mask[:, 0].to(labels.device) != 0
             own[0, 1] = (~is_first).any()
             own[0, 2] = (is_first & (labels[:, 0] != IGNORE_INDEX)).any()
