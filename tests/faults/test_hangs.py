@@ -35,7 +35,8 @@ def test_a_program_that_hangs_ends(place: str, victim: int) -> None:
     else:
         why = "kept other ranks waiting for 4 s.*, so this process ends. Its main thread is here:"
         check(hung, rf"{why}.*hangs\.py\", line \d+, in (hang_here|wait_for_a_dead_lock|hangs)", within=IN_TIME)
-    check(other, rf"rank {victim} \(host [^)]*\).*(kept other ranks waiting|stopped, hung)", within=IN_TIME)
+    named = rf"rank {victim} \(host [^)]*\)"
+    check(other, rf"{named}.*(kept other ranks waiting|stopped, hung)|did not come:.*{named}", within=IN_TIME)
 
 
 def meets_a_stopped_store(port: int) -> None:

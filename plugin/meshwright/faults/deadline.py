@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
+import threading
 
 from meshwright.mesh.siblings import STACK_SIGNAL, WRITES, write_stacks_on_signal
 
@@ -31,6 +32,8 @@ class Deadline:
     """Ends this process by SIGKILL after a time, unless it is moved; the stacks of its threads are written before."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_final = False
         self._timers: list[tuple[ctypes.c_void_p, float]] = []  # each with the seconds by which it is early
         if sys.platform != "linux":
             return
@@ -48,14 +51,24 @@ class Deadline:
             if not failed:
                 self._timers.append((timer, early))
 
-    def set(self, seconds: float) -> None:
-        """Move the deadline to ``seconds`` from now."""
+    def set(self, seconds: float | None) -> None:
+        """Move the deadline to ``seconds`` from now; with None, let the process live."""
+        with self._lock:
+            if not self._is_final:
+                self._move(seconds)
+
+    def end(self, seconds: float | None) -> None:
+        """Set the deadline for the last time: what a thread does later has no effect, such as on a late heartbeat."""
+        with self._lock:
+            if not self._is_final:
+                self._is_final = True
+                self._move(seconds)
+                if seconds is None:
+                    for timer, _ in self._timers:
+                        self._libc.timer_delete(timer)
+
+    def _move(self, seconds: float | None) -> None:
         for timer, early in self._timers:
-            at = max(seconds - early, 0.001)
+            at = 0.0 if seconds is None else max(seconds - early, 0.001)
             spec = _TimerSpec(0, 0, int(at), int(at % 1 * 1e9))
             self._libc.timer_settime(timer, 0, ctypes.byref(spec), None)
-
-    def clear(self) -> None:
-        """Let the process live."""
-        for timer, _ in self._timers:
-            self._libc.timer_settime(timer, 0, ctypes.byref(_TimerSpec()), None)

@@ -360,8 +360,7 @@ class Guard:
         if self._hub is not None:
             self._hub.close(f"{self.name}: {how}")
         self._link.close()
-        if self._follows:
-            self._deadline.set(CLEANS_UP)
+        self._deadline.end(CLEANS_UP if self._follows else None)
 
     def forget_in_child(self) -> None:
         """Release the connections in a forked process, so that they still close when the parent ends."""
@@ -441,12 +440,12 @@ class Guard:
             end_process(text, self._deadline, self.end_silent)
         elif self._is_failing:
             end_process("", self._deadline, self.end_silent)
-        self._deadline.clear()  # the program has gone on to another process group
+        self._deadline.set(None)  # the program has gone on to another process group
 
     def _on_late(self, why: str) -> None:
         """End this process, for which the others have given up waiting. Runs in the listening thread."""
         if not self.is_current:
-            self._deadline.clear()
+            self._deadline.set(None)
             return
         self._note(why)
         text = f"{why}, so this process ends. Its main thread is here:\n{main_thread.stack()}"

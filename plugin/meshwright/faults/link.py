@@ -109,7 +109,7 @@ class Link:
     def close(self) -> None:
         """Close both connections."""
         self._closed = True
-        self._deadline.clear()
+        self._deadline.set(None)
         for connection in self.sockets:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -134,7 +134,7 @@ class Link:
                     return
                 if "closed" in notice:
                     self.hub_left = notice["closed"]
-                    self._deadline.clear()
+                    self._deadline.set(None)
                     return
                 if "wish" in notice and self._has_passed(notice["wish"]):
                     self.tell({"kind": "passed", "key": notice["wish"]})

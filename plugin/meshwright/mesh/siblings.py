@@ -39,7 +39,7 @@ def this_process() -> dict[str, Any] | None:
 
 
 def end_sibling(process: dict[str, Any] | None) -> None:
-    """Kill a process if it was started by this process's own parent, on this machine.
+    """Kill a process, which writes its stacks first, if this process's own parent on this machine started it.
 
     Args:
         process: what ``this_process`` returned in that process.
@@ -53,8 +53,7 @@ def end_sibling(process: dict[str, Any] | None) -> None:
 def end_ranks(ranks: Sequence[int]) -> None:
     """Kill the processes of ranks that this process's parent started for the same job, by their environment.
 
-    For ranks that have not come to the set-up, so that nothing else is known of them. A process that has imported
-    ``meshwright`` writes its stacks first.
+    For ranks that have not come to the set-up, so that nothing else is known of them.
     """
     wanted = {str(rank) for rank in ranks}
     for pid, started in _siblings():
@@ -63,9 +62,6 @@ def end_ranks(ranks: Sequence[int]) -> None:
             if environment.get("RANK") not in wanted:
                 continue
             if all(environment.get(name) == os.environ.get(name) for name in _launched_by):
-                if _catches(pid, STACK_SIGNAL):
-                    os.kill(pid, STACK_SIGNAL)
-                    time.sleep(WRITES)
                 _kill(pid, started)
 
 
@@ -74,6 +70,9 @@ def _kill(pid: int, started: int) -> None:
     descriptor = os.pidfd_open(pid)
     try:
         if _stat(pid) == (os.getppid(), started):
+            if _catches(pid, STACK_SIGNAL):
+                signal.pidfd_send_signal(descriptor, STACK_SIGNAL)
+                time.sleep(WRITES)
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     finally:
         os.close(descriptor)

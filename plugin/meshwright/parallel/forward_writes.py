@@ -212,6 +212,11 @@ class WritesPerPiece:
         self._error: PlanError | None = None
 
     @property
+    def error(self) -> PlanError | None:
+        """What this rank has found in the current call."""
+        return self._error
+
+    @property
     def _is_early(self) -> bool:
         return self._calls <= _FIRST
 

@@ -224,8 +224,14 @@ class PipelineForward(MethodOverride):
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
         step = self._step(split_rows(batch, rows, count), loss, operations, of_stages)
         self.writes.start()
-        with loss.mean.divided_by(divisors), cut():
-            run_training(step, sums, self.later)
+        try:
+            with loss.mean.divided_by(divisors), cut():
+                run_training(step, sums, self.later)
+        except RuntimeError as error:
+            # autograd's own error about a weight that a later micro-batch's forward has written says less.
+            if self.writes.error is not None:
+                raise self.writes.error from error
+            raise
         self.writes.finish()
         self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
         self._sum_ties(sums)
