@@ -58,14 +58,12 @@ def recompute_layers(model: nn.Module, layers: int | None = None, own: Collectio
     """
     _switch(model)({"use_reentrant": False})
     found = _layers(model)
-    if layers is None:
-        WritesInRecompute.over(model, found)
-        return
     if own is not None:
         inside = {id(module) for layer in own for module in layer.modules()}
         found = [layer for layer in found if id(layer) in inside]
-    WritesInRecompute.over(model, found[:layers])
-    for layer in found[layers:]:
+    count = len(found) if layers is None else layers
+    WritesInRecompute.over(model, found[:count])
+    for layer in found[count:]:
         setattr(layer, _FLAG, False)
 
 
