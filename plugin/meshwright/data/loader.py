@@ -31,7 +31,7 @@ from meshwright.data.readers.split import SplitReader
 from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded
 from meshwright.errors import CheckpointError
 from meshwright.faults.same_call import Claim, agreed
-from meshwright.parallel.batch_share import BatchShare, end_loop, yield_next
+from meshwright.parallel.batch_share import BatchShare, yield_next
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 from meshwright.schema import require, shown
 
@@ -132,7 +132,7 @@ class DistributedLoader:
             self._share = BatchShare.keep(batch, tensors, portion.total, portion.held, portion.counted)
             yield_next(None if self._has_dtensors else self._share)
             yield batch
-        end_loop()
+        yield_next(None)
         if self.dropped:
             level = logging.INFO if self._steps else logging.WARNING
             logger.log(level, "drop_last left out the last %d samples of epoch %d", self.dropped, position.epoch - 1)

@@ -97,13 +97,11 @@ _process = _Process()
 
 
 def yield_next(share: BatchShare | None) -> None:
-    """Record that the program gets this batch next; a wrapper of a loader that reads ahead calls it again."""
+    """Record that the program gets this batch next, or that what it computes next is of no batch.
+
+    A wrapper of a loader that reads ahead makes the call again.
+    """
     _process.yielded, _process.passed, _process.has_passed = share, None, False
-
-
-def end_loop() -> None:
-    """Record that a loader has no further batch, so that what the program computes next is not from its last one."""
-    _process.yielded = None
 
 
 def enter_pass(inputs: Iterable[Any]) -> None:
