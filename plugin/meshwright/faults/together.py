@@ -52,12 +52,15 @@ def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T
     return result  # type: ignore[return-value]
 
 
-def exchange_together(step: Callable[[], tuple[T, str]], meeting: Meeting | None = None) -> tuple[T, list[str]]:
+def exchange_together(
+    step: Callable[[], tuple[T, str]], meeting: Meeting | None = None, *, group: Any = None
+) -> tuple[T, list[str]]:
     """Run a step without communication on every rank, and exchange the ranks' texts.
 
     Args:
         step: the step, which returns its result and its text.
         meeting: as for :func:`succeed_together`.
+        group: without a meeting, the process group of the ranks; None for all.
 
     Returns:
         The step's result on this rank, and the texts of all ranks in their order.
@@ -65,9 +68,10 @@ def exchange_together(step: Callable[[], tuple[T, str]], meeting: Meeting | None
     Raises:
         Exception: if the step fails on any rank, as :func:`succeed_together` does.
     """
-    exchange = texts_of_all if meeting is None else meeting.texts_of_all
     done, error = attempt(step)
-    received = [json.loads(other) for other in exchange(json.dumps([done and done[1], _describe(error)]))]
+    own = json.dumps([done and done[1], _describe(error)])
+    texts = texts_of_all(own, group) if meeting is None else meeting.texts_of_all(own)
+    received = [json.loads(other) for other in texts]
     _raise_first([failure for _, failure in received], error)
     assert done is not None
     return done[0], [other for other, _ in received]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.faults.together import exchange_together, texts_of_all
+from meshwright.faults.together import exchange_together
 from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime, live_runtimes, runtime_of
 from meshwright.parallel import collectives
@@ -118,19 +118,6 @@ def _check_has_all_rows(x: Tensor, runtime: Runtime) -> None:
         )
 
 
-class _Meeting:
-    """Exchanges texts among the ranks of an axis."""
-
-    def __init__(self, axis: Axis):
-        self.rank, self.group = axis.rank, axis.group
-
-    def texts_of_all(self, text: str) -> list[str]:
-        return texts_of_all(text, self.group)
-
-    def text_of_first(self, text: str) -> str:
-        return self.texts_of_all(text)[0]
-
-
 def _rows_of_ranks(x: Tensor, axis: Axis) -> list[int]:
     """Return the number of rows that count on each rank, after checking that rows are alike on all ranks."""
 
@@ -140,7 +127,8 @@ def _rows_of_ranks(x: Tensor, axis: Axis) -> list[int]:
         kind = f"{str(x.dtype).removeprefix('torch.')} rows of shape {tuple(x.shape[1:])}"
         return None, json.dumps([rows, kind + (" with a gradient" if needs_gradient else "")])
 
-    said: list[tuple[int, str]] = [json.loads(text) for text in exchange_together(describe, _Meeting(axis))[1]]
+    _, texts = exchange_together(describe, group=axis.group)
+    said: list[tuple[int, str]] = [json.loads(text) for text in texts]
     kinds = [kind for _, kind in said]
     if len(set(kinds)) > 1:
         raise ValueError(
