@@ -15,7 +15,6 @@ The check is on by default.
 
 from __future__ import annotations
 
-import copy
 import zlib
 from typing import Any
 
@@ -55,7 +54,7 @@ class ReplicaComparison:
         pp: the pipeline's axis, over which the tensors are compared that modules outside of the layers keep.
         guard: the guard, which counts the steps and holds the meetings.
         every: the number of steps between two comparisons of the weights; 0 for never.
-        every_state: the number of steps between two comparisons of the other tensors; None for ``every``.
+        every_state: the number of steps between two comparisons of ``tensors``.
         has_weights: whether this process holds the weights and the runtime steps them; else they are not compared.
         tensors: the tensors of the model's modules that are no parameters; None if ranks may have their own.
         streams: the random streams of the model, whose seed and number of passes are equal on all ranks.
@@ -70,13 +69,13 @@ class ReplicaComparison:
         pp: Axis | None = None,
         guard: Guard,
         every: int,
-        every_state: int | None = None,
+        every_state: int = 50,
         has_weights: bool,
         tensors: ModuleTensors | None = None,
         streams: DropoutStreams | None = None,
     ):
-        self.tp, self.dp, self.guard, self.every, self.has_weights = tp, dp, guard, every, has_weights
-        self.every_state = every if every_state is None else every_state
+        self.tp, self.dp, self.guard, self.has_weights = tp, dp, guard, has_weights
+        self.every, self.every_state = every, every_state
         self.pp = Axis("pp") if pp is None else pp
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
         self.streams = streams
@@ -87,22 +86,25 @@ class ReplicaComparison:
         self._has_whole_state = False
         self._steps = self._steps_seen = 0
         self._cleared = ""
-        self._compared: dict[str, int] = {}  # axis -> the step of the last comparison of weights
-        self._state_compared: dict[str, int] = {}  # the same of the tensors of modules
-        self._due: dict[tuple[str, str], int] = {}  # the same of both, without the first comparisons
+        self._compared: dict[tuple[str, str], int] = {}  # axis, kind of values -> the step of the last comparison
+        self._due: dict[tuple[str, str], int] = {}  # the same, without the first comparisons
         self._meetings: dict[str, int] = {}  # axis -> number of meetings at which a comparison may be due
         self._gathered: dict[str, Digests] = {}
         self.wrote = False  # whether a forward pass of this rank has written tensors of the model
 
     def for_copy(self) -> ReplicaComparison:
         """Return a comparison without an optimizer for a copy of the model; pass the copy to :meth:`look_at`."""
-        new = copy.copy(self)
-        new._named, new._optimizer, new._gathered = [], None, {}
-        new._compared, new._state_compared, new._due, new._meetings = {}, {}, {}, {}
-        new.losses = LossGradients()
-        new._steps = new._steps_seen = 0
-        new._cleared, new.wrote = "", False
-        return new
+        return ReplicaComparison(
+            nn.Module(),
+            tp=self.tp,
+            dp=self.dp,
+            pp=self.pp,
+            guard=self.guard,
+            every=self.every,
+            every_state=self.every_state,
+            has_weights=self.has_weights,
+            tensors=self._tensors,
+        )
 
     def look_at(self, model: nn.Module, streams: DropoutStreams | None) -> None:
         """Compare the parameters of this model and its streams from now on."""
@@ -169,10 +171,13 @@ class ReplicaComparison:
         if not self.every:
             return
         shows = self._shows_writes(axis)
-        weights = self._is_due(axis, "weights", self.every) or shows
-        state = self._is_due(axis, "state", self.every_state) or shows
-        if weights or state:
-            self._begin(axis, weights=weights, state=state)
+        kinds = [
+            kind
+            for kind, every in (("weights", self.every), ("state", self.every_state))
+            if self._is_due(axis, kind, every) or shows
+        ]
+        if kinds:
+            self._begin(axis, kinds)
             if not is_deferred(self._device):
                 self._look(axis)
 
@@ -186,10 +191,10 @@ class ReplicaComparison:
             wrote = self.wrote or (axis is self.dp and any(has_gradient_hooks(p) for _, p in self._named))
         return not self.guard.agree("what is written", "some" if wrote else "", group=axis.group) or wrote
 
-    def _is_due(self, axis: Axis, what: str, every: int) -> bool:
+    def _is_due(self, axis: Axis, kind: str, every: int) -> bool:
         step = self.guard.step
-        if is_due := step - self._due.get((axis.name, what), 0) >= every:
-            self._due[axis.name, what] = step
+        if is_due := step - self._due.get((axis.name, kind), 0) >= every:
+            self._due[axis.name, kind] = step
         return is_due
 
     def compare_now(self, *, is_met: bool = False) -> None:
@@ -209,7 +214,7 @@ class ReplicaComparison:
                 self.guard.meet("weights", axis.group, self.statement())
             try:
                 self._look(axis)
-                self._begin(axis, weights=True, state=True)
+                self._begin(axis, ["weights", "state"])
                 self._look(axis)
             except DivergenceError as found:  # ranks of other groups go on to the next axis, and so must this one
                 error = error or found
@@ -229,17 +234,17 @@ class ReplicaComparison:
     def _device(self) -> torch.device:
         return self._named[0][1].device
 
-    def _begin(self, axis: Axis, *, weights: bool, state: bool) -> None:
+    def _begin(self, axis: Axis, kinds: list[str]) -> None:
         """Gather the digests of what the ranks of an axis share.
 
         Args:
-            weights: whether weights, and the optimizer's state of them, are compared.
-            state: whether other tensors of the modules are compared.
+            axis: the axis.
+            kinds: "weights" for weights and the optimizer's state of them; "state" for other tensors of the modules.
         """
         nothing = torch.zeros((), dtype=torch.int64, device=self._device)
         own: list[Tensor] = []
         names: list[list[str]] = [[] for _ in range(axis.size)]
-        if weights and self.has_weights and axis is not self.pp:
+        if "weights" in kinds and self.has_weights and axis is not self.pp:
             shared = self._shared_over(axis)
             most = max(map(len, shared))
             pad = [nothing] * (most - len(shared[axis.rank]))
@@ -252,12 +257,12 @@ class ReplicaComparison:
                 known += keys + [key and f"{OF_OPTIMIZER}{key}" for key in keys]
         keyed: dict[int, str] = {}
         count = 0
-        if state and self._tensors is not None and axis is not self.tie:
+        if "state" in kinds and self._tensors is not None and axis is not self.tie:
             tensors, keyed = self._tensors.digests(self._device, on_all_stages=axis is self.pp)
             own, count = own + tensors, self._tensors.capacity
         if own:
             gathered = Gathered(torch.stack(own), axis, self.guard.step)
-            self._gathered[axis.name] = Digests(gathered, names, keyed, count, has_weights=weights, has_state=state)
+            self._gathered[axis.name] = Digests(gathered, names, keyed, count, kinds)
 
     def _of_optimizer(self, parameter: Tensor, rows: Rows, nothing: Tensor) -> Tensor:
         """Return a digest of the optimizer's state of the rows of a parameter."""
@@ -277,14 +282,10 @@ class ReplicaComparison:
             return
         assert axis.group is not None
         differ = gathered.differences(dist.get_process_group_ranks(axis.group))
-        step = gathered.step
-        before = (self._compared if gathered.has_weights else self._state_compared).get(axis.name, 0)
-        if gathered.has_weights:
-            self._compared[axis.name] = step
-        if gathered.has_state:
-            self._state_compared[axis.name] = step
+        before = self._compared.get((axis.name, gathered.kinds[0]), 0)
+        self._compared |= {(axis.name, kind): gathered.step for kind in gathered.kinds}
         if differ:
-            raise DivergenceError(parted(differ, axis, step, before))
+            raise DivergenceError(parted(differ, axis, gathered.step, before))
 
     def _shared_over(self, axis: Axis) -> list[list[tuple[Tensor, Rows]]]:
         """Return, for each rank of an axis, those of its rows that the axis holds more than once."""

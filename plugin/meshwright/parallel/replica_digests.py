@@ -75,15 +75,14 @@ class Digests:
         names: for each rank, the names of its first digests; empty for those that stand for nothing.
         keyed: the names of the tensors of this rank's modules, by key.
         count: the number of keys.
-        has_weights, has_state: whether weights, and tensors of modules, were due.
+        kinds: what was due: "weights", "state" (tensors of modules), or both in this order.
     """
 
     gathered: Gathered
     names: list[list[str]]
     keyed: dict[int, str]
     count: int
-    has_weights: bool
-    has_state: bool
+    kinds: list[str]
 
     @property
     def step(self) -> int:
