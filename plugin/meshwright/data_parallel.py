@@ -30,9 +30,9 @@ from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
 from meshwright.parallel.autograd_graph import tensors_in, unused_parameters
 from meshwright.parallel.collectives import Axes, Axis
-from meshwright.parallel.embedding_options import refused_option
 from meshwright.parallel.gradient_buckets import Bucket, group_parameters, make_buckets
 from meshwright.parallel.gradient_sync import AllReduce, GradientSync
+from meshwright.parallel.mixed_rows import refused_option
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.replicate_model import broadcast_tensors, check_agreement, describe_tensors
 from meshwright.parallel.row_layout import RowLayout, ShardRecord

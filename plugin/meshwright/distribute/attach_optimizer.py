@@ -17,7 +17,6 @@ from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.added_parameters import check_none_added
-from meshwright.parallel.forward_writes import check_renormalised
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.roles.adapters import without_wrappers
@@ -108,7 +107,6 @@ def complete(
         plan: the plan that ``plan_to_complete`` returned.
         bucket_bytes: the size of a gradient bucket.
     """
-    check_renormalised(model, plan)
     before, runtime.plan = runtime.plan, plan
     assert before is not None
     if optimizer is not None:

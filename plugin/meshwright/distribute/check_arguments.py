@@ -17,7 +17,6 @@ from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.foreign_names import NO_SCALER
 from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
-from meshwright.parallel.embedding_options import refused_option
 
 CALL = "to_distributed(model, optimizer, dataloader, plan=...)"
 
@@ -85,17 +84,6 @@ def check_reduction(model: nn.Module, plan: ParallelPlan, engine: str | None) ->
             f"ParallelPlan.reduce_dtype={plan.reduce_dtype!r} saves nothing: with zero_stage=0 the gradients of "
             f"{str(trained[0].dtype).removeprefix('torch.')} weights travel in 16 bits already; leave it out"
         )
-
-
-def check_embeddings(model: nn.Module, plan: ParallelPlan, engine: str | None) -> None:
-    """Raise a PlanError if an embedding's gradient depends on how the plan splits the batch, or cannot be reduced."""
-    if plan.dp == plan.pp == 1 and not plan.has_micro_batches:
-        splits = plan.zero_stage > 0  # which reduces gradients in flat buckets on one rank too
-        found = refused_option(model, "sparse") if splits else None
-    else:
-        found = refused_option(model, *(() if engine is None else ("scale_grad_by_freq",)))
-    if found is not None:
-        raise PlanError(f"the plan {plan.label} splits the batch or its gradients, but {found}, or use one device")
 
 
 def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanError:

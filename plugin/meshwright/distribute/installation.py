@@ -37,11 +37,11 @@ from meshwright.parallel.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.forward_state import ForwardState
-from meshwright.parallel.forward_writes import BatchStatistics
 from meshwright.parallel.generate_together import sample_together
 from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
 from meshwright.parallel.longest_position import LongestPosition
 from meshwright.parallel.mean_over_ranks import GlobalMean
+from meshwright.parallel.mixed_rows import BatchStatistics
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.replicated_state import ModuleTensors

@@ -21,7 +21,7 @@ from meshwright.construct.initial_weights import InitialWeights
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
-from meshwright.distribute.check_arguments import check_arguments, check_embeddings, check_model, check_reduction
+from meshwright.distribute.check_arguments import check_arguments, check_model, check_reduction
 from meshwright.distribute.check_compile import check_compile, layers_of
 from meshwright.distribute.check_launch import build_axes, check_agreement, check_devices, check_launch
 from meshwright.distribute.compiled_before import check_compiled, plain_module
@@ -41,8 +41,8 @@ from meshwright.optim.runtime import Runtime, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.collectives import Axes
-from meshwright.parallel.forward_writes import check_renormalised
 from meshwright.parallel.head_losses import find_loss
+from meshwright.parallel.mixed_rows import check_embeddings
 from meshwright.parallel.recompute import check_recompute
 from meshwright.roles.adapters import without_wrappers
 
@@ -151,7 +151,6 @@ def _distribute(
     structure = structure_of(decoder, plan, config)
     _check_passes(plan, loss is not None, decoder, config.engine)
     check_reduction(model, plan, config.engine)
-    check_renormalised(model, plan)
     check_compile(layers_of(decoder, structure), plan, config)
     cut = cut_of(decoder, structure, plan, rank=0)
     context = context_of(decoder, structure, plan)

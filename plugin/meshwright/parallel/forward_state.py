@@ -20,9 +20,10 @@ from meshwright.parallel.batch_share import enter_pass, without_fillers_targets,
 from meshwright.parallel.collectives import Axes, share
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
-from meshwright.parallel.forward_writes import BatchStatistics, ForwardWrites
+from meshwright.parallel.forward_writes import ForwardWrites
 from meshwright.parallel.input_comparison import ComparedInputs
 from meshwright.parallel.longest_position import LongestPosition
+from meshwright.parallel.mixed_rows import BatchStatistics
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.padded_rows import PaddedRows
 from meshwright.parallel.replica_comparison import ReplicaComparison

@@ -1,23 +1,22 @@
 """State that a model's forward writes: what one device writes once, from all rows, must not be written per part.
 
 A plan may run forward on each rank's rows, and once for each micro-batch. Three checks find where this gives other
-numbers. Layers that are known to mix rows are refused by name. What forward writes on the rows of one rank differs
-between ranks, and the comparison of replicas finds it in the first steps (``replica_comparison.py``). What forward
-writes once for each micro-batch is found here, by the version counters of the tensors, which cost no device wait.
+numbers. Layers that are known to mix rows are refused by name (``mixed_rows.py``). What forward writes on the rows of
+one rank differs between ranks, and the comparison of replicas finds it in the first steps (``replica_comparison.py``).
+What forward writes once for each micro-batch is found here, by the version counters of the tensors, which cost no
+device wait.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.faults.guard import Guard
 from meshwright.faults.together import raise_if_any, succeed_together
@@ -31,63 +30,6 @@ logger = logging.getLogger(__name__)
 
 _FIRST = 3  # calls in which Python numbers, and values on a device, are compared too
 _Place = tuple[nn.Module, str, str]  # a module, the name of its attribute, and the attribute's name in the model
-
-
-def check_renormalised(model: nn.Module, plan: ParallelPlan) -> None:
-    """Raise a PlanError if an embedding renormalises its weight in forward, and a plan splits the batch.
-
-    The rows that it renormalises are those of the tokens in the batch, so ranks with other tokens hold other weights.
-    """
-    if not (parts := _parts(plan)):
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise PlanError(
-                f"{name} is an embedding with max_norm={module.max_norm:g}: its forward renormalises the rows of the "
-                f"tokens that it gets. The plan splits the batch over {parts}, and each part has other tokens, so the "
-                "weights would not be those of one device. Make it with max_norm=None, or train on one device"
-            )
-
-
-def _parts(plan: ParallelPlan) -> str:
-    """Return what splits a batch, in words; empty if nothing does."""
-    axes = [f"{name}={size}" for name, size in (("dp", plan.dp), ("cp", plan.cp)) if size > 1]
-    if plan.pp > 1 or plan.has_micro_batches:
-        axes.append("micro-batches")
-    return " and ".join(axes)
-
-
-class BatchStatistics:
-    """Refuses passes in which a BatchNorm layer would normalise by the statistics of a part of the batch.
-
-    Args:
-        model: the model.
-        plan: a function that returns the current plan, which says what splits the batch.
-    """
-
-    def __init__(self, model: nn.Module, plan: Callable[[], ParallelPlan | None]):
-        self._plan = plan
-        self._layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-
-    def check(self) -> None:
-        """Raise a PlanError if a layer is about to use the statistics of a part of the batch."""
-        if not self._layers or (plan := self._plan()) is None or not (parts := _parts(plan)):
-            return
-        # SyncBatchNorm sees the rows of all ranks, but not those of later micro-batches.
-        shared = () if plan.pp > 1 or plan.has_micro_batches else nn.SyncBatchNorm
-        for name, layer in self._layers:
-            if isinstance(layer, shared):
-                continue
-            if layer.training or layer.running_mean is None:
-                raise PlanError(
-                    f"{name} is a {type(layer).__name__}, which normalises by the mean and variance of the batch, but "
-                    f"the plan splits the batch over {parts}, so each part would have its own statistics and "
-                    "the numbers would not be those of one device. Use a norm within a row (nn.LayerNorm, "
-                    "nn.GroupNorm), freeze the statistics after model.train():\n"
-                    f'    model.get_submodule("{name}").eval()\n'
-                    "or, on CUDA and without micro-batches, let the ranks share them:\n"
-                    "    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
-                )
 
 
 class _State:

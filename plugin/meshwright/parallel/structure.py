@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.head_layout import HeadLayout, head_layout
+from meshwright.parallel.mixed_rows import EMBEDDING_OPTIONS
 from meshwright.parallel.role_rows import rows_of, wide_rows
 from meshwright.parallel.roled_model import RoledModel
 from meshwright.parallel.row_layout import RowLayout
@@ -175,7 +176,7 @@ def unsharded(parameter: nn.Parameter, tp: int, *, is_grad_partial: bool = False
 
 def _layers(roled: RoledModel, embedding: nn.Module) -> tuple[nn.Module, ...]:
     """Return the decoder's layers, after checks of what no cut of the decoder allows."""
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+    for option in EMBEDDING_OPTIONS:
         if value := getattr(embedding, option, None):
             raise PlanError(
                 f"an embedding with {option}={value!r} needs all tokens of the batch and all gradients of its weight "

@@ -1,0 +1,100 @@
+"""Modules that mix the rows of a batch, so that a plan that splits the batch would give other numbers: refused by name.
+
+What is not known by name is found in the first steps (``forward_writes.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshwright.config import ParallelPlan
+from meshwright.errors import PlanError
+
+# Options of torch's embeddings -> what they do.
+EMBEDDING_OPTIONS = {
+    "max_norm": "renormalises the weight's rows of the tokens that forward gets, and each part of a batch has other "
+    "tokens, so ranks would hold other weights",
+    "scale_grad_by_freq": "divides the gradient of each token by its count in the rows of one rank or micro-batch, "
+    "instead of its count in the whole batch",
+    "sparse": "gives sparse gradients, which are not averaged over ranks, sharded or summed over micro-batches",
+}
+
+
+def check_embeddings(model: nn.Module, plan: ParallelPlan, engine: str | None) -> None:
+    """Raise a PlanError if an embedding's numbers depend on how the plan splits the batch, or cannot be reduced."""
+    options = []
+    if splits := _parts(plan):
+        options.append("max_norm")
+    if plan.dp > 1 or plan.pp > 1 or plan.has_micro_batches:  # every rank of cp has all tokens before the layers
+        options.append("scale_grad_by_freq")
+        options += ["sparse"] if engine is None else []
+    elif plan.zero_stage > 0:  # which reduces gradients in flat buckets on one rank too
+        options.append("sparse")
+    if (found := refused_option(model, options)) is not None:
+        what = f"the batch over {splits}" if splits else "gradients"
+        raise PlanError(f"the plan {plan.label} splits {what}, but {found}, or use one device")
+
+
+def refused_option(model: nn.Module, options: list[str] | None = None) -> str | None:
+    """Return why an embedding cannot be used where the batch is split, and what to change; None if all can.
+
+    Args:
+        model: the model.
+        options: the options to look for: all by default.
+    """
+    embeddings = [item for item in model.named_modules() if isinstance(item[1], nn.Embedding | nn.EmbeddingBag)]
+    for (name, module), option in product(embeddings, EMBEDDING_OPTIONS if options is None else options):
+        value = getattr(module, option)
+        if not value or not (option == "max_norm" or module.weight.requires_grad):
+            continue
+        path = f"model.{name}" if name else "model"
+        return (
+            f"{path} is an {type(module).__name__} with {option}={value}, which {EMBEDDING_OPTIONS[option]}. Set it "
+            f"off before the call: {path}.{option} = {None if option == 'max_norm' else False}"
+        )
+    return None
+
+
+class BatchStatistics:
+    """Refuses passes in which a BatchNorm layer would normalise by the statistics of a part of the batch.
+
+    Args:
+        model: the model.
+        plan: a function that returns the current plan, which says what splits the batch.
+    """
+
+    def __init__(self, model: nn.Module, plan: Callable[[], ParallelPlan | None]):
+        self._plan = plan
+        self._layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+
+    def check(self) -> None:
+        """Raise a PlanError if a layer is about to use the statistics of a part of the batch."""
+        if not self._layers or (plan := self._plan()) is None or not (parts := _parts(plan)):
+            return
+        # SyncBatchNorm sees the rows of all ranks, but not those of later micro-batches.
+        shared = () if plan.pp > 1 or plan.has_micro_batches else nn.SyncBatchNorm
+        for name, layer in self._layers:
+            if isinstance(layer, shared):
+                continue
+            if layer.training or layer.running_mean is None:
+                raise PlanError(
+                    f"{name} is a {type(layer).__name__}, which normalises by the mean and variance of the batch, but "
+                    f"the plan splits the batch over {parts}, so each part would have its own statistics and "
+                    "the numbers would not be those of one device. Use a norm within a row (nn.LayerNorm, "
+                    "nn.GroupNorm), freeze the statistics after model.train():\n"
+                    f'    model.get_submodule("{name}").eval()\n'
+                    "or, on CUDA and without micro-batches, let the ranks share them:\n"
+                    "    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+                )
+
+
+def _parts(plan: ParallelPlan) -> str:
+    """Return what splits a batch, in words; empty if nothing does."""
+    axes = [f"{name}={size}" for name, size in (("dp", plan.dp), ("cp", plan.cp)) if size > 1]
+    if plan.pp > 1 or plan.has_micro_batches:
+        axes.append("micro-batches")
+    return " and ".join(axes)
