@@ -20,13 +20,13 @@ def is_plain(x: Tensor) -> bool:
 def bytes_digest(x: Tensor, start: int = 0) -> int:
     """Return a 32-bit digest of a plain tensor's bytes, in their order; waits for the tensor's device.
 
+    The digest is a CRC, and stays one: states on disk hold fingerprints that are made of it.
+
     Args:
         x: a tensor for which ``is_plain`` holds.
         start: the digest of the data that precedes the tensor.
     """
-    flat = x.detach().cpu().contiguous()
-    raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a dim of size 1 may have any stride
-    return zlib.crc32(raw.numpy().data, start)
+    return zlib.crc32(_bytes(x), start)
 
 
 def value_digest(x: Tensor) -> int:
@@ -40,9 +40,7 @@ def value_digest(x: Tensor) -> int:
     if x.device.type != "cpu":
         digest = ordered_digest if x.nbytes <= 2**26 else memory_digest
         return int(digest(x)) % 2**64
-    flat = x.detach().contiguous()
-    raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a dim of size 1 may have any stride
-    return xxhash.xxh3_64_intdigest(raw.numpy().data)
+    return xxhash.xxh3_64_intdigest(_bytes(x))
 
 
 @torch.no_grad()
@@ -64,6 +62,13 @@ def ordered_digest(x: Tensor) -> Tensor:
         words = torch.cat([words.to(torch.int64), tail.to(torch.int64)])
     places = torch.arange(1, 2 * words.numel(), 2, device=x.device)  # odd, so that multiplying loses no bit
     return (words * (places * _ODD)).sum()
+
+
+def _bytes(x: Tensor) -> memoryview:
+    """Return a tensor's bytes on the host; they are copied only if the tensor is elsewhere or not contiguous."""
+    flat = x.detach().cpu().contiguous()
+    raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a dim of size 1 may have any stride
+    return raw.numpy().data
 
 
 def _words(x: Tensor) -> tuple[Tensor, Tensor | None]:

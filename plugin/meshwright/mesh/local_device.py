@@ -11,23 +11,15 @@ import torch.distributed as dist
 
 from meshwright.errors import PlanError
 
-# The variables of launchers that do not set LOCAL_RANK: a process's number on its host, and the number of processes.
+# The variables of launchers that do not set LOCAL_RANK: the rank, the number on the host, and the number of processes.
 _LAUNCHERS = (
-    ("SLURM_LOCALID", "SLURM_NTASKS"),
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("MPI_LOCALRANKID", "PMI_SIZE"),
-    ("PALS_LOCAL_RANKID", "PALS_SIZE"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+    ("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_SIZE"),
 )
-
-# The variables of a process's rank and number on its host, by the beginning of the variable of their number.
-_RANKS = {
-    "SLURM": ("SLURM_PROCID", "SLURM_LOCALID"),
-    "OMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "MV2": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
-    "PMI": ("PMI_RANK", "MPI_LOCALRANKID"),
-    "PALS": ("PALS_RANKID", "PALS_LOCAL_RANKID"),
-}
+_STEP = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")  # of a step of Slurm, which only srun starts
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +36,7 @@ def local_rank(rank: int, world: int) -> int:
     """
     if (number := os.environ.get("LOCAL_RANK")) is not None:
         return int(number)
-    for name, size in _LAUNCHERS:
+    for _, name, size in _LAUNCHERS:
         if name in os.environ and os.environ.get(size) == str(world):
             return int(os.environ[name])
     return rank
@@ -60,11 +52,9 @@ def check_is_alone() -> None:
     """
     if dist.is_initialized() or "WORLD_SIZE" in os.environ:
         return
-    sizes = ["SLURM_STEP_NUM_TASKS", *(size for _, size in _LAUNCHERS)]
-    if os.environ.get("ENVIRONMENT") == "BATCH":
-        sizes.remove("SLURM_NTASKS")
-    for size in sizes:
-        count, (rank, local) = os.environ.get(size, ""), _RANKS[size.split("_")[0]]
+    is_batch_script = os.environ.get("ENVIRONMENT") == "BATCH"
+    for rank, local, size in (_STEP, *_LAUNCHERS[is_batch_script:]):
+        count = os.environ.get(size, "")
         if count.isdecimal() and int(count) > 1 and (rank in os.environ or local in os.environ):
             raise PlanError(
                 f"{size}={count}: {count} processes were started, but without RANK and WORLD_SIZE they are no group, "

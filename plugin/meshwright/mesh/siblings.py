@@ -11,14 +11,13 @@ import faulthandler
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 # A real-time signal of Linux on which a process writes where its threads are, also while C code holds the GIL.
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 7
 WRITES = 0.3  # seconds in which a process writes its stacks
-
-_launched_by = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def write_stacks_on_signal() -> bool:
@@ -55,13 +54,16 @@ def end_ranks(ranks: Sequence[int]) -> None:
 
     For ranks that have not come to the set-up, so that nothing else is known of them.
     """
-    wanted = {str(rank) for rank in ranks}
-    for pid, started in _siblings():
+    job = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    wanted = [{**job, "RANK": str(rank)} for rank in ranks]
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
         with contextlib.suppress(OSError, IndexError):
-            environment = _environment(pid)
-            if environment.get("RANK") not in wanted:
+            parent, started = _stat(pid)
+            if parent != os.getppid() or pid == os.getpid():
                 continue
-            if all(environment.get(name) == os.environ.get(name) for name in _launched_by):
+            environment = _environment(pid)
+            if {name: environment.get(name) for name in (*job, "RANK")} in wanted:
                 _kill(pid, started)
 
 
@@ -76,17 +78,6 @@ def _kill(pid: int, started: int) -> None:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     finally:
         os.close(descriptor)
-
-
-def _siblings() -> Iterator[tuple[int, int]]:
-    """Yield the number and the start of each other process of this process's parent; nothing except on Linux."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc"):
-            with contextlib.suppress(OSError, IndexError):
-                if name.isdecimal() and int(name) != os.getpid():
-                    parent, started = _stat(int(name))
-                    if parent == os.getppid():
-                        yield int(name), started
 
 
 def _environment(pid: int) -> dict[str, str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -26,7 +25,6 @@ _PLAIN = (Tensor, nn.Parameter)
 _ATTRIBUTES = ("__get__", "__set__", "__delete__")  # attributes of tensors, such as ``grad``
 
 
-@dataclass(frozen=True)
 class PlainOperands:
     """What an operation does with a plain tensor beside a DTensor.
 
@@ -36,18 +34,16 @@ class PlainOperands:
         gather: a function of a DTensor that returns its value as a plain tensor on every rank.
     """
 
-    place: Callable[[Tensor, DeviceMesh, str], DTensor]
-    gather: Callable[[DTensor], Tensor]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_meshes", WeakSet())
+    def __init__(self, *, place: Callable[[Tensor, DeviceMesh, str], DTensor], gather: Callable[[DTensor], Tensor]):
+        self._place, self._gather = place, gather
+        self._meshes: WeakSet[DeviceMesh] = WeakSet()
 
     def accept(self, device_mesh: DeviceMesh) -> None:
         """Let plain tensors stand beside DTensors on this mesh.
 
         DTensors on other meshes are not affected: an operation that mixes them with plain tensors raises torch's error.
         """
-        self._meshes.add(device_mesh)  # type: ignore[attr-defined]
+        self._meshes.add(device_mesh)
         if DTensor.__torch_function__ is torch._C._disabled_torch_function_impl:
             DTensor.__torch_function__ = classmethod(self._run)  # type: ignore[assignment]
 
@@ -68,7 +64,7 @@ class PlainOperands:
             written = args[0]
         leaves = list(_leaves([args, kwargs]))
         mesh = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
-        if mesh is None or mesh not in self._meshes:  # type: ignore[attr-defined]
+        if mesh is None or mesh not in self._meshes:
             return args, kwargs
         if any(type(x) in _PLAIN for x in _leaves(written)):
             return self._gathered(args), self._gathered(kwargs)
@@ -78,10 +74,10 @@ class PlainOperands:
         return args, kwargs
 
     def _gathered(self, arguments: Any) -> Any:
-        return _mapped(arguments, lambda x: self.gather(x) if isinstance(x, DTensor) else x)
+        return _mapped(arguments, lambda x: self._gather(x) if isinstance(x, DTensor) else x)
 
     def _placed(self, mesh: DeviceMesh, name: str, x: Any) -> Any:
-        return self.place(x, mesh, name) if _is_placed(x) else x
+        return self._place(x, mesh, name) if _is_placed(x) else x
 
 
 def _is_placed(x: Any) -> bool:
