@@ -145,7 +145,8 @@ def script_and_arguments(script: str, arguments: Sequence[str]) -> tuple[str, li
         return script, rest, False
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
         del rest[: 2 if rest[0] in ("-W", "-X") else 1]
-    is_module = bool(rest) and rest.pop(0) == "-m" if rest and rest[0] == "-m" else False
+    is_module = rest[:1] == ["-m"]
+    rest = rest[is_module:]
     if not rest or rest[0] == "-c":
         raise PlanError(
             f"{script} {' '.join(arguments)} names no script; write meshwright launch --num_processes N t.py"

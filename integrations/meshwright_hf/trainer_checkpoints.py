@@ -109,8 +109,9 @@ class CheckpointMixin:
         target = Path(run_dir, f"checkpoint-{self.state.global_step}")
         self._push = None
         lineage, launch = Lineage.of(self.model), os.environ.get(LAUNCH_VARIABLE, "")
-        options: dict[str, Any] = {"lineage": lineage, "launch": launch, "is_open": self._calls_on_save}
-        with sealed_folder(target, is_ours=lambda _: True, **options) as folder:
+        with sealed_folder(
+            target, lineage=lineage, launch=launch, is_ours=lambda _: True, is_open=self._calls_on_save
+        ) as folder:
             self._hidden_run = folder.parent
             try:
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]

@@ -67,8 +67,7 @@ _WORDS = {name: word for theirs, _, word in _GROUPS for name in theirs.split()} 
     "shard_grad_op": "zero2", "distopt": "zero1", "distributed_optimizer": "zero1", "tensor": "tpN",
     "pipeline": "ppN", "ulysses": "cpN(ulysses)", "ring": "cpN(ring)", "context": "cpN",
 }  # fmt: skip
-# Numbers that belong to the name itself: FSDP2 is a version of FSDP.
-_VERSIONS = {"fsdp": "12", "ddp": ""}
+_VERSIONS = ("fsdp1", "fsdp2")  # whose number is a part of the name
 
 
 def word_for(text: str) -> str | None:
@@ -82,7 +81,7 @@ def word_for(text: str) -> str | None:
     if parts is None or (word := _WORDS.get(parts[1])) is None:
         return None
     name, number = parts.groups()
-    if word == "zero3" and number and number not in _VERSIONS.get(name, ""):
+    if word == "zero3" and number and name + number not in _VERSIONS:
         return f"dp{number} zero3"
     return word.replace("N", number or ("1" if word == "zeroN" else "2"))
 

@@ -147,6 +147,7 @@ def test_other_ways_to_write_it(text: str, fields: dict[str, Any]) -> None:
                 ("dp2 fsdp2", "zero3"),
                 ("fsdp", "zero3"),
                 ("fsdp8", "dp8 zero3"),
+                ("fsdp12", "dp12 zero3"),
                 ("hsdp", "zero3"),
                 ("FULL_SHARD", "zero3"),
                 ("ddp", "dp2"),

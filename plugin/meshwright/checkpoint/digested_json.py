@@ -37,6 +37,11 @@ def read_start(path: Path, length: int) -> bytes:
         return b""
 
 
+def digest_in(path: Path) -> str:
+    """Return the digest that a file of ``write_digested`` holds of its content, unchecked."""
+    return read_start(path, len(_PREFIX) + 32)[len(_PREFIX) :].decode(errors="replace")
+
+
 def read_digested(path: Path, name: str, *, allowance: int = 0) -> Any:
     """Read what ``write_digested`` wrote.
 

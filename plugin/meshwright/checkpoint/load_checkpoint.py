@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.background import Background
 from meshwright.checkpoint.check_objects import check_objects
+from meshwright.checkpoint.check_optimizer import check_fits
 from meshwright.checkpoint.folders import find_checkpoint
 from meshwright.checkpoint.lineage import Lineage, Mark
 from meshwright.checkpoint.loaded_line import show_loaded
@@ -24,7 +25,7 @@ from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, master_k
 from meshwright.checkpoint.part_files import read_elements
 from meshwright.checkpoint.random_state import check_random_state, set_random_state
 from meshwright.checkpoint.regions import Block, numel
-from meshwright.checkpoint.restore import ReadState, check_fits, read_state, set_state
+from meshwright.checkpoint.restore import ReadState, read_state, set_state
 from meshwright.checkpoint.run_state import (
     Mesh,
     RunTensor,
@@ -125,7 +126,7 @@ def load_checkpoint(
             weights = _Weights(tensors=tensors, objects=objects, names=_names(opened, tensors, ties))
             if "random" in used:
                 check_random_state(random, device, str(opened.folder))
-            check_states(opened.folder / NAME, manifest, {name: given[name] for name in used - {"random"}})
+            check_states(opened.folder / NAME, manifest, {name: given[name] for name in used & given.keys()})
             if optimizer is None or "optimizer" not in used:
                 return used, weights, None
             return used, weights, _checked_optimizer(model, optimizer, opened, saved)
@@ -143,9 +144,8 @@ def load_checkpoint(
         _take_over_weights(runtime)
         if state is not None:
             set_state(*state, loaded)
-    succeed_together(
-        lambda: load_states(opened.folder / NAME, manifest, {name: given[name] for name in used - {"random"}})
-    )
+    objects = {name: given[name] for name in used & given.keys()}
+    succeed_together(lambda: load_states(opened.folder / NAME, manifest, objects))
     if runtime.streams is not None and manifest.streams is not None:
         runtime.streams.load_state_dict(manifest.streams)
     if "random" in used:

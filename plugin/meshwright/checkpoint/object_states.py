@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,8 @@ def _check_kind(saved: Any, own: Any, where: str, *, may_be_infinite: bool = Fal
         return
     if _kind(saved) != _kind(own):
         raise CheckpointError(f"{where} is {shown(saved)}, and a {_kind(own)} in this program; load another checkpoint")
-    if type(saved) in (int, float):
-        require(saved, number(is_finite=not may_be_infinite) if saved == saved else number(), where)
+    if type(saved) in (int, float) and not (may_be_infinite and math.isinf(saved)):
+        require(saved, number(), where)
     pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(saved, Mapping):
         pairs = ((value, own[key]) for key, value in saved.items() if key in own)

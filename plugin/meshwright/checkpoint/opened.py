@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.checkpoint.digested_json import read_start
+from meshwright.checkpoint.digested_json import digest_in
 from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.checkpoint.part_files import PartIndex, digest
+from meshwright.checkpoint.part_files import PartIndex
 from meshwright.checkpoint.regions import Block
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import exchange_together
@@ -104,7 +104,7 @@ def open_together(folder: Path) -> Opened:
     Raises:
         CheckpointError: on every rank, if it is damaged, or hosts without a shared disk have different ones.
     """
-    opened, digests = exchange_together(lambda: (Opened.read(folder), _digest_in(folder)))
+    opened, digests = exchange_together(lambda: (Opened.read(folder), digest_in(folder / NAME)))
     _check_same(folder, digests)
     return opened
 
@@ -115,13 +115,8 @@ def check_same_everywhere(folder: Path) -> None:
     Raises:
         CheckpointError: on every rank, if hosts without a shared disk have different files at one path.
     """
-    _, digests = exchange_together(lambda: (None, _digest_in(folder)))
+    _, digests = exchange_together(lambda: (None, digest_in(folder / NAME)))
     _check_same(folder, digests)
-
-
-def _digest_in(folder: Path) -> str:
-    """Return the digest that the manifest of a folder holds of itself, and which was checked when it was read."""
-    return digest(read_start(folder / NAME, 64))
 
 
 def _check_same(folder: Path, digests: list[str]) -> None:

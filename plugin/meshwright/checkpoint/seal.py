@@ -43,11 +43,6 @@ class Seal:
     is_open: bool
     files: dict[str, tuple[int, list[str]]]
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """The key that sorts checkpoints of one folder; those of older versions, which have no number, come first."""
-        return self.number, self.written
-
     @staticmethod
     def read(folder: Path) -> Seal:
         """Read the seal of a folder.

@@ -17,10 +17,9 @@ import torch.distributed as dist
 import xxhash
 
 from meshwright.checkpoint import disk
-from meshwright.checkpoint.digested_json import read_start
+from meshwright.checkpoint.digested_json import digest_in
 from meshwright.checkpoint.lineage import Lineage, begin_save
 from meshwright.checkpoint.manifest import LAST_TIME
-from meshwright.checkpoint.part_files import digest
 from meshwright.checkpoint.read_files import reading
 from meshwright.checkpoint.seal import CHUNK, NAME, Seal, holds_only_what_was_sealed, sizes_in
 from meshwright.checkpoint.staging import Staging, locked
@@ -167,7 +166,7 @@ def check_seal(folder: Path) -> None:
     found, seen = [], ""
     try:
         found = compare()
-        seen = digest(read_start(folder / NAME, 64)) if not found else ""
+        seen = digest_in(folder / NAME) if not found else ""
     except (CheckpointError, OSError) as error:
         found = [str(error)]
     answers = [json.loads(text) for text in texts_of_all(json.dumps([found, seen]))]

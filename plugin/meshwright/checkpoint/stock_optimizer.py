@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.check_optimizer import IMPLEMENTATION, check_fits
 from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, encode, state_key
-from meshwright.checkpoint.restore import IMPLEMENTATION, check_fits, restore_optimizer
+from meshwright.checkpoint.restore import restore_optimizer
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
 from meshwright.optim.state_parts import OptimizerParts, Part, parts_of

@@ -167,9 +167,9 @@ def launch(
         module = module or is_module
         after = launch_job.misplaced_options(script, arguments, _own_options())
         chosen = launch_job.find_plan(plan, sizes, num_processes)
-        if after is not None and chosen is None and num_processes is None:
-            raise ValueError(after)
         if after is not None:
+            if chosen is None and num_processes is None:
+                raise ValueError(after)
             typer.echo(f"meshwright launch: {after}", err=True)
         fewest, machines = launch_job.parse_machines(num_machines)
         if num_processes is None:
