@@ -85,7 +85,6 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_a_copy_trains_on_its_own[*sequence_parallel': True}]",
         "test_a_copy_trains_on_its_own[*'zero_stage': 2}]",
     ),
-    "test_edits.py": ("test_each_edit_is_named_or_harmless[many*",),
     "test_crashes.py": ("test_a_save_that_ends_at_any_step[many*",),
     "test_checkpoints.py": (
         "test_every_pair_of_plans[*",
@@ -150,6 +149,12 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_the_blocks_of_a_page_run[questions.md]",
         "test_the_blocks_of_a_page_run[transformers.md]",
     ),
+    "test_edges.py": (
+        "test_modules_that_layers_share[*-share_projections]",
+        "!test_modules_that_layers_share[tp2-share_projections]",
+        "!test_modules_that_layers_share[pp2-share_projections]",
+    ),
+    "test_edits.py": ("test_each_edit_is_named_or_harmless[many*",),
     "test_ended_ranks.py": (
         "test_a_stopped_rank_ends_the_others_within_the_timeout_and_5_seconds[1]",
         "test_a_rank_that_finishes_later_is_left_in_peace[1]",
@@ -158,11 +163,6 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     "test_examples.py": (
         "test_adapters_are_tuned_and_go_on_in_one_process",
         "test_a_plain_loop_goes_on_under_another_plan",
-    ),
-    "test_edges.py": (
-        "test_modules_that_layers_share[*-share_projections]",
-        "!test_modules_that_layers_share[tp2-share_projections]",
-        "!test_modules_that_layers_share[pp2-share_projections]",
     ),
     "test_export.py": ("test_from_pretrained_gives_the_weights_bitwise[gemma2-bf16]",),
     "test_families.py": (
@@ -174,6 +174,17 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_without_sequence_parallelism[bloom]",
         "!test_without_sequence_parallelism[gpt2]",
         "!test_without_sequence_parallelism[minicpm3]",
+    ),
+    "test_faults.py": (
+        "test_a_call_on_rank_0_alone_is_named[save_checkpoint-True*",
+        "test_a_call_on_rank_0_alone_is_named[save_pretrained*",
+        "test_a_call_on_rank_0_alone_is_named[generate*",
+    ),
+    "test_gather_rows.py": (
+        "test_all_rows_of_the_batch[contrastive-{'dp': 2, 'zero_stage': 1}]",
+        "test_all_rows_of_the_batch_on_two_axes[*",
+        "!test_all_rows_of_the_batch_on_two_axes[{'dp': 2, 'tp': 2, 'sequence_parallel': True}]",
+        "test_logits_of_all_rows[{'dp': 2, 'tp': 2}]",
     ),
     "test_hangs.py": (
         "test_a_program_that_hangs_ends[*",
@@ -191,12 +202,6 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_heads_in_the_trainer[sequences]",
     ),
     "test_hf_datasets.py": ("test_ranks_and_workers_change_in_mid_epoch[files]",),
-    "test_gather_rows.py": (
-        "test_all_rows_of_the_batch[contrastive-{'dp': 2, 'zero_stage': 1}]",
-        "test_all_rows_of_the_batch_on_two_axes[*",
-        "!test_all_rows_of_the_batch_on_two_axes[{'dp': 2, 'tp': 2, 'sequence_parallel': True}]",
-        "test_logits_of_all_rows[{'dp': 2, 'tp': 2}]",
-    ),
     "test_hf_from_pretrained.py": (
         "test_equals_one_process[*",
         "!test_equals_one_process[qwen3, several files-dp2xtp2, zero1 later]",
@@ -225,11 +230,6 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_micro_batches_within_the_call[plan2-split0]",
         "test_gradients_of_inputs[*-True]",
         "!test_gradients_of_inputs[plan1-True]",
-    ),
-    "test_faults.py": (
-        "test_a_call_on_rank_0_alone_is_named[save_checkpoint-True*",
-        "test_a_call_on_rank_0_alone_is_named[save_pretrained*",
-        "test_a_call_on_rank_0_alone_is_named[generate*",
     ),
     "test_launch_hosts.py": (
         "test_a_lost_host_ends_the_other_with_an_error_that_names_it[cut off]",
@@ -346,6 +346,16 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     ),
     "test_pretrain.py": ("test_a_killed_run_goes_on_under_another_plan",),
     "test_primitives_examples.py": ("test_torchrun_starts_a_program", "test_the_table_of_who_reads_what"),
+    "test_random_programs.py": (
+        "test_a_random_program_is_equal_or_told[*",
+        *(f"!test_a_random_program_is_equal_or_told[{plan}]" for plan in ("tp2", "dp2", "dp2 zero3", "pp2x2 mb1")),
+        "test_a_planted_fault_is_found[a hang]",
+        "test_a_planted_fault_is_found[an error on one rank]",
+        "test_a_planted_fault_is_found[loss of all ranks scaled]",
+        "test_a_planted_fault_is_found[a rank says another loss]",
+        "test_each_trait_is_valid_on_one_process[*",
+        "!test_each_trait_is_valid_on_one_process[rope]",
+    ),
     "test_real_kills.py": (
         "test_a_killed_save_leaves_the_old_or_the_new[*",
         "!test_a_killed_save_leaves_the_old_or_the_new[in rank 0's files]",
@@ -359,17 +369,6 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_a_resumed_run_is_equal_to_the_bit[tp2+sp]",
         "test_a_resumed_run_is_equal_to_the_bit[dp2xtp2+zero1]",
         "test_a_resumed_run_is_equal_to_the_bit[dp2+zero3, recompute, workers]",
-    ),
-    "test_random_programs.py": (
-        "test_a_random_program_is_equal_or_told[*",
-        *(f"!test_a_random_program_is_equal_or_told[{plan}]" for plan in ("tp2", "dp2", "dp2 zero3", "pp2x2 mb1")),
-        *(f"test_a_planted_fault_is_found[{plant}]" for plant in ("a hang", "an error on one rank")),
-        *(
-            f"test_a_planted_fault_is_found[{plant}]"
-            for plant in ("loss of all ranks scaled", "a rank says another loss")
-        ),
-        "test_each_trait_is_valid_on_one_process[*",
-        "!test_each_trait_is_valid_on_one_process[rope]",
     ),
     "test_shard_dataloader.py": (
         "test_whole_batches_are_those_of_one_device[*",

@@ -6,7 +6,7 @@ import itertools
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated
 
 import typer
@@ -17,7 +17,7 @@ from benchmarks.random_programs.draw import PLANS, Program
 from benchmarks.random_programs.lanes import judged
 from benchmarks.random_programs.plants import PLANTS
 from benchmarks.random_programs.summary import counts, table
-from benchmarks.random_programs.trait import TRAITS
+from benchmarks.random_programs.traits import TRAITS
 
 
 def main(
@@ -85,7 +85,7 @@ def _matching(seed: int, asked: set[str], plan: str) -> Iterator[Program]:
             yield Program(seed=number, plan=plan or program.plan, names=program.names)
 
 
-def _check(name: str, known: dict[str, object] | dict[str, int], option: str) -> None:
+def _check(name: str, known: Collection[str], option: str) -> None:
     if name and name not in known:
         raise typer.BadParameter(f"{name!r} is none of: {'; '.join(known)}", param_hint=option)
 

@@ -6,8 +6,8 @@ import functools
 import random
 from dataclasses import dataclass
 
-from benchmarks.random_programs import traits as _traits  # noqa: F401, importing it registers the traits
-from benchmarks.random_programs.trait import EQUAL, TRAITS, Trait
+from benchmarks.random_programs.trait import EQUAL, Trait
+from benchmarks.random_programs.traits import TRAITS
 
 PLANS: dict[str, int] = {  # a plan in words -> number of processes
     "tp2": 2,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import queue
-import threading
+import math
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from benchmarks.random_programs.compare import Outcome, judge
 from benchmarks.random_programs.draw import PLANS, Program
@@ -27,51 +28,24 @@ def judged(
         seconds: time after which no further program is begun.
         plant: the name of a fault to plant in each run under a plan.
     """
-    waiting = iter(programs)
-    lock = threading.Lock()
-    answers: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
-    end = None if seconds is None else time.monotonic() + seconds
-    stopped = threading.Event()
-
-    def next_program() -> Program | None:
-        if stopped.is_set() or (end is not None and time.monotonic() > end):
-            return None
-        with lock:
-            return next(waiting, None)
-
-    def work() -> None:
-        pools = Pools()
-        try:
-            for number in itertools.count(1):
-                program = next_program()
-                if program is None:
-                    return
-                answers.put(minimal(program, pools, plant))
-                if number % RETIRE == 0:
-                    pools.close()
-        except BaseException as error:
-            answers.put(error)
-        finally:
-            pools.close()
-            answers.put(None)
-
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(lanes)]
-    for thread in threads:
-        thread.start()
-    try:
-        running = lanes
-        while running:
-            answer = answers.get()
-            if isinstance(answer, BaseException):
-                raise answer
-            if answer is None:
-                running -= 1
-            else:
-                yield answer
-    finally:
-        stopped.set()
-        for thread in threads:
-            thread.join()
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    waiting = itertools.takewhile(lambda _: time.monotonic() < end, programs)
+    idle, running = [Pools() for _ in range(lanes)], dict[Future[Outcome], Pools]()
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(lanes) as executor:
+        for pools in idle:
+            stack.callback(pools.close)
+        while True:
+            for program in itertools.islice(waiting, len(idle)):
+                pools = idle.pop()
+                running[executor.submit(minimal, program, pools, plant)] = pools
+            if not running:
+                return
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                pools = running.pop(future)
+                pools.count()
+                idle.append(pools)
+                yield future.result()
 
 
 class Pools(dict[int, WorkerPool]):
@@ -79,6 +53,13 @@ class Pools(dict[int, WorkerPool]):
 
     def __init__(self) -> None:
         super().__init__({size: WorkerPool(size, grace=GRACE) for size in sorted({1, *PLANS.values()})})
+        self._programs = 0
+
+    def count(self) -> None:
+        """Count a program that these workers have run, and end them after some."""
+        self._programs += 1
+        if self._programs % RETIRE == 0:
+            self.close()
 
     def close(self) -> None:
         """End all workers; a later run starts new ones."""

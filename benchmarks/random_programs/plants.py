@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from benchmarks.random_programs import run as running
 from benchmarks.random_programs.draw import Program
 from benchmarks.random_programs.run import Numbers, Run, run
+from meshwright.errors import PlanError
+from meshwright.parallel.gradient_sync import AllReduce
 
 Planted = contextlib.AbstractContextManager[Any]
 
@@ -51,8 +53,6 @@ def _loss_of_all_ranks() -> Planted:
 
 def _bucket_turned() -> Planted:
     """Turn the sign of half of each bucket, on all ranks, since replicas that differ are found without comparing."""
-    from meshwright.parallel.gradient_sync import AllReduce
-
     start = AllReduce.start
 
     def wrong(self: AllReduce, bucket: Any, flat: Any) -> Any:
@@ -110,42 +110,23 @@ def _skipped_weight() -> Planted:
     return mock.patch.object(running, "Run", Skips)
 
 
-def _torch_error() -> Planted:
-    class Fails(Run):
+def _before_each_step(fault: Callable[[], object]) -> Planted:
+    class Faulty(Run):
         def _step(self) -> None:
-            torch.zeros(2) + torch.zeros(3)
-
-    return mock.patch.object(running, "Run", Fails)
-
-
-def _error_of_one_rank() -> Planted:
-    class Fails(Run):
-        def _step(self) -> None:
-            if _is_last():
-                torch.zeros(2) + torch.zeros(3)
+            fault()
             super()._step()
 
-    return mock.patch.object(running, "Run", Fails)
+    return mock.patch.object(running, "Run", Faulty)
 
 
-def _hang() -> Planted:
-    class Sleeps(Run):
-        def _step(self) -> None:
-            time.sleep(1e4)
-
-    return mock.patch.object(running, "Run", Sleeps)
+def _add_unlike_sizes() -> Tensor:
+    return torch.zeros(2) + torch.zeros(3)
 
 
-@contextlib.contextmanager
-def _refusal() -> Iterator[None]:
+def _refusal() -> Planted:
     """Refuse a program that is right."""
-    from meshwright.errors import PlanError
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise PlanError("this model has 2 layers, which cannot be trained; set tp=1")
-
-    with mock.patch("meshwright.to_distributed", refuse):
-        yield
+    error = PlanError("this model has 2 layers, which cannot be trained; set tp=1")
+    return mock.patch("meshwright.to_distributed", side_effect=error)
 
 
 PLANTS: dict[str, Callable[[], Planted]] = {
@@ -156,9 +137,9 @@ PLANTS: dict[str, Callable[[], Planted]] = {
     "a collator for each rank": _collator_of_each_rank,
     "no plan is applied": _no_plan,
     "a weight is not stepped": _skipped_weight,
-    "an error of torch": _torch_error,
-    "an error on one rank": _error_of_one_rank,
-    "a hang": _hang,
+    "an error of torch": lambda: _before_each_step(_add_unlike_sizes),
+    "an error on one rank": lambda: _before_each_step(lambda: _is_last() and _add_unlike_sizes()),
+    "a hang": lambda: _before_each_step(lambda: time.sleep(1e4)),
     "a needless refusal": _refusal,
     "nothing is compared": contextlib.nullcontext,
     "a rank says another loss": contextlib.nullcontext,

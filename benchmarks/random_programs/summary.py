@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from benchmarks.random_programs.compare import Outcome
 from benchmarks.random_programs.draw import PLANS
-from benchmarks.random_programs.trait import TRAITS, Verdict
+from benchmarks.random_programs.trait import Verdict
+from benchmarks.random_programs.traits import TRAITS
 
 # From the best to the worst; a cell shows the worst.
 MARKS: dict[Verdict, str] = {

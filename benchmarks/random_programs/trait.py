@@ -52,7 +52,7 @@ class Trait:
         event: is called once, after the first step.
 
     Example:
-        add(Trait(name="shared mlp", kind="sharing", may=TOLD, build=lambda run: share(run, "mlp")))
+        Trait(name="shared mlp", kind="sharing", may=TOLD, build=lambda run: share(run, "mlp"))
     """
 
     name: str
@@ -85,14 +85,3 @@ class Trait:
         if self.kind == other.kind:
             return False
         return not (self.without & {other.name, other.kind} or other.without & {self.name, self.kind})
-
-
-TRAITS: dict[str, Trait] = {}
-
-
-def add(trait: Trait) -> Trait:
-    """Register a trait, so that programs with it are drawn."""
-    if trait.name in TRAITS:
-        raise ValueError(f"two traits are named {trait.name!r}")
-    TRAITS[trait.name] = trait
-    return trait

@@ -19,6 +19,7 @@ from meshwright.planner.footprint import footprint
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.shapes import describe
 from support.models import build, tokens
+from support.short_programs import losses_of
 
 ROWS, LENGTH = 8, 32
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
@@ -36,14 +37,7 @@ def picked(options: dict[str, Any], optimizer_class: type = torch.optim.AdamW, f
     optimizer = optimizer_class(model.parameters(), lr=1e-2)
     config = mw.ToDistributedConfig(**options)
     model, optimizer, batches = mw.to_distributed(model, optimizer, loader(), config=config)
-    losses = []
-    for batch in batches:
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return dataclasses.asdict(mw.plan_of(model)), losses
+    return dataclasses.asdict(mw.plan_of(model)), losses_of(model, optimizer, batches)
 
 
 def needs(plan: Candidate, family: str = "llama") -> float:

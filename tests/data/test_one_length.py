@@ -35,6 +35,7 @@ from meshwright.parallel.collectives import Axis
 from support.exact import Float64
 from support.logs import logged
 from support.models import build, tokens
+from support.short_programs import Plan, distribute
 
 WORDS = 50
 
@@ -157,21 +158,19 @@ def test_each_rank_has_rows_of_the_one_device_batch(name: str, side: str) -> Non
             assert found == expected
 
 
-def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
-    ids = pad_sequence(rows, batch_first=True, padding_value=0, padding_side="left")
+def padded(rows: list[Tensor], side: str = "left") -> dict[str, Tensor]:
+    ids = pad_sequence(rows, batch_first=True, padding_side=side)
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.where(ids > 0, -100)}
 
 
-def train(plan: dict[str, Any] | None) -> list[float]:
+def train(plan: Plan) -> list[float]:
     """The losses of four steps on rows whose first token becomes a label behind a pad, and the last norm."""
     with Float64():
         model: Any = build("llama").double()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         rows = [x[: 3 + 7 * n % 11] for n, x in enumerate(tokens(16, 14))]
-        loader: Any = DataLoader(rows, batch_size=4, collate_fn=left_padded)
-        if plan is not None:
-            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
-            model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
+        loader: Any = DataLoader(rows, batch_size=4, collate_fn=padded)
+        model, optimizer, loader = distribute(plan, model, optimizer, loader)
         found = []
         for batch in loader:
             loss = model(**batch).loss
@@ -197,13 +196,8 @@ def warnings_of_padding_in_the_loop(side: str) -> list[str]:
         config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2))
         model, _, loader = mw.to_distributed(build("llama"), None, loader, config=config)
         for batch in loader:
-            model(**(left_padded if side == "left" else right_padded)(batch)).loss.backward()
+            model(**padded(batch, side)).loss.backward()
     return [text for text in said if "pads on the left" in text]
-
-
-def right_padded(rows: list[Tensor]) -> dict[str, Tensor]:
-    ids = pad_sequence(rows, batch_first=True)
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.where(ids > 0, -100)}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -84,8 +84,10 @@ SHARED = {change.__name__: change for change in (share_blocks, share_projections
 def with_shared_modules(plan: Plan, name: str, folder: str | None = None) -> dict[str, torch.Tensor]:
     """The weights after two clipped steps; ``save_weights`` writes them to the folder."""
     with Float64():
-        model: Any = build("llama", use_cache=False).double()
+        model: Any = build("llama").double()
         SHARED[name](model)
+        if name != "share_blocks":  # on one device, both places of an attention would write to one cache
+            model.config.use_cache = False
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader = distribute(plan, model, optimizer, batches(2))
         for batch in loader:

@@ -15,7 +15,7 @@ from benchmarks.random_programs.draw import PLANS, Program
 from benchmarks.random_programs.plants import PLANTS
 from benchmarks.random_programs.run import Numbers, run
 from benchmarks.random_programs.summary import MARKS, table
-from benchmarks.random_programs.trait import TRAITS
+from benchmarks.random_programs.traits import TRAITS
 from harness import WorkerPool
 from harness.messages import Failure
 

@@ -14,8 +14,8 @@ import torch
 from harness.programs import run_program
 from meshwright.mesh import process_group
 from meshwright_hf.network import free_port
-from support.ending import check, flat
-from support.hangs import PLACES, STARTS, TIMEOUT, hangs, run_script, stop_here
+from support.ending import TIMEOUT, check, flat
+from support.hangs import PLACES, STARTS, hangs, run_script, stop_here
 
 # No thread of Python runs in these, and only in the first does the kernel's signal reach code that writes the stack.
 ENDED_BY_THE_KERNEL = ("gil", "stop")

@@ -14,6 +14,7 @@ import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.logs import logged
 from support.models import build, labels_for, tokens
+from support.short_programs import Plan, distribute, losses_of, weights_of
 
 DP2: dict[str, Any] = {"dp": 2}
 ZERO1, ZERO3 = {**DP2, "zero_stage": 1}, {**DP2, "zero_stage": 3}
@@ -76,7 +77,7 @@ def model_of(kind: str) -> Any:
     return model
 
 
-def train(plan: dict[str, Any] | None, kind: str, *, evaluates: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+def train(plan: Plan, kind: str, *, evaluates: bool = False) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and the state after a few steps; each data-parallel rank has rows of another length."""
     torch.manual_seed(0)
     with Float64():
@@ -86,23 +87,14 @@ def train(plan: dict[str, Any] | None, kind: str, *, evaluates: bool = False) ->
         for step in range(STEPS):
             ids = tokens(ROWS, 10, seed=step)
             batches.append({"input_ids": ids, "labels": labels_for(ids)})
-        if plan is not None:
-            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
-            model, optimizer, batches = mw.to_distributed(model, optimizer, batches, config=config)
+        model, optimizer, batches = distribute(plan, model, optimizer, batches)
         if evaluates:
             model.eval()
             with torch.no_grad():
                 for _ in range(STEPS):
                     model(input_ids=tokens(2, 4))
             model.train()
-        losses = []
-        for batch in batches:
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, model.state_dict() if plan is None else mw.full_state_dict(model)
+        return losses_of(model, optimizer, batches), weights_of(model, plan)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +151,7 @@ COUNT = r"forward changes model.layers.1.mlp.act_fn.count in each micro-batch.*m
         ("spectral", PIECES, r"forward changes lm_head.parametrizations.weight.0._u in each micro-batch"),
         ("spectral", {"tp": 2}, r"lm_head"),
         ("spectral", {"pp": 2}, r"lm_head"),
-        (
-            "count",
-            RECOMPUTED,
-            r"forward changes model.layers.1.mlp.act_fn.count, and recompute='full'",
-        ),
+        ("count", RECOMPUTED, r"forward changes model.layers.1.mlp.act_fn.count, and recompute='full'"),
         ("decay", PIECES, "forward changes model.layers.1.mlp.act_fn.gain in each micro-batch"),
         ("decay", ZERO3, "forward writes the weight model.layers.1.mlp.act_fn.gain in place"),
         (

@@ -24,7 +24,6 @@ from harness.messages import Failure, Job, Result, receive
 from harness.server import fork_context
 
 START_TIMEOUT = 180.0  # seconds for the server's imports, on a busy machine
-GRACE = 10.0
 STACKS_TIME = 1.0  # seconds for the workers to write their stacks
 
 
@@ -44,7 +43,7 @@ class WorkerPool:
 
     Args:
         world_size: the number of ranks.
-        grace: seconds that the other ranks have to answer after one failed (default: 10).
+        grace: seconds that the other ranks have to answer after one failed.
 
     Example:
         def total(value):
@@ -55,9 +54,9 @@ class WorkerPool:
         assert pool.run(total, 10) == [21, 21]
     """
 
-    def __init__(self, world_size: int, *, grace: float | None = None) -> None:
+    def __init__(self, world_size: int, *, grace: float = 10.0) -> None:
         self.world_size = world_size
-        self._grace = grace
+        self.grace = grace
         self._jobs = 0
         self._workers: list[BaseProcess] = []
         self._connections: list[Connection] = []
@@ -65,10 +64,6 @@ class WorkerPool:
         self._log_starts = [0] * world_size
         self._logs = tempfile.TemporaryDirectory(prefix="workers-")
         atexit.register(self.close)  # before multiprocessing's own, which waits for all children
-
-    @property
-    def grace(self) -> float:
-        return GRACE if self._grace is None else self._grace
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
         """Return what ``function(*args, **kwargs)`` returned on each rank.

@@ -200,7 +200,7 @@ def test_a_hang_is_reported_with_every_stack_and_the_pool_recovers(pool):
 
 
 def test_a_hang_after_an_error_is_found_early_and_names_the_error(pool, monkeypatch):
-    monkeypatch.setattr("harness.pool.GRACE", 0.5)
+    monkeypatch.setattr(pool, "grace", 0.5)
     pool.run(nothing)
     with pytest.raises(WorkerHang) as caught:
         pool.run(fail_while_the_other_stalls)

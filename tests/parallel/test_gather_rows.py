@@ -14,7 +14,7 @@ from torch import Tensor
 import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
-from support.short_programs import Plan, distribute, weights_of, worst
+from support.short_programs import Plan, distribute, losses_of, weights_of, worst
 
 LENGTH = 10
 SIZES = (4, 3, 1)  # rows of a batch: as many on each rank, one more on one of two, and a filler on one of two
@@ -69,13 +69,7 @@ def train(plan: Plan, program: str) -> tuple[list[float], dict[str, Tensor]]:
         model: Any = build("llama").double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         model, optimizer, loader = distribute(plan, model, optimizer, make_batches())
-        losses = []
-        for batch in loader:
-            loss = PROGRAMS[program](model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses = losses_of(model, optimizer, loader, PROGRAMS[program])
     return losses, weights_of(model, plan)
 
 

@@ -26,6 +26,7 @@ from transformers import (
 import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import SIZES, tokens
+from support.short_programs import Plan, distribute, losses_of
 from support.trainers import Run, run_trainer
 
 LENGTH = 10
@@ -84,7 +85,7 @@ def make_batch(head: str, rows: int) -> dict[str, Tensor]:
 
 
 def train(
-    plan: dict[str, Any] | None, heads: list[str], sizes: tuple[int, ...] = (3, 1, 4)
+    plan: Plan, heads: list[str], sizes: tuple[int, ...] = (3, 1, 4)
 ) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     """For each head, the losses of batches with so many rows, and the whole gradients of their sum."""
     results = {}
@@ -92,15 +93,8 @@ def train(
         with Float64():
             torch.manual_seed(0)
             model: Any = MODELS[head]().double().train()
-            batches: Any = [make_batch(head, rows) for rows in sizes]
-            if plan is not None:
-                config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
-                model, _, batches = mw.to_distributed(model, None, batches, config=config)
-            losses = []
-            for batch in batches:
-                loss = model(**batch).loss
-                loss.backward()
-                losses.append(loss.item())
+            model, _, batches = distribute(plan, model, None, [make_batch(head, rows) for rows in sizes])
+            losses = losses_of(model, None, batches)
             named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
             results[head] = losses, named if plan is None else mw.full_gradients(model)
     return results

@@ -13,6 +13,7 @@ from torch import Tensor
 import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
+from support.short_programs import Plan, distribute, losses_of
 
 SP = {"tp": 2, "sequence_parallel": True}
 DP = {"dp": 2}
@@ -109,23 +110,15 @@ def test_each_ranks_own_count_needs_no_option(pool2: Any) -> None:
     assert pool2.run(accumulate, DP, "own batch", "auto", ragged=True)[0][0][0] == pytest.approx(expected, rel=1e-12)
 
 
-def train_with_another_index(plan: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
+def train_with_another_index(plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and whole gradients of batches whose loss skips the label 7, of 1 row and of 3 rows."""
     with Float64():
         model, batches = build("llama").double(), []
         for rows in (1, 3):
             ids = tokens(rows, LENGTH, seed=rows)
             batches.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) % 3 == 0, 7)})
-        loader: Any = batches
-        if plan is not None:
-            model, _, loader = mw.to_distributed(
-                model, None, batches, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
-            )
-        losses = []
-        for batch in loader:
-            loss = model(**batch, ignore_index=7).loss
-            loss.backward()
-            losses.append(loss.item())
+        model, _, loader = distribute(plan, model, None, batches)
+        losses = losses_of(model, None, loader, lambda model, batch: model(**batch, ignore_index=7).loss)
     return losses, {n: p.grad for n, p in model.named_parameters()} if plan is None else mw.full_gradients(model)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import select
@@ -18,14 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import meshwright as mw
 from harness.programs import FAULT, mark_fault
+from meshwright.checkpoint.part_files import RankPart
+from meshwright.distribute.installation import Installation
 from meshwright_hf.network import free_port
+from support.ending import TIMEOUT
 from support.models import build, tokens
 
-TIMEOUT = 4.0  # seconds, instead of the two minutes of real programs
 HANGS_FOR = 1000.0
 
 
@@ -64,7 +65,7 @@ PLACES = (
 )  # fmt: skip
 
 
-class Rows:
+class Rows(Dataset[Any]):
     """Rows of tokens; one of them hangs on the victim."""
 
     def __init__(self, hangs: bool) -> None:
@@ -80,7 +81,7 @@ class Rows:
         return {"input_ids": ids, "labels": ids.clone()}
 
 
-def hangs(place: str, victim: int, timeout: float = TIMEOUT) -> None:
+def hangs(place: str, victim: int) -> None:
     """Train under dp2; rank ``victim`` hangs at ``place``, and nothing else is wrong."""
     is_victim = int(os.environ["RANK"]) == victim
 
@@ -91,25 +92,13 @@ def hangs(place: str, victim: int, timeout: float = TIMEOUT) -> None:
         time.sleep(HANGS_FOR)
     model = build("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader: Any = DataLoader(
-        Rows(here("dataset") or here("worker")), batch_size=4, num_workers=int(place == "worker"), shuffle=False
-    )  # type: ignore[arg-type, var-annotated]
-    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2), timeout_s=timeout)
-    with contextlib.ExitStack() as stack:
-        if here("set-up"):
-            from meshwright.distribute import installation
-
-            original = installation.Installation.distribute
-
-            def distribute(*args: Any, **kwargs: Any) -> Any:
-                hang_here()
-                return original(*args, **kwargs)
-
-            installation.Installation.distribute = distribute  # type: ignore[method-assign]
-            stack.callback(setattr, installation.Installation, "distribute", original)
-        if place == "before the call":
-            mark_fault()  # the others wait from here on
-        model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
+    loader: Any = DataLoader(Rows(here("dataset") or here("worker")), batch_size=4, num_workers=int(place == "worker"))
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2), timeout_s=TIMEOUT)
+    if here("set-up"):
+        Installation.distribute = lambda *_, **__: hang_here()  # type: ignore[method-assign, assignment]
+    if place == "before the call":
+        mark_fault()  # the others wait from here on
+    model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
     step = 0
 
     def hook(*_: Any) -> None:
@@ -130,9 +119,7 @@ def hangs(place: str, victim: int, timeout: float = TIMEOUT) -> None:
         optimizer.zero_grad()
     if place == "save":
         if is_victim:
-            from meshwright.checkpoint import part_files
-
-            part_files.RankPart.write = lambda *_, **__: hang_here()  # type: ignore[method-assign, assignment]
+            RankPart.write = lambda *_, **__: hang_here()  # type: ignore[method-assign, assignment]
         mw.save_checkpoint(os.path.join(tempfile.gettempdir(), f"hang-{os.environ['MASTER_PORT']}"), model, optimizer)
     if place == "evaluation":
         model.eval()
@@ -155,19 +142,17 @@ class Ended:
         codes: the exit codes of what was started: the launcher, or each rank.
         output: what all processes printed.
         after: seconds from the fault until these had ended.
-        all_after: seconds from the fault until no process was left, the workers of a rank's loader included.
     """
 
     codes: list[int]
     output: str
     after: float
-    all_after: float
 
 
 STARTS = ("torchrun", "launch", "plain")
 
 
-def run_script(start: str, place: str, victim: int, python: str, patience: float = 100.0) -> Ended:
+def run_script(start: str, place: str, victim: int, python: str, patience: float) -> Ended:
     """Start this file on two ranks, by torchrun, by ``meshwright launch`` or as plain processes, until all have ended.
 
     Args:
@@ -211,7 +196,7 @@ def run_script(start: str, place: str, victim: int, python: str, patience: float
     faults = [float(mark) for mark in re.findall(rf"{FAULT}([\d.]+)", text)]
     fault = min(faults, default=begun)
     codes = [one.wait() for one in started]
-    return Ended(codes, text, (ended or all_ended) - fault, all_ended - fault)
+    return Ended(codes, text, (ended or all_ended) - fault)
 
 
 if __name__ == "__main__":

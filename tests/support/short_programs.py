@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +26,30 @@ def distribute(plan: Plan, model: nn.Module, optimizer: Any, loader: Any) -> tup
     if plan is None:
         return model, optimizer, loader
     return mw.to_distributed(model, optimizer, loader, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))
+
+
+def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The model's own loss."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def losses_of(
+    model: Any,
+    optimizer: Any,
+    loader: Iterable[dict[str, Tensor]],
+    loss_of: Callable[[Any, dict[str, Tensor]], Tensor] = loss_of,
+) -> list[float]:
+    """Train on each batch, and return the losses; without an optimizer, gradients add up."""
+    losses = []
+    for batch in loader:
+        loss = loss_of(model, batch)
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def weights_of(model: nn.Module, plan: Plan) -> dict[str, Tensor]:

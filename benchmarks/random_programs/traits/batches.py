@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from benchmarks.random_programs.trait import TOLD, Trait, add
+from benchmarks.random_programs.trait import TOLD, Trait
+
+TRAITS: list[Trait] = []
+add = TRAITS.append
 
 _HEADS = frozenset({"head"})
 
@@ -80,21 +84,18 @@ def _to_longest(examples: list[dict[str, Any]], *, side: str, multiple: int = 1,
     """Pad to the longest row of the batch, as hand-written collators do."""
     longest = max(len(example["input_ids"]) for example in examples)
     longest = -(-longest // multiple) * multiple
-    return {
-        name: torch.stack([_padded(values, longest, fill, side) for values in _of(examples, name)])
-        for name, fill in (("input_ids", 0), ("labels", -100), *((("attention_mask", 0),) if has_mask else ()))
+
+    def padded(row: Tensor, fill: int) -> Tensor:
+        missing = longest - len(row)
+        return functional.pad(row, (0, missing) if side == "right" else (missing, 0), value=fill)
+
+    batch = {
+        name: torch.stack([padded(example[name], fill) for example in examples])
+        for name, fill in (("input_ids", 0), ("labels", -100))
     }
-
-
-def _of(examples: list[dict[str, Any]], name: str) -> list[Tensor]:
-    if name == "attention_mask":
-        return [torch.ones(len(example["input_ids"]), dtype=torch.long) for example in examples]
-    return [example[name] for example in examples]
-
-
-def _padded(values: Tensor, length: int, fill: int, side: str) -> Tensor:
-    pads = values.new_full((length - len(values),), fill)
-    return torch.cat([values, pads] if side == "right" else [pads, values])
+    if has_mask:
+        batch["attention_mask"] = torch.stack([padded(torch.ones_like(x["input_ids"]), 0) for x in examples])
+    return batch
 
 
 @functools.cache
@@ -118,8 +119,8 @@ def _of_transformers(kind: str, side: str, **options: Any) -> Any:
     return collate
 
 
-def _language_modeling(side: str, **options: Any) -> Any:
-    inner = _of_transformers("DataCollatorForLanguageModeling", side, mlm=False, **options)
+def _language_modeling(side: str) -> Any:
+    inner = _of_transformers("DataCollatorForLanguageModeling", side, mlm=False)
     return lambda examples: inner([{"input_ids": example["input_ids"]} for example in examples])
 
 
@@ -161,15 +162,15 @@ for _name, _collate in {
         "DataCollatorForSeq2Seq", "left", pad_to_multiple_of=8
     ),
     "transformers' token classification, left": _of_transformers("DataCollatorForTokenClassification", "left"),
-    "transformers' language modeling, right": lambda examples: _language_modeling("right")(examples),
-    "transformers' language modeling, left": lambda examples: _language_modeling("left")(examples),
+    "transformers' language modeling, right": _language_modeling("right"),
+    "transformers' language modeling, left": _language_modeling("left"),
     "sorted by length": _sorted,
     "all rows in one": _flattened,
     "cut to the shortest": _truncated,
     "the first row twice": _first_row_twice,
 }.items():
     _values = {"uses_cache_on_one": False} if _collate is _flattened else {}
-    _more = {"rows", "accumulation", "contrast", "batch-wide", "evaluation"} if _collate is _flattened else set()
+    _more = {"rows", "accumulation", "batch-wide", "evaluation"} if _collate is _flattened else set()
     add(
         Trait(
             name=f"collator: {_name}",

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.random_programs.trait import TOLD, Trait, add
+from benchmarks.random_programs.trait import TOLD, Trait
 
 if TYPE_CHECKING:
     from benchmarks.random_programs.run import Run
+
+TRAITS: list[Trait] = []
+add = TRAITS.append
 
 # With recomputation a one-device program runs these twice, which nobody means; copies would count apart.
 _ONCE = frozenset({"recompute", "a copy of the model", "average", "resume", "evaluation", "load_state_dict"})
@@ -31,31 +34,19 @@ def _after_layer(run: Run, change: Any) -> None:
     layer.register_forward_hook(hook)
 
 
-class _BatchNormed(nn.Module):
-    def __init__(self, inner: nn.Module, is_affine: bool):
+class _BatchNormOfLast(nn.Module):
+    """BatchNorm over the last dim, which is the second one in torch."""
+
+    def __init__(self, is_affine: bool):
         super().__init__()
-        self.inner = inner
         self.batch_norm = nn.BatchNorm1d(32, affine=is_affine).double()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.batch_norm(self.inner(hidden).transpose(1, 2)).transpose(1, 2)
-
-
-def _batch_norm(run: Run, is_affine: bool) -> None:
-    run.model.model.norm = _BatchNormed(run.model.model.norm, is_affine)
-
-
-def _batch_norm_of_mlp(run: Run) -> None:
-    run.layers[0].mlp = nn.Sequential(run.layers[0].mlp, _OfLast())
-
-
-class _OfLast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch_norm = nn.BatchNorm1d(32, affine=False).double()
-
-    def forward(self, hidden: Tensor) -> Tensor:
         return self.batch_norm(hidden.transpose(1, 2)).transpose(1, 2)
+
+
+def _add_batch_norm(owner: Any, name: str, is_affine: bool) -> None:
+    setattr(owner, name, nn.Sequential(getattr(owner, name), _BatchNormOfLast(is_affine)))
 
 
 def _step_counter(run: Run) -> None:
@@ -118,9 +109,9 @@ def _embedding(run: Run, **options: Any) -> None:
 
 
 for _name, _build in {
-    "BatchNorm after the last norm": lambda run: _batch_norm(run, True),
-    "BatchNorm without weights": lambda run: _batch_norm(run, False),
-    "BatchNorm after an mlp": _batch_norm_of_mlp,
+    "BatchNorm after the last norm": lambda run: _add_batch_norm(run.model.model, "norm", True),
+    "BatchNorm without weights": lambda run: _add_batch_norm(run.model.model, "norm", False),
+    "BatchNorm after an mlp": lambda run: _add_batch_norm(run.layers[0], "mlp", False),
     "a buffer that counts": _step_counter,
     "a number that counts": _python_counter,
     "a running mean": _running_mean,

@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from benchmarks.random_programs.trait import TOLD, Trait, add
+from benchmarks.random_programs.trait import TOLD, Trait
 from meshwright.faults.together import on_first_rank
 
 if TYPE_CHECKING:
     from benchmarks.random_programs.run import Run
+
+TRAITS: list[Trait] = []
+add = TRAITS.append
 
 add(Trait(name="no clipping", kind="clipping", values={"clips": False}))
 add(

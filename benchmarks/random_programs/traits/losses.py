@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.random_programs.trait import TOLD, Trait, add
+from benchmarks.random_programs.trait import TOLD, Trait
 from benchmarks.random_programs.traits.forwards import first_of
 
 if TYPE_CHECKING:
     from benchmarks.random_programs.run import Run
+
+TRAITS: list[Trait] = []
+add = TRAITS.append
 
 _WHOLE = {"gather_logits": True}
 _OWN = frozenset({"head", "keyword"})
@@ -170,6 +174,10 @@ def _keywords(run: Run, batch: Batch, **values: Any) -> Tensor:
     return run.model(**{**batch, **values}).loss
 
 
+def _without_ids(batch: Batch) -> Batch:
+    return {name: x for name, x in batch.items() if name != "input_ids"}
+
+
 def _shifted(batch: Batch) -> Tensor:
     return functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
 
@@ -198,14 +206,9 @@ for _name, _loss in {
     "logits_to_keep=0": lambda run, batch: _keywords(run, batch, logits_to_keep=0),
     "return_dict=False": lambda run, batch: run.model(**batch, return_dict=False)[0],
     "inputs_embeds": lambda run, batch: (
-        run.model(
-            inputs_embeds=run.model.get_input_embeddings()(batch["input_ids"]),
-            **{name: x for name, x in batch.items() if name != "input_ids"},
-        ).loss
+        run.model(inputs_embeds=run.model.get_input_embeddings()(batch["input_ids"]), **_without_ids(batch)).loss
     ),
-    "positional input_ids": lambda run, batch: (
-        run.model(batch["input_ids"], **{name: x for name, x in batch.items() if name != "input_ids"}).loss
-    ),
+    "positional input_ids": lambda run, batch: run.model(batch["input_ids"], **_without_ids(batch)).loss,
     "two passes": lambda run, batch: (run.model(**batch).loss + run.model(**batch).loss) / 2,
 }.items():
     _with = {"inputs permuted by a hook"} if _name in ("inputs_embeds", "positional input_ids") else set()
@@ -245,24 +248,16 @@ def _auxiliary(run: Run, batch: Batch, loss: Tensor, *, is_declared: bool) -> Te
     return loss + 1e-3 * (run.global_mean(term, rows) if is_declared else term)
 
 
-add(
-    Trait(
-        name="penalty on norms",
-        kind="term",
-        may=TOLD,
-        factor=lambda run, batch, loss: _penalty(run, batch, loss, is_all=False),
-        without=frozenset({"factor"}),
+for _what in ("norms", "all weights"):
+    add(
+        Trait(
+            name=f"penalty on {_what}",
+            kind="term",
+            may=TOLD,
+            factor=functools.partial(_penalty, is_all=_what == "all weights"),
+            without=frozenset({"factor"}),
+        )
     )
-)
-add(
-    Trait(
-        name="penalty on all weights",
-        kind="term",
-        may=TOLD,
-        factor=lambda run, batch, loss: _penalty(run, batch, loss, is_all=True),
-        without=frozenset({"factor"}),
-    )
-)
 for _declares in (True, False):
     add(
         Trait(
@@ -272,9 +267,7 @@ for _declares in (True, False):
             warns="sees this rank's" if _declares else "sees this rank's|global_mean",
             is_local=True,
             build=_watch,
-            factor=lambda run, batch, loss, it=_declares: _auxiliary(  # type: ignore[misc]
-                run, batch, loss, is_declared=it
-            ),
+            factor=functools.partial(_auxiliary, is_declared=_declares),
             without=frozenset({"factor", "recompute", "two passes", "a copy of the model"}),
         )
     )

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from benchmarks.random_programs.trait import TOLD, Trait, add
+from benchmarks.random_programs.trait import TOLD, Trait
 
 if TYPE_CHECKING:
     from benchmarks.random_programs.run import Run
+
+TRAITS: list[Trait] = []
+add = TRAITS.append
 
 _NO_COPY = frozenset({"average", "a copy of the model"})  # torch cannot copy these modules
 

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from benchmarks.random_programs.trait import TOLD, Trait, add
+from benchmarks.random_programs.trait import TOLD, Trait
 
 if TYPE_CHECKING:
     from benchmarks.random_programs.run import Run
+
+TRAITS: list[Trait] = []
+add = TRAITS.append
 
 _STOCK: dict[str, Any] = {
     "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),

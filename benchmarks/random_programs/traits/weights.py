@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from benchmarks.random_programs.trait import TOLD, Trait, add
+from benchmarks.random_programs.trait import TOLD, Trait
 
 if TYPE_CHECKING:
     from benchmarks.random_programs.run import Run
+
+TRAITS: list[Trait] = []
+add = TRAITS.append
 
 
 # ---- averages of the weights
