@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from harness.programs import run_program
+from meshwright.faults.deadline import Deadline
 from meshwright.mesh import process_group
 from meshwright_hf.network import free_port
 from support.ending import TIMEOUT, check, flat
-from support.hangs import PLACES, STARTS, hangs, run_script, stop_here
+from support.hangs import PLACES, STARTS, hangs, hold_the_gil, run_script, stop_here
 
 # No thread of Python runs in these, and only in the first does the kernel's signal reach code that writes the stack.
 ENDED_BY_THE_KERNEL = ("gil", "stop")
@@ -37,6 +38,17 @@ def test_a_program_that_hangs_ends(place: str, victim: int) -> None:
         check(hung, rf"{why}.*hangs\.py\", line \d+, in (hang_here|wait_for_a_dead_lock|hangs)", within=IN_TIME)
     named = rf"rank {victim} \(host [^)]*\)"
     check(other, rf"{named}.*(kept other ranks waiting|stopped, hung)|did not come:.*{named}", within=IN_TIME)
+
+
+def holds_the_gil_after_its_failure() -> None:
+    Deadline().end(1.0)
+    hold_the_gil()
+
+
+def test_a_process_that_has_failed_and_hangs_exits_as_one_that_failed() -> None:
+    """A launcher would say of a killed one that it was killed, which sounds like a lack of memory."""
+    (outcome,) = run_program(holds_the_gil_after_its_failure, 1)
+    assert outcome.code == 1 and 1 <= outcome.after < 10, outcome
 
 
 def meets_a_stopped_store(port: int) -> None:

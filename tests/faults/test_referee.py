@@ -126,6 +126,16 @@ def test_a_question_that_nobody_else_asks_ends_with_the_names_of_who_did_not_com
     assert "rank 1" not in found[0]["gone"]
 
 
+def test_who_gives_up_waiting_for_a_rank_without_heartbeat_learns_its_process():
+    """It must end that process before it ends itself: a launcher names the one that ended first."""
+    made = referee(2, timeout=10.0)
+    made.join(1, "rank 1", now=0.0, process={"pid": 7})
+    ask(made, 0, "a", (0, 1), now=0.0)
+    made.beat(0, "step 1", now=10.0)
+    made.beat(1, "step 1", now=6.0)
+    assert answers(made.tick(now=10.5))[0]["silent"] == [{"pid": 7}]
+
+
 def late(posts: list[Post]) -> dict[int, str]:
     return {rank: post.body["late"] for post in posts if "late" in post.body for rank in post.ranks}
 

@@ -6,6 +6,7 @@ again; the kernel acts if it does not. POSIX timers belong to one process: its c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
 import sys
@@ -14,6 +15,7 @@ import threading
 from meshwright.mesh.siblings import STACK_SIGNAL, WRITES, write_stacks_on_signal
 
 _CLOCK_MONOTONIC = 1  # of <time.h>; it does not jump with the wall clock
+_LATER = 1.0  # seconds after which a process that could not exit is killed
 
 
 class _SignalEvent(ctypes.Structure):
@@ -38,18 +40,9 @@ class Deadline:
         if sys.platform != "linux":
             return
         self._libc = ctypes.CDLL(None)
-        signals = [(int(signal.SIGKILL), 0.0)]
+        self._add(signal.SIGKILL)
         if write_stacks_on_signal():
-            signals.append((STACK_SIGNAL, WRITES))
-        for number, early in signals:
-            timer = ctypes.c_void_p()
-            event = _SignalEvent(None, number, 0, b"")
-            try:
-                failed = self._libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer))
-            except AttributeError:  # before glibc 2.34
-                return
-            if not failed:
-                self._timers.append((timer, early))
+            self._add(STACK_SIGNAL, early=WRITES)
 
     def set(self, seconds: float | None) -> None:
         """Move the deadline to ``seconds`` from now; with None, let the process live."""
@@ -58,14 +51,31 @@ class Deadline:
                 self._move(seconds)
 
     def end(self, seconds: float | None) -> None:
-        """Set the deadline for the last time: what a thread does later has no effect, such as on a late heartbeat."""
+        """Set the deadline for the last time: what a thread does later has no effect, such as on a late heartbeat.
+
+        The process exits with code 1 at this deadline, since it has failed and has said why; what it waits for is often
+        a backend's thread, which waits for a rank that is gone.
+        """
         with self._lock:
-            if not self._is_final:
-                self._is_final = True
-                self._move(seconds)
-                if seconds is None:
-                    for timer, _ in self._timers:
-                        self._libc.timer_delete(timer)
+            if self._is_final:
+                return
+            self._is_final = True
+            self._move(None)
+            if seconds is not None and self._timers:
+                # The handler of a signal gets its number, so C's _exit makes it the exit code: that of SIGHUP is 1.
+                self._libc.signal(signal.SIGHUP, self._libc._exit)
+                self._add(signal.SIGHUP, early=_LATER)
+                self._move(seconds + _LATER)
+            else:
+                for timer, _ in self._timers:
+                    self._libc.timer_delete(timer)
+
+    def _add(self, number: int, *, early: float = 0.0) -> None:
+        timer = ctypes.c_void_p()
+        event = _SignalEvent(None, number, 0, b"")
+        with contextlib.suppress(AttributeError):  # before glibc 2.34
+            if not self._libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
+                self._timers.append((timer, early))
 
     def _move(self, seconds: float | None) -> None:
         for timer, early in self._timers:

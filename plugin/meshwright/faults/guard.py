@@ -386,6 +386,7 @@ class Guard:
                 return None  # rank 0 has ended normally, and the hub with it
             answer = {"gone": self._cause or self._link.hub_left or f"{self._link.hub_name} {HUB_SILENT}"}
         if "gone" in answer:
+            self._silent += answer.get("silent", ())
             here = f"{self.name} cannot go on with {self.trace.doing} in step {self.step}"
             said = {self.name: self.trace.doing, "the others": answer["gone"]}
             raise PeerFailedError("\n".join([f"{here}: {answer['gone']}", *advice(said)]))

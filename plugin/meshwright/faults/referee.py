@@ -165,7 +165,7 @@ class Referee:
         ends = self._end_late(absent) if absent else []
         for rank, meeting in late:
             self._meetings.withdraw(rank)
-            posts.append(Post((rank,), "answer", {"gone": texts[meeting]}))
+            posts.append(Post((rank,), "answer", {"gone": texts[meeting], "silent": self._quiet(now)}))
         return posts + ends
 
     def report(self, rank: int, now: float, waited_for: Iterable[int] = ()) -> list[Post]:
@@ -183,9 +183,8 @@ class Referee:
             for member in self._members.values()
             if member.gone is None and now - member.heard > HICCUP
         ]
-        silent = self._silent(lambda member: now - member.heard > HICCUP)
         cause = self.first_cause or ("\n".join(quiet) or None)
-        return [Post((rank,), "answer", {"cause": cause, "ranks": lines, "silent": silent}), *ends]
+        return [Post((rank,), "answer", {"cause": cause, "ranks": lines, "silent": self._quiet(now)}), *ends]
 
     def _end_late(self, awaited: Iterable[int], by: Set[int] = frozenset()) -> list[Post]:
         """Return what ends all ranks, if ``awaited`` or those for whom they wait run code of the program all the time.
@@ -243,6 +242,9 @@ class Referee:
     def _notice(self, ranks: Iterable[int]) -> list[Post]:
         silent = self._silent(lambda member: member.is_silent)
         return [Post(tuple(ranks), "notice", {"failed": self.first_cause, "silent": silent})]
+
+    def _quiet(self, now: float) -> list[Any]:
+        return self._silent(lambda member: now - member.heard > HICCUP)
 
     def _silent(self, is_silent: Callable[[Member], bool]) -> list[Any]:
         """Return the processes of the ranks that do not answer."""
