@@ -30,7 +30,7 @@ _VERBS = (
     "add|build|call|change|choose|compute|create|divide|drop|freeze|give|leave|load|make|move|name|pass|put|read|register"
     "|remove|replace|run|save|set|train|use|wrap|write"
 )
-_CURE = re.compile(rf"\b(?:{_VERBS})\b.*(?:\w\(|\w=|\bmw\.|'[^']+'|\"[^\"]+\")", re.IGNORECASE | re.DOTALL)
+_CURE = re.compile(rf"\b(?:{_VERBS})\b.*(?:\w\(|\w ?=|\bmw\.|'[^']+'|\"[^\"]+\")", re.IGNORECASE | re.DOTALL)
 _RAISED = re.compile(r'File "[^"]*/meshwright(?:_hf)?/[^"]*", line \d+, in [^\n]+\n\s+raise ')
 
 

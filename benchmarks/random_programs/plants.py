@@ -16,6 +16,7 @@ from benchmarks.random_programs import run as running
 from benchmarks.random_programs.draw import Program
 from benchmarks.random_programs.run import Numbers, Run, run
 from meshwright.errors import PlanError
+from meshwright.faults.guard import active_guard
 from meshwright.parallel.gradient_sync import AllReduce
 
 Planted = contextlib.AbstractContextManager[Any]
@@ -26,7 +27,12 @@ def run_with(program: Program, *, distributed: bool, plant: str | None = None) -
     if plant == "nothing is compared":
         return Numbers(plan=program.plan)
     with PLANTS[plant]() if plant is not None and distributed else contextlib.nullcontext():
-        numbers = run(program, distributed=distributed)
+        try:
+            numbers = run(program, distributed=distributed)
+        except Exception as error:
+            if (guard := active_guard()) is not None:
+                guard.fail(error)  # as the end of a process does, by which the other ranks end too
+            raise
     if plant == "a rank says another loss" and distributed and _is_last():
         numbers.losses[-1] += 1e-6
     return numbers

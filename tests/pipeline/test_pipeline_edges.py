@@ -275,6 +275,12 @@ def refusals() -> dict[str, str]:
     reentrant = distributed(PLAN)
     reentrant.gradient_checkpointing_enable({"use_reentrant": True})
     record("reentrant", lambda: reentrant(**batch()))
+    hooked, kept = distributed(PLAN), []
+    for layer in (hooked.model.layers[0], hooked.model.layers[-1]):  # one on each rank
+        layer.register_forward_hook(lambda module, args, output: kept.append(output))
+    loss = hooked(**batch()).loss
+    record("kept activation", lambda: (loss + kept[-1].pow(2).mean()).backward())
+    hooked(**batch()).loss.backward()  # what is kept does no harm
     three = distributed({"pp": 2, "schedule": "interleaved", "gradient_accumulation_steps": 3})
     record("three micro-batches", lambda: three(**batch(rows=6)))
     return said
@@ -301,6 +307,7 @@ WORDS = {
     "state dict": "another pipeline stage holds model.",
     "optimizer's state dict": "the state of its own stages",
     "read of another stage": "another pipeline stage holds model.",
+    "kept activation": "Compute the loss from the model's output",
     "three micro-batches": "a multiple of 2",
 }
 

@@ -156,7 +156,17 @@ for _name, _factor in {
     "weight by the first token": lambda run, batch, loss: loss * (1 + batch["input_ids"][0, 0] / 97),
     "weight by the labels": lambda run, batch, loss: loss * (batch["labels"].double().mean().abs() / 50),
 }.items():
-    add(Trait(name=_name, kind="factor", may=TOLD, factor=_factor, is_local=True, without=frozenset({"head"})))
+    add(
+        Trait(
+            name=_name,
+            kind="factor",
+            may=TOLD,
+            by_design=_name in ("loss * rows", "loss * tokens"),  # often equal on all ranks
+            factor=_factor,
+            is_local=True,
+            without=frozenset({"head"}),
+        )
+    )
 for _name, _factor in {
     "loss / 3": lambda run, batch, loss: loss / 3,
     "a weight that falls with the step": lambda run, batch, loss: loss / (1 + run.step),
@@ -264,7 +274,7 @@ for _declares in (True, False):
             name=f"a term of activations, {'with' if _declares else 'without'} global_mean",
             kind="term",
             may=TOLD,
-            warns="sees this rank's" if _declares else "sees this rank's|global_mean",
+            warns="sees this rank's|runs once for each micro-batch" + ("" if _declares else "|global_mean"),
             is_local=True,
             build=_watch,
             factor=functools.partial(_auxiliary, is_declared=_declares),

@@ -299,6 +299,7 @@ class Installation:
             structure,
             sequence_parallel=plan.sequence_parallel,
             is_split=plan.has_micro_batches or plan.pp > 1,
+            is_staged=plan.pp > 1,
             parted=None if self.context is None else self.structure,
         )
         leave_out_of_graphs()

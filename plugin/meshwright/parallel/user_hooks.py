@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from meshwright.errors import PlanError
 from meshwright.parallel.structure import DecoderStructure
 
 logger = logging.getLogger(__name__)
@@ -28,6 +32,12 @@ _SPLIT = (
     "set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None)"
 )
 
+_OVER = (
+    "a loss uses the output of %s, which a forward hook has kept, but under ParallelPlan.pp > 1 the backward passes of "
+    "all layers are over when the model returns. Compute the loss from the model's output, or use pp=1. To log the "
+    "output, keep output.detach()"
+)
+
 # Hooks of these libraries are on every model, or only move and record tensors.
 _LIBRARIES = ("meshwright", "meshwright_hf", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed")
 
@@ -40,6 +50,7 @@ class HookedModules:
         structure: the model's structure; None without tensor parallelism.
         sequence_parallel: whether the layers have this rank's tokens only.
         is_split: whether modules run once for each of several micro-batches; this attribute may change later.
+        is_staged: whether the model's call runs every backward pass, as a pipeline does; see ``running``.
         parted: the model's structure under context parallelism, where modules have this rank's tokens only.
     """
 
@@ -50,6 +61,7 @@ class HookedModules:
         *,
         sequence_parallel: bool,
         is_split: bool,
+        is_staged: bool = False,
         parted: DecoderStructure | None = None,
     ):
         cut_ids = {id(module) for module in _cut(structure, sequence_parallel)}
@@ -62,11 +74,27 @@ class HookedModules:
         self._borders = {name for name, module in self._modules if id(module) in border_ids}
         self._hooks_seen = -1
         self._has_warned = False
-        self.is_split = is_split
+        self.is_split, self.is_staged = is_split, is_staged
+        self._watched: set[str] = set()
+        self._is_running = False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Let backward run through outputs that hooks see, inside the context only."""
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    def check_running(self, name: str) -> None:
+        """Raise a PlanError if backward runs through the output of a module after the call that has used it up."""
+        if not self._is_running:
+            raise PlanError(_OVER % name)
 
     def look(self) -> None:
         """Warn once if the program's hooks see parts of activations, so a loss computed from them would be wrong."""
-        if self._has_warned or not (self._cut or self._borders or self._parted or self.is_split):
+        if not (self._cut or self._borders or self._parted or self.is_split):
             return
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for _, m in self._modules)
         if hooks == self._hooks_seen:
@@ -76,10 +104,33 @@ class HookedModules:
         cut = [name for name in found if name in self._cut]
         cut += [name for name, module in found.items() if name in self._borders and _comes_first(module)]
         parted = [name for name in found if name in self._parted]
-        if cut or parted or (found and self.is_split):
+        if not self._has_warned and (cut or parted or (found and self.is_split)):
             self._has_warned = True
             text = _PARTED if parted else _CUT if cut else _SPLIT
             logger.warning(text, next(iter(parted or cut or found)))
+        for name, module in found.items() if self.is_staged else ():
+            if name not in self._watched:
+                self._watched.add(name)
+                module.register_forward_hook(functools.partial(_watch, self, name), prepend=True)
+
+
+def _watch(hooked: HookedModules, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: _Watched.apply(x, hooked, name) if x.requires_grad else x, output)
+
+
+class _Watched(torch.autograd.Function):
+    """Returns a module's output as it is; backward raises if the call that computed it is over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, hooked: HookedModules, name: str) -> Tensor:
+        ctx.of_module = hooked, name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        hooked, name = ctx.of_module
+        hooked.check_running(name)
+        return grad, None, None
 
 
 def _cut(structure: DecoderStructure | None, sequence_parallel: bool) -> list[nn.Module]:

@@ -225,7 +225,7 @@ class PipelineForward(MethodOverride):
         step = self._step(split_rows(batch, rows, count), loss, operations, of_stages)
         self.writes.start()
         try:
-            with loss.mean.divided_by(divisors), cut():
+            with loss.mean.divided_by(divisors), cut(), runtime.hooked.running():
                 run_training(step, sums, self.later)
         except RuntimeError as error:
             # autograd's own error about a weight that a later micro-batch's forward has written says less.
