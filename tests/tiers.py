@@ -21,11 +21,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_resume_goes_on_with_the_same_numbers[to pp2]",
         "!test_resume_goes_on_with_the_same_numbers[on twice the ranks]",
     ),
-    "test_accelerate_checkpoints.py": (
-        "test_a_save_that_ends_early[*-many steps]",
-        "test_a_save_that_ends_early[kill-beside*",
-        "test_a_save_that_ends_early[full-over*",
-    ),
+    "test_accelerate_checkpoints.py": ("test_a_save_that_ends_early[*-many steps]",),
     "test_accelerate_recipes.py": (
         "test_a_stock_schedule_ends_where_it_should[*",
         "!test_a_stock_schedule_ends_where_it_should[steps-activate-plan0]",
@@ -275,7 +271,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_equals_one_process_in_float64[*",
         "!test_equals_one_process_in_float64[llama-*",
         "!test_equals_one_process_in_float64[qwen3-dp2xtp2+sp+zero1]",
-        "!test_equals_one_process_in_float64[gemma2-dp2xtp2+sp+zero1]",
+        "!test_equals_one_process_in_float64[gemma2-dp2xtp2+sp+zero3]",
         "test_no_sync_gives_the_same_numbers[qwen3]",
         "test_losses_equal_one_process_in_float32_over_20_steps[*",
         "test_losses_in_float32_would_show_it_too",
@@ -413,8 +409,6 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     "test_trainer_checkpoints.py": (
         "test_a_stock_checkpoint_comes_with_its_optimizer[*zero_stage*",
         "test_a_save_that_ends_early[*-many steps]",
-        "test_a_save_that_ends_early[kill-over*",
-        "test_a_save_that_ends_early[full-beside*",
     ),
     "test_trainer_edges.py": (
         "test_odd_uses_equal_one_process[{'tp': 2}]",

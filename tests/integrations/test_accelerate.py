@@ -52,8 +52,17 @@ def difference(actual: Run, expected: Run) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float64", "float32"])
-@pytest.mark.parametrize("name", PLANS)
+# float32 repeats what float64 proves, so two plans of several axes are enough.
+FLOAT32 = ["dp2xtp2+sp+zero1", "pp2xcp2+zero1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(pytest.param(name, torch.float64, id=f"{name}-float64") for name in PLANS),
+        *(pytest.param(name, torch.float32, id=f"{name}-float32") for name in FLOAT32),
+    ],
+)
 def test_twenty_steps_equal_one_process(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     plan = PLANS[name]
     ranks = pool_for(plan, request).run(run_script, plan, dtype)

@@ -17,7 +17,7 @@ from test_accelerate import difference, reference
 import meshwright as mw
 from meshwright.checkpoint.sealed_folder import check_seal
 from support.accelerated import ACCUMULATION, Run, Script, accelerator, exact, resume_script, run_script
-from support.kills import STRIDE, counted, fingerprint, try_faults
+from support.kills import counted, endings, fingerprint, try_faults
 
 PLAN = {"dp": 2, "zero_stage": 1}
 
@@ -175,9 +175,7 @@ def fail_at_each_step(folder: Path, kind: str, rank: int, every: int, replaces: 
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("every", [STRIDE, 17], ids=["many steps", "some steps"])
-@pytest.mark.parametrize("replaces", [False, True], ids=["beside an older one", "over an older one"])
-@pytest.mark.parametrize("kind", ["kill", "full"])
+@pytest.mark.parametrize(("kind", "replaces", "every"), endings(("kill", True), ("full", False)))
 def test_a_save_that_ends_early(kind: str, replaces: bool, every: int, pool2: Any, tmp_path: Path) -> None:
     """A load finds the old state or the new one, bitwise, and the next save leaves nothing else."""
     for rank in (0, 1):

@@ -27,7 +27,7 @@ from meshwright.checkpoint.sealed_folder import check_seal
 from meshwright_hf.launch_job import RESTARTED_VARIABLE
 from meshwright_hf.trainer_folders import checkpoint_to_resume
 from meshwright_hf.trainer_state import PROGRESS, Progress
-from support.kills import STRIDE, counted, fingerprint, try_faults
+from support.kills import counted, endings, fingerprint, try_faults
 from support.trainers import Rows, Run, arguments, fresh_accelerate, make_trainer, run_trainer
 
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
@@ -257,9 +257,7 @@ def fail_at_each_step(folder: Path, kind: str, rank: int, every: int, replaces: 
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("every", [STRIDE, 17], ids=["many steps", "some steps"])
-@pytest.mark.parametrize("replaces", [False, True], ids=["beside an older one", "over an older one"])
-@pytest.mark.parametrize("kind", ["kill", "full"])
+@pytest.mark.parametrize(("kind", "replaces", "every"), endings(("kill", False), ("full", True)))
 def test_a_save_that_ends_early(kind: str, replaces: bool, every: int, pool2: Any, tmp_path: Path) -> None:
     """A load finds the old checkpoint or the new one, bitwise, and the next save leaves nothing else."""
     for rank in (0, 1):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from meshwright.faults.together import texts_of_all
@@ -18,10 +19,26 @@ from support.faulty_disk import FaultyDisk, KilledRank
 
 # Every how many steps of a save the tests of `make test-all` fail; `make kills` fails every one.
 STRIDE = int(os.environ.get("MESHWRIGHT_FAULT_STRIDE", "6"))
+FEW = 17  # the stride of what `make test` tries
 
 _NUMBERED = re.compile(r"-[0-9a-f]{8}(?=-\d{5}-of-)")  # what a save adds to names that an older one has
 _AUTOMATIC = re.compile(r"checkpoint_\d+")
 _RANDOM_NAMES = re.compile(rb"(optimizer|model)-[0-9a-f]{8}")
+
+
+def endings(*few: tuple[str, bool]) -> list[Any]:
+    """Return the cases of a test of saves that end early: how they end, whether over an older save, and the stride.
+
+    Args:
+        few: the cases of which few steps fail, unless ``make kills`` has set the stride.
+    """
+    cases = []
+    for kind in ("kill", "full"):
+        for replaces in (False, True):
+            is_few = (kind, replaces) in few and "MESHWRIGHT_FAULT_STRIDE" not in os.environ
+            name = f"{kind}-{'over' if replaces else 'beside'} an older one-{'some' if is_few else 'many'} steps"
+            cases.append(pytest.param(kind, replaces, FEW if is_few else STRIDE, id=name))
+    return cases
 
 
 def fingerprint(folder: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ from meshwright.optim.runtime import runtime_of
 from meshwright.tracing.trace import Step, Trace, trace_step
 from meshwright.tracing.traced_memory import LiveBytes
 from support.models import FAMILIES, SIZES
+from support.parity import crossed
 
 ROWS, LENGTH = 4, 48
 REPEATS = 3
@@ -98,9 +99,7 @@ def test_live_bytes_are_those_of_what_is_held() -> None:
         assert (memory.now, memory.peak) == (440, 440) and z.sum() == 10
 
 
-@pytest.mark.parametrize(("family", "plan"), [
-    *((family, plan) for family in FAMILIES for plan in PLANS), *(("llama", plan) for plan in CONTEXT),
-])  # fmt: skip
+@pytest.mark.parametrize(("family", "plan"), [*crossed(FAMILIES, PLANS), *(("llama", plan) for plan in CONTEXT)])
 def test_a_trace_is_what_a_run_measures(family: str, plan: str, pool2: Any, pool4: Any) -> None:
     """Of a few steps the nearest counts: on a loaded machine gloo's threads may hold a buffer for longer than a wait
     allows, which adds to what a phase leaves or, if it was held as the phase began, takes away from it.
