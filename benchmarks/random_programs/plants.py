@@ -29,9 +29,9 @@ def run_with(program: Program, *, distributed: bool, plant: str | None = None) -
     with PLANTS[plant]() if plant is not None and distributed else contextlib.nullcontext():
         try:
             numbers = run(program, distributed=distributed)
-        except Exception as error:
+        except Exception:
             if (guard := active_guard()) is not None:
-                guard.fail(error)  # as the end of a process does, by which the other ranks end too
+                guard.close("its program failed")  # as the end of a process does, so that ranks which wait raise too
             raise
     if plant == "a rank says another loss" and distributed and _is_last():
         numbers.losses[-1] += 1e-6
