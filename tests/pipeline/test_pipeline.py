@@ -199,6 +199,7 @@ def program(plan: dict[str, Any] | None, name: str) -> dict[str, torch.Tensor]:
         ("labels of rows", "1f1b"),
         ("modules without roles", "1f1b"),
         ("frozen", "1f1b"),
+        ("frozen", "zb-h1"),
         ("optimizer made after", "1f1b"),
         ("weights computed by hooks", "zbv"),
     ],

@@ -176,6 +176,7 @@ for _name, _collate in {
             name=f"collator: {_name}",
             kind="collator",
             may=TOLD,
+            warns="cannot pad them to that length",
             example=_ragged,
             collate=_collate,
             values=_values,

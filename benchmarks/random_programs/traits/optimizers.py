@@ -148,5 +148,12 @@ def _change_lr(run: Run) -> None:
         group["lr"] *= 0.3
 
 
-add(Trait(name="a cosine schedule", kind="schedule", ready=_cosine))
+add(
+    Trait(
+        name="a cosine schedule",
+        kind="schedule",
+        ready=_cosine,
+        without=frozenset({"made"}),  # which has no optimizer yet
+    )
+)
 add(Trait(name="learning rate set by hand", kind="schedule", event=_change_lr))

@@ -61,8 +61,8 @@ def gather_rows(x: Tensor, model: nn.Module | None = None) -> Tensor:
     if runtime is None:
         return x
     _check_has_all_rows(x, runtime)
-    if runtime.uneven is not None:
-        runtime.uneven.stop()
+    if runtime.uneven is not None and x.requires_grad:
+        runtime.uneven.leave_out_pass()
     axis = runtime.rows
     if axis.size == 1:
         return x

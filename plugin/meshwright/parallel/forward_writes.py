@@ -154,9 +154,9 @@ class WritesPerPiece:
         self._error: PlanError | None = None
 
     @property
-    def error(self) -> PlanError | None:
-        """What this rank has found in the current call."""
-        return self._error
+    def has_error(self) -> bool:
+        """Whether this rank has found an error in the current call, which ``finish`` will raise."""
+        return self._error is not None
 
     @property
     def _is_early(self) -> bool:

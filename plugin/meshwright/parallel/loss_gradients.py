@@ -26,7 +26,8 @@ ADVICE = (
     "    loss = model(**batch).loss\n"
     "    loss = mw.global_mean(model, (weights * losses).sum() / weights.sum(), count=weights.sum())"
 )
-_TOLERANCE = 1e-5  # relative; a factor that each rank computes from equal values may differ in its last bits
+# Relative: a factor that each rank computes from equal values may differ in its last bits.
+_TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5}
 _KEPT = 1024  # gradients; more than this arrive only if no meeting compares them
 
 
@@ -38,6 +39,7 @@ class LossGradients:
 
     def __init__(self) -> None:
         self._made = 0
+        self._tolerance = _TOLERANCES[torch.float32]
         self._arrived: deque[tuple[int, Tensor]] = deque(maxlen=_KEPT)
         self._earlier: tuple[tuple[int, ...], Callable[[], list[float]]] | None = None
 
@@ -49,13 +51,15 @@ class LossGradients:
     def _arrive(self, number: int, gradient: Tensor) -> None:
         if type(gradient) is Tensor:  # not a fake tensor of a traced step
             self._arrived.append((number, gradient.detach()))
+            self._tolerance = _TOLERANCES.get(gradient.dtype, self._tolerance)
 
     def statement(self) -> Statement:
         """Return a statement of the gradients that have arrived since the last statement."""
         found = dict[int, float]()
         for number, value in self._read():
             found[number] = found.get(number, 0.0) + value
-        said = {number: f"{value:.7g}" for number, value in found.items()}
+        digits = 2 - round(math.log10(self._tolerance))
+        said = {number: f"{value:.{digits}g}" for number, value in found.items()}
         distinct = set(said.values())
         text = "" if not said else f"gradient of the loss {min(distinct)}"
         if len(distinct) > 1:
@@ -64,7 +68,7 @@ class LossGradients:
             text=text,
             details=lambda: {f"gradient of loss {number}": value for number, value in said.items()},
             advice=ADVICE,
-            are_close=_are_close,
+            are_close=functools.partial(_are_close, tolerance=self._tolerance),
         )
 
     def _read(self) -> Iterable[tuple[int, float]]:
@@ -81,7 +85,7 @@ class LossGradients:
         return zip(numbers, read(), strict=True)
 
 
-def _are_close(values: Sequence[str]) -> bool:
+def _are_close(values: Sequence[str], *, tolerance: float) -> bool:
     numbers = [float(value) for value in values]
     first = numbers[0]
-    return all(math.isclose(x, first, rel_tol=_TOLERANCE) or (math.isnan(x) and math.isnan(first)) for x in numbers)
+    return all(math.isclose(x, first, rel_tol=tolerance) or (math.isnan(x) and math.isnan(first)) for x in numbers)

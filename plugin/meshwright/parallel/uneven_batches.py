@@ -35,11 +35,19 @@ class UnevenBatches:
         self.dp, self.tp = dp, tp
         self.is_on = dp.size > 1
         self._batch: Mapping[str, Any] | None = None
+        self._is_left_out = False  # whether the loss of the last pass is of all rows
         self._earlier: Callable[[], list[list[float]]] | None = None
 
     def stop(self) -> None:
         """Stop comparing, because the program or its Trainer handles uneven batches."""
         self.is_on = False
+
+    def leave_out_pass(self) -> None:
+        """Do not compare the last pass, because the program computes a loss of the rows of all ranks from its output.
+
+        In a pass that is running, this has no effect: its loss may be of this rank's rows.
+        """
+        self._is_left_out = True
 
     @contextlib.contextmanager
     def of_batch(self, batch: Any) -> Iterator[None]:
@@ -59,6 +67,7 @@ class UnevenBatches:
             known: the output's loss, if it is the loss of the global batch. A pass in which backward reaches this loss
                 is not compared.
         """
+        self._is_left_out = False
         # Only the known loss uses sharded logits, and it overwrites them.
         kinds = (Tensor, DeferredLogits)
         tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known and type(x) in kinds]
@@ -74,7 +83,7 @@ class UnevenBatches:
         is_queued = is_known = False
 
         def compare() -> None:
-            if not is_known:
+            if not (is_known or self._is_left_out):
                 # Moved to the group's device, since a batch may still be on the host.
                 counted = rows_and_labels(batch, with_mask=is_pass).to(device, non_blocking=True)
                 if kept is not None:  # labels from the same batch of the loader, which the model was not given

@@ -58,6 +58,7 @@ class Step:
         finish: takes the batch and the decoder's output of a micro-batch, and returns the output whose loss counts.
         keep: called with each output of the last stage, in the order of the micro-batches.
         look: called after a stage's forward on each micro-batch, to find state that the forward has written.
+        is_refused: returns whether such state will be an error of all ranks at the end of the step.
     """
 
     stages: Stages
@@ -69,6 +70,7 @@ class Step:
     finish: Callable[[Batch, Any], Any]
     keep: Callable[[Any], None]
     look: Callable[[], None]
+    is_refused: Callable[[], bool]
     total: Tensor | None = None
     _receivers: dict[int, Receiver] = field(default_factory=dict)
     _arrived: dict[Key, int] = field(default_factory=dict)  # how many tensors a transfer shows to have arrived
@@ -143,7 +145,12 @@ class Step:
         found: tuple[Tensor | None, ...] = (None,) * len(inputs)
         if output.requires_grad and inputs:  # False if all stages so far are frozen
             with self.stages.active(stage), later.waiting(operation), reading_shards():
-                found = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
+                try:
+                    found = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
+                except RuntimeError:  # about a weight that the forward of a later micro-batch has written
+                    if not self.is_refused():
+                        raise
+                    # This rank goes on without gradients, so that the others come to the end of the step.
         sent = None
         if received is not None:
             first, *found = found  # type: ignore[assignment]

@@ -224,14 +224,8 @@ class PipelineForward(MethodOverride):
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
         step = self._step(split_rows(batch, rows, count), loss, operations, of_stages)
         self.writes.start()
-        try:
-            with loss.mean.divided_by(divisors), cut(), runtime.hooked.running():
-                run_training(step, sums, self.later)
-        except RuntimeError as error:
-            # autograd's own error about a weight that a later micro-batch's forward has written says less.
-            if self.writes.error is not None:
-                raise self.writes.error from error
-            raise
+        with loss.mean.divided_by(divisors), cut(), runtime.hooked.running():
+            run_training(step, sums, self.later)
         self.writes.finish()
         self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
         self._sum_ties(sums)
@@ -281,6 +275,7 @@ class PipelineForward(MethodOverride):
             parameters=parameters,
             finish=(lambda _, output: output) if loss is None else loss.of_output,
             look=self.writes.look if operations else lambda: None,
+            is_refused=lambda: self.writes.has_error,
             keep=self.outputs.keep,
         )
 

@@ -66,7 +66,8 @@ class WeightGradients:
 
     def add_to(self, sums: SummedGradients, stage: int, micro_batch: int) -> None:
         """Compute the gradients that wait for a stage and a micro-batch, and add them to the sums."""
-        for weight, read_input, gradient, transposed in self._waiting.pop((stage, micro_batch)):
+        # A stage before which all is frozen has run no backward, so nothing waits.
+        for weight, read_input, gradient, transposed in self._waiting.pop((stage, micro_batch), ()):
             sums.add_product(weight, *weight_factors(read_input(), gradient, transposed))
 
 
