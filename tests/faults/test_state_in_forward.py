@@ -153,6 +153,8 @@ COUNT = r"forward changes model.layers.1.mlp.act_fn.count in each micro-batch.*m
         ("spectral", {"pp": 2}, r"lm_head"),
         ("count", RECOMPUTED, r"forward changes model.layers.1.mlp.act_fn.count, and recompute='full'"),
         ("decay", PIECES, "forward changes model.layers.1.mlp.act_fn.gain in each micro-batch"),
+        # The weight changes between a forward and its backward, which autograd refuses with words of its own.
+        ("decay", {**PP2, "schedule": "gpipe"}, "forward changes model.layers.1.mlp.act_fn.gain in each micro-batch"),
         ("decay", ZERO3, "forward writes the weight model.layers.1.mlp.act_fn.gain in place"),
         (
             "max_norm",
