@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_cast_after_the_call_is_an_error(plan: dict[str, Any], pool2: Any) -> 
         pool2.run(edit, plan, "double", "float32")
 
 
-def reptile(plan: Plan, also_backward: bool = False) -> dict[str, Tensor]:
+def reptile(plan: Plan, also_backward: bool = False, *, of_weights: bool = False) -> dict[str, Tensor]:
     """Gradients that the program sets, the same on every rank, then clips and steps."""
     with Float64():
         model = build("llama").double()
@@ -78,7 +79,8 @@ def reptile(plan: Plan, also_backward: bool = False) -> dict[str, Tensor]:
             if i % 2 or also_backward:
                 torch.manual_seed(i)
                 for parameter in model.parameters():
-                    parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype)
+                    values = torch.randn(parameter.shape, dtype=parameter.dtype)
+                    parameter.grad = 0.1 * parameter.detach() + 1 if of_weights else values
             if i % 2 and also_backward:
                 model(**batch).loss.backward()
             optimizer.step()
@@ -89,9 +91,9 @@ def reptile(plan: Plan, also_backward: bool = False) -> dict[str, Tensor]:
 @pytest.mark.parametrize("plan", ZERO, ids=str)
 def test_gradients_of_the_program_are_stepped(plan: dict[str, Any], pool2: Any) -> None:
     """Row 12: alone, in the place of reduced ones, and with a backward pass that adds to them."""
-    for also_backward in (False, True):
-        actual = pool2.run(reptile, plan, also_backward)[0]
-        assert worst(actual, reptile(None, also_backward)) < 1e-9
+    for also_backward, of_weights in itertools.product((False, True), repeat=2):
+        actual = pool2.run(reptile, plan, also_backward, of_weights=of_weights)[0]
+        assert worst(actual, reptile(None, also_backward, of_weights=of_weights)) < 1e-9
 
 
 def unused_on_one_rank(plan: Plan, is_stepped: bool) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ add = TRAITS.append
 for _family in ("qwen3", "gemma2", "phi3", "olmo2", "qwen2", "mistral"):
     add(Trait(name=_family, kind="family", values={"family": _family}, without=frozenset({"rope"})))
 
-_NOT_CAUSAL = frozenset({"batch", "collator", "loss", "keyword", "factor", "evaluation", "tied"})
+_NOT_CAUSAL = frozenset({"olmo2", "batch", "collator", "loss", "keyword", "factor", "evaluation", "tied"})
 add(
     Trait(
         name="sequence classification",

@@ -135,7 +135,7 @@ add(
 
 def _say_gradient_norm(run: Run) -> None:
     squares = [(p.grad**2).sum() for p in run.model.parameters() if p.grad is not None]
-    run.say(sum(squares).item())  # type: ignore[union-attr]
+    run.say(sum(squares, torch.zeros(())).item())
 
 
 def _say_weight_norm(run: Run) -> None:

@@ -134,6 +134,7 @@ def _rows_of_ranks(x: Tensor, axis: Axis) -> list[int]:
         raise ValueError(
             f"{CALL} got different rows from the data-parallel ranks: "
             f"{'; '.join(f'{kind} on rank {rank} of dp' for rank, kind in enumerate(kinds))}. Give the rows the same "
-            "shape and dtype on all ranks, for example pad sequences to one length"
+            "shape and dtype on all ranks, for example pad sequences to one length: "
+            "tokenizer.pad(rows, padding='max_length', max_length=N)"
         )
     return [rows for rows, _ in said]

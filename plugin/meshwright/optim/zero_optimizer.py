@@ -27,6 +27,7 @@ from meshwright.optim.whole_weights import WholeWeights
 from meshwright.parallel.collectives import Axis, all_gather, start_reduce_scatter
 from meshwright.parallel.gradient_buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, record_of
+from meshwright.parallel.shard_reads import reading_shards, values_of
 from meshwright.parallel.sharded_parameter import LocalGradient
 from meshwright.parallel.tensor_guards import HeldGradient, is_cleared, is_stand_in
 
@@ -155,6 +156,7 @@ class ReduceScatter:
             self._forget([parameter])
             parameter.grad = None  # autograd must not add into the stand-in
         elif id(parameter) not in self._arrived:  # the program set this gradient, and the pass adds to it
+            self._give_memory(parameter)
             gradient = parameter.grad
             self.clear([parameter])
             parameter.grad = gradient
@@ -272,6 +274,7 @@ class ReduceScatter:
                 continue
             given = [p for p in sharded.bucket.parameters if has_gradient(p)]
             for parameter in given:
+                self._give_memory(parameter)
                 assert parameter.grad is not None
                 record_of(parameter).zero_padding(parameter.grad.as_subclass(Tensor))
             own = start_reduce_scatter(sharded.bucket.flatten_gradients(1 / self.dp.size), self.dp)()
@@ -280,6 +283,15 @@ class ReduceScatter:
                 parameter.grad = HeldGradient.stand_in(parameter)
                 for piece in self._slices_of.get(id(parameter), []):
                     piece.shard.grad = LocalGradient.of(own[piece.in_shard])
+
+    def _give_memory(self, parameter: nn.Parameter) -> None:
+        """Let a gradient that the program computed from shards without memory (stage 3) be averaged like any other."""
+        if (values := values_of(parameter.grad)) is None:
+            return
+        with reading_shards():
+            whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            values.cut(whole).copy_(values.own() * self.dp.size)  # each element is on one rank
+            parameter.grad = whole
 
     def _forget(self, parameters: Iterable[nn.Parameter]) -> None:
         """Clear or zero the slices' gradients of those parameters whose gradients the program cleared or zeroed."""

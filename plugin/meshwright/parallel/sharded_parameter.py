@@ -189,6 +189,8 @@ def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise unreadable("assigning .data", owner, is_cast=args[1].dtype != owner.dtype)
         if _is_elsewhere(owner) and args[1].dtype == owner.dtype:
             return None
+    if name == "grad" and func.__name__ == "__set__" and _is_elsewhere(owner):
+        return None  # the optimizer of that stage has the gradient
     with reading_shards():
         result = func(*args, **kwargs)
         if name != "data" or not isinstance(result, Tensor):

@@ -256,7 +256,7 @@ class PipelineForward(MethodOverride):
             total = self._share_loss(step) if has_targets else None
             if has_targets:
                 loss.is_global()
-            return self.outputs.of_evaluation(total)
+        return self.outputs.of_evaluation(total)
 
     def _step(
         self,

@@ -49,17 +49,14 @@ class StageOutputs:
         """Return the output of a training batch, given the rows that count in each micro-batch."""
         if self._logits:  # a micro-batch without rows ran one row that nobody asked for
             self._logits = [x[:count] for x, count in zip(self._logits, rows, strict=True)]
-        output = self._output(loss)
-        if self._gathers:
-            output["logits"] = read_only(output["logits"])
-        return output
+        return self.of_evaluation(loss)
 
     def of_evaluation(self, loss: Tensor | None) -> Any:
         """Return the output of a batch in evaluation."""
-        return self._output(loss)
-
-    def _output(self, loss: Tensor | None) -> Any:
-        logits: Tensor = self._shared() if self._gathers else torch.empty(()).as_subclass(_Elsewhere)
+        logits: Tensor = torch.empty(()).as_subclass(_Elsewhere)
+        if self._gathers:
+            logits = self._shared()
+            logits = read_only(logits) if torch.is_grad_enabled() else logits
         self._logits = []
         return self.kind(loss=loss, logits=logits)
 
