@@ -89,7 +89,7 @@ def reference(model_name: str, *, adapters: bool = False) -> dict[str, Tensor]:
     return train(None, model_name, adapters=adapters)
 
 
-@pytest.mark.parametrize(("model_name", "plan_name"), crossed(MODELS, PLANS))
+@pytest.mark.parametrize(("model_name", "plan_name"), crossed(MODELS, PLANS, every=4))
 def test_equals_one_process(model_name: str, plan_name: str, request: pytest.FixtureRequest) -> None:
     results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], model_name)
     found = differences(results, reference(model_name))

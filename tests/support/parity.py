@@ -22,14 +22,14 @@ def reference(family: str, dtype: torch.dtype = torch.float64, **overrides: Any)
     return run_reference(family, dtype, **overrides)
 
 
-def crossed(models: Iterable[str], plans: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the first model with every plan, and each other model with every second one; neighbours alternate."""
+def crossed(models: Iterable[str], plans: Iterable[str], *, every: int = 2) -> list[tuple[str, str]]:
+    """Return the first model with every plan, and each other model with one of ``every`` plans; neighbours alternate."""
     plans = list(plans)
     return [
         (model, plan)
         for number, model in enumerate(models)
         for place, plan in enumerate(plans)
-        if number == 0 or (number + place) % 2
+        if number == 0 or (number + place) % every == 1
     ]
 
 
