@@ -136,6 +136,9 @@ def _at(run: Run, place: str, change: Any) -> None:
     change(owner.get_submodule(place))
 
 
+_NEW_NAMES = frozenset({"average", "load_state_dict"})  # which take the stock model's
+
+
 def _adapter(run: Run) -> None:
     """Add a bottleneck beside the MLP, as adapters do, by a hook and new parameters."""
     layer = run.layers[0]
@@ -144,7 +147,7 @@ def _adapter(run: Run) -> None:
     layer.mlp.register_forward_hook(lambda module, args, out: out + layer.up(layer.down(args[0])))
 
 
-add(Trait(name="an adapter by a hook", kind="adapter", may=TOLD, build=_adapter, without=frozenset({"average"})))
+add(Trait(name="an adapter by a hook", kind="adapter", may=TOLD, build=_adapter, without=_NEW_NAMES))
 
 
 class _Wrapped(nn.Module):
