@@ -181,6 +181,9 @@ def program(plan: dict[str, Any] | None, name: str) -> dict[str, torch.Tensor]:
             loss = model(**one).loss
             loss.backward()
             losses.append(loss.detach())
+            if name == "gradients of weights":
+                for parameter in model.parameters():
+                    parameter.grad = 0.1 * parameter.detach() + 0.01
             optimizer.step()
             optimizer.zero_grad()
             if name == "writes in place":
@@ -201,6 +204,7 @@ def program(plan: dict[str, Any] | None, name: str) -> dict[str, torch.Tensor]:
         ("frozen", "1f1b"),
         ("frozen", "zb-h1"),
         ("optimizer made after", "1f1b"),
+        ("gradients of weights", "1f1b"),
         ("weights computed by hooks", "zbv"),
     ],
 )

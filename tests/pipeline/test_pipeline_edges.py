@@ -262,6 +262,8 @@ def refusals() -> dict[str, str]:
     record("logits", lambda: model(**batch()).logits.sum())
     runtime_of(model).gathers_logits = True
     record("loss on logits", lambda: model(**batch()).logits.sum().backward())
+    record("loss in eval mode", lambda: model.eval()(input_ids=ids).logits.sum().backward())
+    model.train()
     runtime_of(model).gathers_logits = False
     record("state dict", model.state_dict)
     record("optimizer's state dict", plan(pp=2)[1].state_dict)
@@ -300,6 +302,7 @@ WORDS = {
     "base model": "Call the model that to_distributed returned",
     "logits": "gather_logits=True",
     "loss on logits": "pp=1",
+    "loss in eval mode": "pp=1",
     "float16": "bfloat16",
     "torch's clipping": "meshwright.clip_grad_norm_",
     "checkpointing": "gradient_checkpointing_disable",

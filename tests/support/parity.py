@@ -23,7 +23,7 @@ def reference(family: str, dtype: torch.dtype = torch.float64, **overrides: Any)
 
 
 def crossed(models: Iterable[str], plans: Iterable[str], *, every: int = 2) -> list[tuple[str, str]]:
-    """Return the first model with every plan, and each other model with one of ``every`` plans; neighbours alternate."""
+    """Return the first model with every plan, and each other one with one plan of ``every``; neighbours alternate."""
     plans = list(plans)
     return [
         (model, plan)
