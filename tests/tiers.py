@@ -359,7 +359,6 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     "test_restarts.py": (
         "test_a_killed_run_ends_with_the_weights_of_one_that_was_not[*",
         "!test_a_killed_run_ends_with_the_weights_of_one_that_was_not[loop, dp2+zero1]",
-        "test_a_stopped_rank_ends_the_job_and_is_named[*",
     ),
     "test_resume.py": (
         "test_a_resumed_run_is_equal_to_the_bit[tp2+sp]",

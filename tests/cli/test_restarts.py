@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from meshwright.choose.plan_file import PLAN_VARIABLE
 from support.killed_script import trained
-from support.restarts import Ended, Run, disturbed, stopped
+from support.restarts import Run, disturbed
 from support.trainers import fresh_accelerate
 
 STEPS = 12
@@ -44,13 +43,3 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(
     assert "was killed by SIGKILL; the processes of this machine start again (restart 1 of 1)" in ended.output
     (tmp_path / "whole").mkdir()
     assert ended.result == pool2.run(undisturbed, run, tmp_path / "whole", timeout=200)[0]
-
-
-@pytest.mark.parametrize("by_torchrun", [False, True], ids=["meshwright launch", "torchrun"])
-def test_a_stopped_rank_ends_the_job_and_is_named(by_torchrun: bool, tmp_path: Path) -> None:
-    run = Run(kind="loop", plan="dp2 zero1", steps=10_000, timeout=4.0)
-    ended: Ended = stopped(run, tmp_path, 1, by_torchrun=by_torchrun)
-    assert ended.code == (1 if by_torchrun else 137), ended.output
-    assert ended.after < run.timeout + 5
-    assert re.search(r"meshwright: rank 1 \(host [^)]*\): stopped, hung or cut off", ended.output), ended.output
-    assert by_torchrun or "meshwright launch: rank 1 was killed by SIGKILL" in ended.output

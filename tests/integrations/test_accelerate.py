@@ -93,18 +93,14 @@ def test_a_scheduler_that_counts_processes_would_be_caught(pool2: Any) -> None:
     [
         ("dp2xtp2+sp+zero1", "dp2xtp2+sp+zero1"),
         ("dp2", "dp2xtp2+sp+zero1"),
-        ("tp2", "tp2"),
         ("dp2+zero3", "dp2xtp2+sp+zero2"),
         ("dp2xtp2+sp+zero2", "dp2xtp2+sp+zero3"),
         ("pp2", "tp2"),
         ("dp2", "pp2xdp2+zero1"),
-        ("cp2xdp2+zero1", "dp2"),
         ("pp2xcp2+zero1", "cp2"),
-        ("tp2", "pp2xcp2+zero1"),
     ],
     ids=[
-        "same plan", "on twice the ranks", "tp2", "from stage 3", "to stage 3", "from pp2", "to pp2", "from cp2",
-        "from pp2 x cp2", "to pp2 x cp2",
+        "same plan", "on twice the ranks", "from stage 3", "to stage 3", "from pp2", "to pp2", "from pp2 x cp2",
     ],
 )  # fmt: skip
 def test_resume_goes_on_with_the_same_numbers(
