@@ -85,8 +85,8 @@ def test_rank_0_is_stopped_before_the_guard_runs() -> None:
 def test_a_script_that_hangs_ends_however_it_was_started(start: str, place: str, preloaded_python: Path) -> None:
     """The launcher has ended too, and found the right rank; a rank that has not made the call writes its stack too."""
     victim = PLACES.index(place) % 2
-    # What has not made the call is found by its environment, which a process that was only forked does not have.
-    python = sys.executable if place == "before the call" else str(preloaded_python)
+    # Ranks end one another by their parent and environment, which are other ones in processes that were only forked.
+    python = sys.executable if place in ("before the call", "stop") else str(preloaded_python)
     ended = run_script(start, place, victim, python, patience=240.0)
     said = flat(ended.output)
     assert all(ended.codes) and ended.after < IN_TIME + (TORCHRUN_ENDS if start == "torchrun" else 0), ended
