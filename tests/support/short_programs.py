@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -58,3 +59,14 @@ def weights_of(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
 
 def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(relative_difference(actual[name], value) for name, value in expected.items())
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    """A mean over the labels that count, unlike transformers' own."""
+    targets = labels[:, 1:].reshape(-1)
+    return F.cross_entropy(logits[:, :-1].reshape(len(targets), -1), targets, label_smoothing=0.3)
+
+
+def next_words(batch: dict[str, Any]) -> Tensor:
+    """The number of labels that count."""
+    return (batch["labels"][:, 1:] != -100).sum()

@@ -12,6 +12,7 @@ add = TRAITS.append
 for _family in ("qwen3", "gemma2", "phi3", "olmo2", "qwen2", "mistral"):
     add(Trait(name=_family, kind="family", values={"family": _family}, without=frozenset({"rope"})))
 
+# transformers has no heads of olmo2 but that of the causal LM.
 _NOT_CAUSAL = frozenset({"olmo2", "batch", "collator", "loss", "keyword", "factor", "evaluation", "tied"})
 add(
     Trait(

@@ -61,7 +61,7 @@ def gather_rows(x: Tensor, model: nn.Module | None = None) -> Tensor:
     if runtime is None:
         return x
     _check_has_all_rows(x, runtime)
-    if runtime.uneven is not None and x.requires_grad:
+    if runtime.uneven is not None and _has_gradient(x):  # not for a metric
         runtime.uneven.leave_out_pass()
     axis = runtime.rows
     if axis.size == 1:
@@ -101,6 +101,10 @@ def _runtime() -> Runtime | None:
     )
 
 
+def _has_gradient(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
 def _ranks(axis: Axis) -> tuple[int, ...]:
     return () if axis.group is None else tuple(dist.get_process_group_ranks(axis.group))
 
@@ -123,9 +127,8 @@ def _rows_of_ranks(x: Tensor, axis: Axis) -> list[int]:
 
     def describe() -> tuple[None, str]:
         rows = 0 if has_filler_rows(x) else len(x)
-        needs_gradient = x.requires_grad and torch.is_grad_enabled()
         kind = f"{str(x.dtype).removeprefix('torch.')} rows of shape {tuple(x.shape[1:])}"
-        return None, json.dumps([rows, kind + (" with a gradient" if needs_gradient else "")])
+        return None, json.dumps([rows, kind + (" with a gradient" if _has_gradient(x) else "")])
 
     _, texts = exchange_together(describe, group=axis.group)
     said: list[tuple[int, str]] = [json.loads(text) for text in texts]

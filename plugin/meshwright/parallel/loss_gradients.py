@@ -27,7 +27,7 @@ ADVICE = (
     "    loss = mw.global_mean(model, (weights * losses).sum() / weights.sum(), count=weights.sum())"
 )
 # Relative: a factor that each rank computes from equal values may differ in its last bits.
-_TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5}
+_TOLERANCE, _OF_FLOAT64 = 1e-5, 1e-11
 _KEPT = 1024  # gradients; more than this arrive only if no meeting compares them
 
 
@@ -39,7 +39,7 @@ class LossGradients:
 
     def __init__(self) -> None:
         self._made = 0
-        self._tolerance = _TOLERANCES[torch.float32]
+        self._tolerance = _TOLERANCE  # of the gradients that arrive
         self._arrived: deque[tuple[int, Tensor]] = deque(maxlen=_KEPT)
         self._earlier: tuple[tuple[int, ...], Callable[[], list[float]]] | None = None
 
@@ -51,14 +51,14 @@ class LossGradients:
     def _arrive(self, number: int, gradient: Tensor) -> None:
         if type(gradient) is Tensor:  # not a fake tensor of a traced step
             self._arrived.append((number, gradient.detach()))
-            self._tolerance = _TOLERANCES.get(gradient.dtype, self._tolerance)
+            self._tolerance = _OF_FLOAT64 if gradient.dtype is torch.float64 else _TOLERANCE
 
     def statement(self) -> Statement:
         """Return a statement of the gradients that have arrived since the last statement."""
         found = dict[int, float]()
         for number, value in self._read():
             found[number] = found.get(number, 0.0) + value
-        digits = 2 - round(math.log10(self._tolerance))
+        digits = 7 if self._tolerance == _TOLERANCE else 13  # two more than are compared
         said = {number: f"{value:.{digits}g}" for number, value in found.items()}
         distinct = set(said.values())
         text = "" if not said else f"gradient of the loss {min(distinct)}"

@@ -94,6 +94,8 @@ class HookedModules:
 
     def look(self) -> None:
         """Warn once if the program's hooks see parts of activations, so a loss computed from them would be wrong."""
+        if self._has_warned and not self.is_staged:
+            return
         if not (self._cut or self._borders or self._parted or self.is_split):
             return
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for _, m in self._modules)

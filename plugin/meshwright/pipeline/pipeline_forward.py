@@ -236,7 +236,7 @@ class PipelineForward(MethodOverride):
         # A stage whose own weights are all frozen runs backward too, if another stage trains.
         trained = any(p.requires_grad for p in self.decoder.parameters())
         root = torch.zeros_like(total, requires_grad=trained)
-        return self.outputs.of_training(loss.mean.watched(sums.attach(root, total)), row_counts)
+        return self.outputs.of_batch(loss.mean.watched(sums.attach(root, total)), row_counts)
 
     def _operations(self, count: int) -> tuple[Operation, ...]:
         """Return what this rank does with ``count`` micro-batches, in order."""
@@ -256,7 +256,7 @@ class PipelineForward(MethodOverride):
             total = self._share_loss(step) if has_targets else None
             if has_targets:
                 loss.is_global()
-        return self.outputs.of_evaluation(total)
+        return self.outputs.of_batch(total)
 
     def _step(
         self,

@@ -45,14 +45,15 @@ class StageOutputs:
             logits = output["logits"] if isinstance(output, MutableMapping) else output[1]
             self._logits.append(logits.detach())
 
-    def of_training(self, loss: Tensor, rows: list[int]) -> Any:
-        """Return the output of a training batch, given the rows that count in each micro-batch."""
-        if self._logits:  # a micro-batch without rows ran one row that nobody asked for
-            self._logits = [x[:count] for x, count in zip(self._logits, rows, strict=True)]
-        return self.of_evaluation(loss)
+    def of_batch(self, loss: Tensor | None, rows: list[int] | None = None) -> Any:
+        """Return the output of a batch.
 
-    def of_evaluation(self, loss: Tensor | None) -> Any:
-        """Return the output of a batch in evaluation."""
+        Args:
+            loss: the loss, if there is one.
+            rows: the rows that count in each micro-batch; None if all do.
+        """
+        if rows is not None and self._logits:  # a micro-batch without rows ran one row that nobody asked for
+            self._logits = [x[:count] for x, count in zip(self._logits, rows, strict=True)]
         logits: Tensor = torch.empty(()).as_subclass(_Elsewhere)
         if self._gathers:
             logits = self._shared()

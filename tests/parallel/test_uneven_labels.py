@@ -1,0 +1,80 @@
+"""Labels that a model is not given, for a loss of the program's own: ranks with unequal numbers of them are told."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import meshwright as mw
+from support.logs import logged
+from support.models import build, tokens
+from support.short_programs import next_words, smoothed
+
+DP = {"dp": 2}
+LENGTH = 12
+
+
+def warnings_of_a_loop(program: str) -> list[str]:
+    """What is logged while a hand-written loop trains on rows of one length with unlike numbers of labels."""
+    with logged(level=logging.WARNING) as said:
+        ids = tokens(8, LENGTH)
+        labels = ids.clone()
+        labels[::4] = -100  # of each batch of four, the first row: one of rank 0
+        labels[::4, -1] = ids[::4, -1]
+        dataset: Any = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+        if program in ("tuple", "slice"):
+            dataset = torch.utils.data.TensorDataset(ids, labels)
+        if program == "mask":
+            dataset = [{"input_ids": x, "loss_mask": y != -100} for x, y in zip(ids, labels, strict=True)]
+        if program == "padding":
+            dataset = [{"input_ids": x.where(y != -100, 0)} for x, y in zip(ids, labels, strict=True)]
+        loader: Any = torch.utils.data.DataLoader(dataset, batch_size=4)
+        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**DP))
+        model, _, loader = mw.to_distributed(build("llama"), None, loader, config=config)
+        if program == "rows gathered inside":  # of a forward pass, whose loss is of this rank's rows all the same
+            embedding = model.get_input_embeddings()
+            embedding.register_forward_hook(lambda _, __, x: x - 0.1 * mw.gather_rows(x).mean(0))
+        for batch in loader:
+            if program in ("tuple", "slice"):
+                x, y = batch
+                logits = model(x if program == "tuple" else x[:, :-1]).logits
+                F.cross_entropy(logits[:, : LENGTH - 1].flatten(0, 1), y[:, 1:].flatten()).backward()
+                continue
+            if program == "copied":
+                batch = {name: x.clone() for name, x in batch.items()}
+            if program == "mask":
+                logits = model(batch["input_ids"]).logits
+                smoothed(logits, batch["input_ids"].masked_fill(~batch["loss_mask"], -100)).backward()
+                continue
+            if program == "padding":
+                ids = batch["input_ids"]
+                smoothed(model(ids).logits, ids.masked_fill(ids == 0, -100)).backward()
+                continue
+            if program == "dropped":
+                del batch["labels"]
+                model(**batch).logits.square().mean().backward()
+                continue
+            logits = model(input_ids=batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"])).logits
+            loss = smoothed(logits, batch["labels"])
+            if program == "corrected":
+                loss = mw.global_mean(model, loss, next_words(batch))
+            loss.backward()
+    return [message for message in said if "global_mean" in message]
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["kept", "rows gathered inside", "tuple", "slice", "copied", "mask", "padding", "dropped", "corrected"],
+)
+def test_labels_that_the_model_was_not_given_are_counted(program: str, pool2: Any) -> None:
+    """The loader yielded them; a program that has dropped them computes no loss from them."""
+    first, second = pool2.run(warnings_of_a_loop, program)
+    assert len(first) == int(program not in ("dropped", "corrected")) and not second
+    if first:
+        first_labels = 2 if program == "padding" else 0  # the gradients of the logits show those that are predicted
+        counts = LENGTH + 1 - first_labels // 2, 2 * LENGTH - first_labels
+        assert "2 rows with {} labels or tokens that count on rank 0; 2 rows with {}".format(*counts) in first[0]
