@@ -35,6 +35,7 @@ from meshwright.parallel.gradient_sync import AllReduce, GradientSync
 from meshwright.parallel.mixed_rows import refused_option
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.replicate_model import broadcast_tensors, check_agreement, describe_tensors
+from meshwright.parallel.replicated_state import ModuleTensors
 from meshwright.parallel.row_layout import RowLayout, ShardRecord
 
 logger = logging.getLogger(__name__)
@@ -125,15 +126,16 @@ class DataParallel(nn.Module):
             rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
             parameter.meshwright = ShardRecord(name, parameter.shape, rows, 0, False)  # type: ignore[attr-defined]
         runtime = Runtime(axes=Axes(dp=axis), parameters=self._trainable, guard=guard)
-        if guard is not None:
-            runtime.comparison = ReplicaComparison(
-                model, tp=runtime.tp, dp=axis, guard=guard, every=CHECK_EVERY, has_weights=True
-            )
         self._sync: GradientSync | None = None
         if axis.size == 1:
             logger.warning("DataParallel has no effect in one process; launch more with torchrun --nproc-per-node N")
         else:
             broadcast_tensors([*model.parameters(), *model.buffers()], axis)
+            if guard is not None:
+                tensors = ModuleTensors(model, written_apart=True)
+                runtime.comparison = ReplicaComparison(
+                    model, tp=runtime.tp, dp=axis, guard=guard, every=CHECK_EVERY, has_weights=True, tensors=tensors
+                )
             buckets = make_buckets(
                 self._trainable,
                 max_bytes=int(comm_buffer_size * MB),

@@ -150,6 +150,8 @@ def scaled(plan: dict[str, Any], program: str) -> list[dict[str, Tensor]]:
                 loss = loss if index != dist.get_rank() else sum(0 * p.sum() for p in model.parameters())
             elif program in ("rounding", "a little more"):  # 1e-11 is allowed in float64
                 loss = loss * (1 + (1e-12 if program == "rounding" else 1e-9) * dist.get_rank())
+            elif program == "the rank's scaler":
+                loss = torch.amp.GradScaler("cpu", init_scale=256.0 * (1 + dist.get_rank())).scale(loss)
             elif program == "twice":
                 (loss / 2).backward(retain_graph=True)
             elif program == "no factor":
@@ -168,6 +170,7 @@ SPLIT = {**DP, "micro_batch_size": 1}
         ("the rank's count", {**DP, "zero_stage": 3}),
         ("the rank's count", SPLIT),
         ("a little more", DP),
+        ("the rank's scaler", DP),
         ("the rank's count", {**SPLIT, "zero_stage": 2}),
         ("global_mean", {**DP, "zero_stage": 1}),
     ],

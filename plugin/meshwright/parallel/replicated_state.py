@@ -28,10 +28,13 @@ class ModuleTensors:
     Args:
         model: the model.
         layers: the decoder layers, if each rank of a pipeline runs only some of them.
+        written_apart: whether each rank writes tensors of its own in forward, as BatchNorm does under DDP. Modules of
+            which a tensor was written since this object was made are then left out.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[nn.Module] = ()):
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Module] = (), *, written_apart: bool = False):
         self._model = model
+        self._versions = {module: _versions(module) for module in model.modules()} if written_apart else {}
         self._kept = {
             module: kept
             for module in model.modules()
@@ -52,6 +55,9 @@ class ModuleTensors:
         for path, module in self._model.named_modules():
             own: dict[str, Any] = dict(module._buffers)
             own.update((key, vars(module).get(key)) for key in self._kept.get(module, ()))
+            # Some kernels write a tensor without counting a version, so one written tensor speaks for its module.
+            if self._versions and self._versions.get(module) != _versions(module):
+                continue
             if not own or (on_all_stages and (id(module) in self._staged or any(True for _ in module.parameters()))):
                 continue
             for key, x in own.items():
@@ -104,6 +110,11 @@ def optimizer_digest(
 def on_device(x: Tensor, device: torch.device) -> Tensor:
     """Return an integer of any device on ``device``, without a copy that makes the host wait for ``device``."""
     return x if x.device == device else torch.full((), int(x), dtype=torch.int64, device=device)
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    """Return which tensors are a module's buffers, and how often each was written."""
+    return [(id(x), x._version) for x in module._buffers.values() if x is not None and not x.is_inference()]
 
 
 def is_comparable(x: Tensor) -> bool:
