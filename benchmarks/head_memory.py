@@ -8,8 +8,8 @@ import torch
 import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.config import ParallelPlan
-from meshwright.plan_text import parse_plan
+from meshwright.plan.config import ParallelPlan
+from meshwright.plan.text import parse_plan
 from meshwright.tracing.trace import Trace, trace_step
 
 SIZES = ((1024, 4, 1), (2048, 2, 1), (2048, 16, 1), (2048, 4, 4))  # hidden, layers, rows

@@ -17,12 +17,12 @@ import typer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.config import ParallelPlan
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.distribute.installation import Installation
 from meshwright.faults import interpose
 from meshwright.faults.collective_log import Trace, describe
-from meshwright.plan_text import parse_plan
+from meshwright.plan.config import ParallelPlan
+from meshwright.plan.text import parse_plan
 from meshwright.tracing.fake_world import fake_world
 
 PLANS = ("dp4", "dp4 zero1", "dp4 zero3", "tp4", "tp4+sp", "dp2 tp2+sp zero3")

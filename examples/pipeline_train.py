@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
-from meshwright.pipeline.schedule import SCHEDULES, rank_operations
+from meshwright.plan.schedule import SCHEDULES, rank_operations
 
 LENGTH, ROWS, MICRO_BATCHES = 64, 8, 8
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}

@@ -30,8 +30,8 @@ from benchmarks.families.kept_results import KeptResults
 from benchmarks.families.models import DENSE, build, model_types
 from benchmarks.families.one_device import TIMEOUT, largest_differences
 from benchmarks.families.parity import TOLERANCE
-from meshwright.context.methods import METHODS
 from meshwright.mesh.process_group import start_process_group, world_size
+from meshwright.plan.context_methods import METHODS
 
 Differences = dict[str, float]  # for each kind of rows, the largest relative difference from one device
 

@@ -22,7 +22,7 @@ from benchmarks.families.models import DENSE, model_types
 from benchmarks.families.one_device import ROWS
 from benchmarks.families.page import verdict
 from benchmarks.families.parity import TOLERANCE
-from meshwright.context.methods import METHODS
+from meshwright.plan.context_methods import METHODS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families_context.md"
 REFUSED = "refused"

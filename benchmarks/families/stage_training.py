@@ -31,7 +31,7 @@ from benchmarks.families.kept_results import KeptResults
 from benchmarks.families.one_device import TIMEOUT
 from benchmarks.families.stages import build_deeper
 from meshwright.mesh.process_group import start_process_group, world_size
-from meshwright.pipeline.schedule import SCHEDULES
+from meshwright.plan.schedule import SCHEDULES
 from meshwright.verification.float64_modules import in_float64, relative_difference
 
 # Plain, tied with soft caps, tied with transposed weights, with a window, fused, with inner norms, with norms of heads,

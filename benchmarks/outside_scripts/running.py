@@ -19,7 +19,7 @@ from benchmarks.outside_scripts.recording import run_script
 from harness.programs import run_program
 from meshwright.choose.given_plan import resolve_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
-from meshwright.config import ParallelPlan
+from meshwright.plan.config import ParallelPlan
 
 # A difference is divided by the number, or by this limit if the number is smaller. A reward's margin is a difference of
 # log-probabilities of about 60; the bias of a BERT's keys has no gradient but rounding.

@@ -32,7 +32,7 @@ from benchmarks.schedules.model import Sizes
 from benchmarks.schedules.torch_stages import STAGES
 from meshwright.mesh.process_group import start_process_group
 from meshwright.pipeline.links import AHEAD
-from meshwright.pipeline.schedule import SCHEDULES, chunks_of
+from meshwright.plan.schedule import SCHEDULES, chunks_of
 
 POINTS = 0.03  # goal: the largest difference between a measured and a simulated bubble
 SENT = 2 * AHEAD  # goal: messages that a rank keeps in addition: those that it receives ahead from two neighbours

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from benchmarks.schedules.model import Sizes
 from meshwright.faults.interpose import waited
 from meshwright.parallel.summed_gradients import SummedGradients
-from meshwright.pipeline.schedule import SPLIT_BACKWARD, chunks_of
 from meshwright.pipeline.weight_gradients import WeightGradients
+from meshwright.plan.schedule import SPLIT_BACKWARD, chunks_of
 from meshwright.planner.simulate import Pipeline, pipeline_time
 
 

@@ -11,8 +11,8 @@ from unittest import mock
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.pipeline.executor import Step
-from meshwright.pipeline.schedule import Kind, Operation
 from meshwright.pipeline.weight_gradients import WeightGradients
+from meshwright.plan.schedule import Kind, Operation
 from meshwright.tracing.traced_memory import LiveBytes
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.pipeline.schedule import rank_of_stage
+from meshwright.plan.schedule import rank_of_stage
 
 Pair = tuple[int, int]  # sender, receiver: global ranks
 

@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from benchmarks.schedules.model import Sizes
 from benchmarks.schedules.torch_stages import STAGES
-from meshwright.pipeline.partition import even_stages
-from meshwright.pipeline.schedule import chunks_of, stages_of_rank
+from meshwright.plan.partition import even_stages
+from meshwright.plan.schedule import chunks_of, stages_of_rank
 
 CLASSES: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,

@@ -27,10 +27,10 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.optim.runtime import find_runtime
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright_hf.distributed_config import options_for
 from meshwright_hf.styles import STYLES
 from meshwright_hf.versions import warn_outside_range

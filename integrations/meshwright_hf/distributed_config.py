@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers.distributed import DistributedConfig
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
 # Fields that are translated; every other field must have its default.
 _SIZES = ("tp_size", "pp_size", "fsdp_size", "dp_replicate_size")

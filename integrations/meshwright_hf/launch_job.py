@@ -11,8 +11,8 @@ from typing import Any
 
 from meshwright.choose.given_plan import plan_of_fields, resolve_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, launched_plan
-from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
+from meshwright.plan.config import ParallelPlan
 
 LAUNCH_VARIABLE = "MESHWRIGHT_LAUNCH"  # a random name of the launch, the same in a restart
 RESTARTED_VARIABLE = "MESHWRIGHT_RESTARTED"  # set in a restart, to the same name

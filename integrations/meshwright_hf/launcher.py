@@ -10,9 +10,9 @@ import sys
 from typing import Any
 
 from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line
-from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.mesh.cores import core_count
+from meshwright.plan.config import ParallelPlan
 from meshwright_hf import network
 from meshwright_hf.launch_job import RESUME_VARIABLE, Launch
 from meshwright_hf.unused_plan import watched_plan

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
+from meshwright.plan.config import ParallelPlan
 from meshwright.roles.registry import CONFIG_KEY, ROLES_KEY
 from meshwright.roles.sharding_plan import ShardingPlan
 

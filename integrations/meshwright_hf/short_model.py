@@ -13,9 +13,9 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.parallel.structure import describe
+from meshwright.plan.config import ParallelPlan
 from meshwright.roles import plan_for
 from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
 from meshwright_hf.narrower_configs import narrower_configs

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 import meshwright as mw
-from meshwright.config import NumItems, PlanLike, ToDistributedConfig
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.nested import tensors_of
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.mesh.process_group import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
+from meshwright.plan.config import NumItems, PlanLike, ToDistributedConfig
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
 from meshwright_hf.fused_head import gather_for_fused_head

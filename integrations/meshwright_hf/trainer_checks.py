@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 
 from meshwright.compiling import without_compilation
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute.attach_optimizer import plan_to_complete
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
 
 def config_of(meshwright: Any) -> ToDistributedConfig:

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from meshwright.config import LoaderOptions
 from meshwright.data.global_batches import Portion
 from meshwright.data.loader import DistributedLoader, made_together, without_labels
 from meshwright.data.nested import map_tensors
@@ -21,6 +20,7 @@ from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch_share import yield_next
 from meshwright.parallel.collectives import Axis
+from meshwright.plan.config import LoaderOptions
 from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.config import ToDistributedConfig
 from meshwright.monitor.monitor import Preparation, monitor_of, start_monitor
 from meshwright.optim.runtime import Runtime
+from meshwright.plan.config import ToDistributedConfig
 
 
 def without_lines(config: ToDistributedConfig) -> ToDistributedConfig:

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from meshwright.choose.given_plan import given_plan
-from meshwright.config import ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.mean_over_ranks import valid_labels
+from meshwright.plan.config import ToDistributedConfig
 from meshwright_hf.trainer_data import evaluated_rows
 
 logger = logging.getLogger(__name__)

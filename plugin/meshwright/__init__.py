@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.save_checkpoint import save_checkpoint
     from meshwright.checkpoint.save_weights import save_weights
     from meshwright.checkpoint.whole_tensors import full_gradients, full_state_dict
-    from meshwright.config import LoaderOptions, ParallelPlan, ToDistributedConfig
     from meshwright.construct.deferred_init import deferred_init
     from meshwright.data.shard_dataloader import shard_dataloader
     from meshwright.data_parallel import DataParallel, fused_allreduce_gradients
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from meshwright.optim.global_mean import global_mean
     from meshwright.optim.runtime import no_sync, plan_of
     from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
+    from meshwright.plan.config import LoaderOptions, ParallelPlan, ToDistributedConfig
     from meshwright.roles import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
     from meshwright.verification.verify import verify
 
@@ -58,7 +58,7 @@ _HOMES = {
     "checkpoint.restore": ("load_optimizer", "load_weights"),
     "checkpoint.save_checkpoint": ("save_checkpoint",),
     "checkpoint.save_weights": ("save_weights",),
-    "config": ("LoaderOptions", "ParallelPlan", "ToDistributedConfig"),
+    "plan.config": ("LoaderOptions", "ParallelPlan", "ToDistributedConfig"),
     "construct.deferred_init": ("deferred_init",),
     "data.shard_dataloader": ("shard_dataloader",),
     "data_parallel": ("DataParallel", "fused_allreduce_gradients"),

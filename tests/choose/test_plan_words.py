@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import meshwright as mw
 from meshwright.choose.given_plan import config_with, given_plan, plan_of_fields, resolve_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, plan_fields, read_plan, runnable_fields, save_plan
-from meshwright.config import PLAN_FIELDS
-from meshwright.context.methods import METHODS
-from meshwright.pipeline.schedule import SCHEDULES
-from meshwright.plan_text import format_plan, parse_plan
+from meshwright.plan.config import PLAN_FIELDS
+from meshwright.plan.context_methods import METHODS
+from meshwright.plan.schedule import SCHEDULES
+from meshwright.plan.text import format_plan, parse_plan
 from meshwright.planner.candidate import Candidate
 
 sizes = st.integers(1, 4096)

@@ -30,9 +30,9 @@ from meshwright.choose.given_plan import given_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, USED_VARIABLE, plan_line, read_plan
 from meshwright.cli import app
 from meshwright.cli.options import Context, Schedule
-from meshwright.context.methods import METHODS
 from meshwright.mesh.process_group import node_count
-from meshwright.pipeline.schedule import SCHEDULES
+from meshwright.plan.context_methods import METHODS
+from meshwright.plan.schedule import SCHEDULES
 from meshwright_hf import launcher, network
 from meshwright_hf.launch_job import Launch, find_plan
 from meshwright_hf.launcher import accelerate_arguments

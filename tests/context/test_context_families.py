@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.families.context_page import PAGE, REFUSED, rows
 from benchmarks.families.models import DENSE
-from meshwright.context.methods import METHODS
+from meshwright.plan.context_methods import METHODS
 from meshwright.planner.family_traits import traits_of
 
 ROWS = rows(PAGE.read_text())

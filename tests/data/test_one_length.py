@@ -25,13 +25,13 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TrlCollat
 
 import meshwright as mw
 from data.test_stream import Ranks
-from meshwright.config import LoaderOptions
 from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.nested import leaves
 from meshwright.data.one_length import OneLength
 from meshwright.data.peers import Peers
 from meshwright.data.readers.choose import make_reader
 from meshwright.parallel.collectives import Axis
+from meshwright.plan.config import LoaderOptions
 from support.exact import Float64
 from support.logs import logged
 from support.models import build, tokens

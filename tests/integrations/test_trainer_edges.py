@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 import meshwright as mw
 import meshwright_hf
-from meshwright.planner.flat_offsets import flat_offsets
+from meshwright.plan.flat_offsets import flat_offsets
 from support.models import build
 from support.trainers import Rows, arguments, fresh_accelerate
 

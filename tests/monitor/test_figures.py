@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.monitor.card import Card, Comparison
 from meshwright.monitor.estimate import Estimate, Machine, candidate_of, estimate
 from meshwright.monitor.figures import Figures, RankFigures, Step, together
 from meshwright.monitor.terminal import say
 from meshwright.monitor.words import clock, line
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.hardware import Cluster, Coefficients, HardwareProfile, device
 from meshwright.planner.shapes import describe
 from support.models import build

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.faults.guard import active_guard
 from meshwright.faults.posted import Posted
 from meshwright.monitor.monitor import monitor_of
 from meshwright.monitor.records import read_records
 from meshwright.optim.runtime import runtime_of
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.shapes import describe
 from support.models import build
 

@@ -149,7 +149,7 @@ def test_a_head_of_three_labels(plan: str, pool2: Any) -> None:
 
 
 def train_without_padding(plan: str) -> dict[str, Any]:
-    from meshwright.planner import flat_offsets
+    from meshwright.plan import flat_offsets
 
     before, flat_offsets.ALIGNMENT = flat_offsets.ALIGNMENT, 1
     try:

@@ -7,10 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.head_memory import model_on_meta, traced
-from meshwright.config import ParallelPlan
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, HeadLoss
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.cross_entropy import Words
+from meshwright.plan.config import ParallelPlan
 from meshwright.tracing.fake_rank import traceable
 from meshwright.tracing.traced_memory import LiveBytes
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.pipeline.partition import balanced_stages, check_stages, even_stages
+from meshwright.plan.partition import balanced_stages, check_stages, even_stages
 
 
 def loads(costs, counts, first, last):

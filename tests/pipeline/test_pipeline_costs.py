@@ -12,7 +12,7 @@ from benchmarks.schedules.held import holding
 from benchmarks.schedules.messages import Messages, computed_messages
 from benchmarks.schedules.model import Sizes
 from meshwright.pipeline.links import AHEAD
-from meshwright.pipeline.schedule import SCHEDULES, most_held, rank_operations
+from meshwright.plan.schedule import SCHEDULES, most_held, rank_operations
 
 MICRO_BATCHES = 16  # far more than any rank holds, except under gpipe
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from meshwright.pipeline.schedule import (
+from meshwright.plan.schedule import (
     SCHEDULES,
     SPLIT_BACKWARD,
     Kind,
@@ -25,7 +25,7 @@ from meshwright.pipeline.schedule import (
     rank_operations,
     stages_of_rank,
 )
-from meshwright.pipeline.transfers import Transfer, received_by, receiving_stage, transfers
+from meshwright.plan.transfers import Transfer, received_by, receiving_stage, transfers
 
 _KINDS = {
     "FORWARD": Kind.FORWARD,
@@ -236,7 +236,7 @@ def test_planner_and_schedules_need_no_torch() -> None:
     program = """
 import sys
 sys.modules["torch"] = None
-import meshwright.pipeline.partition, meshwright.pipeline.schedule
+import meshwright.plan.partition, meshwright.plan.schedule
 import meshwright.planner.explain, meshwright.planner.page.page, meshwright.planner.search
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

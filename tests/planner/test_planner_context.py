@@ -10,7 +10,7 @@ import pytest
 import meshwright as mw
 from benchmarks.families.models import build as build_family
 from meshwright.choose.picked_plan import _refusals
-from meshwright.context.methods import METHODS
+from meshwright.plan.context_methods import METHODS
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.context_cost import exchanges

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cli.plan_inputs import numbers, swept
 from meshwright.errors import PlanError
-from meshwright.plan_text import parse_plan
+from meshwright.plan.text import parse_plan
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.cost import Budget, bill, bill_line, parse_tokens
 from meshwright.planner.hardware import Cluster, device

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import PlanError
-from meshwright.pipeline.schedule import SCHEDULES, Kind, chunks_of, rank_of_stage, rank_operations
+from meshwright.plan.schedule import SCHEDULES, Kind, chunks_of, rank_of_stage, rank_operations
 from meshwright.planner import page as page_package
 from meshwright.planner.candidate import Job
 from meshwright.planner.formatting import gib, seconds

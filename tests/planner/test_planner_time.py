@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import PlanError
-from meshwright.pipeline.schedule import stages_of_rank
+from meshwright.plan.schedule import stages_of_rank
 from meshwright.planner import simulate
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.expected_traffic import step_traffic

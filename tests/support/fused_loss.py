@@ -10,7 +10,7 @@ from unittest import mock
 from torch import Tensor
 
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss
-from meshwright.planner import head_chunks
+from meshwright.plan import head_chunks
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from meshwright.config import LoaderOptions
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.parallel.collectives import Axis
+from meshwright.plan.config import LoaderOptions
 
 
 class Numbers(Dataset[int]):

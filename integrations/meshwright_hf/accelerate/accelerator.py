@@ -17,12 +17,12 @@ from meshwright.checkpoint.lineage import Lineage, Mark
 from meshwright.checkpoint.seal import NAME as SEAL
 from meshwright.checkpoint.sealed_folder import sealed_folder
 from meshwright.compiling import without_compilation
-from meshwright.config import LoaderOptions, ParallelPlan
 from meshwright.data.nested import map_tensors
 from meshwright.monitor.monitor import monitor_of
 from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.collectives import Axis, all_reduce, maximum
 from meshwright.parallel.row_layout import is_held
+from meshwright.plan.config import LoaderOptions, ParallelPlan
 from meshwright_hf.accelerate import state
 from meshwright_hf.accelerate.announced import check_announced
 from meshwright_hf.accelerate.folders import folder_to_load, folder_to_save, remove_oldest

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.choose.given_plan import config_with, given_plan
-from meshwright.config import PlanLike, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.optim.runtime import find_runtime
+from meshwright.plan.config import PlanLike, ToDistributedConfig
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
 from meshwright_hf.accelerate.checks import check_placement
 from meshwright_hf.accelerate.preparation import prepare

@@ -13,9 +13,9 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
-from meshwright.config import ParallelPlan
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.mesh.process_group import world_size
+from meshwright.plan.config import ParallelPlan
 from meshwright_hf.accelerate.loader import PlannedLoader
 
 logger = logging.getLogger(__name__)

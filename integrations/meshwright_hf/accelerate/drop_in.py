@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.choose.given_plan import config_with, given_plan
-from meshwright.config import PlanLike, ToDistributedConfig
+from meshwright.plan.config import PlanLike, ToDistributedConfig
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator
 from meshwright_hf.accelerate.checks import check_placement
 from meshwright_hf.accelerate.preparation import prepare

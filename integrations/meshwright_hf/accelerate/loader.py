@@ -11,7 +11,6 @@ from accelerate.state import GradientState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from meshwright.config import LoaderOptions
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.nested import tensors_of
 from meshwright.data.peers import LoaderMesh, Peers
@@ -19,6 +18,7 @@ from meshwright.faults.together import succeed_together
 from meshwright.optim.runtime import device_of, runtime_of
 from meshwright.parallel.batch_share import yield_next
 from meshwright.parallel.collectives import Axis
+from meshwright.plan.config import LoaderOptions
 from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
 
 

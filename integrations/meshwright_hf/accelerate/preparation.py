@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from meshwright.choose.given_plan import config_with, given_plan, plan_in_model, source_of_plan
 from meshwright.choose.picked_plan import choose_plan
 from meshwright.compiling import leave_out_of_graphs, without_compilation
-from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.distribute.attach_optimizer import plan_to_complete
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import PlanError
@@ -30,6 +29,7 @@ from meshwright.mesh.process_group import device_for
 from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.runtime import device_of, find_runtime, no_sync, runtime_of
 from meshwright.parallel.method_override import MethodOverride
+from meshwright.plan.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
 from meshwright_hf.accelerate.announced import check_announced, was_read_by_callers
 from meshwright_hf.accelerate.checks import check_launch, check_model, check_not_prepared, check_settings

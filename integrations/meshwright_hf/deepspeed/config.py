@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
+from meshwright.plan.config import ParallelPlan
 
 ADVICE_PLAN = "the plan shards the model: remove it, and set ParallelPlan"
 # Key -> why it is refused, and what to do. A value that switches the key off (see _is_on) is accepted.

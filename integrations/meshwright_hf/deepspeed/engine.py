@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute.check_launch import check_launch
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import AlreadyDistributedError, PlanError
@@ -31,6 +30,7 @@ from meshwright.mesh.process_group import backend_for, device_for, start_process
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, Watch, find_runtime, runtime_of
 from meshwright.parallel.structure import describe
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
 from meshwright_hf.deepspeed.config import BATCH, complete_config, read_config

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute.check_launch import check_launch
 from meshwright.errors import PlanError
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright_hf.deepspeed.config import BATCH, STEPS, read_config
 from meshwright_hf.deepspeed.engine import device_of_engine, initialize
 from meshwright_hf.deepspeed.export import save_pretrained

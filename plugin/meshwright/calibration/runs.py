@@ -19,8 +19,8 @@ from meshwright.calibration.table_words import (
     zero_stage_of,
 )
 from meshwright.errors import PlanError
-from meshwright.pipeline.partition import even_stages
-from meshwright.pipeline.schedule import check
+from meshwright.plan.partition import even_stages
+from meshwright.plan.schedule import check
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.devices import matmul_peak
 from meshwright.planner.hardware import Cluster

@@ -17,7 +17,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.part_files import file_names
 from meshwright.checkpoint.safetensors_file import Entry
 from meshwright.errors import CheckpointError
-from meshwright.plan_text import format_plan
+from meshwright.plan.text import format_plan
 
 _SHOWN = 20  # the most files or damages that the text lists
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
+from meshwright.plan.config import ParallelPlan
 
 
 def show_loaded(folder: str | os.PathLike[str], *, step: int | None, plan: Mapping[str, Any] | None) -> None:

@@ -24,8 +24,8 @@ from meshwright.checkpoint.run_state import Mesh, OwnOptimizer, RunTensor, model
 from meshwright.checkpoint.shares import Held, shares
 from meshwright.checkpoint.snapshot import as_of_now
 from meshwright.checkpoint.streamed_files import Form
-from meshwright.config import ParallelPlan
 from meshwright.optim.runtime import Runtime, device_of
+from meshwright.plan.config import ParallelPlan
 
 _LIBRARIES = ("meshwright", "torch", "transformers", "accelerate", "numpy")
 

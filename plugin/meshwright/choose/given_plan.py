@@ -18,11 +18,11 @@ from meshwright.choose.plan_file import (
     mark_plan_used,
     read_plan,
 )
-from meshwright.config import PLAN_FIELDS, ParallelPlan, PlanLike, ToDistributedConfig
-from meshwright.config_fields import unknown_field
 from meshwright.errors import PlanError
-from meshwright.foreign_names import PLAN_NAMES
 from meshwright.mesh.process_group import world_size
+from meshwright.plan.config import PLAN_FIELDS, ParallelPlan, PlanLike, ToDistributedConfig
+from meshwright.plan.fields import unknown_field
+from meshwright.plan.foreign_names import PLAN_NAMES
 from meshwright.roles.registry import CONFIG_KEY, ROLES_KEY
 
 logger = logging.getLogger(__name__)

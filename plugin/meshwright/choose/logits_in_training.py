@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.config import ToDistributedConfig
 from meshwright.parallel.deferred_logits import DeferringHead
 from meshwright.parallel.user_hooks import has_foreign_hooks
+from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.candidate import Logits
 from meshwright.roles.adapters import without_wrappers
 

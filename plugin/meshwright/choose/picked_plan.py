@@ -20,7 +20,6 @@ from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.choose.plan_file import runnable_fields
 from meshwright.choose.run_profile import load_run_profile
 from meshwright.choose.stages import against_stages, why_not_cut
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.context.check_method import check_method
 from meshwright.context.record import record_context
 from meshwright.errors import OptimizerMismatchError, PlanError
@@ -31,6 +30,7 @@ from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.model_shape import shape_of
 from meshwright.parallel.recompute import can_recompute_some, check_recompute
 from meshwright.parallel.structure import describe as describe_structure
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.devices import Device

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from meshwright.errors import PlanError
-from meshwright.plan_text import is_plan_text, parse_plan
+from meshwright.plan.text import is_plan_text, parse_plan
 from meshwright.planner.candidate import Candidate
 
 PLAN_VERSION = 1

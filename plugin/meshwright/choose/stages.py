@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from meshwright.config import ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.model_kinds import kind_of
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.structure import outline
 from meshwright.pipeline.layer_order import record_order
+from meshwright.plan.config import ToDistributedConfig
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
 

@@ -26,7 +26,7 @@ class Recompute(StrEnum):
 
 
 class Schedule(StrEnum):
-    """The schedules of a pipeline, which are those of ``meshwright.pipeline.schedule``."""
+    """The schedules of a pipeline, which are those of ``meshwright.plan.schedule``."""
 
     gpipe = "gpipe"
     one_forward_one_backward = "1f1b"
@@ -36,7 +36,7 @@ class Schedule(StrEnum):
 
 
 class Context(StrEnum):
-    """The methods of context parallelism, which are those of ``meshwright.context.methods``."""
+    """The methods of context parallelism, which are those of ``meshwright.plan.context_methods``."""
 
     gather = "gather"
     ulysses = "ulysses"

@@ -203,7 +203,7 @@ def own_plans(
     """
     # Imported here, since it imports torch, which takes seconds.
     from meshwright.choose.given_plan import resolve_plan
-    from meshwright.config import ParallelPlan
+    from meshwright.plan.config import ParallelPlan
     from meshwright.planner.own_plan import candidate_of
 
     if words and sizes:

@@ -13,7 +13,7 @@ import typer
 from meshwright.cli.options import ModelConfig, PlanWords
 
 if TYPE_CHECKING:
-    from meshwright.config import ParallelPlan
+    from meshwright.plan.config import ParallelPlan
     from meshwright.tracing.cuda_trace import CudaProgram, CudaStep
 
 

@@ -16,7 +16,7 @@ import typer
 from meshwright.cli.options import ModelConfig, PlanWords
 
 if TYPE_CHECKING:
-    from meshwright.config import ParallelPlan
+    from meshwright.plan.config import ParallelPlan
 
 _LEAST_PROCESSES = 4
 

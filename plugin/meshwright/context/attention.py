@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import ParallelPlan
 from meshwright.context.attend import AttentionCall, StockAttention, as_autocast, attend_in_blocks
 from meshwright.context.flash import FlashCall, flash_attention, has_flash
 from meshwright.context.head_exchange import HeadExchange
@@ -27,6 +26,7 @@ from meshwright.parallel.axis_groups import axis_over
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.local_heads import LocalConfig
 from meshwright.parallel.sequence_parts import Run, SequenceParts
+from meshwright.plan.config import ParallelPlan
 
 NAME = "meshwright_context"
 _OWNER = "meshwright_context"  # the attribute of a LocalConfig that holds the ContextAttention

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.config import ParallelPlan
 from meshwright.context.attend import AttentionCall
 from meshwright.context.attention import stock_attention
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask
-from meshwright.context.methods import can_exchange, group_sizes
 from meshwright.context.record import AttentionSite, ContextRecord
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.sequence_parts import Run
+from meshwright.plan.config import ParallelPlan
+from meshwright.plan.context_methods import can_exchange, group_sizes
 
 _DELEGATED = ("sdpa", "eager")
 _KNOWN = {"scaling", "dropout", "softcap", "s_aux", "sliding_window"}  # options for the ring or for masks

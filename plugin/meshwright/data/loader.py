@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.config import LoaderOptions
 from meshwright.data.equal_inputs import check_replicated, check_sizes
 from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.input_placement import Placer
@@ -33,6 +32,7 @@ from meshwright.errors import CheckpointError
 from meshwright.faults.same_call import Claim, agreed
 from meshwright.parallel.batch_share import BatchShare, yield_next
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
+from meshwright.plan.config import LoaderOptions
 from meshwright.schema import require, shown
 
 logger = logging.getLogger(__name__)

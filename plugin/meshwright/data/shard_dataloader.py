@@ -8,8 +8,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from meshwright.config import LoaderOptions, Source
-from meshwright.config_fields import either_name, keywords_checked
 from meshwright.data.global_batches import chunk_share, even_share
 from meshwright.data.input_placement import Placer, Target, Targets, flat, match_targets
 from meshwright.data.loader import DistributedLoader
@@ -27,6 +25,8 @@ from meshwright.mesh.process_group import (
 )
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.parallel.collectives import Axis
+from meshwright.plan.config import LoaderOptions, Source
+from meshwright.plan.fields import either_name, keywords_checked
 
 _NAMES = dict.fromkeys(("mesh", "device_mesh", "process_mesh"), "meshes=") | dict.fromkeys(
     ("shard_dim", "dp", "dim"), "shard_dims="

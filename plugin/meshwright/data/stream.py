@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.config import LANES
 from meshwright.data.readers.read_ahead import ReadAhead
 from meshwright.data.shards import LaneReader, as_source, window_start
 from meshwright.data.stream_order import Lane, deal, next_batches
@@ -24,6 +23,7 @@ from meshwright.faults.interpose import own_collectives
 from meshwright.faults.together import values_of_all
 from meshwright.mesh.packed_values import UnsupportedValue, pack
 from meshwright.parallel.collectives import Axis
+from meshwright.plan.config import LANES
 from meshwright.schema import anything, integer, is_same, listed, maybe, record, require, row, shown
 
 VERSION = 1

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.choose.given_plan import given_plan
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute.installation import split_batches
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.optim.attach_gradients import install_gradient_sync
@@ -19,6 +18,7 @@ from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.added_parameters import check_none_added
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.shard_reads import reading_shards
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles.adapters import without_wrappers
 
 # Options that only the call that distributes the model can set.

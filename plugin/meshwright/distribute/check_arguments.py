@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.nested import why_no_batch
 from meshwright.errors import AlreadyDistributedError, PlanError
-from meshwright.foreign_names import NO_SCALER
 from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+from meshwright.plan.foreign_names import NO_SCALER
 
 CALL = "to_distributed(model, optimizer, dataloader, plan=...)"
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.parallel.compile_options import check_compile_options
 from meshwright.parallel.compiled_layers import outermost_layers
 from meshwright.parallel.structure import DecoderStructure
-from meshwright.pipeline.schedule import SPLIT_BACKWARD
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+from meshwright.plan.schedule import SPLIT_BACKWARD
 
 
 def layers_of(decoder: nn.Module, structure: DecoderStructure | None) -> list[nn.Module]:

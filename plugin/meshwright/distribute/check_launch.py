@@ -7,14 +7,14 @@ import os
 import torch
 import torch.distributed as dist
 
-from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.faults.together import texts_of_all
-from meshwright.foreign_names import NO_SCALER
 from meshwright.mesh.local_device import check_is_alone
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.parallel.axis_groups import axis_over
 from meshwright.parallel.collectives import Axes, Axis
+from meshwright.plan.config import ParallelPlan
+from meshwright.plan.foreign_names import NO_SCALER
 
 
 def check_devices(device_num: int | None, node_num: int | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.context.check_method import check_method
 from meshwright.context.record import ContextRecord, record_context
 from meshwright.distribute.check_arguments import explained
@@ -12,6 +11,7 @@ from meshwright.errors import PlanError
 from meshwright.model_kinds import kind_of
 from meshwright.parallel.structure import DecoderStructure, describe, outline
 from meshwright.pipeline.cut import Cut, cut_decoder
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import plan_for
 
 

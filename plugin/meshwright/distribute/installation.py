@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.compiling import leave_out_of_graphs
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
 from meshwright.context.context_forward import ContextForward, check_parted, refuse_generating_parts
@@ -63,6 +62,7 @@ from meshwright.pipeline.cut import Cut, with_stages
 from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
 from meshwright.pipeline.refusals import refuse_copying, refuse_generating
 from meshwright.pipeline.stage_outputs import StageOutputs
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
 
 

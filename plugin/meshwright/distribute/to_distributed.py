@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.checkpoint_weights import settled
 from meshwright.choose.given_plan import config_with, given_plan, plan_in_model, source_of_plan
 from meshwright.choose.picked_plan import choose_plan
-from meshwright.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
-from meshwright.config_fields import either_name, keywords_checked
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh, Peers
@@ -32,7 +30,6 @@ from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.guard import Guard, start_guard
 from meshwright.faults.together import succeed_together
-from meshwright.foreign_names import CALL_NAMES
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
 from meshwright.monitor.monitor import Preparation, start_monitor
@@ -44,6 +41,9 @@ from meshwright.parallel.collectives import Axes
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.mixed_rows import check_embeddings
 from meshwright.parallel.recompute import check_recompute
+from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
+from meshwright.plan.fields import either_name, keywords_checked
+from meshwright.plan.foreign_names import CALL_NAMES
 from meshwright.roles.adapters import without_wrappers
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.compiling import leave_out_of_graphs
-from meshwright.config_fields import check_number
 from meshwright.errors import PlanError
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
@@ -25,6 +24,7 @@ from meshwright.optim.runtime import check_steps, find_runtime
 from meshwright.parallel.compile_options import check_compile_options
 from meshwright.parallel.output_loss import loss_of
 from meshwright.placement import Replicate, reshard
+from meshwright.plan.fields import check_number
 from meshwright.resharding.layouts import process_mesh
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.choose.run_profile import PROFILE_FILE
-from meshwright.config import ParallelPlan
 from meshwright.mesh.cores import crowding
 from meshwright.monitor.estimate import Estimate
+from meshwright.plan.config import ParallelPlan
 from meshwright.planner.formatting import memory as size
 from meshwright.planner.formatting import seconds
 from meshwright.planner.memory import Memory

@@ -10,10 +10,10 @@ import torch
 from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.choose.picked_plan import cluster_at_hand, describe_model
 from meshwright.choose.run_profile import PROFILE_FILE, calibrate_command, load_run_profile
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.runtime import device_of, find_runtime
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner import own_plan
 from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, Job, Logits

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.config import ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.faults.together import succeed_together
 from meshwright.mesh.cores import core_count
@@ -29,6 +28,7 @@ from meshwright.monitor.terminal import say
 from meshwright.monitor.words import line
 from meshwright.optim.runtime import Runtime, device_of
 from meshwright.parallel.row_layout import global_shape
+from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.formatting import memory
 from meshwright.roles.adapters import without_wrappers
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from meshwright.config import ParallelPlan
 from meshwright.errors import OptimizerMismatchError
+from meshwright.plan.config import ParallelPlan
 
 _ELEMENTWISE = (
     torch.optim.AdamW,

@@ -14,7 +14,7 @@ from meshwright.parallel.gradient_buckets import Bucket, flat_dtype
 from meshwright.parallel.row_layout import RowLayout, Span, record_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import ShardedParameter, guard
-from meshwright.planner.flat_offsets import flat_offsets, sharded_length
+from meshwright.plan.flat_offsets import flat_offsets, sharded_length
 
 
 class FlatShard:

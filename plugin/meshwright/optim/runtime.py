@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.compiling import without_compilation
-from meshwright.config import ParallelPlan
 from meshwright.context.region import ContextRegion
 from meshwright.errors import AlreadyDistributedError, CheckpointError, PlanError
 from meshwright.faults.guard import Guard
@@ -34,6 +33,7 @@ from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
+from meshwright.plan.config import ParallelPlan
 
 T = TypeVar("T")
 

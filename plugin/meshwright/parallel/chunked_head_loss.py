@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.parallel.cross_entropy import Words, at_least_float32, exponentials_, gradient_, refuse_second_order
 from meshwright.parallel.logit_steps import Step, run, run_backward
-from meshwright.planner.head_chunks import SUMMED_WORDS, head_chunk
+from meshwright.plan.head_chunks import SUMMED_WORDS, head_chunk
 
 
 @dataclass(frozen=True, kw_only=True)

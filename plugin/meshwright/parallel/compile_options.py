@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from meshwright.config_fields import nearest
 from meshwright.errors import PlanError
+from meshwright.plan.fields import nearest
 
 
 def check_compile_options(options: Any, *, has_collectives: bool = False) -> None:

@@ -14,7 +14,7 @@ from meshwright.parallel.collectives import Axis, all_reduce
 from meshwright.parallel.row_layout import ShardRecord, record_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.tensor_guards import is_stand_in
-from meshwright.planner.flat_offsets import flat_offsets, sharded_length
+from meshwright.plan.flat_offsets import flat_offsets, sharded_length
 
 
 @dataclass(eq=False)

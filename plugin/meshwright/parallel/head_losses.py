@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.config import AveragesOver
 from meshwright.errors import PlanError
 from meshwright.parallel.added_losses import AddedToLoss, check_nothing_added
 from meshwright.parallel.causal_lm_loss import CausalLMLoss, next_words
@@ -24,6 +23,7 @@ from meshwright.parallel.collectives import Axis
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
 from meshwright.parallel.output_loss import loss_of, with_loss
+from meshwright.plan.config import AveragesOver
 
 Batch = Mapping[str, Any]
 

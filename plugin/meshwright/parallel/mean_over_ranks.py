@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.config import NumItems
 from meshwright.errors import ItemCountError
 from meshwright.parallel.collectives import Axis, all_gather
 from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.tensor_checks import require
+from meshwright.plan.config import NumItems
 
 IGNORE_INDEX = -100  # the label that transformers' losses skip
 TARGETS = ("labels", "shift_labels", "start_positions", "end_positions")

@@ -11,8 +11,8 @@ from itertools import product
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
+from meshwright.plan.config import ParallelPlan
 
 # Options of torch's embeddings -> what they do.
 EMBEDDING_OPTIONS = {

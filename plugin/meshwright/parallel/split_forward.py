@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import ParallelPlan
 from meshwright.faults.guard import Guard
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import Axis, largest
@@ -28,6 +27,7 @@ from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.micro_batch_outputs import Pieces
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.summed_gradients import TWICE, SummedGradients
+from meshwright.plan.config import ParallelPlan
 
 
 class SplitForward(MethodOverride):

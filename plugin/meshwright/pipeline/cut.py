@@ -13,8 +13,8 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.pipeline.layer_order import LayerOrder, record_order
-from meshwright.pipeline.partition import check_stages, even_stages
-from meshwright.pipeline.schedule import rank_of_stage, stages_of_rank
+from meshwright.plan.partition import check_stages, even_stages
+from meshwright.plan.schedule import rank_of_stage, stages_of_rank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.pipeline.links import Expected, Links, Receiver
-from meshwright.pipeline.schedule import Kind, Operation
 from meshwright.pipeline.stages import Stages
-from meshwright.pipeline.transfers import received_by, receiving_stage, transfers
 from meshwright.pipeline.weight_gradients import WeightGradients
+from meshwright.plan.schedule import Kind, Operation
+from meshwright.plan.transfers import received_by, receiving_stage, transfers
 
 Batch = dict[str, Any]
 Key = tuple[bool, int, int]  # a transfer: is it an activation (or a gradient), its receiving stage, its micro-batch

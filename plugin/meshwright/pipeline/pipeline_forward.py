@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.config import ParallelPlan
-from meshwright.context.methods import local_tokens
 from meshwright.errors import PlanError
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.process_group import wire_device
@@ -31,11 +29,13 @@ from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.executor import Boundaries, Step, run_evaluation, run_training
 from meshwright.pipeline.links import DTYPES, Links, pipeline_groups
-from meshwright.pipeline.schedule import SPLIT_BACKWARD, Operation, rank_operations
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.pipeline.stages import Stages, tokens_of
-from meshwright.pipeline.transfers import receiving_stage
 from meshwright.pipeline.weight_gradients import WeightGradients
+from meshwright.plan.config import ParallelPlan
+from meshwright.plan.context_methods import local_tokens
+from meshwright.plan.schedule import SPLIT_BACKWARD, Operation, rank_operations
+from meshwright.plan.transfers import receiving_stage
 
 # The dtype of the first parameter, that of autocast, and that of the tokens, which may be embeddings.
 _Precision = tuple[torch.dtype, torch.dtype | None, torch.dtype]

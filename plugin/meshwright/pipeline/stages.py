@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.context.methods import local_tokens
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.cut import Cut
+from meshwright.plan.context_methods import local_tokens
 
 
 class StageEnd(Exception):

@@ -22,7 +22,7 @@ from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.linear_layers import is_stock_linear, weight_factors, weight_gradient
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.summed_gradients import SummedGradients
-from meshwright.pipeline.schedule import Kind, Operation
+from meshwright.plan.schedule import Kind, Operation
 from meshwright.roles.projection import is_transposed
 
 # A weight, the layer's input, the gradient of its output, and whether the weight is transposed.

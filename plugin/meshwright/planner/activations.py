@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.context.methods import group_sizes, local_tokens
+from meshwright.plan.context_methods import group_sizes, local_tokens
 from meshwright.planner.candidate import Candidate, Logits
 from meshwright.planner.context_cost import exchanged_keys, runs_flash
 from meshwright.planner.family_traits import Traits

@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from meshwright.errors import PlanError
-from meshwright.pipeline.partition import even_stages
-from meshwright.pipeline.schedule import SPLIT_BACKWARD, stages_of_rank
-from meshwright.plan_text import context_word
+from meshwright.plan.partition import even_stages
+from meshwright.plan.schedule import SPLIT_BACKWARD, stages_of_rank
+from meshwright.plan.text import context_word
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp8", "fp4"]
@@ -98,7 +98,7 @@ class Candidate:
         context: how attention reaches the whole sequence: "gather", "ulysses", "ring" or "hybrid".
         ulysses: number of neighbouring ranks of cp that exchange heads, if ``context`` is "hybrid".
         pp: number of ranks in the pipeline.
-        schedule: the order of the forwards and backwards, one of ``meshwright.pipeline.schedule.SCHEDULES``.
+        schedule: the order of the forwards and backwards, one of ``meshwright.plan.schedule.SCHEDULES``.
         chunks: number of virtual stages of each rank.
         stages: number of layers of each virtual stage; None for the same number, as far as the layers divide.
         micro_batch: sequences that one data-parallel rank runs at once.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.context.methods import can_exchange, group_sizes, local_tokens
+from meshwright.plan.context_methods import can_exchange, group_sizes, local_tokens
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.shapes import ModelShape
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.context.methods import group_sizes, local_tokens
+from meshwright.plan.context_methods import group_sizes, local_tokens
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.context_cost import exchanged_keys, runs_flash
 from meshwright.planner.shapes import ModelShape

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from meshwright.context.methods import local_tokens
+from meshwright.plan.context_methods import local_tokens
+from meshwright.plan.flat_offsets import flat_offsets, sharded_length
+from meshwright.plan.head_chunks import head_chunk
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate, count_recomputed
 from meshwright.planner.context_cost import exchanges
-from meshwright.planner.flat_offsets import flat_offsets, sharded_length
-from meshwright.planner.head_chunks import head_chunk
 from meshwright.planner.shapes import ModelShape
 
 

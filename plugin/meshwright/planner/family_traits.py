@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meshwright.context.methods import METHODS
+from meshwright.plan.context_methods import METHODS
 
 # Families whose MLP has two matrices, up and down. The config does not show this: BitNet's MLP has the same activation
 # as Arcee's, but is gated.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshwright.plan.head_chunks import SUMMED_WORDS, head_chunk
 from meshwright.planner.candidate import Candidate, Logits
-from meshwright.planner.head_chunks import SUMMED_WORDS, head_chunk
 from meshwright.planner.shapes import ModelShape
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.context.methods import local_tokens
-from meshwright.pipeline.schedule import most_held, rank_of_stage, stages_of_rank
+from meshwright.plan.context_methods import local_tokens
+from meshwright.plan.schedule import most_held, rank_of_stage, stages_of_rank
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import BUCKET_BYTES
 from meshwright.planner.candidate import Candidate, Job, count_recomputed, rank_layers, stage_layers

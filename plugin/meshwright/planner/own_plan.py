@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import PlanError
-from meshwright.pipeline.schedule import check, chunks_of
+from meshwright.plan.schedule import check, chunks_of
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.context_cost import methods
 from meshwright.planner.hardware import HardwareProfile

@@ -1,6 +1,6 @@
 """Simulation of a pipeline schedule, since a closed formula for the bubble is wrong for uneven stages.
 
-The simulated lists of operations are those that the runtime executes, from ``meshwright.pipeline.schedule``.
+The simulated lists of operations are those that the runtime executes, from ``meshwright.plan.schedule``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.pipeline.schedule import Kind, Operation, rank_of_stage, rank_operations
+from meshwright.plan.schedule import Kind, Operation, rank_of_stage, rank_operations
 
 _KINDS = tuple(Kind)
 _PERIODS = 8  # the schedule is periodic after _PERIODS x ranks micro-batches, even if the last stage is slower
@@ -21,7 +21,7 @@ class Pipeline:
     """A schedule, and the seconds of one micro-batch on each of its virtual stages.
 
     Args:
-        schedule: one of ``meshwright.pipeline.schedule.SCHEDULES``.
+        schedule: one of ``meshwright.plan.schedule.SCHEDULES``.
         ranks: number of ranks in the pipeline.
         forward: seconds of the forward on each virtual stage.
         input_grad: seconds of the backward on each virtual stage, without the gradients of the weights.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from meshwright.context.methods import local_tokens
-from meshwright.pipeline.schedule import SPLIT_BACKWARD
+from meshwright.plan.context_methods import local_tokens
+from meshwright.plan.schedule import SPLIT_BACKWARD
 from meshwright.planner.candidate import Candidate, Job, Recompute
 from meshwright.planner.context_cost import methods
 from meshwright.planner.devices import matmul_peak

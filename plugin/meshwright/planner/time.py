@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from meshwright.pipeline.partition import balanced_stages, even_stages
-from meshwright.pipeline.schedule import rank_of_stage, stages_of_rank
+from meshwright.plan.partition import balanced_stages, even_stages
+from meshwright.plan.schedule import rank_of_stage, stages_of_rank
 from meshwright.planner.breakdown import Overlap, StepTime, Work
 from meshwright.planner.candidate import Candidate, Job, Precision, rank_layers, recomputed_share, stage_layers
 from meshwright.planner.context_cost import Exchange, attends_twice, block_bytes, exchanges

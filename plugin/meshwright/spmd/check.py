@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.distribute.installation import Installation
 from meshwright.optim.runtime import Runtime
@@ -26,6 +25,7 @@ from meshwright.parallel.column_projections import ColumnProjections
 from meshwright.parallel.row_layout import ShardRecord, record_of
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.pipeline.pipeline_forward import PipelineForward
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import ShardingPlan, plan_for
 from meshwright.roles.adapters import without_wrappers
 from meshwright.spmd.mode import Finding, TypeMode

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from meshwright.choose.plan_file import runnable_fields
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.explain import grid

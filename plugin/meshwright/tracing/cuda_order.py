@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from meshwright.config import ParallelPlan
+from meshwright.plan.config import ParallelPlan
 from meshwright.tracing.cuda_trace import CudaStep
 from meshwright.tracing.host_waits import Issued
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.optim.runtime import Runtime
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.tracing.fake_cuda import DEVICE, fake_cuda
 from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, traceable
 from meshwright.tracing.fake_world import fake_world

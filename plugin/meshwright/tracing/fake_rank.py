@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.context.attention import context_axes
 from meshwright.distribute import installation as distribution
@@ -24,6 +23,7 @@ from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.tensor_parallel import Keep, make_shards
 from meshwright.pipeline.pipeline_forward import PipelineForward
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
 OptimizerFactory = Callable[[Any], Optimizer]
 

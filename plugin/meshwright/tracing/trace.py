@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.optim.runtime import Runtime
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, traceable
 from meshwright.tracing.fake_world import fake_world
 from meshwright.tracing.traced_memory import LiveBytes

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.parallel.head_losses import find_loss
+from meshwright.plan.config import ParallelPlan
 from meshwright.roles.adapters import without_wrappers
 
 LENGTH = 12

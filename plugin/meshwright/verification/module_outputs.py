@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import ParallelPlan
+from meshwright.plan.config import ParallelPlan
 from meshwright.verification.comparison_report import Difference
 
 

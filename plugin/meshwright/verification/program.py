@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.checkpoint.whole_tensors import full_gradients, full_state_dict
-from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import PlanError
 from meshwright.faults.together import values_of_all
@@ -23,6 +22,7 @@ from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.row_layout import is_held
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles.adapters import without_wrappers
 from meshwright.verification.batch_cases import Case, given_cases, token_cases
 from meshwright.verification.comparison_report import Difference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshwright.config import ParallelPlan
+from meshwright.plan.config import ParallelPlan
 
 
 def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:

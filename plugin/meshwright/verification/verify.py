@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.choose.given_plan import resolve_plan
-from meshwright.config import PlanLike, ToDistributedConfig
 from meshwright.errors import PlanError
+from meshwright.plan.config import PlanLike, ToDistributedConfig
 from meshwright.verification.batch_cases import given_cases
 from meshwright.verification.comparison_report import Report, summarise
 from meshwright.verification.local_processes import Tell, run_together, start_server

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from meshwright.config import LoaderOptions
 from meshwright.data.global_batches import Sharing
 from meshwright.data.peers import Peers
 from meshwright.data.readers.base import Reader
@@ -17,6 +16,7 @@ from meshwright.data.readers.stream_shards import StreamReader, has_shards, stag
 from meshwright.data.readers.whole_stream import WholeReader, is_stock
 from meshwright.data.sampler_order import split_by
 from meshwright.parallel.collectives import Axis
+from meshwright.plan.config import LoaderOptions
 
 logger = logging.getLogger(__name__)
 

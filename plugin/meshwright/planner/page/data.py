@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from meshwright.pipeline.schedule import stages_of_rank
+from meshwright.plan.schedule import stages_of_rank
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, stage_layers
 from meshwright.planner.memory import Memory

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.config_fields import nearest
 from meshwright.errors import PlanError
-from meshwright.foreign_names import word_for
+from meshwright.plan.fields import nearest
+from meshwright.plan.foreign_names import word_for
 
 _FORMS = (
     "dp2, tp2, tp2+sp, cp2, cp2(ring), cp2(ulysses), cp4(hybrid-2), pp2, zero1, mb4 (4 rows per micro-batch), mb4x2 "

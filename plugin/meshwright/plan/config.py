@@ -11,7 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshwright.config_fields import (
+from meshwright.errors import PlanError
+from meshwright.mesh.process_mesh import ParallelDims
+from meshwright.plan.fields import (
     check_bool,
     check_choice,
     check_int,
@@ -20,11 +22,9 @@ from meshwright.config_fields import (
     names_checked,
     unknown_field,
 )
-from meshwright.errors import PlanError
-from meshwright.foreign_names import PLAN_NAMES
-from meshwright.mesh.process_mesh import ParallelDims
-from meshwright.pipeline.schedule import SCHEDULES, SPLIT_BACKWARD, chunks_of
-from meshwright.plan_text import format_plan
+from meshwright.plan.foreign_names import PLAN_NAMES
+from meshwright.plan.schedule import SCHEDULES, SPLIT_BACKWARD, chunks_of
+from meshwright.plan.text import format_plan
 from meshwright.roles import ShardingPlan
 
 NumItems = Literal["auto", "global", "local"]

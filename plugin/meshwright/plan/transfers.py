@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.pipeline.schedule import Kind, Operation, rank_of_stage, rank_operations
+from meshwright.plan.schedule import Kind, Operation, rank_of_stage, rank_operations
 
 _Pair = tuple[int, int]  # sender, receiver
 
