@@ -28,7 +28,7 @@ from benchmarks.__main__ import worker_environment
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.nested import digest
 from meshwright.data.peers import LoaderMesh, Peers, check_same_rows
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright_hf.datasets import TokenCollator, TokenRows
 
 PROCESSES = 2

@@ -15,7 +15,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from meshwright.data.stream import ShardedStream
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright_hf.datasets import TokenCollator
 
 SHARDS = 32

@@ -121,7 +121,7 @@ class MeshwrightCallback(TrainerCallback):
 
     def _log_plan(self, args: Any, model: nn.Module, loader: Any, device: torch.device) -> None:
         runtime = find_runtime(model)
-        replicas = world_size() if runtime is None else runtime.rows.size
+        replicas = world_size() if runtime is None else runtime.mesh.dp.size
         rows = args.train_batch_size * args.gradient_accumulation_steps * replicas
         try:
             card = plan_card(model, loader, rows=rows, device=device)
@@ -157,7 +157,7 @@ class MeshwrightCallback(TrainerCallback):
             dist.all_gather(parts, own)
             ranks = torch.stack(parts)
         runtime = find_runtime(model)
-        copies = 1 if runtime is None else runtime.axes.row_copies  # number of ranks with the same rows
+        copies = 1 if runtime is None else runtime.mesh.row_copies  # number of ranks with the same rows
         found = {"peak_memory_gib": round(ranks[:, 2].max().item() / 2**30, 3)}
         tokens, length = ranks[:, 0].sum().item() / copies, int(ranks[:, 1].max())
         if self._hook is not None and elapsed > 0:

@@ -25,7 +25,7 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
         model: the model, changed in place.
         runtime: the model's runtime; nothing is changed if each rank has the whole head.
     """
-    is_whole = runtime.tp.size == runtime.cp.size == 1 and runtime.weights is None
+    is_whole = runtime.mesh.tp.size == runtime.mesh.cp.size == 1 and runtime.weights is None
     if is_whole or not hasattr(model, "get_output_embeddings"):
         return
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -65,4 +65,4 @@ def _gathered(parameter: Tensor, runtime: Runtime) -> Tensor:
     if not record.is_sharded:
         return parameter
     assert record.layout.dim == 0
-    return unsplit_rows(parameter.as_subclass(Tensor), runtime.tp)[: record.global_shape[0]]
+    return unsplit_rows(parameter.as_subclass(Tensor), runtime.mesh.tp)[: record.global_shape[0]]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from meshwright.data.nested import map_tensors, tensors_of
 from meshwright.data.stream import gather_objects
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import all_gather
 
 
 def gather_tensors(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> Any:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.tensor_parallel import ColwiseParallel, TensorParallelLayer
 
-from meshwright.parallel.collectives import Axis, share
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import share
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words
 from meshwright.parallel.tensor_guards import ShardedLogits
 

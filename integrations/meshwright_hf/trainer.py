@@ -205,7 +205,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             return super().get_tp_size()  # type: ignore[misc]
         if self._items.is_active and not self._items.settle(self, runtime):
             return self.accelerator.num_processes  # the Trainer divides by it: a factor of 1
-        return runtime.axes.row_copies
+        return runtime.mesh.row_copies
 
     # ---- data
 
@@ -227,7 +227,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             # The planner reads only the loader's sizes, but a trainer that reads data before the model is sharded needs
             # every row on each rank.
             return data_loader if self._is_distributing else whole_loader(data_loader, self.args.device)
-        check_last_batch(self, data_loader, self._runtime.rows.size, is_training=self._is_training_loader)
+        check_last_batch(self, data_loader, self._runtime.mesh.dp.size, is_training=self._is_training_loader)
         return mesh_loader(
             data_loader,
             self._runtime,
@@ -242,13 +242,13 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         runtime = find_runtime(self.model)
         if runtime is None or not has_only_tensors(tensor) or any(x.ndim == 0 for x in tensors_of(tensor)):
             return stock(tensor)
-        return gather_rows(tensor, runtime.rows, is_cut=False)  # ranks may have different numbers of rows
+        return gather_rows(tensor, runtime.mesh.dp, is_cut=False)  # ranks may have different numbers of rows
 
     def gathered_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather a metric's rows over the data-parallel ranks, each once and in the dataset's order."""
         if find_runtime(self.model) is None:
             return input_data  # whole_loader gives each rank all rows
-        return gather_rows(input_data, self._runtime.rows, as_objects=use_gather_object)
+        return gather_rows(input_data, self._runtime.mesh.dp, as_objects=use_gather_object)
 
     def notice_processes(self) -> None:
         """Record that the number of processes was read, perhaps by a loss."""

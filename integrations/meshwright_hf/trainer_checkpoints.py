@@ -274,7 +274,7 @@ class CheckpointMixin:
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def _global_batch(self) -> int:
-        return self._train_batch_size * self._runtime.rows.size
+        return self._train_batch_size * self._runtime.mesh.dp.size
 
 
 def _check_is_here(best: Path, is_ours: bool, output_dir: str) -> None:
@@ -286,5 +286,5 @@ def _check_is_here(best: Path, is_ours: bool, output_dir: str) -> None:
 
 
 def _sizes(runtime: Runtime) -> tuple[int, ...]:
-    of_context = (runtime.cp.size,) if runtime.cp.size > 1 else ()
-    return runtime.pp.size, runtime.rows.size, runtime.tp.size, *of_context
+    of_context = (runtime.mesh.cp.size,) if runtime.mesh.cp.size > 1 else ()
+    return runtime.mesh.pp.size, runtime.mesh.dp.size, runtime.mesh.tp.size, *of_context

@@ -242,17 +242,17 @@ def check_run(trainer: Any, runtime: Runtime) -> None:
         PlanError: if there is such an argument; the message names it.
     """
     args = trainer.args
-    if runtime.pp.size > 1 and trainer.train_dataset is not None and has_own_loss(trainer):
+    if runtime.mesh.pp.size > 1 and trainer.train_dataset is not None and has_own_loss(trainer):
         named = "compute_loss_func" if trainer.compute_loss_func is not None else "label_smoothing_factor"
         raise PlanError(
-            f"{named} computes the loss from the model's outputs, but under ParallelPlan.pp={runtime.pp.size} the "
+            f"{named} computes the loss from the model's outputs, but under ParallelPlan.pp={runtime.mesh.pp.size} the "
             f"backward pass runs inside the model's forward, so the loss must be the model's own. Leave {named} out, "
             "or use pp=1"
         )
-    if runtime.tp.size > 1 and args.neftune_noise_alpha is not None:
+    if runtime.mesh.tp.size > 1 and args.neftune_noise_alpha is not None:
         raise PlanError(
             f"TrainingArguments.neftune_noise_alpha={args.neftune_noise_alpha} adds different noise on each of the "
-            f"tp={runtime.tp.size} ranks that share a row; leave it out, or set ParallelPlan(tp=1)"
+            f"tp={runtime.mesh.tp.size} ranks that share a row; leave it out, or set ParallelPlan(tp=1)"
         )
 
 

@@ -17,9 +17,9 @@ from meshwright.data.global_batches import Portion
 from meshwright.data.loader import DistributedLoader, made_together, without_labels
 from meshwright.data.nested import map_tensors
 from meshwright.data.peers import LoaderMesh, Peers
+from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch_share import yield_next
-from meshwright.parallel.collectives import Axis
 from meshwright.plan.config import LoaderOptions
 from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
@@ -52,13 +52,13 @@ def mesh_loader(
     """
 
     def make() -> DistributedLoader:
-        batches = global_batches(loader, runtime.rows.size)
+        batches = global_batches(loader, runtime.mesh.dp.size)
         sampler = getattr(batches.batch_sampler, "sampler", None)
         if isinstance(sampler, LengthGroupedSampler):
-            sampler.batch_size *= runtime.rows.size  # groups of similar length must be groups of global batches
+            sampler.batch_size *= runtime.mesh.dp.size  # groups of similar length must be groups of global batches
         elif has_seedable_sampler:
             order_by_seed_and_epoch(batches, args.data_seed)
-        mesh = LoaderMesh(dp=runtime.rows, peers=Peers(runtime.axes.of_same_rows), device=args.device)
+        mesh = LoaderMesh(dp=runtime.mesh.dp, peers=Peers(runtime.mesh.of_same_rows), device=args.device)
         if is_training:
             return DistributedLoader(batches, mesh, options=options)
         return EvaluationLoader(batches, mesh, options=options, blanks="either")

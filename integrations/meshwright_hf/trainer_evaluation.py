@@ -35,8 +35,8 @@ class EvaluationLoss:
     """
 
     def __init__(self, trainer: Any, runtime: Runtime):
-        self.trainer, self.dp = trainer, runtime.rows
-        self._speaks = all(axis.rank == 0 for axis in (runtime.rows, *runtime.axes.of_same_rows))
+        self.trainer, self.dp = trainer, runtime.mesh.dp
+        self._speaks = all(axis.rank == 0 for axis in (runtime.mesh.dp, *runtime.mesh.of_same_rows))
         self._has_warned = False
 
     def count(self, inputs: Any) -> Tensor:

@@ -54,7 +54,7 @@ class ItemsUse:
         finally:
             self.is_active = False
         counts_all = trainer.args.average_tokens_across_devices
-        if runtime.rows.size == 1 and (runtime.axes.row_copies == 1 or not counts_all):
+        if runtime.mesh.dp.size == 1 and (runtime.mesh.row_copies == 1 or not counts_all):
             return
         is_of_model = _is_of_model(trainer, runtime)
         if not self._is_passed or self._is_settled or (is_of_model and not counts_all):
@@ -76,7 +76,7 @@ class ItemsUse:
     def _agree(self, trainer: Any, runtime: Runtime) -> bool:
         # Ranks may differ: a rank without labels may return before it divides.
         flag = torch.tensor(int(self.is_read), device=trainer.args.device)
-        for axis in (runtime.rows, *runtime.axes.of_same_rows):
+        for axis in (runtime.mesh.dp, *runtime.mesh.of_same_rows):
             flag = maximum(flag, axis)
         return bool(flag)
 

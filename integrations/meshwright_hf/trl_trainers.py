@@ -35,12 +35,12 @@ def check_trl(trainer: Any, runtime: Runtime) -> None:
     Raises:
         PlanError: if it would; the message names the trainer or the argument, and the plan to use instead.
     """
-    args, tp, name = trainer.args, runtime.tp.size, type(trainer).__name__
-    if runtime.pp.size > 1 and any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
+    args, tp, name = trainer.args, runtime.mesh.tp.size, type(trainer).__name__
+    if runtime.mesh.pp.size > 1 and any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
         raise PlanError(
             f"{name} computes its loss from the model's hidden states or logits, but under "
-            f"ParallelPlan.pp={runtime.pp.size} the backward pass runs inside the model's forward, so the loss must be "
-            "the model's own. Use pp=1, or a MeshwrightTrainer that is not one of TRL's trainers"
+            f"ParallelPlan.pp={runtime.mesh.pp.size} the backward pass runs inside the model's forward, so the loss "
+            "must be the model's own. Use pp=1, or a MeshwrightTrainer that is not one of TRL's trainers"
         )
     if tp > 1 and _generates(type(trainer)):
         raise PlanError(

@@ -24,12 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.faults.group_timeouts import set_timeout
 from meshwright.faults.guard import Guard, active_guard, start_guard
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.local_device import check_is_alone
 from meshwright.mesh.process_group import start_process_group
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
 from meshwright.parallel.autograd_graph import tensors_in, unused_parameters
-from meshwright.parallel.collectives import Axes, Axis
 from meshwright.parallel.gradient_buckets import Bucket, group_parameters, make_buckets
 from meshwright.parallel.gradient_sync import AllReduce, GradientSync
 from meshwright.parallel.mixed_rows import refused_option
@@ -125,7 +125,7 @@ class DataParallel(nn.Module):
         for name, parameter in model.named_parameters():
             rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
             parameter.meshwright = ShardRecord(name, parameter.shape, rows, 0, False)  # type: ignore[attr-defined]
-        runtime = Runtime(axes=Axes(dp=axis), parameters=self._trainable, guard=guard)
+        runtime = Runtime(mesh=Mesh(dp=axis), parameters=self._trainable, guard=guard)
         self._sync: GradientSync | None = None
         if axis.size == 1:
             logger.warning("DataParallel has no effect in one process; launch more with torchrun --nproc-per-node N")
@@ -134,7 +134,12 @@ class DataParallel(nn.Module):
             if guard is not None:
                 tensors = ModuleTensors(model, written_apart=True)
                 runtime.comparison = ReplicaComparison(
-                    model, tp=runtime.tp, dp=axis, guard=guard, every=CHECK_EVERY, has_weights=True, tensors=tensors
+                    model,
+                    mesh=runtime.mesh,
+                    guard=guard,
+                    every=CHECK_EVERY,
+                    has_weights=True,
+                    tensors=tensors,
                 )
             buckets = make_buckets(
                 self._trainable,
@@ -169,7 +174,7 @@ class DataParallel(nn.Module):
             )
         guard = runtime_of(self).guard
         if guard is not None and self.training and torch.is_grad_enabled():
-            guard.begin_step(runtime_of(self).dp.group)
+            guard.begin_step(runtime_of(self).mesh.tokens.group)
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             tensors = [t for t in tensors_in(output) if t.grad_fn is not None]
@@ -211,7 +216,7 @@ class DataParallel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As with torch's DDP, a copy or the result of torch.load is wrapped again, over all ranks.
-        size, world = runtime_of(self).dp.size, dist.get_world_size() if dist.is_initialized() else 1
+        size, world = runtime_of(self).mesh.tokens.size, dist.get_world_size() if dist.is_initialized() else 1
         if size not in (1, world):
             raise ValueError(
                 f"this DataParallel is on {size} of {world} ranks, but a copy would be on all of them; copy "

@@ -34,7 +34,7 @@ from meshwright.checkpoint.safetensors_file import SafetensorsWriter
 from meshwright.checkpoint.sealed_folder import check_seal, sealed_folder
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright_hf.trainer_state import check_trainer_state
 from support import edits
 

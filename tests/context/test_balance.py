@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel import sequence_parts
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.sequence_parts import SequenceParts, _unevenness
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens

@@ -14,7 +14,7 @@ from meshwright.context import flash
 from meshwright.context.causal_blocks import Documents, causal_blocks
 from meshwright.context.flash import FlashCall, flash_attention, has_flash
 from meshwright.context.key_exchange import RingKeys, WholeKeys
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.sequence_parts import Run
 
 LENGTH = 24

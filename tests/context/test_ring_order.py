@@ -15,7 +15,7 @@ from meshwright.context.flash import FlashCall, flash_attention
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask
 from meshwright.context.ring import RingCall, ring_attention
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.sequence_parts import SequenceParts
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

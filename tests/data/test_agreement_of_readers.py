@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import meshwright as mw
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from support.loading import Numbers, as_list, plain
 
 GRID = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])

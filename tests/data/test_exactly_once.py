@@ -19,7 +19,7 @@ from meshwright.data import epoch_order as order
 from meshwright.data.epoch_order import Permutation
 from meshwright.data.global_batches import EqualBatches, chunk_share, even_share
 from meshwright.data.nested import digest, to_device
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from support.loading import Numbers, as_list, plain, ranks_of, seen, steps
 
 CASES = 500

@@ -19,7 +19,7 @@ from meshwright.data.fingerprint import fingerprint
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.nested import digest
 from meshwright.data.peers import LoaderMesh, Peers
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.plan.config import LoaderOptions
 from support.loading import as_list, ranks_of
 from support.logs import logged

@@ -16,7 +16,7 @@ import meshwright as mw
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.errors import LoaderError
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 
 
 def axes(tp: int) -> tuple[Axis, Axis]:

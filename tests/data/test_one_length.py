@@ -30,7 +30,7 @@ from meshwright.data.nested import leaves
 from meshwright.data.one_length import OneLength
 from meshwright.data.peers import Peers
 from meshwright.data.readers.choose import make_reader
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.plan.config import LoaderOptions
 from support.exact import Float64
 from support.logs import logged

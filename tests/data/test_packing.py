@@ -24,7 +24,7 @@ from meshwright.data.packed_dataset import (
 from meshwright.data.packing import Packing, Piece, best_fit
 from meshwright.data.shards import ListedShards
 from meshwright.data.stream import ShardedStream
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from support import models
 from support.exact import Float64, relative_difference
 

@@ -16,7 +16,7 @@ from meshwright.data.shards import LaneReader, ListedShards, as_source, shuffled
 from meshwright.data.stream import Rows, ShardedStream
 from meshwright.data.stream_order import Lane, deal, next_batches
 from meshwright.errors import PeerFailedError
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 
 
 class Ranks:

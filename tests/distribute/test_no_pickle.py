@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from meshwright.checkpoint.export_checkpoint import export_checkpoint
 from meshwright.data.stream import ShardedStream
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from support.models import build
 from support.no_pickle import NoPickle
 

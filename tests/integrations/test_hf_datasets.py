@@ -19,7 +19,7 @@ from meshwright.data.packed_dataset import PackedDataset, PackedShards
 from meshwright.data.packing import Packing
 from meshwright.data.stream import ShardedStream
 from meshwright.errors import PeerFailedError
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright_hf.datasets import TokenCollator, TokenRows, dataset_shards, pack_dataset, unsplit
 
 SHUFFLED = {"shuffle": True, "buffer_size": 24, "lanes": 6, "seed": 5}

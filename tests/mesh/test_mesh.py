@@ -188,6 +188,15 @@ def test_tp_is_innermost_then_cp_dp_pp(dims):
         stride *= mesh.axis_size(name)
 
 
+@given(parallel_dims(), st.sets(st.sampled_from(ParallelDims.axis_names), min_size=1))
+def test_groups_of_several_axes_share_the_place_on_the_others(dims, names):
+    mesh, axes = dims.process_mesh(), sorted(names, key=dims.axis_names.index)
+    groups = dims.groups(*axes).reshape(-1, math.prod(mesh.axis_size(name) for name in axes)).tolist()
+    assert sorted(itertools.chain(*groups)) == list(mesh.ranks)
+    for group in groups:
+        assert group == list(mesh.submesh(axes, group[0]).ranks)
+
+
 @given(parallel_dims(), st.data())
 def test_the_grid_shows_every_rank_once_and_marks_one(dims, data):
     rank = data.draw(st.integers(0, dims.world_size - 1))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from meshwright.checkpoint.gather_tensor import _hop
 from meshwright.context.key_exchange import _start_shift
 from meshwright.faults.group_timeouts import set_timeout
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.pipeline.links import Expected, Links
 from meshwright.resharding.transfer import _exchange
 

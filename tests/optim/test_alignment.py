@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForTokenClassification
 
 import meshwright as mw
+from meshwright.mesh.axes import Axis
 from meshwright.optim.flat_parameters import FlatShard
 from meshwright.optim.runtime import runtime_of
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.gradient_buckets import Bucket
 from support.exact import Float64, relative_difference
 from support.models import SIZES, tokens

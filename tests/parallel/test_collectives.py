@@ -9,13 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.parallel.collectives import (
-    GLOO_BROADCASTS_FROM,
-    Axis,
-    all_gather,
-    all_gather_into,
-    start_all_gather,
-)
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import GLOO_BROADCASTS_FROM, all_gather, all_gather_into, start_all_gather
 
 WIDTH = 64
 

@@ -23,9 +23,9 @@ from transformers import (
 
 import meshwright as mw
 from meshwright.errors import UnreadableTensorError
+from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, HeadLoss
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.cross_entropy import Words
 from meshwright.tracing.traced_memory import LiveBytes
 from support.exact import Float64, relative_difference

@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.head_memory import model_on_meta, traced
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, HeadLoss
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.cross_entropy import Words
 from meshwright.plan.config import ParallelPlan
 from meshwright.tracing.fake_rank import traceable

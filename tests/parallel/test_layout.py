@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.head_layout import HeadLayout
 from meshwright.parallel.row_layout import RowLayout, expanded
 from meshwright.parallel.tensor_parallel import _WideNorm

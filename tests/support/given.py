@@ -24,7 +24,7 @@ from transformers.distributed import DistributedConfig
 
 import meshwright as mw
 import meshwright_hf
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from support import clm_script, words
 from support.models import build
 

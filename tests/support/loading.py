@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.plan.config import LoaderOptions
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.block_boundary import BlockHooks
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.gradient_buckets import Bucket
 from meshwright.parallel.head_layout import HeadLayout
 from meshwright.parallel.row_layout import RowLayout, record_of

@@ -18,9 +18,10 @@ from meshwright.checkpoint.seal import NAME as SEAL
 from meshwright.checkpoint.sealed_folder import sealed_folder
 from meshwright.compiling import without_compilation
 from meshwright.data.nested import map_tensors
+from meshwright.mesh.axes import Axis
 from meshwright.monitor.monitor import monitor_of
 from meshwright.optim.runtime import find_runtime, runtime_of
-from meshwright.parallel.collectives import Axis, all_reduce, maximum
+from meshwright.parallel.collectives import all_reduce, maximum
 from meshwright.parallel.row_layout import is_held
 from meshwright.plan.config import LoaderOptions, ParallelPlan
 from meshwright_hf.accelerate import state
@@ -90,12 +91,12 @@ class PlannedAccelerator(Accelerator):
         runtime = find_runtime(getattr(scheduler, "optimizer", scheduler))
         if runtime is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
-        check_announced(self.told_processes, runtime.rows.size)
+        check_announced(self.told_processes, runtime.mesh.dp.size)
         optimizers = [wrapper for wrapper in self._optimizers if wrapper.optimizer is scheduler.optimizer]
         planned = PlannedScheduler(
             scheduler,
             optimizers,
-            batches=1 if self.split_batches else runtime.rows.size,
+            batches=1 if self.split_batches else runtime.mesh.dp.size,
             step_with_optimizer=self.step_scheduler_with_optimizer,
         )
         self._schedulers.append(planned)
@@ -274,7 +275,7 @@ class PlannedAccelerator(Accelerator):
         if isinstance(loader, PlannedLoader):
             return loader.dp
         models = state.planned_models(self)
-        return runtime_of(models[-1]).rows if models else None
+        return runtime_of(models[-1]).mesh.dp if models else None
 
     @contextlib.contextmanager
     def _counting_all(self) -> Iterator[None]:

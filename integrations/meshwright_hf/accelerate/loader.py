@@ -15,9 +15,9 @@ from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.nested import tensors_of
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.faults.together import succeed_together
+from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import device_of, runtime_of
 from meshwright.parallel.batch_share import yield_next
-from meshwright.parallel.collectives import Axis
 from meshwright.plan.config import LoaderOptions
 from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
 
@@ -144,13 +144,13 @@ def plan_loader(
         accelerator: the Accelerator, which decides whether to shuffle by a seed and the epoch.
     """
     runtime = runtime_of(model)
-    joined = loader if is_global else global_batches(loader, runtime.rows.size)
+    joined = loader if is_global else global_batches(loader, runtime.mesh.dp.size)
     if accelerator.use_seedable_sampler:
         order_by_seed_and_epoch(joined, accelerator.dataloader_config.data_seed)
 
-    mesh = LoaderMesh(dp=runtime.rows, peers=Peers(runtime.axes.of_same_rows), device=device_of(model))
+    mesh = LoaderMesh(dp=runtime.mesh.dp, peers=Peers(runtime.mesh.of_same_rows), device=device_of(model))
     inner = made_together(lambda: DistributedLoader(joined, mesh, options=options, blanks="either"))
-    return PlannedLoader(loader, inner, runtime.rows, _batch_size(joined))
+    return PlannedLoader(loader, inner, runtime.mesh.dp, _batch_size(joined))
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -120,7 +120,7 @@ def _check_stock(accelerator: Accelerator, folder: Path) -> None:
     if len(planned_models(accelerator)) != len(accelerator._models):
         raise CheckpointError(f"{folder} was saved by accelerate's own class; to load it, give a plan to every model")
     processes = len(list(folder.glob("random_states_*.pkl")))
-    dp = runtime_of(planned_models(accelerator)[-1]).rows.size
+    dp = runtime_of(planned_models(accelerator)[-1]).mesh.dp.size
     if accelerator._schedulers and processes != dp:
         raise CheckpointError(
             f"{folder} was saved by accelerate's own class on {processes} process(es), where schedules count a batch "

@@ -126,7 +126,7 @@ def initialize(
     model, _, loader = to_distributed(model, own_optimizer, dataloader, config=own_options)
     runtime = runtime_of(model)
     mark_parameters(model)
-    describe_for_universal(model, runtime.tp)
+    describe_for_universal(model, runtime.mesh.tp)
 
     engine, engine_optimizer, engine_loader, scheduler = initialize_stock(
         model=model,
@@ -134,7 +134,9 @@ def initialize(
         model_parameters=_follow(model_parameters, model, places),
         training_data=training_data,
         lr_scheduler=lr_scheduler,
-        mpu=ModelParallelUnit(runtime.tp, runtime.dp),  # for tp=1 too: otherwise an earlier engine's mpu is used
+        mpu=ModelParallelUnit(
+            runtime.mesh.tp, runtime.mesh.tokens
+        ),  # for tp=1 too: otherwise an earlier engine's mpu is used
         collate_fn=collate_fn,
         config=settings,
     )
@@ -242,7 +244,7 @@ def _adapt(engine: Any, runtime: Runtime) -> None:
         engine.step = _Watched(engine, engine.step, runtime.watch)
     if engine.zero_optimization_partition_weights():
         adapt_universal_loading(engine.optimizer, runtime)
-    if runtime.tp.size > 1:
+    if runtime.mesh.tp.size > 1:
         engine.save_16bit_model = functools.partial(_refuse_16bit, engine)
         # accelerate's get_state_dict, and so the Trainer, calls this method under stage 3.
         engine._zero3_consolidated_16bit_state_dict = lambda *_, **__: full_state_dict(engine)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import PlanError
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.row_layout import RowLayout, record_of
 
 

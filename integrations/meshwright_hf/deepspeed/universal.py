@@ -21,8 +21,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor, nn
 
 from meshwright.checkpoint.stock_optimizer import read_pickle
+from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import ShardRecord, record_of
 
 # The parameter attribute that DeepSpeed's stage 1 and 2 loader reads; without it the loader assumes an even split.
@@ -131,10 +131,10 @@ def adapt_universal_loading(optimizer: Any, runtime: Runtime) -> None:
         full = loaded[keys.PARAM] if isinstance(loaded, dict) else loaded
         record = record_of(param)
         local = record.layout.take(full.view(record.global_shape), record.rank).flatten()
-        size = math.ceil(local.numel() / runtime.dp.size)
-        padded = local.new_zeros(size * runtime.dp.size)
+        size = math.ceil(local.numel() / runtime.mesh.tokens.size)
+        padded = local.new_zeros(size * runtime.mesh.tokens.size)
         padded[: local.numel()] = local
-        return padded.narrow(0, runtime.dp.rank * size, size)
+        return padded.narrow(0, runtime.mesh.tokens.rank * size, size)
 
     def load_with_groups(self: Any, folder: str) -> None:
         load_states(folder)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.calibration.timing import Probe, Run
-from meshwright.parallel.collectives import Axis, all_gather, all_reduce, reduce_scatter, start_all_reduce
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import all_gather, all_reduce, reduce_scatter, start_all_reduce
 
 _SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24, 26))  # 1 KiB to 64 MiB
 _ALWAYS, _SLOW = 2**20, 2**28  # largest size in bytes that is always measured; bytes per second of a slow link

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.axes import Axis
 from meshwright.mesh.messages import wait_for_message
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, Span
 
 _CHUNK = 4 * 2**20  # bytes sent at a time; the first rank holds them in addition to the full tensor
@@ -24,7 +24,7 @@ _CHUNK = 4 * 2**20  # bytes sent at a time; the first rank holds them in additio
 
 def is_first(runtime: Runtime) -> bool:
     """Return whether this is the rank that gets whole tensors."""
-    return runtime.tp.rank == runtime.dp.rank == runtime.pp.rank == 0
+    return runtime.mesh.is_first
 
 
 def assemble(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime) -> Tensor | None:
@@ -39,20 +39,20 @@ def assemble(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime
         cut: the layout of a flattened shard over dp.
     """
     holder = record.holders[0]
-    whole = _of_stage(part, record, cut, runtime) if runtime.pp.rank == holder else None
+    whole = _of_stage(part, record, cut, runtime) if runtime.mesh.pp.rank == holder else None
     if holder == 0:
         return whole
-    if runtime.tp.rank or runtime.dp.rank or runtime.pp.rank not in (0, holder):
+    if runtime.mesh.tp.rank or runtime.mesh.tokens.rank or runtime.mesh.pp.rank not in (0, holder):
         return None
     full = torch.empty(record.global_shape, dtype=part.dtype) if whole is None else whole.cpu()
     for piece in full.reshape(-1).split(max(1, _CHUNK // part.element_size())):
-        _hop(piece, holder, runtime.pp)
-    return full if runtime.pp.rank == 0 else None
+        _hop(piece, holder, runtime.mesh.pp)
+    return full if runtime.mesh.pp.rank == 0 else None
 
 
 def _of_stage(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime) -> Tensor | None:
     """Return the whole tensor on the first rank of its pipeline stage, None on the stage's other ranks."""
-    tp, dp, layout = runtime.tp, runtime.dp, record.layout
+    tp, dp, layout = runtime.mesh.tp, runtime.mesh.tokens, record.layout
     is_first_here = tp.rank == dp.rank == 0
     if layout.is_replicated and cut.is_replicated:
         return part.view(record.global_shape) if is_first_here else None

@@ -301,7 +301,7 @@ class _SavedState:
 def _read_weights(runtime: Runtime, weights: _Weights, saved: _SavedState) -> None:
     for key, tensor in weights.tensors.items():
         target, name = weights.objects[key], weights.names[key]
-        if runtime.pp.rank not in tensor.held.stages:
+        if runtime.mesh.pp.rank not in tensor.held.stages:
             continue
         if runtime.weights is not None and isinstance(target, nn.Parameter):
             shape = runtime.weights.part(target)[0].shape

@@ -91,7 +91,7 @@ def shared_parts(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
         OptimizerMismatchError: if the optimizer belongs to another model.
     """
     found = succeed_together(lambda: parts_of(model, optimizer))
-    if found.runtime.pp.size == 1:
+    if found.runtime.mesh.pp.size == 1:
         return found
     return _with_masters(found, [json.loads(text) for text in texts_of_all(json.dumps(_own_masters(found)))])
 
@@ -109,8 +109,9 @@ def _with_masters(found: OptimizerParts, of_ranks: list[list[str]]) -> Optimizer
 def _check_writer(found: OptimizerParts) -> None:
     if dist.is_initialized() and dist.get_rank() == 0 and not is_first(found.runtime):
         raise PlanError(
-            f"rank 0 writes, but has place {found.runtime.dp.rank} on the axis 'dp' and {found.runtime.tp.rank} on "
-            "'tp', and only the rank with place 0 on both gets whole tensors; use a mesh that starts with rank 0"
+            f"rank 0 writes, but has place {found.runtime.mesh.tokens.rank} on the axis 'dp' and "
+            f"{found.runtime.mesh.tp.rank} on 'tp', and only the rank with place 0 on both gets whole tensors; use a "
+            "mesh that starts with rank 0"
         )
 
 

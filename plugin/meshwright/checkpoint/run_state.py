@@ -25,10 +25,10 @@ from meshwright.checkpoint.optimizer_state import (
 from meshwright.checkpoint.safetensors_file import DTYPES
 from meshwright.checkpoint.shares import Held, Place, Sizes
 from meshwright.errors import CheckpointError
+from meshwright.mesh import axes
 from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.optim.state_parts import OptimizerParts, parts_of
-from meshwright.parallel.collectives import Axes
 from meshwright.parallel.row_layout import RowLayout, ShardRecord
 
 
@@ -60,7 +60,7 @@ class Mesh:
 
 def runtime_or_single(model: nn.Module) -> Runtime:
     """Return the runtime of a model, or one of a single rank."""
-    return find_runtime(model) or Runtime(axes=Axes(), parameters=[])
+    return find_runtime(model) or Runtime(mesh=axes.Mesh(), parameters=[])
 
 
 def mesh_of(model: nn.Module, runtime: Runtime) -> Mesh:
@@ -80,12 +80,12 @@ def mesh_of(model: nn.Module, runtime: Runtime) -> Mesh:
             f"the model is distributed over {ranks} of {processes} processes, but a checkpoint needs all of them; "
             "pass the model that to_distributed returned"
         )
-    place = Place(pp=runtime.pp.rank, dp=runtime.dp.rank, tp=runtime.tp.rank)
+    place = Place(pp=runtime.mesh.pp.rank, dp=runtime.mesh.tokens.rank, tp=runtime.mesh.tp.rank)
     return Mesh(place=place, sizes=sizes)
 
 
 def _sizes(runtime: Runtime) -> Sizes:
-    return Sizes(pp=runtime.pp.size, dp=runtime.dp.size, tp=runtime.tp.size)
+    return Sizes(pp=runtime.mesh.pp.size, dp=runtime.mesh.tokens.size, tp=runtime.mesh.tp.size)
 
 
 def model_tensors(model: nn.Module, runtime: Runtime) -> tuple[dict[str, RunTensor], dict[str, str], dict[str, Tensor]]:
@@ -122,7 +122,7 @@ def model_tensors(model: nn.Module, runtime: Runtime) -> tuple[dict[str, RunTens
 
 def _weight(tensor: Tensor, runtime: Runtime) -> RunTensor:
     record = getattr(tensor, "meshwright", None)
-    tp, dp = runtime.tp.size, runtime.dp.size
+    tp, dp = runtime.mesh.tp.size, runtime.mesh.tokens.size
     if not isinstance(record, ShardRecord):
         held = Held.whole(tensor.dtype, tuple(tensor.shape), _sizes(runtime))
         return RunTensor(held=held, values=_flattened(tensor))

@@ -69,7 +69,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     full: dict[str, Tensor] = {}
     local_ones = _local_gradients(runtime)
-    for parameter, local in local_ones if runtime.pp.size == 1 else _of_all_stages(model, local_ones, runtime):
+    for parameter, local in local_ones if runtime.mesh.pp.size == 1 else _of_all_stages(model, local_ones, runtime):
         whole = _gather(local, parameter, runtime)
         if whole is not None:
             full[names[id(parameter)]] = whole.cpu().clone() if whole.shape == local.shape else whole
@@ -98,14 +98,14 @@ def _of_all_stages(
     local = {id(parameter): gradient for parameter, gradient in local_ones}
     parameters = list(model.parameters())
     have = torch.tensor([float(id(p) in local) for p in parameters], device=device_of(model))
-    for parameter, has_one in zip(parameters, maximum(have, runtime.pp).tolist(), strict=True):
+    for parameter, has_one in zip(parameters, maximum(have, runtime.mesh.pp).tolist(), strict=True):
         if has_one:
             yield parameter, local.get(id(parameter), torch.empty(0, dtype=parameter.dtype))
 
 
 def _has_any(parameter: nn.Parameter, runtime: Runtime) -> bool:
     """Return whether any data-parallel rank has a gradient for a parameter."""
-    return bool(maximum(torch.tensor(float(parameter.grad is not None), device=parameter.device), runtime.dp))
+    return bool(maximum(torch.tensor(float(parameter.grad is not None), device=parameter.device), runtime.mesh.tokens))
 
 
 def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
@@ -133,7 +133,7 @@ def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
 def _gather(local: Tensor, parameter: nn.Parameter, runtime: Runtime) -> Tensor | None:
     """Gather a whole tensor from local tensors that have the shape of a parameter's shards."""
     record = record_of(parameter)
-    cut = RowLayout.replicated(local.numel(), runtime.dp.size)
+    cut = RowLayout.replicated(local.numel(), runtime.mesh.tokens.size)
     # What stands in for a parameter of another pipeline stage has no memory, and would get some if it were reshaped.
     part = local.reshape(-1) if record.is_held else torch.empty(0, dtype=local.dtype)
     return assemble(part, record, cut, runtime)

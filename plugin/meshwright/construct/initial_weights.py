@@ -21,7 +21,8 @@ from meshwright.construct.rebuild_from_config import build_twin, meta_tensors
 from meshwright.errors import PlanError, UninitialisedParameterError
 from meshwright.faults.memory_digest import memory_digest
 from meshwright.faults.together import take_from_first, texts_of_all
-from meshwright.parallel.collectives import Axes, Axis, all_gather
+from meshwright.mesh.axes import Axis, Mesh
+from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.tensor_parallel import Keep, Shards, attach_shards, make_shards
 
@@ -152,7 +153,7 @@ class InitialWeights:
         found = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and id(t) not in self.names]
         return [*found, *self.values.values()]
 
-    def equalise(self, model: nn.Module, axes: Axes, device: torch.device) -> bool:
+    def equalise(self, model: nn.Module, mesh: Mesh, device: torch.device) -> bool:
         """Give every rank the first rank's weights if they differ, for example because no seed was set.
 
         Returns:
@@ -161,13 +162,15 @@ class InitialWeights:
         Raises:
             PlanError: if the ranks did not build the same model.
         """
-        if axes.tp.size * axes.dp.size * axes.pp.size == 1:
+        if mesh.size == 1:
             return False
         tensors = [t.detach() for t in self._own_tensors(model)]
         differ = self._equalise_draws(tensors, device)
         if tensors:
             digest = torch.stack([memory_digest(t) for t in tensors]).to(device)
-            ranks = all_gather(all_gather(all_gather(digest[None], axes.tp), axes.dp), axes.pp)
+            ranks = digest[None]
+            for axis in mesh.factors:
+                ranks = all_gather(ranks, axis)
             if not torch.equal(ranks, ranks[:1].expand_as(ranks)):
                 differ = True
                 for tensor in tensors:

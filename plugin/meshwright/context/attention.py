@@ -22,8 +22,7 @@ from meshwright.context.key_exchange import KeyExchange, RingKeys, WholeKeys
 from meshwright.context.masks import ContextMask
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
-from meshwright.parallel.axis_groups import axis_over
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.local_heads import LocalConfig
 from meshwright.parallel.sequence_parts import Run, SequenceParts
 from meshwright.plan.config import ParallelPlan
@@ -53,7 +52,7 @@ def context_axes(plan: ParallelPlan, cp: Axis) -> ContextAxes:
     if plan.context == "hybrid":
         assert plan.ulysses is not None
         ranks = plan.dims.process_mesh().array.movedim(2, -1).unflatten(-1, (-1, plan.ulysses))
-        return ContextAxes(cp=cp, inner=axis_over(ranks, "cp"), outer=axis_over(ranks.transpose(-1, -2), "cp"))
+        return ContextAxes(cp=cp, inner=Axis.over(ranks, "cp"), outer=Axis.over(ranks.transpose(-1, -2), "cp"))
     return ContextAxes(
         cp=cp, inner=cp if plan.context == "ulysses" else alone, outer=cp if plan.context == "ring" else alone
     )

@@ -14,7 +14,7 @@ from meshwright.context.masks import ContextMask
 from meshwright.context.record import AttentionSite, ContextRecord
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.sequence_parts import Run
 from meshwright.plan.config import ParallelPlan
 from meshwright.plan.context_methods import can_exchange, group_sizes

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.parallel.collectives import Axis, exchange_rows
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import exchange_rows
 from meshwright.parallel.sequence_parts import SequenceParts
 
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.axes import Axis
 from meshwright.mesh.messages import wait_for_message
-from meshwright.parallel.collectives import Axis, all_gather, reduce_scatter
+from meshwright.parallel.collectives import all_gather, reduce_scatter
 from meshwright.parallel.sequence_parts import Run, SequenceParts
 
 Keys = tuple[tuple[Run, ...], Tensor, Tensor]  # places of tokens in the sequence, the tokens' keys and values

@@ -10,7 +10,7 @@ from meshwright.data.global_batches import Portion
 from meshwright.data.nested import digest, leaves
 from meshwright.data.peers import Peers
 from meshwright.data.stream import gather_objects
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 
 
 def check_sizes(own: str, dp: Axis, where: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 
 
 class Batch(NamedTuple):

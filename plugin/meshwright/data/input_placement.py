@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.nested import is_dense, kind_of, map_tensors, take_rows
+from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_mesh import ProcessMesh
-from meshwright.parallel.collectives import Axis
 from meshwright.placement import accept_plain_tensors
 from meshwright.resharding.layouts import process_mesh
 from meshwright.resharding.move import wrap

@@ -22,8 +22,8 @@ from meshwright.data.global_batches import Portion, Share
 from meshwright.data.nested import map_tensors, tensors_of
 from meshwright.data.peers import Peers
 from meshwright.data.stream import gather_objects
+from meshwright.mesh.axes import Axis
 from meshwright.mesh.packed_values import UnsupportedValue, pack, unpack
-from meshwright.parallel.collectives import Axis
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.axes import Axis
 from meshwright.mesh.packed_values import pack, unpack
 from meshwright.mesh.process_group import wire_device
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.parallel.collectives import all_gather
 
 
 class Peers:

@@ -15,6 +15,7 @@ from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.data.readers.stream_shards import has_shards
 from meshwright.faults.guard import active_guard, start_guard
 from meshwright.faults.same_call import Claim, agreed
+from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import (
     backend_of_new_groups,
     device_for,
@@ -24,7 +25,6 @@ from meshwright.mesh.process_group import (
     world_size,
 )
 from meshwright.mesh.process_mesh import ProcessMesh
-from meshwright.parallel.collectives import Axis
 from meshwright.plan.config import LoaderOptions, Source
 from meshwright.plan.fields import either_name, keywords_checked
 

@@ -21,8 +21,8 @@ from meshwright.data.stream_order import Lane, deal, next_batches
 from meshwright.errors import CheckpointError, PeerFailedError
 from meshwright.faults.interpose import own_collectives
 from meshwright.faults.together import values_of_all
+from meshwright.mesh.axes import Axis
 from meshwright.mesh.packed_values import UnsupportedValue, pack
-from meshwright.parallel.collectives import Axis
 from meshwright.plan.config import LANES
 from meshwright.schema import anything, integer, is_same, listed, maybe, record, require, row, shown
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 
-import torch
 import torch.distributed as dist
 
 from meshwright.errors import PlanError
 from meshwright.faults.together import texts_of_all
 from meshwright.mesh.local_device import check_is_alone
 from meshwright.mesh.process_group import node_count, world_size
-from meshwright.parallel.axis_groups import axis_over
-from meshwright.parallel.collectives import Axes, Axis
 from meshwright.plan.config import ParallelPlan
 from meshwright.plan.foreign_names import NO_SCALER
 
@@ -83,21 +80,3 @@ def check_agreement(plan: ParallelPlan) -> None:
                 f"the ranks were given different plans; rank 0: {plans[0]}, rank {rank}: {other}. Every process must "
                 "make the same call"
             )
-
-
-def build_axes(plan: ParallelPlan, device: torch.device) -> Axes:
-    """Return the plan's axes, with this rank's place on them."""
-    if plan.world_size == 1:
-        return Axes()
-    mesh = plan.dims.build(device.type)
-
-    def axis(name: str) -> Axis:
-        sub = mesh[name]
-        return Axis(name, size=sub.size(), rank=sub.get_local_rank(), group=sub.get_group())
-
-    axes = Axes(tp=axis("tp"), dp=axis("dp"), pp=axis("pp"))
-    if plan.cp == 1:
-        return axes
-    cp = axis("cp")
-    tokens = axis_over(plan.dims.process_mesh().array.flatten(1, 2).movedim(1, -1), "dp")
-    return Axes(tp=axes.tp, dp=tokens, pp=axes.pp, cp=cp, rows=axes.dp)

@@ -19,11 +19,11 @@ from meshwright.context.context_forward import ContextForward, check_parted, ref
 from meshwright.context.record import ContextRecord
 from meshwright.context.region import ContextRegion
 from meshwright.distribute.check_compile import layers_of, why_not_compiled
-from meshwright.distribute.check_launch import build_axes
 from meshwright.distribute.copy_model import make_copyable
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.together import succeed_together
+from meshwright.mesh.axes import Mesh
 from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradients_to_engine
 from meshwright.optim.runtime import Runtime, attach
 from meshwright.optim.shard_state import shard_state
@@ -108,7 +108,7 @@ class Installation:
         """Decide what ``to_distributed`` would decide on this rank of a fake world, in which no guard meets others."""
         decoder = without_wrappers(model)[1]
         config = dataclasses.replace(config or ToDistributedConfig(), plan=plan)
-        axes = build_axes(plan, torch.device(device))
+        mesh = Mesh.build(plan.dims, torch.device(device).type)
         structure = structure_of(decoder, plan, config)
         return cls(
             model=model,
@@ -116,10 +116,10 @@ class Installation:
             config=config,
             structure=structure,
             loss=find_loss(decoder),
-            runtime=Runtime(axes=axes, parameters=[], plan=plan, guard=guard),
+            runtime=Runtime(mesh=mesh, parameters=[], plan=plan, guard=guard),
             device=torch.device(device),
             context=context_of(decoder, structure, plan),
-            cut=cut_of(decoder, structure, plan, axes.pp.rank),
+            cut=cut_of(decoder, structure, plan, mesh.pp.rank),
         )
 
     @property
@@ -155,8 +155,7 @@ class Installation:
         model, decoder, runtime = self.model, self.decoder, self.runtime
         succeed_together(lambda: self.make_weights(make)).attach(model)
         model.to(self.device)
-        axes = runtime.axes
-        seed = int(agree(torch.tensor([dropout_seed()], device=self.device), axes.tp, axes.dp, axes.pp))
+        seed = int(agree(torch.tensor([dropout_seed()], device=self.device), *runtime.mesh.factors))
         self.install(optimizer, seed=seed)
         if runtime.engine is None:
             self.guard_shards()
@@ -185,13 +184,13 @@ class Installation:
             make: a function of the model, its layouts, the TP axis, the device and, under stage 3, a function that
                 keeps this rank's part of a shard.
         """
-        if self.plan.zero_stage < 3 or self.runtime.dp.size == 1:
-            return make(self.model, self.layouts, self.runtime.tp, self.device)
+        if self.plan.zero_stage < 3 or self.runtime.mesh.tokens.size == 1:
+            return make(self.model, self.layouts, self.runtime.mesh.tp, self.device)
         layouts = self.layouts
         sharded = ShardedWeights(
-            self.model, lambda name, p: shard_shape(p, layouts.get(name)), self.runtime.dp, self.device
+            self.model, lambda name, p: shard_shape(p, layouts.get(name)), self.runtime.mesh.tokens, self.device
         )
-        made = make(self.model, layouts, self.runtime.tp, self.device, sharded.keep)
+        made = make(self.model, layouts, self.runtime.mesh.tp, self.device, sharded.keep)
         self.runtime.weights = sharded
         return made
 
@@ -207,7 +206,7 @@ class Installation:
             shard_state(optimizer)
         if runtime.weights is not None:
             runtime.weights.attach(self.model)
-        runtime.streams = DropoutStreams(axes=runtime.axes, seed=seed)
+        runtime.streams = DropoutStreams(mesh=runtime.mesh, seed=seed)
         if runtime.guard is not None:
             runtime.comparison = self._comparison()
         layers, region, forward = self._install_forward(runtime.streams)
@@ -223,12 +222,12 @@ class Installation:
             watch_steps(runtime, is_trusted=self.config.optimizer_is_elementwise)
         if self.loss is not None:
             mean = GlobalMean(
-                runtime.dp,
+                runtime.mesh.tokens,
                 self.config.num_items_in_batch,
-                parts=runtime.cp.size,
+                parts=runtime.mesh.cp.size,
                 gradients=runtime.loss_gradients,
             )
-            runtime.loss = install_loss(decoder, self.loss, mean, tp=runtime.tp, vocab_size=self._sharded_words)
+            runtime.loss = install_loss(decoder, self.loss, mean, tp=runtime.mesh.tp, vocab_size=self._sharded_words)
             if self.loss.is_causal_lm:
                 runtime.loss.region = runtime.region  # type: ignore[attr-defined]
             if self.cut is not None:
@@ -240,7 +239,7 @@ class Installation:
                 refuse_generating(part)
             if self.context is not None:
                 refuse_generating_parts(part)
-            sample_together(part, runtime.tp, runtime.guard)
+            sample_together(part, runtime.mesh.tp, runtime.guard)
         if self.plan.recompute == "full":
             own = None if self.cut is None else [self.cut.layers[index] for index in sorted(self.cut.own_layers)]
             recompute_layers(decoder, self.plan.recomputed_layers, own)
@@ -256,12 +255,12 @@ class Installation:
 
     def _install_pipeline(self, cut: Cut, region: SequenceRegion | None) -> None:
         runtime = self.runtime
-        pipeline = Pipeline.open(cut, self.plan, runtime.pp, self.device)
+        pipeline = Pipeline.open(cut, self.plan, runtime.mesh.pp, self.device)
         if runtime.guard is not None:
             set_timeouts(self.config.timeout_s)  # also for the groups just made
         outputs = StageOutputs(
             kind=cut.order.output_kind,
-            pp=runtime.pp,
+            pp=runtime.mesh.pp,
             last=cut.last_rank,
             device=self.device,
         )
@@ -272,7 +271,7 @@ class Installation:
         """Cut the tokens of the layers over cp, and let attention reach all of them."""
         assert self.structure is not None
         runtime = self.runtime
-        attention = ContextAttention(context_axes(self.plan, runtime.cp), self.plan.context)
+        attention = ContextAttention(context_axes(self.plan, runtime.mesh.cp), self.plan.context)
         if runtime.guard is not None:
             set_timeouts(self.config.timeout_s)  # also for the groups just made
         attach_attention(self.decoder, attention)
@@ -293,7 +292,7 @@ class Installation:
     def _install_forward(self, streams: DropoutStreams) -> tuple[CompilableLayers, SequenceRegion | None, ForwardState]:
         """Add the hooks of the forward pass: around the decoder, and at the borders of its blocks."""
         runtime, structure, plan = self.runtime, self.tensor_structure, self.plan
-        uneven = runtime.uneven = UnevenBatches(runtime.dp, runtime.tp)
+        uneven = runtime.uneven = UnevenBatches(runtime.mesh.tokens, runtime.mesh.tp)
         hooked = runtime.hooked = HookedModules(
             self.decoder,
             structure,
@@ -308,7 +307,7 @@ class Installation:
             model=self.decoder,
             inner=self._callable_alone(),
             streams=streams,
-            axes=runtime.axes,
+            mesh=runtime.mesh,
             guard=runtime.guard,
             comparison=runtime.comparison,
             has_sharded_loss=self._has_sharded_loss,
@@ -319,7 +318,7 @@ class Installation:
             statistics=BatchStatistics(self.decoder, lambda: runtime.plan),
             refuses_internals=structure is not None or self.context is not None,
             shares_weights=runtime.weights is not None,
-            longest=LongestPosition(self.decoder, runtime.dp, is_split=plan.has_micro_batches or plan.pp > 1),
+            longest=LongestPosition(self.decoder, runtime.mesh.tokens, is_split=plan.has_micro_batches or plan.pp > 1),
             layers=layers,
             follow=runtime.follow,
         )
@@ -328,7 +327,7 @@ class Installation:
             return layers, None, forward
         layers.blocks, region = install_tensor_parallel(
             structure,
-            runtime.tp,
+            runtime.mesh.tp,
             sequence_parallel=plan.sequence_parallel,
             streams=streams,
             keep_logits_sharded=forward.keep_logits_sharded,
@@ -346,7 +345,7 @@ class Installation:
             is_sharded=self.tensor_structure is not None,
             count_steps=runtime.count_sharded_steps,
             has_values=runtime.has_values,
-            token_loss=None if self._is_causal_lm else TokenLoss(vocab_size=self._sharded_words, tp=runtime.tp),
+            token_loss=None if self._is_causal_lm else TokenLoss(vocab_size=self._sharded_words, tp=runtime.mesh.tp),
         )
         head.forward = DeferringHead(head, deferral)
 
@@ -386,12 +385,10 @@ class Installation:
         every = self.config.check_replicas_every
         if every is None:
             # In ZeRO stages 1 and 2 the next step overwrites all copies of a weight with the owner's, even if faulty.
-            every = 1 if plan.zero_stage in (1, 2) and runtime.dp.size > 1 else 50
+            every = 1 if plan.zero_stage in (1, 2) and runtime.mesh.tokens.size > 1 else 50
         return ReplicaComparison(
             self.model,
-            tp=runtime.tp,
-            dp=runtime.dp,
-            pp=runtime.pp,
+            mesh=runtime.mesh,
             guard=runtime.guard,
             every=every,
             every_state=self.config.check_replicas_every or 50,
@@ -421,7 +418,7 @@ def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:
     decoder.forward = SplitForward(
         decoder,
         plan=plan,
-        dp=runtime.dp,
+        dp=runtime.mesh.tokens,
         syncs=runtime.syncs,
         loss=runtime.loss,
         guard=runtime.guard,

@@ -21,7 +21,7 @@ from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import check_arguments, check_model, check_reduction
 from meshwright.distribute.check_compile import check_compile, layers_of
-from meshwright.distribute.check_launch import build_axes, check_agreement, check_devices, check_launch
+from meshwright.distribute.check_launch import check_agreement, check_devices, check_launch
 from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
 from meshwright.distribute.installation import Installation
@@ -30,6 +30,7 @@ from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.guard import Guard, start_guard
 from meshwright.faults.together import succeed_together
+from meshwright.mesh.axes import Mesh
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
 from meshwright.monitor.monitor import Preparation, start_monitor
@@ -37,7 +38,6 @@ from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
-from meshwright.parallel.collectives import Axes
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.mixed_rows import check_embeddings
 from meshwright.parallel.recompute import check_recompute
@@ -158,22 +158,22 @@ def _distribute(
     guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)
     check_agreement(plan)
-    axes = build_axes(plan, device)
+    mesh = Mesh.build(plan.dims, device.type)
     if guard is not None:
-        guard.set_coordinates(axes.coordinates)
+        guard.set_coordinates(mesh.coordinates)
         set_timeouts(config.timeout_s)  # also for the groups just made
     source = settled(config.weights)
     weights = succeed_together(lambda: InitialWeights.find(model, source))
-    if weights.equalise(model, axes, device):
+    if weights.equalise(model, mesh, device):
         logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
 
     shown = None if config.logging_steps is None else Preparation.make(model, config)
 
-    loader = None if dataloader is None else _make_loader(dataloader, axes, device, config)
+    loader = None if dataloader is None else _make_loader(dataloader, mesh, device, config)
     if loader is not None:
         loader.feeds_causal_lm = loss is not None and loss.is_causal_lm
     runtime = Runtime(
-        axes=axes,
+        mesh=mesh,
         parameters=[],
         guard=guard,
         plan=plan,
@@ -191,7 +191,7 @@ def _distribute(
         runtime=runtime,
         device=device,
         context=context,
-        cut=None if cut is None else dataclasses.replace(cut, rank=axes.pp.rank),
+        cut=None if cut is None else dataclasses.replace(cut, rank=mesh.pp.rank),
     )
     installation.distribute(optimizer, weights.make)
     _warn_of_dtype(plan, model)
@@ -247,7 +247,7 @@ def _complete(
     _check_passes(plan, runtime.loss is not None, model)
     loader = None
     if dataloader is not None:
-        loader = _make_loader(dataloader, runtime.axes, device_of(model), config)
+        loader = _make_loader(dataloader, runtime.mesh, device_of(model), config)
         loader.feeds_causal_lm = isinstance(runtime.loss, CausalLMLoss)
     shows = config.logging_steps is not None and runtime.watch is None
     shown = Preparation.make(model, config) if shows else None
@@ -260,10 +260,10 @@ def _complete(
 
 
 def _make_loader(
-    dataloader: Iterable[Any], axes: Axes, device: torch.device, config: ToDistributedConfig
+    dataloader: Iterable[Any], mesh: Mesh, device: torch.device, config: ToDistributedConfig
 ) -> DistributedLoader:
-    mesh = LoaderMesh(dp=axes.rows, peers=Peers(axes.of_same_rows), device=device)
-    return made_together(lambda: DistributedLoader(dataloader, mesh, options=config.loader))
+    loader_mesh = LoaderMesh(dp=mesh.dp, peers=Peers(mesh.of_same_rows), device=device)
+    return made_together(lambda: DistributedLoader(dataloader, loader_mesh, options=config.loader))
 
 
 def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module, engine: str | None = None) -> None:

@@ -313,6 +313,17 @@ class ParallelDims:
             raise ValueError(f"{self._product()} = {self.world_size} ranks, but {len(ranks)} were given")
         return ProcessMesh(nest(ranks, self.shape), self.axis_names)
 
+    def groups(self, *axes: str) -> torch.Tensor:
+        """Return the ranks that differ only along these axes, ``[..., size]``, in the order of the axes given.
+
+        Example:
+            >>> ParallelDims(dp=2, cp=2, tp=2).groups("dp", "cp").reshape(-1, 4).tolist()
+            [[0, 2, 4, 6], [1, 3, 5, 7]]
+        """
+        others = [name for name in self.axis_names if name not in axes]
+        order = [self.axis_names.index(name) for name in (*others, *axes)]
+        return self.process_mesh().array.permute(order).flatten(len(others))
+
     def check_world_size(self, world_size: int) -> None:
         """Raise unless the product of the sizes is the number of ranks that were started.
 

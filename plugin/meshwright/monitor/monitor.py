@@ -113,7 +113,7 @@ class Monitor:
         self.steps.on_batch, self.steps.on_due = self._begin, self._end_interval
         self.reporter = Reporter(
             runtime.guard,
-            row_copies=runtime.axes.row_copies,
+            row_copies=runtime.mesh.row_copies,
             peak_flops=None if isinstance(machine, str) else machine.peak_flops,
         )
         if _rank() == 0 and runtime.guard is not None and prepared.log is not None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from meshwright.errors import PlanError
 from meshwright.faults.memory_digest import value_digest
 from meshwright.faults.same_call import Claim, agreed
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.process_group import ensure_process_group, world_size
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.elementwise import check_elementwise
@@ -19,7 +20,6 @@ from meshwright.optim.runtime import Runtime, attach
 from meshwright.optim.state_dicts import guard_optimizer
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.zero_optimizer import hook_optimizer
-from meshwright.parallel.collectives import Axes, Axis
 from meshwright.parallel.guard_windows import StepWindow
 from meshwright.parallel.row_layout import RowLayout, ShardRecord
 from meshwright.parallel.shared_rows import sum_copies_in_backward
@@ -64,7 +64,7 @@ def install_gradient_sync(
 def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:
     """Sum partial gradients over tp, since an engine does not, and leave all other gradient work to the engine."""
     runtime.parameters = [p for p in model.parameters() if p.requires_grad]
-    sum_copies_in_backward(runtime.parameters, runtime.tp)
+    sum_copies_in_backward(runtime.parameters, runtime.mesh.tp)
     assert runtime.engine is not None
     runtime.trained = FixedParameters(model, runtime.engine)
 
@@ -133,7 +133,7 @@ def shard_optimizer(
     for index, parameter in enumerate(parameters):
         rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
         parameter.meshwright = ShardRecord(str(index), parameter.shape, rows, 0, False)
-    runtime = Runtime(axes=Axes(dp=dp), parameters=parameters)
+    runtime = Runtime(mesh=Mesh(dp=dp), parameters=parameters)
     install_gradient_sync(
         runtime,
         nn.ParameterList(parameters),

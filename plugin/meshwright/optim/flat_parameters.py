@@ -8,8 +8,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.collectives import Axis, start_all_gather
+from meshwright.parallel.collectives import start_all_gather
 from meshwright.parallel.gradient_buckets import Bucket, flat_dtype
 from meshwright.parallel.row_layout import RowLayout, Span, record_of
 from meshwright.parallel.shard_reads import reading_shards

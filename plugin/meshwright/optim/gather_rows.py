@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.faults.together import exchange_together
+from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime, live_runtimes, runtime_of
 from meshwright.parallel import collectives
 from meshwright.parallel.batch_share import are_cut, has_filler_rows
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.deferred_logits import deferred_of
 
 CALL = "mw.gather_rows(x)"
@@ -63,7 +63,7 @@ def gather_rows(x: Tensor, model: nn.Module | None = None) -> Tensor:
     _check_has_all_rows(x, runtime)
     if runtime.uneven is not None and _has_gradient(x):  # not for a metric
         runtime.uneven.leave_out_pass()
-    axis = runtime.rows
+    axis = runtime.mesh.dp
     if axis.size == 1:
         return x
     if deferred_of(x) is not None:
@@ -83,7 +83,7 @@ def _runtime() -> Runtime | None:
     """Return the last runtime, if all have its data-parallel ranks; None on one process without a runtime."""
     for _ in range(2):
         runtimes = [runtime for runtime in live_runtimes() if runtime.guard is None or runtime.guard.is_current]
-        found = {_ranks(runtime.rows) for runtime in runtimes}
+        found = {_ranks(runtime.mesh.dp) for runtime in runtimes}
         if len(found) == 1:
             return runtimes[-1]
         if world_size() == 1:

@@ -44,9 +44,9 @@ def global_mean(model: nn.Module, loss: Tensor, count: Tensor | int) -> Tensor:
         )
     if runtime.uneven is not None:
         runtime.uneven.stop()
-    if runtime.dp.size > 1:
+    if runtime.mesh.tokens.size > 1:
         counts = torch.as_tensor(count, device=loss.device).reshape(1)
-        mean = GlobalMean(runtime.dp, gradients=runtime.loss_gradients)
+        mean = GlobalMean(runtime.mesh.tokens, gradients=runtime.loss_gradients)
         loss = mean.of_means(loss.reshape(1), counts).reshape(loss.shape)
     if runtime.watch is not None:
         runtime.watch.saw_loss(loss)

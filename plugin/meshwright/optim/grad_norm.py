@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import all_gather
 
 # A gradient of this rank, and the number of ranks that hold each of its elements.
 Counted = tuple[Tensor, "Tensor | float"]

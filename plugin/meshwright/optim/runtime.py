@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,9 +20,9 @@ from meshwright.context.region import ContextRegion
 from meshwright.errors import AlreadyDistributedError, CheckpointError, PlanError
 from meshwright.faults.guard import Guard
 from meshwright.faults.together import attempt, raise_if_any, succeed_together
+from meshwright.mesh.axes import Mesh
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
-from meshwright.parallel.collectives import Axes, Axis
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.gradient_sync import GradientSync
@@ -76,7 +75,7 @@ class Runtime:
     """The state of one ``to_distributed`` (or ``shard_optimizer``) call.
 
     Args:
-        axes: the axes, with this rank's place on them.
+        mesh: the axes, with this rank's place on them.
         parameters: the trainable parameters.
         syncs: the objects that synchronise the gradients.
         zero: the ZeRO reduction with its sharded buckets, if any.
@@ -103,7 +102,7 @@ class Runtime:
         names_only: whether ``state_dict()`` is now called only for its names, by a save that has the values already.
     """
 
-    axes: Axes
+    mesh: Mesh
     parameters: list[nn.Parameter]
     syncs: list[GradientSync] = field(default_factory=list)
     zero: ReduceScatter | None = None
@@ -126,26 +125,6 @@ class Runtime:
     names_only: bool = False
     engine: str | None = None
     materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
-
-    @property
-    def tp(self) -> Axis:
-        return self.axes.tp
-
-    @property
-    def dp(self) -> Axis:
-        return self.axes.dp
-
-    @property
-    def pp(self) -> Axis:
-        return self.axes.pp
-
-    @property
-    def cp(self) -> Axis:
-        return self.axes.cp
-
-    @property
-    def rows(self) -> Axis:
-        return self.axes.rows
 
     def without_gradients(self) -> Runtime:
         """Return a runtime for a copy of the model, without gradients, optimizer or weights."""
@@ -200,13 +179,15 @@ class Runtime:
         Raises:
             DivergenceError: if the ranks differ. The message lists what differs on which ranks.
         """
-        if self.guard is None or self.dp.size == 1:
+        if self.guard is None or self.mesh.tokens.size == 1:
             return
         if self.comparison is None:
-            self.guard.meet("gradients", self.dp.group)
+            self.guard.meet("gradients", self.mesh.tokens.group)
             return
-        self.guard.meet("gradients", self.dp.group, self.comparison.statement(), self.comparison.losses.statement())
-        self.comparison.compare_weights(self.dp)
+        self.guard.meet(
+            "gradients", self.mesh.tokens.group, self.comparison.statement(), self.comparison.losses.statement()
+        )
+        self.comparison.compare_weights(self.mesh.tokens)
 
     def compare_before_save(self) -> None:
         """Compare the weights that several ranks hold; every rank must make the call.
@@ -215,7 +196,7 @@ class Runtime:
             DivergenceError: if weights differ. The message lists these weights and the ranks.
             CheckpointError: if the process group was destroyed.
         """
-        if max(self.dp.size, self.tp.size, self.pp.size) > 1 and not dist.is_initialized():
+        if self.mesh.size > 1 and not dist.is_initialized():
             raise CheckpointError(
                 "the process group was destroyed before this save, in which all ranks take part; save before "
                 "accelerator.end_training() or torch.distributed.destroy_process_group()"
@@ -250,8 +231,8 @@ class Runtime:
 
     def meet_before_publishing(self, *_: Any) -> None:
         """Compare the data-parallel ranks, which are about to step their slices."""
-        if self.guard is not None and self.dp.size > 1:
-            self.guard.meet("optimizer step", self.dp.group)
+        if self.guard is not None and self.mesh.tokens.size > 1:
+            self.guard.meet("optimizer step", self.mesh.tokens.group)
 
     def meet_all(self, place: str) -> None:
         """Compare all ranks of the model, which are about to make collectives outside of a pass.
@@ -264,11 +245,10 @@ class Runtime:
         Raises:
             DivergenceError, PeerFailedError: as :meth:`Guard.meet` does.
         """
-        axes = [axis for axis in (self.tp, self.dp, self.pp) if axis.size > 1]
-        if self.guard is None or not axes:
+        if self.guard is None or self.mesh.size == 1:
             return
-        is_world = math.prod(axis.size for axis in axes) == dist.get_world_size()
-        for group in [None] if is_world else [axis.group for axis in axes]:
+        is_world = self.mesh.size == dist.get_world_size()
+        for group in [None] if is_world else [axis.group for axis in self.mesh.factors if axis.size > 1]:
             self.guard.meet(place, group)
 
     @contextlib.contextmanager
@@ -314,7 +294,7 @@ class Runtime:
             if id(parameter) not in held and parameter.grad is not None:
                 record, gradient = record_of(parameter), parameter.grad.as_subclass(Tensor)
                 record.zero_padding(gradient)  # the program may have set the gradient
-                counted.append((gradient, record.copies(parameter) * self.dp.size * record.stage_copies))
+                counted.append((gradient, record.copies(parameter) * self.mesh.tokens.size * record.stage_copies))
         return counted
 
     def check_synced(self, *_: Any) -> None:

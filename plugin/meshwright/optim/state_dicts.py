@@ -161,11 +161,14 @@ class _OptimizerState:
     def _part_of(self, optimizer: Optimizer) -> str | None:
         """Return a text that says why this rank's state is only a part; None if the state is whole."""
         if self.runtime.zero is not None:
-            return f"under ZeRO this rank holds only one of the {self.runtime.dp.size} slices of the optimizer's state"
-        if self.runtime.pp.size > 1:
-            return f"each of the {self.runtime.pp.size} pipeline ranks holds the state of its own stages"
+            slices = self.runtime.mesh.tokens.size
+            return f"under ZeRO this rank holds only one of the {slices} slices of the optimizer's state"
+        if self.runtime.mesh.pp.size > 1:
+            return f"each of the {self.runtime.mesh.pp.size} pipeline ranks holds the state of its own stages"
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         records = [getattr(p, "meshwright", None) for p in parameters]
         if any(isinstance(record, ShardRecord) and record.is_sharded for record in records):
-            return f"under tensor parallelism each of {self.runtime.tp.size} ranks holds the state of its own shards"
+            return (
+                f"under tensor parallelism each of {self.runtime.mesh.tp.size} ranks holds the state of its own shards"
+            )
         return None

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
+from meshwright.mesh.axes import Mesh
 from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.runtime import Runtime, find_runtime
-from meshwright.parallel.collectives import Axes
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, Span
 
 
@@ -86,15 +86,17 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
                 "model and the optimizer that to_distributed returned"
             )
         bucket = sharded.get(id(parameter))
-        cut = bucket.cut(parameter) if bucket else RowLayout.replicated(parameter.shape.numel(), runtime.dp.size)
+        cut = (
+            bucket.cut(parameter) if bucket else RowLayout.replicated(parameter.shape.numel(), runtime.mesh.tokens.size)
+        )
         record = _record(name, parameter)
         parts[name] = Part(
             record=record,
             cut=cut,
-            own=cut.spans[runtime.dp.rank][0] if record.is_held else (0, 0),
+            own=cut.spans[runtime.mesh.tokens.rank][0] if record.is_held else (0, 0),
             key=None if not record.is_held else slices.get(id(parameter)) if bucket else parameter,
             has_master=bucket is not None and bucket.bucket.dtype != parameter.dtype,
-            is_whole=not record.is_sharded and cut.is_replicated and runtime.pp.size == 1,
+            is_whole=not record.is_sharded and cut.is_replicated and runtime.mesh.pp.size == 1,
         )
     return OptimizerParts(
         optimizer=optimizer, runtime=runtime, parts=parts, groups=[[names[id(p)] for p in group] for group in groups]
@@ -115,7 +117,7 @@ def _common_runtime(model: nn.Module, optimizer: Optimizer) -> Runtime:
         raise OptimizerMismatchError(
             "this optimizer was not distributed with the model; pass both as to_distributed returned them"
         )
-    return of_model or of_optimizer or Runtime(axes=Axes(), parameters=[])
+    return of_model or of_optimizer or Runtime(mesh=Mesh(), parameters=[])
 
 
 def _record(name: str, parameter: nn.Parameter) -> ShardRecord:

@@ -45,13 +45,13 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
         _look(optimizer, of, is_trusted)
         if not has_told:
             has_told = _warn_of_unused_zero(optimizer, of)
-        if not has_warned and of.dp.size > 1 and find_runtime(optimizer) is None:
+        if not has_warned and of.mesh.tokens.size > 1 and find_runtime(optimizer) is None:
             has_warned = _warn_of_strangers(optimizer)
-        if of.pp.size > 1 and find_runtime(optimizer) is None and _has_any(optimizer, of):
+        if of.mesh.pp.size > 1 and find_runtime(optimizer) is None and _has_any(optimizer, of):
             window.open(optimizer)
 
     weakref.finalize(runtime, register_optimizer_step_pre_hook(look).remove)
-    if runtime.pp.size > 1:
+    if runtime.mesh.pp.size > 1:
         weakref.finalize(runtime, register_optimizer_step_post_hook(window.close).remove)
 
 
@@ -85,7 +85,7 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
 def _warn_of_unused_zero(optimizer: Optimizer, runtime: Runtime) -> bool:
     """Warn of an optimizer that a plan with ZeRO does not shard, and return whether it is one."""
     stage = 0 if runtime.plan is None else runtime.plan.zero_stage
-    if runtime.has_optimizer or runtime.dp.size == 1 or stage not in (1, 2):
+    if runtime.has_optimizer or runtime.mesh.tokens.size == 1 or stage not in (1, 2):
         return False
     found = _has_any(optimizer, runtime)
     if found and dist.get_rank() == 0:
@@ -93,7 +93,7 @@ def _warn_of_unused_zero(optimizer: Optimizer, runtime: Runtime) -> bool:
             "this %s was made after the call and not passed to it, so zero_stage=%d shards nothing: each of the %d "
             "data-parallel ranks keeps the whole optimizer state. Pass it: model, optimizer, _ = "
             "meshwright.to_distributed(model, optimizer)",
-            type(optimizer).__name__, stage, runtime.dp.size,
+            type(optimizer).__name__, stage, runtime.mesh.tokens.size,
         )  # fmt: skip
     return found
 

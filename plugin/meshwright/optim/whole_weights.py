@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import is_deferred
-from meshwright.parallel.collectives import Axis, all_gather_into
+from meshwright.parallel.collectives import all_gather_into
 from meshwright.parallel.gradient_buckets import Bucket
 from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.saved_tensors import memory

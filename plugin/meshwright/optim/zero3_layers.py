@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.errors import PlanError
+from meshwright.mesh.axes import Axis
 from meshwright.optim.flat_parameters import FlatShard
 from meshwright.optim.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.row_layout import RowLayout, record_of
 from meshwright.parallel.shard_reads import reading_shards

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
+from meshwright.mesh.axes import Axis
 from meshwright.optim.whole_weights import WholeWeights
-from meshwright.parallel.collectives import Axis, all_gather, start_reduce_scatter
+from meshwright.parallel.collectives import all_gather, start_reduce_scatter
 from meshwright.parallel.gradient_buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, record_of
 from meshwright.parallel.shard_reads import reading_shards, values_of

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import all_gather
 
 
 def is_deferred(device: torch.device) -> bool:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.autograd_graph import bypasses
-from meshwright.parallel.collectives import Axis, gather_rows, reduce, share
+from meshwright.parallel.collectives import gather_rows, reduce, share
 from meshwright.parallel.column_projections import ColumnProjections
 from meshwright.parallel.dropout_streams import DropoutStreams, Rates, Restore
 from meshwright.parallel.local_heads import HeadInputs

@@ -7,9 +7,7 @@ where tensor parallelism goes wrong. A tensor's rows are along dim 0.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import wire_device
 
 # torch 2.13 renamed these methods of a process group: its old names warn, and older versions lack the new names.
@@ -37,66 +36,6 @@ _ALL_TO_ALL = "all_to_all_single" if _IS_RENAMED else "alltoall_base"
 # moves the same bytes straight to their place (2 ranks, 64 MiB: 31 ms against 105 ms; 4 MiB: 2.8 ms against 5.0 ms).
 # If each rank has less than this, the calls cost more than the copy.
 GLOO_BROADCASTS_FROM = 1 << 19  # bytes
-
-
-@dataclass(frozen=True)
-class Axis:
-    """This rank's place on one mesh axis.
-
-    Args:
-        name: the name of the axis, e.g. "tp".
-        size: the number of ranks on the axis.
-        rank: this rank's coordinate on the axis.
-        group: the axis's process group; may be None if ``size`` is 1.
-    """
-
-    name: str
-    size: int = 1
-    rank: int = 0
-    group: ProcessGroup | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
-        return self  # a copied model is on the same ranks
-
-
-@dataclass(frozen=True, kw_only=True)
-class Axes:
-    """This rank's place on each axis of a plan's mesh.
-
-    Args:
-        tp: the ranks that share each layer.
-        dp: the ranks that hold different tokens of a batch, over which losses and gradients are averaged and ZeRO
-            shards: the plan's dp, or dp x cp.
-        pp: the ranks that hold the stages of a pipeline.
-        cp: the ranks that hold parts of the same sequences; a part of ``dp``.
-        rows: the ranks that read different rows: the plan's dp. By default ``dp``.
-    """
-
-    tp: Axis = Axis("tp")
-    dp: Axis = Axis("dp")
-    pp: Axis = Axis("pp")
-    cp: Axis = Axis("cp")
-    rows: Axis = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if self.rows is None:
-            object.__setattr__(self, "rows", self.dp)
-
-    @property
-    def coordinates(self) -> str:
-        """This rank's coordinates, for messages."""
-        axes = (self.pp, self.rows, self.cp, self.tp)
-        return " ".join(f"{axis.name}={axis.rank}" for axis in axes if axis.size > 1 or axis.name in ("dp", "tp"))
-
-    @property
-    def of_same_rows(self) -> tuple[Axis, ...]:
-        """The axes along which ranks have the same rows of a batch."""
-        return self.pp, self.cp, self.tp
-
-    @property
-    def row_copies(self) -> int:
-        """The number of ranks that have the same rows of a batch."""
-        return math.prod(axis.size for axis in self.of_same_rows)
 
 
 Operation = Callable[[Tensor, Axis], Tensor]

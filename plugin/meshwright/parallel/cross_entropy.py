@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import UnreadableTensorError
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import all_gather
 
 # On CPU, work through the logits in pieces that stay in a core's cache from one pass to the next.
 _CACHE_BYTES = 1 << 19

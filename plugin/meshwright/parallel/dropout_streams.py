@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Axes, Axis
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.schema import Check, integer, record
 
 _MAX_SEED = 2**62
@@ -38,13 +38,13 @@ class DropoutStreams:
     On one rank the model draws from torch's own random state.
 
     Args:
-        axes: the axes. Ranks of tp and of cp share the stream of replicated activations. Ranks that read different rows
+        mesh: the axes. Ranks of tp and of cp share the stream of replicated activations. Ranks that read different rows
             never share a stream, and neither do ranks of pp, since their layers differ.
         seed: the seed of the streams, the same on every rank.
     """
 
-    def __init__(self, *, axes: Axes, seed: int):
-        self._axes, self.tp, self.cp = axes, axes.tp, axes.cp
+    def __init__(self, *, mesh: Mesh, seed: int):
+        self._mesh, self.tp, self.cp = mesh, mesh.tp, mesh.cp
         self._seed = seed
         self._passes = {"training": 0, "evaluation": 0}  # separate, so that evaluation changes no training mask
 
@@ -64,12 +64,12 @@ class DropoutStreams:
         Returns:
             A function that restores the previous random state.
         """
-        rows, pp = self._axes.rows, self._axes.pp
-        if self.tp.size * self.cp.size * rows.size * pp.size == 1 or _is_capturing(device):
+        dp, pp = self._mesh.dp, self._mesh.pp
+        if self._mesh.size == 1 or _is_capturing(device):
             return _nothing
         kind = "training" if trains else "evaluation"
         self._passes[kind] += 1
-        text = f"{self._seed} {kind} {self._passes[kind]} {rows.rank}"
+        text = f"{self._seed} {kind} {self._passes[kind]} {dp.rank}"
         if pp.size > 1:
             text += f" pp{pp.rank}"
         return _switch(device, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % _MAX_SEED)

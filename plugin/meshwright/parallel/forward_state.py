@@ -14,10 +14,11 @@ from meshwright.compiling import active_backend
 from meshwright.faults.every_rank import EVALUATION
 from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
+from meshwright.mesh.axes import Mesh
 from meshwright.parallel.added_parameters import AddedParameters
 from meshwright.parallel.autograd_graph import scale_gradient
 from meshwright.parallel.batch_share import enter_pass, without_fillers_targets, yield_next
-from meshwright.parallel.collectives import Axes, share
+from meshwright.parallel.collectives import share
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.forward_writes import ForwardWrites
@@ -40,7 +41,7 @@ class ForwardState:
         model: the model.
         inner: the modules inside the model that a program may call directly, such as transformers' base model.
         streams: the model's dropout streams.
-        axes: the axes. Ranks of tp, of cp and of pp must get the same inputs; ranks of dp share a loss.
+        mesh: the axes. Ranks of tp, of cp and of pp must get the same inputs; ranks of dp share a loss.
         guard: the guard that compares the ranks and counts the steps; None on one process.
         comparison: the comparison of the model's replicas; None without a guard.
         has_sharded_loss: whether the model's loss function can use sharded logits.
@@ -60,7 +61,7 @@ class ForwardState:
     model: nn.Module
     inner: Iterable[nn.Module] = ()
     streams: DropoutStreams
-    axes: Axes
+    mesh: Mesh
     guard: Guard | None
     comparison: ReplicaComparison | None
     has_sharded_loss: bool
@@ -76,8 +77,8 @@ class ForwardState:
     follow: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self.dp = self.axes.dp
-        self._inputs = [ComparedInputs(axis) for axis in (self.axes.tp, self.axes.cp, self.axes.pp) if axis.size > 1]
+        self.dp = self.mesh.tokens
+        self._inputs = [ComparedInputs(axis) for axis in reversed(self.mesh.of_same_rows) if axis.size > 1]
         self._added = AddedParameters(self.model)
         self._writes = ForwardWrites(self.model)
         self._padded = PaddedRows(self.dp, self.guard)
@@ -119,7 +120,7 @@ class ForwardState:
             self.hooked.look()
         if self.guard is not None:
             self._compare(self.guard, module, inputs, trains=trains)
-        if torch.is_grad_enabled() or self.axes.tp.size > 1:
+        if torch.is_grad_enabled() or self.mesh.tp.size > 1:
             self._added.check()
         if torch.is_grad_enabled():
             self.follow()
@@ -132,7 +133,7 @@ class ForwardState:
         self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
         if not torch.is_grad_enabled() or self.dp.size == 1:
             return args, kwargs
-        factor = self.dp.size if self.has_known_loss and labels is not None else self.axes.cp.size
+        factor = self.dp.size if self.has_known_loss and labels is not None else self.mesh.cp.size
         return tuple(self._averaged(x, factor) for x in args), {n: self._averaged(x, factor) for n, x in kwargs.items()}
 
     def _averaged(self, x: Any, factor: int) -> Any:
@@ -149,8 +150,8 @@ class ForwardState:
         if not isinstance(x, Tensor) or not x.requires_grad:
             return x
         if not x.is_leaf or isinstance(x, nn.Parameter):
-            factor = self.axes.cp.size
-        return x if factor == 1 else share(scale_gradient(x, 1 / factor), self.axes.cp)
+            factor = self.mesh.cp.size
+        return x if factor == 1 else share(scale_gradient(x, 1 / factor), self.mesh.cp)
 
     def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, Any], *, trains: bool) -> None:
         if trains:
@@ -166,7 +167,7 @@ class ForwardState:
             with torch._C.DisableTorchFunctionSubclass():
                 compared.gather(inputs, guard.step)
         if trains and self.comparison is not None:
-            for axis in (self.axes.tp, self.axes.pp, self.comparison.tie):
+            for axis in (self.mesh.tp, self.mesh.pp, self.comparison.tie):
                 if axis.size > 1:
                     self.comparison.compare_weights(axis)
         if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):

@@ -9,7 +9,8 @@ from torch import nn
 
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.guard import Guard
-from meshwright.parallel.collectives import Axis, agree
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import agree
 from meshwright.parallel.method_override import MethodOverride
 
 

@@ -10,7 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Axis, all_reduce
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.row_layout import ShardRecord, record_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.tensor_guards import is_stand_in

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.errors import UnreadableTensorError
-from meshwright.parallel.collectives import Axis, start_all_reduce
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.gradient_buckets import Bucket
 from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards

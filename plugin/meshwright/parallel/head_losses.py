@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.added_losses import AddedToLoss, check_nothing_added
 from meshwright.parallel.causal_lm_loss import CausalLMLoss, next_words
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
 from meshwright.parallel.output_loss import loss_of, with_loss

@@ -12,8 +12,8 @@ from meshwright.errors import DivergenceError
 from meshwright.faults.collective_log import describe_tensors
 from meshwright.faults.memory_digest import bytes_digest, is_plain, ordered_digest
 from meshwright.faults.statement import Statement
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import Gathered, is_deferred
-from meshwright.parallel.collectives import Axis
 
 ADVICE = (
     "Ranks of tp, cp and pp compute parts of one model for the same tokens. If one rank has other tokens, the parts "

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.head_layout import HeadLayout
 from meshwright.parallel.structure import Block
 from meshwright.roles.projection import is_transposed, out_features

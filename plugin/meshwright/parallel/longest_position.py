@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Axis, maximum
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import maximum
 
 FAR = 2**30  # a position behind all that a model is made for
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import ItemCountError
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.tensor_checks import require
 from meshwright.plan.config import NumItems

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from meshwright.faults.guard import Guard
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import read_later
 from meshwright.parallel.batch_share import BatchShare
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)

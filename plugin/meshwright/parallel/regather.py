@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from meshwright.mesh.axes import Axis
 from meshwright.parallel import saved_tensors as saved
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.parallel.collectives import all_gather
 
 
 class GatheredInput:

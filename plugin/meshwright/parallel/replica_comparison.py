@@ -27,8 +27,8 @@ from meshwright.errors import DivergenceError
 from meshwright.faults.guard import Guard
 from meshwright.faults.memory_digest import memory_digest
 from meshwright.faults.statement import Statement
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.async_numbers import Gathered, is_deferred
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.replica_digests import OF_OPTIMIZER, Digests, Rows, copied_rows, parted
@@ -50,8 +50,7 @@ class ReplicaComparison:
 
     Args:
         model: a model whose parameters have records.
-        tp, dp: the axes over which the replicas are compared.
-        pp: the pipeline's axis, over which the tensors are compared that modules outside of the layers keep.
+        mesh: the axes over which the replicas are compared; over pp, tensors that modules outside of the layers keep.
         guard: the guard, which counts the steps and holds the meetings.
         every: the number of steps between two comparisons of the weights; 0 for never.
         every_state: the number of steps between two comparisons of ``tensors``.
@@ -64,9 +63,7 @@ class ReplicaComparison:
         self,
         model: nn.Module,
         *,
-        tp: Axis,
-        dp: Axis,
-        pp: Axis | None = None,
+        mesh: Mesh,
         guard: Guard,
         every: int,
         every_state: int = 50,
@@ -74,9 +71,8 @@ class ReplicaComparison:
         tensors: ModuleTensors | None = None,
         streams: DropoutStreams | None = None,
     ):
-        self.tp, self.dp, self.guard, self.has_weights = tp, dp, guard, has_weights
+        self.mesh, self.guard, self.has_weights = mesh, guard, has_weights
         self.every, self.every_state = every, every_state
-        self.pp = Axis("pp") if pp is None else pp
         self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
         self.streams = streams
         self._tensors = tensors
@@ -96,9 +92,7 @@ class ReplicaComparison:
         """Return a comparison without an optimizer for a copy of the model; pass the copy to :meth:`look_at`."""
         return ReplicaComparison(
             nn.Module(),
-            tp=self.tp,
-            dp=self.dp,
-            pp=self.pp,
+            mesh=self.mesh,
             guard=self.guard,
             every=self.every,
             every_state=self.every_state,
@@ -188,7 +182,7 @@ class ReplicaComparison:
         if meetings > FIRST or self._tensors is None or not self.guard.is_current:
             return False
         with reading_shards():
-            wrote = self.wrote or (axis is self.dp and any(has_gradient_hooks(p) for _, p in self._named))
+            wrote = self.wrote or (axis is self.mesh.tokens and any(has_gradient_hooks(p) for _, p in self._named))
         return not self.guard.agree("what is written", "some" if wrote else "", group=axis.group) or wrote
 
     def _is_due(self, axis: Axis, kind: str, every: int) -> bool:
@@ -228,7 +222,7 @@ class ReplicaComparison:
 
     @property
     def _axes(self) -> list[Axis]:
-        return [axis for axis in (self.tp, self.dp, self.pp, self.tie) if axis.size > 1]
+        return [axis for axis in (*self.mesh.factors, self.tie) if axis.size > 1]
 
     @property
     def _device(self) -> torch.device:
@@ -244,7 +238,7 @@ class ReplicaComparison:
         nothing = torch.zeros((), dtype=torch.int64, device=self._device)
         own: list[Tensor] = []
         names: list[list[str]] = [[] for _ in range(axis.size)]
-        if "weights" in kinds and self.has_weights and axis is not self.pp:
+        if "weights" in kinds and self.has_weights and axis is not self.mesh.pp:
             shared = self._shared_over(axis)
             most = max(map(len, shared))
             pad = [nothing] * (most - len(shared[axis.rank]))
@@ -258,7 +252,7 @@ class ReplicaComparison:
         keyed: dict[int, str] = {}
         count = 0
         if "state" in kinds and self._tensors is not None and axis is not self.tie:
-            tensors, keyed = self._tensors.digests(self._device, on_all_stages=axis is self.pp)
+            tensors, keyed = self._tensors.digests(self._device, on_all_stages=axis is self.mesh.pp)
             own, count = own + tensors, self._tensors.capacity
         if own:
             gathered = Gathered(torch.stack(own), axis, self.guard.step)
@@ -298,8 +292,8 @@ class ReplicaComparison:
                 for rank in range(axis.size):
                     shared[rank].append((parameter, Rows(name)))
                 continue
-            if axis is self.dp or not record.is_sharded:
-                if axis is self.tp and not self._is_equal_over_tp(parameter, record):
+            if axis is self.mesh.tokens or not record.is_sharded:
+                if axis is self.mesh.tp and not self._is_equal_over_tp(parameter, record):
                     continue
                 for rank in range(axis.size):
                     shared[rank].append((parameter, Rows(name)))

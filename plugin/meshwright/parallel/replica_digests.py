@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from meshwright.faults.statement import SHOWN
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import Gathered
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import ShardRecord
 
 WEIGHT_ADVICE = (

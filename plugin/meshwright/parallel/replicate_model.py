@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.faults.together import texts_of_all
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 
 BROADCAST_BYTES = 128 * 2**20
 

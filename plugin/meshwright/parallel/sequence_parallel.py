@@ -13,14 +13,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.parallel.collectives import (
-    Axis,
-    Operation,
-    gather_rows,
-    reduce_scatter_rows,
-    split_rows,
-    unsplit_rows,
-)
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import Operation, gather_rows, reduce_scatter_rows, split_rows, unsplit_rows
 
 
 class SequenceSharding:

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import all_gather
 
 _CHUNKS = 8, 16  # chunks per rank of a row of documents: the first number, or the second if the first leaves it uneven
 _SMALLEST = 64  # tokens of a chunk of such a row; smaller ones cost more calls of attention than the balance saves

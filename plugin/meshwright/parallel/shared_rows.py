@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Axis, all_reduce
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.row_layout import ShardRecord, record_of
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.faults.guard import Guard
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch_share import cut
-from meshwright.parallel.collectives import Axis, largest
+from meshwright.parallel.collectives import largest
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.gradient_sync import GradientSync

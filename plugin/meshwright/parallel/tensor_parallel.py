@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.block_boundary import BlockHooks, SharedDropout, hidden_states, share_output_projections
-from meshwright.parallel.collectives import Axis, reduce_for_shards
+from meshwright.parallel.collectives import reduce_for_shards
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.guard_windows import OnShards, Window
 from meshwright.parallel.local_heads import localise_attributes

@@ -13,8 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.deferred_logits import deferred_of
 from meshwright.parallel.mean_over_ranks import GlobalMean
 

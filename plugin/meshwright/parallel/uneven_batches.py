@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import read_later
 from meshwright.parallel.batch_share import labels_beside
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, valid_labels
 from meshwright.parallel.output_loss import tensors_of

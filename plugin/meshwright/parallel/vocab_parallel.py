@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Axis, reduce, share, unsplit_rows
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import reduce, share, unsplit_rows
 from meshwright.parallel.deferred_logits import InHead
 from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.tensor_checks import require_words

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.axes import Axis
 from meshwright.mesh.messages import wait_for_message
 from meshwright.mesh.shared_groups import shared_group
-from meshwright.parallel.collectives import Axis
 
 AHEAD = 3  # number of receives that are posted before their tensors are needed
 

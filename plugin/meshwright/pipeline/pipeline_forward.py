@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import wire_device
 from meshwright.parallel.batch_share import cut
-from meshwright.parallel.collectives import Axis, all_reduce
+from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.head_losses import BatchLoss
@@ -75,8 +76,7 @@ class Pipeline:
                     pair = cut.rank_of(operation.stage), cut.rank_of(stage)
                     if pair[0] != pair[1]:
                         pairs.add(pair)
-        apart = plan.world_size // plan.pp  # pp is the outermost axis of the mesh
-        pipelines = [[first + stage * apart for stage in range(plan.pp)] for first in range(apart)]
+        pipelines = plan.dims.groups("pp").reshape(-1, plan.pp).tolist()
         groups = {
             (sender, receiver): pipeline_groups(pp, pipelines, (sender, receiver), f"pp{sender} to pp{receiver}")
             for sender, receiver in sorted(pairs)
@@ -124,7 +124,7 @@ class PipelineForward(MethodOverride):
         self.check = check
         self.signature = inspect.signature(decoder.forward)
         cut = pipeline.cut
-        self.stages = Stages(cut, self.method, region, runtime.cp.size)
+        self.stages = Stages(cut, self.method, region, runtime.mesh.cp.size)
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
@@ -172,7 +172,7 @@ class PipelineForward(MethodOverride):
             wanted = batch.get(name)
             if getattr(getattr(self.decoder, "config", None), name, False) if wanted is None else wanted:
                 raise PlanError(
-                    f"{name}=True is not available under ParallelPlan.pp={self.runtime.pp.size}, since each rank "
+                    f"{name}=True is not available under ParallelPlan.pp={self.runtime.mesh.pp.size}, since each rank "
                     "has only the layers of its stage. Turn the option off, or use pp=1"
                 )
         for name in ("past_key_values", "use_cache"):
@@ -207,7 +207,7 @@ class PipelineForward(MethodOverride):
     def _train(self, batch: dict[str, Any], targets: Tensor) -> Any:
         runtime, loss = self.runtime, self.runtime.loss
         rows = targets.shape[0]
-        count = count_micro_batches(runtime.plan, rows, runtime.dp)
+        count = count_micro_batches(runtime.plan, rows, runtime.mesh.tokens)
         try:
             operations = self._operations(count)
         except PlanError:
@@ -282,9 +282,9 @@ class PipelineForward(MethodOverride):
     def _shape(self, batch: dict[str, Any]) -> tuple[int, ...]:
         """Return the shape of the hidden states that cross between the stages."""
         rows, length = tokens_of(batch).shape[:2]
-        length = local_tokens(length, self.runtime.cp.size)
-        if self.runtime.plan.sequence_parallel and self.runtime.tp.size > 1:
-            length = -(-length // self.runtime.tp.size)
+        length = local_tokens(length, self.runtime.mesh.cp.size)
+        if self.runtime.plan.sequence_parallel and self.runtime.mesh.tp.size > 1:
+            length = -(-length // self.runtime.mesh.tp.size)
         return rows, length, self.pipeline.cut.order.hidden_size
 
     def _precision(self, batch: dict[str, Any]) -> _Precision:
@@ -297,7 +297,7 @@ class PipelineForward(MethodOverride):
     @own_collectives()
     def _share_loss(self, step: Step) -> Tensor | None:
         """Return the loss of the last stage on every rank, and record whether it used num_items_in_batch."""
-        key, pp, last = self._precision(step.batches[0]), self.runtime.pp, self.pipeline.cut.last_rank
+        key, pp, last = self._precision(step.batches[0]), self.runtime.mesh.pp, self.pipeline.cut.last_rank
         device = tokens_of(step.batches[0]).device
         mean = self.runtime.loss.mean
         own = torch.zeros(3, dtype=torch.float64, device=device)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.parallel.micro_batch_outputs import read_only
 from meshwright.parallel.tensor_guards import UnreadableTensor
 from meshwright.pipeline.links import DTYPES

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.distribute.installation import Installation
+from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.column_projections import ColumnProjections
 from meshwright.parallel.row_layout import ShardRecord, record_of
 from meshwright.parallel.structure import DecoderStructure, describe
@@ -109,7 +109,7 @@ def _check_step(
 ) -> list[Finding]:
     names = {id(module): name for name, module in model.named_modules()}
     wide_norms = [norm for block in (structure.blocks if structure else ()) for norm, _ in block.wide_norms]
-    mode = TypeMode(runtime.tp, frozenset(names[id(norm)] for norm in wide_norms))
+    mode = TypeMode(runtime.mesh.tp, frozenset(names[id(norm)] for norm in wide_norms))
     for parameter in model.parameters():
         if record_of(parameter).is_held:
             _declare(mode, parameter)
@@ -128,7 +128,7 @@ def _check_step(
     if (typed := mode.type_of(loss)) is not None and typed.kind is not Kind.INVARIANT:
         problem = f"{typed.kind.value} on the ranks of tp, but should be {Kind.INVARIANT.value}"
         mode.findings.append(Finding("the loss", "is", problem))
-    with _Reductions(runtime.tp, runtime.dp) as sent:
+    with _Reductions(runtime.mesh.tp, runtime.mesh.tokens) as sent:
         loss.backward()
     return [*findings, *mode.findings, *_unsummed_ties(model, tie, summed), *_unsummed(model, runtime, sent)]
 
@@ -178,15 +178,15 @@ def _unsummed(model: nn.Module, runtime: Runtime, sent: _Reductions) -> Iterator
         record = record_of(parameter)
         if not (parameter.requires_grad and record.is_held) or id(parameter) in bucketed:
             continue
-        for axis, is_needed in (("tp", record.is_grad_partial), ("dp", runtime.dp.size > 1)):
+        for axis, is_needed in (("tp", record.is_grad_partial), ("dp", runtime.mesh.tokens.size > 1)):
             if is_needed and runtime.engine is None:
                 yield Finding(record.name, "has a gradient", f"that nothing reduces over {axis}")
     for bucket in buckets:
         partial = [record_of(p) for p in bucket.parameters if record_of(p).is_grad_partial]
-        if runtime.tp.size > 1 and partial and bucket.tp_numel not in sent.sizes["tp"]:
+        if runtime.mesh.tp.size > 1 and partial and bucket.tp_numel not in sent.sizes["tp"]:
             names = ", ".join(record.name for record in partial[:3])
             yield Finding(names, "has a gradient", "that is partial over tp, and no all-reduce of it was issued")
-        if runtime.dp.size > 1 and not any(size >= bucket.numel for size in sent.sizes["dp"]):
+        if runtime.mesh.tokens.size > 1 and not any(size >= bucket.numel for size in sent.sizes["dp"]):
             name = record_of(bucket.parameters[0]).name
             yield Finding(name, "has a gradient", "of one data-parallel rank only, and no reduction of it was issued")
 

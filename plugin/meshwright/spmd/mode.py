@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwright.mesh.axes import Axis
 from meshwright.parallel import collectives
 from meshwright.parallel import mean_over_ranks as mean
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss
@@ -65,7 +66,7 @@ class TypeMode(TorchFunctionMode):
         wide_norms: the names of the norms whose mean square the runtime computes over the axis.
     """
 
-    def __init__(self, axis: collectives.Axis, wide_norms: frozenset[str] = frozenset()) -> None:
+    def __init__(self, axis: Axis, wide_norms: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.axis, self._wide_norms = axis, wide_norms
         self.findings: list[Finding] = []

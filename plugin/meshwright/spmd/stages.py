@@ -29,7 +29,7 @@ def receiving(mode: TypeMode, runtime: Runtime) -> Iterator[None]:
         runtime: the runtime of the model.
     """
     assert runtime.plan is not None
-    is_sharded = runtime.plan.sequence_parallel and runtime.tp.size > 1
+    is_sharded = runtime.plan.sequence_parallel and runtime.mesh.tp.size > 1
     kind = Kind.VARYING if is_sharded else Kind.INVARIANT
 
     def receive(receiver: Receiver, key: Hashable) -> Tensor:

@@ -17,9 +17,9 @@ from meshwright.construct.initial_weights import NewTensors
 from meshwright.context.attention import context_axes
 from meshwright.distribute import installation as distribution
 from meshwright.distribute.installation import Installation
+from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel import cross_entropy
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.tensor_parallel import Keep, make_shards
 from meshwright.pipeline.pipeline_forward import PipelineForward

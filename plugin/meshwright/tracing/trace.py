@@ -135,6 +135,6 @@ class Step:
     @contextlib.contextmanager
     def _phase(self, memory: LiveBytes, name: str) -> Iterator[None]:
         memory.restart_peak()
-        with AxisTraffic(self.runtime.tp, self.runtime.cp, self.runtime.dp) as traffic:
+        with AxisTraffic(self.runtime.mesh.tp, self.runtime.mesh.cp, self.runtime.mesh.tokens) as traffic:
             yield
         self.peaks[name], self.traffic[name] = memory.peak, traffic.axes

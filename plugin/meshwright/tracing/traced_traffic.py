@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 
 KINDS = {
     "_allgather_base_": "all-gather",

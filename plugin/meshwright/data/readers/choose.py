@@ -15,7 +15,7 @@ from meshwright.data.readers.split import SplitReader
 from meshwright.data.readers.stream_shards import StreamReader, has_shards, stage_over_shards
 from meshwright.data.readers.whole_stream import WholeReader, is_stock
 from meshwright.data.sampler_order import split_by
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.plan.config import LoaderOptions
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from meshwright.data.readers.base import (
 )
 from meshwright.data.sampler_order import Batches, Sampling
 from meshwright.data.shuffling import Draws
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.schema import LARGEST_COUNT, integer, maybe
 
 

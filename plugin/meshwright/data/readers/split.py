@@ -12,7 +12,7 @@ from meshwright.data.peers import Peers
 from meshwright.data.readers.base import VERSION, Position, Reader, check_equal, check_fields
 from meshwright.data.shuffling import Draws
 from meshwright.errors import CheckpointError
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from meshwright.data.readers.whole_stream import is_stock
 from meshwright.data.shards import ShardedSource
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.data.stream import Rows, ShardedStream, gather_objects
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.schema import anything, table
 
 # The pipeline stages of ``datasets`` that process each row, or each batch of a shard's rows, independently.

@@ -27,7 +27,7 @@ from meshwright.data.readers.base import (
     worker_options,
 )
 from meshwright.data.shuffling import Draws, WorkerSeeds
-from meshwright.parallel.collectives import Axis
+from meshwright.mesh.axes import Axis
 from meshwright.schema import integer, maybe
 
 ENDED = -1

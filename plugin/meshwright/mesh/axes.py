@@ -1,0 +1,135 @@
+"""The named axes of a plan's ranks, and one rank's place on each of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from meshwright.mesh.process_mesh import ParallelDims
+from meshwright.mesh.shared_groups import shared_group
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This rank's place on one mesh axis.
+
+    Args:
+        name: the name of the axis, e.g. "tp".
+        size: the number of ranks on the axis.
+        rank: this rank's coordinate on the axis.
+        group: the axis's process group; may be None if ``size`` is 1.
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: ProcessGroup | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        return self  # a copied model is on the same ranks
+
+    @classmethod
+    def over(cls, ranks: torch.Tensor, name: str) -> Axis:
+        """Make a process group of each row of ranks, and return this rank's place in its own.
+
+        Every rank of the world must make the call. A second call for the same rows and name makes no new groups.
+
+        Args:
+            ranks: the global ranks, ``[..., size]``; each rank of the world once, as ``ParallelDims.groups`` returns.
+            name: the name of the axis.
+        """
+        rank, own = dist.get_rank(), cls(name)
+        for row in ranks.reshape(-1, ranks.shape[-1]).tolist():
+            group = shared_group(row, name)
+            if rank in row:
+                own = cls(name, size=len(row), rank=row.index(rank), group=group)
+        return own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """This rank's place on each axis of a plan's ranks.
+
+    The world is the product of the plan's axes. Other axes are made of them::
+
+        world      pp x dp x cp x tp    pp is the outermost axis, tp the innermost one
+        tokens          dp x cp         the ranks that hold different tokens of a batch
+        factors    pp x tokens x tp     the world again, which is how weights and gradients see it
+
+    An axis that factors the same ranks a second time is made from ``ParallelDims.groups`` and ``Axis.over`` in
+    :meth:`build`, which is the only place that knows the order of the axes.
+
+    Args:
+        pp: the ranks that hold the stages of a pipeline.
+        dp: the ranks that read different rows of a batch.
+        cp: the ranks that hold parts of the same sequences.
+        tp: the ranks that share each layer.
+        tokens: the ranks of dp and cp, over which losses and gradients are averaged and ZeRO shards; by default ``dp``.
+    """
+
+    pp: Axis = Axis("pp")
+    dp: Axis = Axis("dp")
+    cp: Axis = Axis("cp")
+    tp: Axis = Axis("tp")
+    tokens: Axis = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.tokens is None:
+            assert self.cp.size == 1
+            object.__setattr__(self, "tokens", self.dp)
+
+    @classmethod
+    def build(cls, dims: ParallelDims, device_type: str) -> Mesh:
+        """Make the process groups of the axes. Every rank of the world must make this call.
+
+        Args:
+            dims: the sizes of the axes, whose product is the size of the world.
+            device_type: ``"cpu"`` or ``"cuda"``.
+        """
+        if dims.world_size == 1:
+            return cls()
+        device_mesh = dims.build(device_type)
+
+        def axis(name: str) -> Axis:
+            ranks = device_mesh[name]
+            return Axis(name, size=ranks.size(), rank=ranks.get_local_rank(), group=ranks.get_group())
+
+        own = {name: axis(name) for name in dims.axis_names}
+        tokens = own["dp"] if dims.cp == 1 else Axis.over(dims.groups("dp", "cp"), "dp")
+        return cls(**own, tokens=tokens)
+
+    @property
+    def factors(self) -> tuple[Axis, Axis, Axis]:
+        """The axes tp, tokens and pp, from the innermost to the outermost, whose product is the world."""
+        return self.tp, self.tokens, self.pp
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(axis.size for axis in self.factors)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank on every axis."""
+        return all(axis.rank == 0 for axis in self.factors)
+
+    @property
+    def of_same_rows(self) -> tuple[Axis, ...]:
+        """The axes along which ranks have the same rows of a batch, from the outermost to the innermost."""
+        return self.pp, self.cp, self.tp
+
+    @property
+    def row_copies(self) -> int:
+        """The number of ranks that have the same rows of a batch."""
+        return math.prod(axis.size for axis in self.of_same_rows)
+
+    @property
+    def coordinates(self) -> str:
+        """This rank's coordinates, for messages."""
+        axes = (self.pp, self.dp, self.cp, self.tp)
+        return " ".join(f"{axis.name}={axis.rank}" for axis in axes if axis.size > 1 or axis.name in ("dp", "tp"))
