@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import unsplit_rows
-from meshwright.parallel.row_layout import record_of
 
 
 def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
@@ -61,8 +61,8 @@ def _whole(head: nn.Linear, runtime: Runtime) -> SimpleNamespace:
 
 
 def _gathered(parameter: Tensor, runtime: Runtime) -> Tensor:
-    record = record_of(parameter)
-    if not record.is_sharded:
+    layout = layout_of(parameter)
+    if not layout.is_sharded:
         return parameter
-    assert record.layout.dim == 0
-    return unsplit_rows(parameter.as_subclass(Tensor), runtime.mesh.tp)[: record.global_shape[0]]
+    assert layout.over("tp").dim == 0
+    return unsplit_rows(parameter.as_subclass(Tensor), runtime.mesh.tp)[: layout.shape[0]]

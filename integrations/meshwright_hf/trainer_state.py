@@ -23,8 +23,8 @@ from meshwright.checkpoint.stock_optimizer import read_pickle
 from meshwright.data.readers.base import MOST_EPOCHS
 from meshwright.data.shuffling import GENERATOR, decoded, encoded
 from meshwright.errors import CheckpointError
+from meshwright.layout.tensor_layout import is_held
 from meshwright.parallel.dropout_streams import STREAMS
-from meshwright.parallel.row_layout import is_held
 from meshwright.schema import anything, integer, listed, maybe, number, record, require, table, text
 
 OPTIMIZER = "meshwright_optimizer"

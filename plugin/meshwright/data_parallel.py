@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.faults.group_timeouts import set_timeout
 from meshwright.faults.guard import Guard, active_guard, start_guard
+from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.local_device import check_is_alone
 from meshwright.mesh.process_group import start_process_group
@@ -36,7 +37,6 @@ from meshwright.parallel.mixed_rows import refused_option
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.replicate_model import broadcast_tensors, check_agreement, describe_tensors
 from meshwright.parallel.replicated_state import ModuleTensors
-from meshwright.parallel.row_layout import RowLayout, ShardRecord
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,7 @@ class DataParallel(nn.Module):
         # Backward finishes parameters roughly in the reverse of their order.
         self._trainable = [p for p in reversed(list(model.parameters())) if p.requires_grad]
         for name, parameter in model.named_parameters():
-            rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
-            parameter.meshwright = ShardRecord(name, parameter.shape, rows, 0, False)  # type: ignore[attr-defined]
+            parameter.meshwright = TensorLayout(shape=parameter.shape, name=name)  # type: ignore[attr-defined]
         runtime = Runtime(mesh=Mesh(dp=axis), parameters=self._trainable, guard=guard)
         self._sync: GradientSync | None = None
         if axis.size == 1:
@@ -233,7 +232,7 @@ class DataParallel(nn.Module):
 
 def _wrapped_anew(model: nn.Module, options: dict[str, Any]) -> DataParallel:
     for parameter in model.parameters():
-        vars(parameter).pop("meshwright", None)  # the copied wrapper's record
+        vars(parameter).pop("meshwright", None)  # the copied wrapper's layout
     return DataParallel(model, **options)
 
 
@@ -260,9 +259,9 @@ def fused_allreduce_gradients(params: Iterable[Tensor], mesh: ProcessMesh | Devi
     """
     parameters = [p for p in params if p.requires_grad]
     for index, parameter in enumerate(parameters):
-        record = getattr(parameter, "meshwright", None)
-        if isinstance(record, ShardRecord) and (record.is_sharded or record.is_grad_partial):
-            raise ValueError(f"{record.name} is sharded, so its gradient differs between ranks; use meshwright.no_sync")
+        layout = layout_if_any(parameter)
+        if layout is not None and (layout.is_sharded or layout.has_addends):
+            raise ValueError(f"{layout.name} is sharded, so its gradient differs between ranks; use meshwright.no_sync")
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise ValueError(f"parameter {index} of params has a sparse gradient; use nn.Embedding(sparse=False)")
     for axis in _axes(mesh):

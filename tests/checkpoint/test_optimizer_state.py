@@ -19,8 +19,8 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.checkpoint import gather_tensor as assemble
 from meshwright.checkpoint.safetensors_file import SafetensorsWriter
+from meshwright.layout.row_layout import RowLayout
 from meshwright.optim.state_parts import parts_of
-from meshwright.parallel.row_layout import RowLayout
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 
@@ -365,7 +365,7 @@ def peak_while_saving(plan: dict[str, Any], folder: Path) -> tuple[int, int]:
             mw.save_optimizer(training.model, training.optimizer, folder)
     finally:
         assemble._CHUNK = 4 * 2**20
-    return peak, 8 * max(p.meshwright.global_shape.numel() for p in training.model.parameters())
+    return peak, 8 * max(p.meshwright.shape.numel() for p in training.model.parameters())
 
 
 def test_saving_holds_one_full_tensor_at_a_time(pools: dict[int, Any], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.checkpoint.regions import Block, between, numel, overlap, packed, shard
 from meshwright.checkpoint.shares import Held, Sizes, copies, shares
-from meshwright.parallel.row_layout import RowLayout
+from meshwright.layout.row_layout import RowLayout
 
 
 def positions(blocks: list[Block]) -> dict[int, int]:

@@ -20,7 +20,7 @@ import meshwright as mw
 from meshwright.checkpoint import safetensors_file
 from meshwright.checkpoint.safetensors_file import ShardSlice, read_header, read_rows
 from meshwright.checkpoint.weight_files import WeightFiles
-from meshwright.parallel.row_layout import RowLayout
+from meshwright.layout.row_layout import RowLayout
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
 from support.models import tokens
 

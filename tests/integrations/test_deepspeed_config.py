@@ -11,7 +11,7 @@ import torch
 from deepspeed.checkpoint.affine import ParamAffineMap
 
 import meshwright as mw
-from meshwright.parallel.row_layout import RowLayout, ShardRecord
+from meshwright.layout.row_layout import RowLayout
 from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for
 from meshwright_hf.deepspeed import deepspeed_mpu, initialize
@@ -157,11 +157,11 @@ def test_affine_maps_cut_and_merge_as_the_layouts_do(family: str, tp: int) -> No
     model = build(family, num_key_value_heads=2)
     structure = describe(model, plan_for(model), tp=tp, sequence_parallel=True)
     for name, parameter in model.named_parameters():
-        rows = structure.parameters[name].rows
+        layout = structure.parameters[name]
+        rows = layout.over("tp")
         full = torch.randn(parameter.shape)
-        records = [ShardRecord(name, full.shape, rows, rank, is_grad_partial=False) for rank in range(tp)]
-        cut = {record.rank: rows.take(full, record.rank) for record in records}
-        stored = json.loads(json.dumps(affine_map(records[0]).to_dict()))
+        cut = {rank: rows.take(full, rank) for rank in range(tp)}
+        stored = json.loads(json.dumps(affine_map(layout).to_dict()))
         maps = ParamAffineMap.from_dict(stored)
         maps.validate_coverage()
         merged = maps.rebuild(cut)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.layout.row_layout import RowLayout, expanded
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.head_layout import HeadLayout
-from meshwright.parallel.row_layout import RowLayout, expanded
 from meshwright.parallel.tensor_parallel import _WideNorm
 
 
@@ -50,6 +51,36 @@ def test_each_part_of_a_fused_matrix_is_cut(parts: list[int], ranks: int) -> Non
     for rank in range(ranks):
         expected = torch.cat([piece.chunk(ranks)[rank] for piece in pieces])
         assert torch.equal(layout.take(full, rank), expected)
+
+
+@given(
+    rows=st.integers(1, 7), columns=st.integers(1, 7), tp=st.integers(1, 3), ep=st.integers(1, 3), copied=st.booleans()
+)
+def test_two_axes_cut_two_dims(rows: int, columns: int, tp: int, ep: int, copied: bool) -> None:
+    """The shards of all ranks add up to each element times its copies; ranks with padding have zeros there."""
+    over_tp = RowLayout.replicated(rows, tp) if copied else RowLayout.padded(rows, tp)
+    layouts = [
+        TensorLayout(
+            shape=torch.Size([rows, columns]),
+            cuts=(("tp", over_tp), ("ep", RowLayout.padded(columns, ep, dim=1))),
+            place={"tp": i, "ep": j},
+        )
+        for i in range(tp)
+        for j in range(ep)
+    ]
+    full = torch.arange(1.0, rows * columns + 1).view(rows, columns)
+    total = torch.zeros_like(full)
+    for layout in layouts:
+        shard = layout.take(full)
+        assert shard.shape == layout.local_shape and layout.is_sharded == (layout.local_shape != layout.shape)
+        assert torch.equal(
+            layout.over("ep").take(layout.over("tp").take(full, layout.place["tp"]), layout.place["ep"]), shard
+        )
+        padded = shard + (shard == 0)
+        layout.zero_padding(padded)
+        assert torch.equal(padded, shard)
+        layout.add(total, shard / layout.copies(shard))
+    torch.testing.assert_close(total, full)  # a third of a number, three times
 
 
 heads = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(
@@ -95,10 +126,10 @@ def test_heads_that_do_not_divide_name_the_legal_sizes() -> None:
 
 
 def test_adding_shards_sums_the_copies() -> None:
-    layout = HeadLayout(heads=4, kv_heads=1, head_dim=2, tp=4).kv_rows()
+    cuts = (("tp", HeadLayout(heads=4, kv_heads=1, head_dim=2, tp=4).kv_rows()),)
     total = torch.zeros(2)
     for rank in range(4):
-        layout.add(total, torch.tensor([1.0, rank]), rank)
+        TensorLayout(shape=total.shape, cuts=cuts, place={"tp": rank}).add(total, torch.tensor([1.0, rank]))
     assert total.tolist() == [4.0, 6.0]
     assert layout.copies(0) == [(2, 4)]
 

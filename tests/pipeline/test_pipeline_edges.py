@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 import meshwright as mw
 from benchmarks.families.models import build as build_family
 from harness.pool import WorkerError
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import runtime_of
-from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.pipeline.links import Links
 from support.exact import Float64
@@ -67,7 +67,7 @@ def dropout_masks(plan: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]
     """Two losses on the same batch, and the masks that one dropout of each layer draws, as sums of its output."""
     model = distributed(plan, "llama", attention_dropout=0.3)
     drawn: list[torch.Tensor] = []
-    held = {id(p) for p in model.parameters() if record_of(p).is_held}
+    held = {id(p) for p in model.parameters() if layout_of(p).is_held}
     for layer in model.model.layers:
         if all(id(p) in held for p in layer.parameters()):
             layer.self_attn.register_forward_hook(lambda *_: drawn.append(torch.rand(4)))
@@ -270,7 +270,7 @@ def refusals() -> dict[str, str]:
     record("torch's clipping", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     with torch.autocast("cpu", dtype=torch.float16):
         record("float16", lambda: model(**batch()))
-    record("read of another stage", lambda: next(p for p in model.parameters() if not record_of(p).is_held).norm())
+    record("read of another stage", lambda: next(p for p in model.parameters() if not layout_of(p).is_held).norm())
     split = distributed({**PLAN, "schedule": "zb-h1"})
     split.gradient_checkpointing_enable()
     record("checkpointing", lambda: split(**batch()))

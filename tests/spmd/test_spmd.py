@@ -13,12 +13,12 @@ from torch import nn
 
 import meshwright as mw
 from benchmarks.families.models import build
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.parallel import role_rows as rows
-from meshwright.parallel import structure
 from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.gradient_buckets import Bucket
 from meshwright.parallel.head_layout import HeadLayout
-from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.vocab_parallel import VocabParallelHead
 from meshwright.pipeline.pipeline_forward import PipelineForward
@@ -80,11 +80,8 @@ def test_a_fault_in_a_later_stage_and_an_unsummed_tie_are_named() -> None:
     )
 
 
-def forgotten(**layout: Any) -> Any:
-    return structure_layout(rows=layout["rows"], is_grad_partial=False)
-
-
-structure_layout = structure.ParameterLayout
+def forgotten(tensor: Any, tp: int = 1, **_: Any) -> TensorLayout:
+    return TensorLayout(shape=tensor.shape, cuts=(("tp", RowLayout.replicated(tensor.shape[0], tp)),))
 
 
 def bias_stays(self: BlockHooks, module: nn.Module, args: Any) -> None:
@@ -128,7 +125,7 @@ O_PROJ, UP_PROJ = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.up_proj
 # What is wrong -> (the model, the fault, the plan, the module or parameter that is named, a word of the problem).
 FAULTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str, str]] = {
     "a norm's gradient is not summed": (
-        llama, patch(structure, "ParameterLayout", forgotten), "tp2+sp", "layers.0.input_layernorm", "nothing sums it",
+        llama, patch(TensorLayout, "whole", forgotten), "tp2+sp", "layers.0.input_layernorm", "nothing sums it",
     ),
     "the sum of norms' gradients is left out": (
         llama, patch(Bucket, "average_copies", lambda *_: None), "tp2+sp", "model.norm.weight", "no all-reduce",

@@ -12,11 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.gradient_buckets import Bucket
 from meshwright.parallel.head_layout import HeadLayout
-from meshwright.parallel.row_layout import RowLayout, record_of
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import decoder_roles
 from support.models import build
@@ -34,7 +35,7 @@ def norm_not_summed() -> nn.Module:
         own = [
             (segment, segment.clone())
             for parameter, segment in self.segments(flat)
-            if record_of(parameter).name == "model.layers.1.input_layernorm.weight"
+            if layout_of(parameter).name == "model.layers.1.input_layernorm.weight"
         ]
         average(self, flat, tp)
         for segment, before in own:

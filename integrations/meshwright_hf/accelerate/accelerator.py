@@ -18,11 +18,11 @@ from meshwright.checkpoint.seal import NAME as SEAL
 from meshwright.checkpoint.sealed_folder import sealed_folder
 from meshwright.compiling import without_compilation
 from meshwright.data.nested import map_tensors
+from meshwright.layout.tensor_layout import is_held
 from meshwright.mesh.axes import Axis
 from meshwright.monitor.monitor import monitor_of
 from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.collectives import all_reduce, maximum
-from meshwright.parallel.row_layout import is_held
 from meshwright.plan.config import LoaderOptions, ParallelPlan
 from meshwright_hf.accelerate import state
 from meshwright_hf.accelerate.announced import check_announced

@@ -116,7 +116,7 @@ def initialize(
         decoder = without_wrappers(model)[1]
         sharding = options.sharding_plan or plan_for(decoder)
         structure = describe(decoder, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
-        check_norms({name: layout.rows for name, layout in structure.parameters.items()})
+        check_norms({name: layout.over("tp") for name, layout in structure.parameters.items()})
 
     _join(device, options.timeout_s)
     places = {id(p): name for name, p in model.named_parameters()}

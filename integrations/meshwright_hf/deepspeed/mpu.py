@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import PlanError
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.row_layout import RowLayout, record_of
 
 
 class ModelParallelUnit:
@@ -59,12 +60,12 @@ def mark_parameters(model: nn.Module) -> None:
     these ranks, so that it counts once.
     """
     for parameter in model.parameters():
-        record = record_of(parameter)
-        if record.is_sharded:
-            parameter.tensor_model_parallel = holds_first(record.layout, record.rank)  # type: ignore[attr-defined]
+        layout = layout_of(parameter)
+        if layout.is_sharded:
+            parameter.tensor_model_parallel = holds_first(layout.over("tp"), layout.place["tp"])  # type: ignore[attr-defined]
 
 
-def holds_first(layout: RowLayout, rank: int) -> bool | None:
+def holds_first(rows: RowLayout, rank: int) -> bool | None:
     """Return whether the rank is the first to hold its rows; None if this is true for only some of the rows.
 
     Example:
@@ -72,12 +73,12 @@ def holds_first(layout: RowLayout, rank: int) -> bool | None:
         >>> holds_first(one_kv_head, 0), holds_first(one_kv_head, 1)
         (True, False)
     """
-    times = torch.zeros(layout.size, dtype=torch.int32)
-    for spans in layout.spans[: rank + 1]:
+    times = torch.zeros(rows.size, dtype=torch.int32)
+    for spans in rows.spans[: rank + 1]:
         for start, stop in spans:
             times[start:stop] += 1
-    own = torch.zeros(layout.size, dtype=torch.int32)
-    for start, stop in layout.spans[rank]:
+    own = torch.zeros(rows.size, dtype=torch.int32)
+    for start, stop in rows.spans[rank]:
         own[start:stop] += 1
     if bool((own > 1).any()):
         return None
@@ -91,10 +92,10 @@ def check_norms(layouts: dict[str, RowLayout]) -> None:
     Raises:
         PlanError: if there is such a parameter; the message names it.
     """
-    for name, layout in layouts.items():
-        if not layout.is_replicated and any(holds_first(layout, rank) is None for rank in range(len(layout.spans))):
+    for name, rows in layouts.items():
+        if not rows.is_replicated and any(holds_first(rows, rank) is None for rank in range(len(rows.spans))):
             raise PlanError(
-                f"{name}: with tp={len(layout.spans)} some ranks hold key/value heads of their own next to ones that "
+                f"{name}: with tp={len(rows.spans)} some ranks hold key/value heads of their own next to ones that "
                 "another rank holds too, but DeepSpeed counts a parameter in the gradient norm wholly or not at all. "
                 "Use a ParallelPlan.tp that divides the number of key/value heads (or, for separate k and v "
                 "projections, a multiple of it), or to_distributed without DeepSpeed"

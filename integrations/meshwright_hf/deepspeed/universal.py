@@ -21,9 +21,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor, nn
 
 from meshwright.checkpoint.stock_optimizer import read_pickle
+from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.row_layout import ShardRecord, record_of
 
 # The parameter attribute that DeepSpeed's stage 1 and 2 loader reads; without it the loader assumes an even split.
 RESTORE = keys.DS_AUTOTP_UC_META
@@ -40,17 +40,17 @@ def describe_for_universal(model: nn.Module, tp: Axis) -> None:
     unsupported: dict[str, str] = {}
     words = 0
     for name, parameter in model.named_parameters():
-        record, pattern = record_of(parameter), f"^{re.escape(name)}$"
-        rows = record.layout
+        layout, pattern = layout_of(parameter), f"^{re.escape(name)}$"
+        rows = layout.over("tp")
         has_padding = rows.local_size * tp.size > rows.size and not rows.has_copies and rows.dim == 0
         if id(parameter) in vocabulary:
             padded.append(pattern)
             words = rows.size
         elif has_padding:
             unsupported[pattern] = "it is padded, but DeepSpeed strips padding only from vocabulary matrices"
-        maps[pattern] = affine_map(record).to_dict()
-        if record.is_sharded and not has_padding:
-            restore = {"conversion": {"affine_map": maps[pattern]}, "logical_shape": tuple(record.global_shape)}
+        maps[pattern] = affine_map(layout).to_dict()
+        if layout.is_sharded and not has_padding:
+            restore = {"conversion": {"affine_map": maps[pattern]}, "logical_shape": tuple(layout.shape)}
             setattr(parameter, RESTORE, restore)
     model.universal_checkpoint_info = {  # type: ignore[assignment]
         keys.UNIVERSAL_CHECKPOINT_VERSION_KEY: keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
@@ -68,43 +68,43 @@ def _vocabulary(model: Any) -> list[nn.Module]:
     return [module for module in found if module is not None]
 
 
-def affine_map(record: ShardRecord) -> ParamAffineMap:
+def affine_map(layout: TensorLayout) -> ParamAffineMap:
     """Return a parameter's layout as DeepSpeed's affine map; padding rows follow the end of the full tensor.
 
     Example:
-        >>> from meshwright.parallel.row_layout import RowLayout
+        >>> from meshwright.layout.row_layout import RowLayout
         >>> rows = RowLayout.even(4, 2)
-        >>> record = ShardRecord("w", torch.Size((4, 3)), rows, rank=0, is_grad_partial=False)
+        >>> layout = TensorLayout(shape=torch.Size((4, 3)), cuts=(("tp", rows),))
         >>> shards = {rank: rows.take(torch.arange(12.0).view(4, 3), rank) for rank in range(2)}
-        >>> torch.equal(affine_map(record).rebuild(shards), torch.arange(12.0).view(4, 3))
+        >>> torch.equal(affine_map(layout).rebuild(shards), torch.arange(12.0).view(4, 3))
         True
     """
-    layout, shape = record.layout, list(record.global_shape)
-    ranks = range(len(layout.spans))
-    spans = {rank: list(layout.spans[rank]) for rank in ranks}
-    if not layout.is_replicated and not layout.has_copies:
-        end = layout.size
+    rows, shape = layout.over("tp"), list(layout.shape)
+    ranks = range(len(rows.spans))
+    spans = {rank: list(rows.spans[rank]) for rank in ranks}
+    if not rows.is_replicated and not rows.has_copies:
+        end = rows.size
         for rank in ranks:
-            if missing := layout.local_size - layout.real_rows(rank):
+            if missing := rows.local_size - rows.real_rows(rank):
                 spans[rank].append((end, end + missing))
                 end += missing
         if shape:
-            shape[layout.dim] = end
+            shape[rows.dim] = end
     local = [*shape]
     if shape:
-        local[layout.dim] = layout.local_size
+        local[rows.dim] = rows.local_size
     holders = {span: [rank for rank in ranks if span in spans[rank]] for rank in ranks for span in spans[rank]}
     source, target = _strides(shape), _strides(local)
     pieces: dict[int, list[AffinePiece]] = {rank: [] for rank in ranks}
     for rank in ranks:
         offset = 0
         for start, stop in spans[rank]:
-            block = [stop - start if dim == layout.dim else size for dim, size in enumerate(local)]
+            block = [stop - start if dim == rows.dim else size for dim, size in enumerate(local)]
             piece = AffinePiece(
                 shape=block,
-                source_offset=start * source[layout.dim] if block else 0,
+                source_offset=start * source[rows.dim] if block else 0,
                 source_strides=source,
-                dest_offset=offset * target[layout.dim] if block else 0,
+                dest_offset=offset * target[rows.dim] if block else 0,
                 dest_strides=target,
                 locations=holders[start, stop],
             )
@@ -129,8 +129,8 @@ def adapt_universal_loading(optimizer: Any, runtime: Runtime) -> None:
     def load_shard(self: Any, folder: str, key: str, param: nn.Parameter) -> Tensor:
         loaded = read_pickle(os.path.join(folder, f"{key}.pt"))
         full = loaded[keys.PARAM] if isinstance(loaded, dict) else loaded
-        record = record_of(param)
-        local = record.layout.take(full.view(record.global_shape), record.rank).flatten()
+        layout = layout_of(param)
+        local = layout.take(full.view(layout.shape)).flatten()
         size = math.ceil(local.numel() / runtime.mesh.tokens.size)
         padded = local.new_zeros(size * runtime.mesh.tokens.size)
         padded[: local.numel()] = local

@@ -43,7 +43,7 @@ def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedStat
             f"{folder} has the state of {manifest.optimizer}, but the optimizer is {kind}, which has other "
             f"state. Pass a {manifest.optimizer}, or start with a new {kind} without loading"
         )
-    shapes = {name: list(part.record.global_shape) for name, part in found.parts.items()}
+    shapes = {name: list(part.record.shape) for name, part in found.parts.items()}
     problems = [f"{name} is not in the state" for name in shapes if name not in manifest.shapes]
     problems += [f"{name} is not among the optimizer's parameters" for name in manifest.shapes if name not in shapes]
     problems += [
@@ -74,7 +74,7 @@ def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedStat
         for key in manifest.tensors.get(name, ()):
             form = saved_state.form(state_key(name, key))
             shape = form[1] if form else ()
-            if shape != tuple(part.record.global_shape) and not part.is_whole:
+            if shape != tuple(part.record.shape) and not part.is_whole:
                 raise CheckpointError(
                     f"the state {key!r} of {name} has the shape {list(shape)}, not that of the parameter, so it cannot "
                     "be cut into shards; load it under a plan with tp=1 and zero_stage=0"

@@ -1,6 +1,6 @@
 """Gather one sharded tensor on the first rank, a few megabytes at a time.
 
-A parameter is cut twice: into tensor-parallel shards (described by a ``ShardRecord``), and each flattened shard into
+A parameter is cut twice: into tensor-parallel shards (described by a ``TensorLayout``), and each flattened shard into
 one span per data-parallel rank (described by a ``RowLayout`` of its elements; replicated if each rank holds the whole
 shard).
 """
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
+from meshwright.layout.row_layout import RowLayout, Span
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.messages import wait_for_message
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.row_layout import RowLayout, ShardRecord, Span
 
 _CHUNK = 4 * 2**20  # bytes sent at a time; the first rank holds them in addition to the full tensor
 
@@ -27,7 +28,7 @@ def is_first(runtime: Runtime) -> bool:
     return runtime.mesh.is_first
 
 
-def assemble(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime) -> Tensor | None:
+def assemble(part: Tensor, record: TensorLayout, cut: RowLayout, runtime: Runtime) -> Tensor | None:
     """Return the whole tensor on the first rank, None elsewhere; every rank must make the call.
 
     The tensor is in new memory on the CPU, unless this rank's part is the whole tensor. A tensor of another pipeline
@@ -38,25 +39,25 @@ def assemble(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime
         record: the record of how the tensor is sharded over tp.
         cut: the layout of a flattened shard over dp.
     """
-    holder = record.holders[0]
+    holder = record.first_stage
     whole = _of_stage(part, record, cut, runtime) if runtime.mesh.pp.rank == holder else None
     if holder == 0:
         return whole
     if runtime.mesh.tp.rank or runtime.mesh.tokens.rank or runtime.mesh.pp.rank not in (0, holder):
         return None
-    full = torch.empty(record.global_shape, dtype=part.dtype) if whole is None else whole.cpu()
+    full = torch.empty(record.shape, dtype=part.dtype) if whole is None else whole.cpu()
     for piece in full.reshape(-1).split(max(1, _CHUNK // part.element_size())):
         _hop(piece, holder, runtime.mesh.pp)
     return full if runtime.mesh.pp.rank == 0 else None
 
 
-def _of_stage(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime) -> Tensor | None:
+def _of_stage(part: Tensor, record: TensorLayout, cut: RowLayout, runtime: Runtime) -> Tensor | None:
     """Return the whole tensor on the first rank of its pipeline stage, None on the stage's other ranks."""
-    tp, dp, layout = runtime.mesh.tp, runtime.mesh.tokens, record.layout
+    tp, dp, layout = runtime.mesh.tp, runtime.mesh.tokens, record.over("tp")
     is_first_here = tp.rank == dp.rank == 0
     if layout.is_replicated and cut.is_replicated:
-        return part.view(record.global_shape) if is_first_here else None
-    full = torch.empty(record.global_shape, dtype=part.dtype) if is_first_here else None
+        return part.view(record.shape) if is_first_here else None
+    full = torch.empty(record.shape, dtype=part.dtype) if is_first_here else None
     for column, row, start, stop in _pieces(layout, cut, max(1, _CHUNK // part.element_size())):
         if not (is_first_here or (tp.rank == column and dp.rank in (0, row))):
             continue

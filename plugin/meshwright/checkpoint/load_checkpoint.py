@@ -266,7 +266,7 @@ class _SavedState:
 
     def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
         saved_dtype, shape = self._opened.manifest.tensors[tensor]
-        if shape == tuple(part.record.global_shape):
+        if shape == tuple(part.record.shape):
             assert part.key is not None
             held, own = Held.shard(saved_dtype, part.record, part.cut, self._mesh.sizes.tp), part.key.shape
         else:

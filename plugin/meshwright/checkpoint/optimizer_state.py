@@ -175,7 +175,7 @@ def _described(name: str, key: str, value: Any, part: Part) -> Any:
     if not isinstance(value, Tensor) or (not value.ndim and (part.key.ndim or key == "step")):
         return encode(value, what)
     if value.shape == part.key.shape:
-        return "cut", value.dtype, tuple(part.record.global_shape)
+        return "cut", value.dtype, tuple(part.record.shape)
     if part.is_whole:
         return "whole", value.dtype, tuple(value.shape)
     raise CheckpointError(
@@ -211,7 +211,7 @@ def saved_tensors(found: OptimizerParts, state: State) -> dict[str, tuple[str, s
 def tensor_forms(found: OptimizerParts, state: State) -> dict[str, Form]:
     forms: dict[str, Form] = {}
     for tensor, (name, key) in saved_tensors(found, state).items():
-        shape = tuple(found.parts[name].record.global_shape)
+        shape = tuple(found.parts[name].record.shape)
         forms[tensor] = (torch.float32, shape) if key is None else state[name][key][1:]
     # Wide dtypes first, so that every tensor is aligned in its file.
     return dict(sorted(forms.items(), key=lambda item: -item[1][0].itemsize))
@@ -226,7 +226,7 @@ def _gather(
 ) -> Tensor | None:
     part = found.parts[tensors[tensor][0]]
     value = _local_values(found, tensors[tensor], forms[tensor], device)
-    if forms[tensor][1] != tuple(part.record.global_shape):
+    if forms[tensor][1] != tuple(part.record.shape):
         return value  # the same on every rank
     return assemble(value.reshape(-1), part.record, part.cut, found.runtime)
 
@@ -280,7 +280,7 @@ def describe_optimizer(
     are_tensors = {name: [key for key, v in values.items() if isinstance(v, tuple)] for name, values in state.items()}
     return OptimizerManifest(
         optimizer=type(found.optimizer).__name__,
-        shapes={name: list(part.record.global_shape) for name, part in found.parts.items()},
+        shapes={name: list(part.record.shape) for name, part in found.parts.items()},
         groups=groups,
         tensors=are_tensors,
         values={

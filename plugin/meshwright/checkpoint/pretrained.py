@@ -19,9 +19,9 @@ from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_byte
 from meshwright.checkpoint.whole_tensors import gather_full, gather_state
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank
+from meshwright.layout.tensor_layout import global_shape
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.method_override import MethodOverride
-from meshwright.parallel.row_layout import global_shape
 from meshwright.roles.adapters import wrapped
 
 

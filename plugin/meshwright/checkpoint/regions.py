@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from meshwright.parallel.row_layout import RowLayout, Span
+from meshwright.layout.row_layout import RowLayout, Span
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import succeed_together, texts_of_all
+from meshwright.layout.tensor_layout import is_held, layout_of
 from meshwright.optim.runtime import find_runtime
 from meshwright.optim.state_parts import OptimizerParts, Part
-from meshwright.parallel.row_layout import is_held, record_of
 from meshwright.parallel.shard_reads import reading_shards
 
 
@@ -82,8 +82,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def _read_weight(files: WeightFiles, name: str, tensor: Tensor, *, is_sharded: bool) -> Tensor:
     if is_sharded and isinstance(tensor, nn.Parameter):
-        record = record_of(tensor)
-        return files.read(name, ShardSlice(rows=record.layout, rank=record.rank), tensor.dtype)
+        record = layout_of(tensor)
+        return files.read(name, ShardSlice(rows=record.over("tp"), rank=record.place["tp"]), tensor.dtype)
     return files.read(name, ShardSlice(), tensor.dtype)
 
 
@@ -197,8 +197,7 @@ def _check_same_everywhere(folder: Path) -> None:
 
 def _bytes_to_read(files: WeightFiles, found: OptimizerParts) -> int:
     shares = {
-        name: (part.own[1] - part.own[0]) / max(part.record.global_shape.numel(), 1)
-        for name, part in found.parts.items()
+        name: (part.own[1] - part.own[0]) / max(part.record.shape.numel(), 1) for name, part in found.parts.items()
     }
     names = {tensor: tensor.split("/")[1:2] for tensor in files.entries}
     return sum(
@@ -234,9 +233,9 @@ class _OneDeviceState:
         return found and (found[1].dtype, found[1].shape)
 
     def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
-        has_shape = self._files.entries[tensor][1].shape == tuple(part.record.global_shape)
+        has_shape = self._files.entries[tensor][1].shape == tuple(part.record.shape)
         span = part.own if has_shape and not part.cut.is_replicated else None
-        wanted = ShardSlice(rows=part.record.layout, rank=part.record.rank, part=span)
+        wanted = ShardSlice(rows=part.record.over("tp"), rank=part.record.place["tp"], part=span)
         state = self._files.read(tensor, wanted, dtype)
         assert part.key is not None
         return state.view(part.key.shape) if has_shape else state

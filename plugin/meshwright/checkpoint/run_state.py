@@ -25,11 +25,12 @@ from meshwright.checkpoint.optimizer_state import (
 from meshwright.checkpoint.safetensors_file import DTYPES
 from meshwright.checkpoint.shares import Held, Place, Sizes
 from meshwright.errors import CheckpointError
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh import axes
 from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.optim.state_parts import OptimizerParts, parts_of
-from meshwright.parallel.row_layout import RowLayout, ShardRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ def model_tensors(model: nn.Module, runtime: Runtime) -> tuple[dict[str, RunTens
 def _weight(tensor: Tensor, runtime: Runtime) -> RunTensor:
     record = getattr(tensor, "meshwright", None)
     tp, dp = runtime.mesh.tp.size, runtime.mesh.tokens.size
-    if not isinstance(record, ShardRecord):
+    if not isinstance(record, TensorLayout):
         held = Held.whole(tensor.dtype, tuple(tensor.shape), _sizes(runtime))
         return RunTensor(held=held, values=_flattened(tensor))
     if runtime.weights is not None and isinstance(tensor, nn.Parameter):
@@ -187,7 +188,7 @@ class OwnOptimizer:
         tensors: dict[str, RunTensor] = {}
         for key, form in tensor_forms(self.found, state).items():
             part = self.found.parts[sources[key][0]]
-            if form[1] == tuple(part.record.global_shape):
+            if form[1] == tuple(part.record.shape):
                 held = Held.shard(form[0], part.record, part.cut, sizes.tp)
             else:
                 held = Held.whole(*form, sizes)

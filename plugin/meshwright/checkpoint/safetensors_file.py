@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.untrusted_json import MEMORY, parse_json
 from meshwright.errors import CheckpointError
-from meshwright.parallel.row_layout import RowLayout, Span
+from meshwright.layout.row_layout import RowLayout, Span
 from meshwright.schema import LARGEST, integer, record, require, row, shown, table, text, that
 
 DTYPES = {

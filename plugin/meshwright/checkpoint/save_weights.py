@@ -14,8 +14,8 @@ from meshwright.checkpoint.whole_tensors import gather_full
 from meshwright.compiling import without_compilation
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank
+from meshwright.layout.tensor_layout import global_shape
 from meshwright.optim.runtime import runtime_of
-from meshwright.parallel.row_layout import global_shape
 
 FILE = "model.safetensors"
 

@@ -9,7 +9,8 @@ from itertools import pairwise
 import torch
 
 from meshwright.checkpoint.regions import Block, between, numel, overlap, packed, shard
-from meshwright.parallel.row_layout import RowLayout, ShardRecord, Span
+from meshwright.layout.row_layout import RowLayout, Span
+from meshwright.layout.tensor_layout import TensorLayout
 
 _SPLIT = 2**16  # bytes; a smaller region is written by one rank, since each part of it costs a line in the index
 
@@ -73,11 +74,13 @@ class Held:
         return Held(dtype=dtype, shape=shape, layout=rows, cut=cut, stages=tuple(range(sizes.pp)))
 
     @staticmethod
-    def shard(dtype: torch.dtype, record: ShardRecord, cut: RowLayout, tp: int) -> Held:
+    def shard(dtype: torch.dtype, record: TensorLayout, cut: RowLayout, tp: int) -> Held:
         """Return the description of a tensor that is sharded like a parameter."""
-        shape = tuple(record.global_shape)
-        layout = RowLayout.replicated(shape[0] if shape else 1, tp) if record.layout.is_replicated else record.layout
-        return Held(dtype=dtype, shape=shape, layout=layout, cut=cut, stages=record.holders)
+        shape = tuple(record.shape)
+        layout = record.over("tp")
+        if layout.is_replicated:
+            layout = RowLayout.replicated(shape[0] if shape else 1, tp)
+        return Held(dtype=dtype, shape=shape, layout=layout, cut=cut, stages=record.stages or (0,))
 
     def part(self, place: Place, spans: list[Span] | None = None) -> list[Block]:
         """Return the part of one rank; its storage is the tensor that the rank holds, flattened.

@@ -100,7 +100,7 @@ class _WholeState:
         assert part.key is not None
         local = self._tensors[tensor]
         if part.record.is_sharded:
-            local = part.record.layout.take(local, part.record.rank)
+            local = part.record.take(local)
         if not part.cut.is_replicated:
             local = local.reshape(-1)[slice(*part.own)]
         return local.to(dtype, copy=True).view(part.key.shape)
@@ -126,7 +126,7 @@ def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Optimizer
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for number, state in states.items():
-        name, shape = names[number], found.parts[names[number]].record.global_shape
+        name, shape = names[number], found.parts[names[number]].record.shape
         for key, value in state.items():
             if not isinstance(value, Tensor) or (not value.ndim and (shape or key == "step")):
                 values.setdefault(name, {})[key] = encode(value, f"{path}: {key!r} of {name}")
@@ -140,7 +140,7 @@ def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Optimizer
                 )
     fields = {
         "optimizer": type(found.optimizer).__name__,
-        "shapes": {name: list(part.record.global_shape) for name, part in found.parts.items()},
+        "shapes": {name: list(part.record.shape) for name, part in found.parts.items()},
         "groups": [
             {
                 "parameters": own,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.read_files import read_json
 from meshwright.checkpoint.safetensors_file import Entry, ShardSlice, read_header, read_rows
 from meshwright.errors import CheckpointError
-from meshwright.parallel.row_layout import global_shape
+from meshwright.layout.tensor_layout import global_shape
 from meshwright.progress import Progress
 from meshwright.schema import require, table, text
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from meshwright.checkpoint.gather_tensor import assemble, is_first
 from meshwright.compiling import without_compilation
 from meshwright.faults.every_rank import on_every_rank
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.runtime import Runtime, device_of, find_runtime, runtime_of
 from meshwright.parallel.collectives import maximum
-from meshwright.parallel.row_layout import RowLayout, record_of
 from meshwright.parallel.shard_reads import reading_shards
 
 
@@ -121,7 +122,7 @@ def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
     if isinstance(value, nn.Parameter):
         if runtime.weights is not None:
             part, cut = runtime.weights.part(value)
-            return assemble(part, record_of(value), cut, runtime)
+            return assemble(part, layout_of(value), cut, runtime)
         if runtime.materialise is None:
             return _gather(value.detach(), value, runtime)
         with runtime.materialise(value):
@@ -132,7 +133,7 @@ def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
 
 def _gather(local: Tensor, parameter: nn.Parameter, runtime: Runtime) -> Tensor | None:
     """Gather a whole tensor from local tensors that have the shape of a parameter's shards."""
-    record = record_of(parameter)
+    record = layout_of(parameter)
     cut = RowLayout.replicated(local.numel(), runtime.mesh.tokens.size)
     # What stands in for a parameter of another pipeline stage has no memory, and would get some if it were reshaped.
     part = local.reshape(-1) if record.is_held else torch.empty(0, dtype=local.dtype)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +20,9 @@ from meshwright.construct.rebuild_from_config import build_twin, meta_tensors
 from meshwright.errors import PlanError, UninitialisedParameterError
 from meshwright.faults.memory_digest import memory_digest
 from meshwright.faults.together import take_from_first, texts_of_all
-from meshwright.mesh.axes import Axis, Mesh
+from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.mesh.axes import Mesh
 from meshwright.parallel.collectives import all_gather
-from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.tensor_parallel import Keep, Shards, attach_shards, make_shards
 
 
@@ -99,29 +98,29 @@ class InitialWeights:
     def make(
         self,
         model: nn.Module,
-        layouts: dict[str, Any],
-        axis: Axis,
+        layouts: Mapping[str, TensorLayout],
+        mesh: Mesh,
         device: torch.device,
         keep: Keep = lambda _, shard: shard,
     ) -> NewTensors:
         """Return all tensors that this rank will hold, computed or read; the model is not changed."""
-        source = functools.partial(self._shard, rank=axis.rank)
         if self.files is None:
-            return NewTensors(make_shards(model, layouts, axis, device, source, keep), self._buffers(model))
+            return NewTensors(make_shards(model, layouts, mesh, device, self._shard, keep), self._buffers(model))
         with self.files.progress as progress:
-            progress.start(self._bytes_to_read(model, layouts, axis))
-            return NewTensors(make_shards(model, layouts, axis, device, source, keep), self._buffers(model))
+            progress.start(self._bytes_to_read(model, layouts, mesh))
+            return NewTensors(make_shards(model, layouts, mesh, device, self._shard, keep), self._buffers(model))
 
-    def _shard(self, parameter: nn.Parameter, rows: RowLayout, rank: int) -> Tensor | None:
+    def _shard(self, parameter: nn.Parameter, layout: TensorLayout) -> Tensor | None:
         if self.files is not None and id(parameter) in self.names:
-            return self.files.read(self.names[id(parameter)], ShardSlice(rows=rows, rank=rank), parameter.dtype)
+            shard = ShardSlice(rows=layout.over("tp"), rank=layout.place["tp"])
+            return self.files.read(self.names[id(parameter)], shard, parameter.dtype)
         if id(parameter) in self.recipes:
             full = self.recipes[id(parameter)].compute(parameter.dtype)
         elif id(parameter) in self.values:
             full = self.values[id(parameter)].to(parameter.dtype)
         else:
             return None
-        return full if rows.is_replicated else rows.take(full, rank)
+        return layout.take(full) if layout.is_sharded else full
 
     def _buffers(self, model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
         found: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -137,15 +136,15 @@ class InitialWeights:
                         found.append((owner, name, self.values[id(tensor)].to(tensor.dtype)))
         return found
 
-    def _bytes_to_read(self, model: nn.Module, layouts: dict[str, Any], axis: Axis) -> int:
+    def _bytes_to_read(self, model: nn.Module, layouts: Mapping[str, TensorLayout], mesh: Mesh) -> int:
         assert self.files is not None
         total = 0
         for name, parameter in model.named_parameters():
-            if name in layouts and not layouts[name].is_held:
-                continue
             num_bytes = self.files.entries[self.names[id(parameter)]][1].num_bytes
-            rows = layouts[name].rows if name in layouts else None
-            total += num_bytes if rows is None else num_bytes * rows.real_rows(axis.rank) // max(rows.size, 1)
+            layout = layouts.get(name, TensorLayout.whole(parameter, mesh.tp.size)).placed(name, mesh)
+            if layout.is_held:
+                rows = layout.over("tp")
+                total += num_bytes * rows.real_rows(mesh.tp.rank) // max(rows.size, 1)
         return total
 
     def _own_tensors(self, model: nn.Module) -> list[Tensor]:

@@ -64,7 +64,7 @@ class _Copier:
 
 
 def _copy_parameter(parameter: nn.Parameter, runtime: Runtime, memo: dict[int, Any]) -> None:
-    """Put a copy of a parameter, with its shard record, into the memo of a ``deepcopy``."""
+    """Put a copy of a parameter, with its layout, into the memo of a ``deepcopy``."""
     if id(parameter) in memo:
         new = memo[id(parameter)]
     elif runtime.weights is not None and runtime.weights.holds(parameter):

@@ -23,6 +23,7 @@ from meshwright.distribute.copy_model import make_copyable
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.together import succeed_together
+from meshwright.layout.tensor_layout import TensorLayout, is_held
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradients_to_engine
 from meshwright.optim.runtime import Runtime, attach
@@ -44,15 +45,13 @@ from meshwright.parallel.mixed_rows import BatchStatistics
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.replicated_state import ModuleTensors
-from meshwright.parallel.row_layout import is_held
 from meshwright.parallel.split_forward import SplitForward
-from meshwright.parallel.structure import DecoderStructure, ParameterLayout
+from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.tensor_guards import refuse_wrapping
 from meshwright.parallel.tensor_parallel import (
     SequenceRegion,
     guard_shards,
     install_tensor_parallel,
-    shard_shape,
     share_partial_gradients,
 )
 from meshwright.parallel.token_loss import TokenLoss, calls_cross_entropy
@@ -127,7 +126,7 @@ class Installation:
         return without_wrappers(self.model)[1]
 
     @property
-    def layouts(self) -> dict[str, ParameterLayout]:
+    def layouts(self) -> dict[str, TensorLayout]:
         """The layout of each parameter that the structure describes, by the parameter's name in the whole model."""
         if self.structure is None or not self._cuts_weights:
             return {}
@@ -181,16 +180,18 @@ class Installation:
         Under ZeRO stage 3, this rank's part of each shard goes to ``runtime.weights``.
 
         Args:
-            make: a function of the model, its layouts, the TP axis, the device and, under stage 3, a function that
+            make: a function of the model, its layouts, the mesh, the device and, under stage 3, a function that
                 keeps this rank's part of a shard.
         """
         if self.plan.zero_stage < 3 or self.runtime.mesh.tokens.size == 1:
-            return make(self.model, self.layouts, self.runtime.mesh.tp, self.device)
+            return make(self.model, self.layouts, self.runtime.mesh, self.device)
         layouts = self.layouts
-        sharded = ShardedWeights(
-            self.model, lambda name, p: shard_shape(p, layouts.get(name)), self.runtime.mesh.tokens, self.device
-        )
-        made = make(self.model, layouts, self.runtime.mesh.tp, self.device, sharded.keep)
+
+        def shape_of(name: str, parameter: nn.Parameter) -> torch.Size:
+            return layouts[name].local_shape if name in layouts else parameter.shape
+
+        sharded = ShardedWeights(self.model, shape_of, self.runtime.mesh.tokens, self.device)
+        made = make(self.model, layouts, self.runtime.mesh, self.device, sharded.keep)
         self.runtime.weights = sharded
         return made
 

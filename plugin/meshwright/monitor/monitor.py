@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.faults.together import succeed_together
+from meshwright.layout.tensor_layout import global_shape
 from meshwright.mesh.cores import core_count
 from meshwright.monitor.card import Card, Comparison
 from meshwright.monitor.estimate import Estimate, Machine, estimate
@@ -27,7 +28,6 @@ from meshwright.monitor.step_observer import StepObserver
 from meshwright.monitor.terminal import say
 from meshwright.monitor.words import line
 from meshwright.optim.runtime import Runtime, device_of
-from meshwright.parallel.row_layout import global_shape
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.formatting import memory
 from meshwright.roles.adapters import without_wrappers

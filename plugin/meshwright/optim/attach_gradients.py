@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from meshwright.errors import PlanError
 from meshwright.faults.memory_digest import value_digest
 from meshwright.faults.same_call import Claim, agreed
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.process_group import ensure_process_group, world_size
 from meshwright.mesh.process_mesh import ProcessMesh
@@ -21,7 +22,6 @@ from meshwright.optim.state_dicts import guard_optimizer
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.zero_optimizer import hook_optimizer
 from meshwright.parallel.guard_windows import StepWindow
-from meshwright.parallel.row_layout import RowLayout, ShardRecord
 from meshwright.parallel.shared_rows import sum_copies_in_backward
 
 
@@ -131,8 +131,7 @@ def shard_optimizer(
         raise PlanError("these parameters are distributed already; use ParallelPlan.zero_stage in to_distributed")
     dp = _axis_of(_mesh_of_all(parameters, axis) if mesh is None else mesh, axis, parameters[0].device.type)
     for index, parameter in enumerate(parameters):
-        rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
-        parameter.meshwright = ShardRecord(str(index), parameter.shape, rows, 0, False)
+        parameter.meshwright = TensorLayout(shape=parameter.shape, name=str(index))
     runtime = Runtime(mesh=Mesh(dp=dp), parameters=parameters)
     install_gradient_sync(
         runtime,

@@ -8,11 +8,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from meshwright.layout.row_layout import RowLayout, Span
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.collectives import start_all_gather
 from meshwright.parallel.gradient_buckets import Bucket, flat_dtype
-from meshwright.parallel.row_layout import RowLayout, Span, record_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import ShardedParameter, guard
 from meshwright.plan.flat_offsets import flat_offsets, sharded_length
@@ -113,7 +114,7 @@ class FlatShard:
                 continue
             if (parameter.dtype, parameter.shape) != (self.dtype, self.shapes[index]):
                 raise ValueError(
-                    f"{record_of(parameter).name} is now {parameter.dtype} {tuple(parameter.shape)}, but ZeRO stage 3 "
+                    f"{layout_of(parameter).name} is now {parameter.dtype} {tuple(parameter.shape)}, but ZeRO stage 3 "
                     f"keeps {self.dtype} {tuple(self.shapes[index])} in shards, which the change would not reach. "
                     "Call model.to(...), .double(), .float() or the like before to_distributed"
                 )
@@ -213,7 +214,7 @@ class _OwnElements:
         self.flat.release()
         if in_backward():
             raise ValueError(
-                f"{record_of(self.flat.parameters[self.index]).name} was changed inside of a backward pass, by a "
+                f"{layout_of(self.flat.parameters[self.index]).name} was changed inside of a backward pass, by a "
                 "gradient that is this rank's own: under ZeRO stage 3 gradients are reduced after it, and each rank "
                 "holds other elements. Move the change out of the hook, and let an optimizer make it: loss.backward(); "
                 "optimizer.step()"

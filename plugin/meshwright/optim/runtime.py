@@ -20,6 +20,7 @@ from meshwright.context.region import ContextRegion
 from meshwright.errors import AlreadyDistributedError, CheckpointError, PlanError
 from meshwright.faults.guard import Guard
 from meshwright.faults.together import attempt, raise_if_any, succeed_together
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
@@ -29,7 +30,6 @@ from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.head_losses import BatchLoss
 from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.replica_comparison import ReplicaComparison
-from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 from meshwright.plan.config import ParallelPlan
@@ -292,9 +292,9 @@ class Runtime:
                 ]
         for parameter in self.parameters:
             if id(parameter) not in held and parameter.grad is not None:
-                record, gradient = record_of(parameter), parameter.grad.as_subclass(Tensor)
-                record.zero_padding(gradient)  # the program may have set the gradient
-                counted.append((gradient, record.copies(parameter) * self.mesh.tokens.size * record.stage_copies))
+                layout, gradient = layout_of(parameter), parameter.grad.as_subclass(Tensor)
+                layout.zero_padding(gradient)  # the program may have set the gradient
+                counted.append((gradient, layout.copies(parameter) * self.mesh.tokens.size * layout.stage_copies))
         return counted
 
     def check_synced(self, *_: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
-from meshwright.parallel.row_layout import record_of
+from meshwright.layout.tensor_layout import layout_of
 
 
 def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
@@ -46,7 +46,7 @@ def shard_state(optimizer: Optimizer) -> None:
 
 
 def _shard_value(value: Any, parameter: nn.Parameter) -> Any:
-    record = record_of(parameter)
-    if isinstance(value, Tensor) and value.shape == record.global_shape and value.ndim:
-        return record.layout.take(value, record.rank).to(parameter.device)
+    layout = layout_of(parameter)
+    if isinstance(value, Tensor) and value.shape == layout.shape and value.ndim:
+        return layout.take(value).to(parameter.device)
     return value.to(parameter.device) if torch.is_tensor(value) and value.ndim else value

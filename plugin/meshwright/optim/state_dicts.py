@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import UnreadableTensorError
+from meshwright.layout.tensor_layout import TensorLayout, layout_if_any, layout_of
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.guard_windows import Window
-from meshwright.parallel.row_layout import ShardRecord, record_of
 from meshwright.parallel.shard_reads import reading_shards
 
 
@@ -56,12 +56,12 @@ class _ModuleState:
         for name, parameter in module.named_parameters(recurse=False):
             if weights is not None and weights.holds(parameter):
                 what = f"under ZeRO stage 3 no rank has the values of {prefix}{name} outside of its layer"
-            elif not record_of(parameter).is_held:
+            elif not layout_of(parameter).is_held:
                 what = f"another pipeline stage holds {prefix}{name}"
-            elif record_of(parameter).is_sharded:
+            elif layout_of(parameter).is_sharded:
                 what = (
                     f"under tensor parallelism this rank holds a shard {list(parameter.shape)} of {prefix}{name} "
-                    f"{list(record_of(parameter).global_shape)}"
+                    f"{list(layout_of(parameter).shape)}"
                 )
             else:
                 continue
@@ -90,20 +90,20 @@ class _ModuleState:
             )
         weights = self.runtime.weights
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            key, record = prefix + name, record_of(parameter)
+            key, layout = prefix + name, layout_of(parameter)
             value = state.get(key)
             is_held = weights is not None and weights.holds(parameter)
-            if not isinstance(value, Tensor) or not (record.is_sharded or is_held):
+            if not isinstance(value, Tensor) or not (layout.is_sharded or is_held):
                 continue
-            if value.shape != record.global_shape:
-                error_msgs.append(_mismatch(key, value, parameter, record))
+            if value.shape != layout.shape:
+                error_msgs.append(_mismatch(key, value, parameter, layout))
                 own = None
-            elif not record.is_held:
+            elif not layout.is_held:
                 self.left_out.add(key)
                 del state[key]
                 continue
             else:
-                own = record.layout.take(value.detach(), record.rank).to(parameter.device, parameter.dtype)
+                own = layout.take(value.detach()).to(parameter.device, parameter.dtype)
             if weights is not None and is_held:
                 # torch copies into the parameter, which needs memory until the copy is done.
                 with reading_shards():
@@ -124,15 +124,15 @@ class _ModuleState:
                     weights.take_back_memory(parameter)
 
 
-def _mismatch(key: str, value: Tensor, parameter: Tensor, record: ShardRecord) -> str:
+def _mismatch(key: str, value: Tensor, parameter: Tensor, layout: TensorLayout) -> str:
     if value.shape == parameter.shape:
         return (
             f"{key} in the state dict is one rank's shard {list(value.shape)}, but the whole tensor "
-            f"{list(record.global_shape)} is needed. On all ranks call meshwright.full_state_dict(model), and save that"
+            f"{list(layout.shape)} is needed. On all ranks call meshwright.full_state_dict(model), and save that"
         )
     return (
         f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, the shape in current "
-        f"model is {record.global_shape}."
+        f"model is {layout.shape}."
     )
 
 
@@ -166,8 +166,8 @@ class _OptimizerState:
         if self.runtime.mesh.pp.size > 1:
             return f"each of the {self.runtime.mesh.pp.size} pipeline ranks holds the state of its own stages"
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        records = [getattr(p, "meshwright", None) for p in parameters]
-        if any(isinstance(record, ShardRecord) and record.is_sharded for record in records):
+        layouts = [layout_if_any(p) for p in parameters]
+        if any(layout is not None and layout.is_sharded for layout in layouts):
             return (
                 f"under tensor parallelism each of {self.runtime.mesh.tp.size} ranks holds the state of its own shards"
             )

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
+from meshwright.layout.row_layout import RowLayout, Span
+from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.runtime import Runtime, find_runtime
-from meshwright.parallel.row_layout import RowLayout, ShardRecord, Span
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,7 +23,7 @@ class Part:
     """This rank's part of one parameter.
 
     Args:
-        record: the shard record, which says how the parameter is sharded over tp.
+        record: the layout of the parameter.
         cut: the layout of the flattened TP shard over dp: the elements that each data-parallel rank steps. It is
             replicated if each rank steps all elements.
         own: this rank's span of the flattened TP shard.
@@ -31,7 +32,7 @@ class Part:
         is_whole: whether every rank steps all of the parameter.
     """
 
-    record: ShardRecord
+    record: TensorLayout
     cut: RowLayout
     own: Span
     key: Tensor | None
@@ -120,9 +121,5 @@ def _common_runtime(model: nn.Module, optimizer: Optimizer) -> Runtime:
     return of_model or of_optimizer or Runtime(mesh=Mesh(), parameters=[])
 
 
-def _record(name: str, parameter: nn.Parameter) -> ShardRecord:
-    record = getattr(parameter, "meshwright", None)
-    if isinstance(record, ShardRecord):
-        return record
-    rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
-    return ShardRecord(name, parameter.shape, rows, 0, False)
+def _record(name: str, parameter: nn.Parameter) -> TensorLayout:
+    return layout_if_any(parameter) or TensorLayout(shape=parameter.shape, name=name)

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.errors import OptimizerMismatchError
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.guard_windows import StepWindow
-from meshwright.parallel.row_layout import record_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if in_backward():
         reduced = [p for sync in runtime.syncs for bucket in sync.buckets for p in bucket.parameters]
-        if names := [record_of(p).name for p in reduced if is_own or id(p) in stepped]:
+        if names := [layout_of(p).name for p in reduced if is_own or id(p) in stepped]:
             raise ValueError(
                 f"{type(optimizer).__name__}.step() ran inside of a backward pass, on {names[0]} and {len(names) - 1} "
                 "more parameter(s) whose gradients are reduced only when the pass ends, so the replicas would drift "
@@ -71,14 +71,14 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
     if is_own:
         return
     zero = runtime.zero
-    if names := [record_of(p).name for p in (zero.parameters if zero is not None else ()) if id(p) in stepped]:
+    if names := [layout_of(p).name for p in (zero.parameters if zero is not None else ()) if id(p) in stepped]:
         raise OptimizerMismatchError(
             f"this {type(optimizer).__name__} was not distributed with the model, but steps {names[0]} and "
             f"{len(names) - 1} more parameter(s) that ZeRO shards over the data-parallel ranks. Its step would "
             "change none of them. Pass a single optimizer with several groups: "
             "to_distributed(model, AdamW([{'params': a}, {'params': b, 'lr': 1e-4}]), loader); or use zero_stage=0"
         )
-    if any(id(p) in stepped and record_of(p).is_sharded for p in runtime.parameters):
+    if any(id(p) in stepped and layout_of(p).is_sharded for p in runtime.parameters):
         check_elementwise(optimizer, is_trusted=is_trusted, plan=runtime.plan)
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, bind_optimizer, lay_out, step_slices
 from meshwright.parallel.gradient_buckets import make_buckets
 from meshwright.parallel.gradient_sync import IN_FLIGHT, AllReduce, GradientSync
-from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
 
 
@@ -87,7 +87,7 @@ class TrainedParameters:
         late = [p for p in self._new() if p.grad is not None] if self._watch.is_changed else []
         if late:
             raise ValueError(
-                f"{_shown([record_of(p).name for p in late])} had requires_grad set after the model's last forward "
+                f"{_shown([layout_of(p).name for p in late])} had requires_grad set after the model's last forward "
                 "pass, and now has a gradient that is this rank's own. Set requires_grad before the forward pass, "
                 "and call the model that to_distributed returned, not a part of it: "
                 "loss = model(**batch).loss (with shard_optimizer: set requires_grad before shard_optimizer)"
@@ -98,7 +98,7 @@ class TrainedParameters:
         return [
             p
             for p in reversed(self._watch.parameters)
-            if p.requires_grad and id(p) not in self._known and record_of(p).is_held
+            if p.requires_grad and id(p) not in self._known and layout_of(p).is_held
         ]
 
     def _take_in(self, new: list[nn.Parameter]) -> None:
@@ -130,8 +130,8 @@ class TrainedParameters:
 
     def _reduce_whole(self, parameters: list[nn.Parameter]) -> None:
         # On one data-parallel rank, only partial gradients need a reduction.
-        reduced = [p for p in parameters if self.dp.size > 1 or record_of(p).is_grad_partial]
-        unreduced = [p for p in parameters if self.dp.size == 1 and not record_of(p).is_grad_partial]
+        reduced = [p for p in parameters if self.dp.size > 1 or layout_of(p).has_addends]
+        unreduced = [p for p in parameters if self.dp.size == 1 and not layout_of(p).has_addends]
         buckets = make_buckets(reduced, max_bytes=self.bucket_bytes, multiple=1, accumulate_in_float32=False)
         if self._of_others is None:
             self._of_others = GradientSync(
@@ -168,7 +168,7 @@ class FixedParameters:
             return
         if late := [p for p in self._watch.parameters if p.requires_grad and id(p) not in self._known]:
             raise ValueError(
-                f"{_shown([record_of(p).name for p in late])} was frozen when {self._engine} took the parameters, so "
+                f"{_shown([layout_of(p).name for p in late])} was frozen when {self._engine} took the parameters, so "
                 f"{self._engine} would not step it; set requires_grad before distributing the model, or train without "
                 "the engine: to_distributed(model, optimizer, loader) follows requires_grad"
             )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.collectives import all_gather_into
 from meshwright.parallel.gradient_buckets import Bucket
-from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.saved_tensors import memory
 from meshwright.parallel.shard_reads import reading_shards
 
@@ -74,7 +74,7 @@ class WholeWeights:
         shape, offset = self._shapes[position], self.bucket.offsets[position]
         if (parameter.dtype, parameter.device, parameter.shape) != (self.flat.dtype, self.flat.device, shape):
             raise ValueError(
-                f"{record_of(parameter).name} is now {parameter.dtype} {tuple(parameter.shape)} on {parameter.device}, "
+                f"{layout_of(parameter).name} is now {parameter.dtype} {tuple(parameter.shape)} on {parameter.device}, "
                 f"but ZeRO steps {self.flat.dtype} {tuple(shape)} on {self.flat.device}. No step would reach it. Call "
                 "model.to(...), .double(), .float() or the like before to_distributed (or shard_optimizer)"
             )

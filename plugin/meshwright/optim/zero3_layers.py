@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.errors import PlanError
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.flat_parameters import FlatShard
 from meshwright.optim.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.method_override import MethodOverride
-from meshwright.parallel.row_layout import RowLayout, record_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.roles.adapters import without_wrappers
 
@@ -133,7 +134,7 @@ class ShardedWeights:
     def changed(self) -> list[str]:
         """Return the names of the parameters that were frozen or thawed since they were sharded."""
         parameters = [(p, flat) for flat in self.flats for p in flat.parameters]
-        return [record_of(p).name for p, flat in parameters if p.requires_grad != flat.is_trained]
+        return [layout_of(p).name for p, flat in parameters if p.requires_grad != flat.is_trained]
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter's values are kept here, so that it has none while its layer is not running."""
@@ -305,7 +306,7 @@ class _Step:
                 flat.release()
         if any(written):
             parameters = [parameter for flat in self.flats for parameter in flat.parameters]
-            name = record_of(parameters[written.index(True)]).name
+            name = layout_of(parameters[written.index(True)]).name
             raise PlanError(
                 f"forward writes the weight {name} in place, but under zero_stage=3 it is gathered for the forward of "
                 "its layer alone, so what was written would be lost. Use zero_stage=2, or write it in the training "

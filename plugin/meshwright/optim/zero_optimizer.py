@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.whole_weights import WholeWeights
 from meshwright.parallel.collectives import all_gather, start_reduce_scatter
 from meshwright.parallel.gradient_buckets import Bucket, has_gradient, make_buckets
-from meshwright.parallel.row_layout import RowLayout, ShardRecord, record_of
 from meshwright.parallel.shard_reads import reading_shards, values_of
 from meshwright.parallel.sharded_parameter import LocalGradient
 from meshwright.parallel.tensor_guards import HeldGradient, is_cleared, is_stand_in
@@ -277,7 +278,7 @@ class ReduceScatter:
             for parameter in given:
                 self._give_memory(parameter)
                 assert parameter.grad is not None
-                record_of(parameter).zero_padding(parameter.grad.as_subclass(Tensor))
+                layout_of(parameter).zero_padding(parameter.grad.as_subclass(Tensor))
             own = start_reduce_scatter(sharded.bucket.flatten_gradients(1 / self.dp.size), self.dp)()
             self.clear(given)
             for parameter in given:
@@ -400,8 +401,8 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
 
 def slice_copies(piece: Slice) -> Tensor | float:
     """Return the number of copies over the axes tp and pp of each element of a slice."""
-    record: ShardRecord = record_of(piece.parameter)
-    copies = record.copies(piece.shard) * record.stage_copies
+    layout: TensorLayout = layout_of(piece.parameter)
+    copies = layout.copies(piece.shard) * layout.stage_copies
     if isinstance(copies, float):
         return copies
     return copies.expand(piece.parameter.shape).flatten()[piece.start : piece.start + piece.shard.numel()]

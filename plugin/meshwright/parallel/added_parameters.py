@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from meshwright.errors import PlanError
-from meshwright.parallel.shard_reads import record_if_any
+from meshwright.layout.tensor_layout import layout_if_any
 
 
 class AddedParameters:
@@ -42,7 +42,7 @@ class AddedParameters:
 def check_none_added(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raise a PlanError if some of a distributed model's named parameters were added after it was distributed."""
     # The tensors of torch.func.functional_call take the parameters' places during a pass.
-    added = [name for name, p in parameters if isinstance(p, nn.Parameter) and record_if_any(p) is None]
+    added = [name for name, p in parameters if isinstance(p, nn.Parameter) and layout_if_any(p) is None]
     if added:
         others = f" and {len(added) - 1} more parameter(s)" if len(added) > 1 else ""
         raise PlanError(

@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_reduce
-from meshwright.parallel.row_layout import ShardRecord, record_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.tensor_guards import is_stand_in
 from meshwright.plan.flat_offsets import flat_offsets, sharded_length
@@ -48,26 +48,26 @@ class Bucket:
         self._sizes, self._spans = sizes, [stop - start for start, stop in pairwise(offsets)]
 
     @functools.cached_property
-    def is_grad_partial(self) -> bool:
-        """Whether any of the gradients is partial over the TP axis."""
+    def has_addends(self) -> bool:
+        """Whether ranks of tp have addends of any of the gradients."""
         return bool(self._partial)
 
     @functools.cached_property
     def _partial(self) -> list[int]:
-        """The indices of the parameters whose gradients are partial over the TP axis."""
-        return [index for index, parameter in enumerate(self.parameters) if record_of(parameter).is_grad_partial]
+        """The indices of the parameters of whose gradients the ranks of tp have addends."""
+        return [index for index, parameter in enumerate(self.parameters) if layout_of(parameter).has_addends]
 
     @property
     def tp_numel(self) -> int:
         """The number of elements that :meth:`average_copies` sends."""
         if self._is_replicated:
             return self._end
-        return sum(record_of(self.parameters[index]).global_shape.numel() for index in self._partial)
+        return sum(layout_of(self.parameters[index]).shape.numel() for index in self._partial)
 
     @functools.cached_property
     def _is_replicated(self) -> bool:
         """Whether every rank of tp holds every row, with a partial gradient."""
-        return all(record_of(p).is_grad_partial and not record_of(p).is_sharded for p in self.parameters)
+        return all(layout_of(p).has_addends and not layout_of(p).is_sharded for p in self.parameters)
 
     def segments(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each parameter with its part of ``flat``, in the parameter's shape."""
@@ -118,14 +118,14 @@ class Bucket:
             # Norms and biases, whose rows every rank holds, take two kernels together instead of several each.
             all_reduce(flat[: self._end], tp).div_(tp.size)
             return
-        partial = [(record_of(self.parameters[index]), self._segment(flat, index)) for index in self._partial]
-        full = [_whole(record, segment, tp.rank).flatten() for record, segment in partial]
+        partial = [(layout_of(self.parameters[index]), self._segment(flat, index)) for index in self._partial]
+        full = [_whole(layout, segment).flatten() for layout, segment in partial]
         joined = all_reduce(torch.cat(full), tp)
         pieces = joined.split([len(whole) for whole in full])
-        for whole, (record, segment) in zip(pieces, partial, strict=True):
-            whole = whole.view(record.global_shape)
-            if record.is_sharded:
-                torch.div(record.layout.take(whole, tp.rank), record.copies(segment), out=segment)
+        for whole, (layout, segment) in zip(pieces, partial, strict=True):
+            whole = whole.view(layout.shape)
+            if layout.is_sharded:
+                torch.div(layout.take(whole), layout.copies(segment), out=segment)
             else:
                 torch.div(whole, tp.size, out=segment)
 
@@ -141,12 +141,12 @@ def _can_be_scaled(gradient: Tensor, dtype: torch.dtype) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) == 2
 
 
-def _whole(record: ShardRecord, segment: Tensor, rank: int) -> Tensor:
+def _whole(layout: TensorLayout, segment: Tensor) -> Tensor:
     """Return a gradient of the one-device shape that has a rank's rows, and zeros in the other ranks' rows."""
-    if not record.is_sharded:
+    if not layout.is_sharded:
         return segment
-    whole = torch.zeros(record.global_shape, dtype=segment.dtype, device=segment.device)
-    record.layout.add(whole, segment, rank)
+    whole = torch.zeros(layout.shape, dtype=segment.dtype, device=segment.device)
+    layout.add(whole, segment)
     return whole
 
 
@@ -170,15 +170,15 @@ def make_buckets(
     first averaged over that axis.
 
     Args:
-        parameters: the parameters, each with a shard record.
+        parameters: the parameters, each with a shard layout.
         max_bytes: the size limit of a bucket; a larger parameter gets its own bucket.
         multiple: see Bucket.
         accumulate_in_float32: whether gradients of half-precision parameters are flattened in float32.
         last_bytes: the size limit of the last bucket whose gradients are not partial; None for ``max_bytes``.
     """
     parameters = list(parameters)
-    whole = [p for p in parameters if not record_of(p).is_grad_partial]
-    partial = [p for p in parameters if record_of(p).is_grad_partial]
+    whole = [p for p in parameters if not layout_of(p).has_addends]
+    partial = [p for p in parameters if layout_of(p).has_addends]
     groups = group_parameters(whole, max_bytes, last_bytes) + group_parameters(partial, max_bytes)
     return [Bucket(members, multiple, flat_dtype(members[0].dtype, accumulate_in_float32)) for members in groups]
 

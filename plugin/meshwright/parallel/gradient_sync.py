@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.errors import UnreadableTensorError
+from meshwright.layout.tensor_layout import layout_if_any, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.gradient_buckets import Bucket
-from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import LocalGradient
 
@@ -110,7 +110,7 @@ class GradientSync:
         """
         for bucket in buckets:
             self._bucket_of |= {id(p): len(self.buckets) for p in bucket.parameters}
-            self._copies |= {id(p): record_of(p).copies(p) for p in bucket.parameters if record_of(p).is_grad_partial}
+            self._copies |= {id(p): layout_of(p).copies(p) for p in bucket.parameters if layout_of(p).has_addends}
             self.buckets.append(bucket)
             for parameter in bucket.parameters:
                 _add_hooks(parameter, self)
@@ -169,7 +169,7 @@ class GradientSync:
             torch._C._will_engine_execute_node(node)
         except RuntimeError as error:  # torch raises for a leaf whose gradient is returned, not accumulated
             raise UnreadableTensorError(
-                f"torch.autograd.grad would return this rank's own gradient of {record_of(parameter).name}, which "
+                f"torch.autograd.grad would return this rank's own gradient of {layout_of(parameter).name}, which "
                 "differs between the ranks: only gradients in parameter.grad are reduced. Instead, on all ranks, call "
                 "loss.backward() and then meshwright.full_gradients(model)"
             ) from error
@@ -209,7 +209,7 @@ class GradientSync:
         index = self._bucket_of[id(parameter)]
         if index < self._next:
             raise ValueError(
-                f"a gradient of {record_of(parameter).name} arrived after its bucket was reduced. If the loss uses "
+                f"a gradient of {layout_of(parameter).name} arrived after its bucket was reduced. If the loss uses "
                 "the parameter although no output of the forward pass depends on it, set find_unused_parameters=False. "
                 "If the parameter is used both inside and outside of a reentrant checkpoint, call "
                 "torch.utils.checkpoint with use_reentrant=False"
@@ -235,7 +235,7 @@ class GradientSync:
         if self._is_idle(bucket):
             return
         flat = self.reduction.take(bucket)
-        if bucket.is_grad_partial:
+        if bucket.has_addends:
             bucket.average_copies(flat, self.tp)
         self._finish.append(self.reduction.start(bucket, flat))
         # A reduction keeps its buffers until it finishes. A large model's buffers must not all be alive at once.
@@ -326,7 +326,7 @@ class AllReduce:
                 has_one[index].zero_()  # an assignment would copy the number from the host
             elif gradient.dtype != bucket.dtype:
                 raise ValueError(
-                    f"{record_of(parameter).name} is now {gradient.dtype}, but was {bucket.dtype} when the model was "
+                    f"{layout_of(parameter).name} is now {gradient.dtype}, but was {bucket.dtype} when the model was "
                     "distributed, and its gradients are reduced in that dtype. Call model.to(...), .bfloat16(), "
                     ".float() or the like before to_distributed"
                 )
@@ -353,8 +353,8 @@ class AllReduce:
 
 def _has_part(parameter: nn.Parameter) -> bool:
     """Return whether this rank has a part of a parameter's gradient, or a part of all gradients."""
-    record = getattr(parameter, "meshwright", None)
-    return record is not None and (record.is_sharded or record.is_staged)
+    layout = layout_if_any(parameter)
+    return layout is not None and (layout.is_sharded or layout.is_staged)
 
 
 def _guard(parameter: nn.Parameter) -> None:
@@ -365,4 +365,4 @@ def _guard(parameter: nn.Parameter) -> None:
 def _mark(parameter: Tensor) -> None:
     with reading_shards():
         if (gradient := parameter.grad) is not None:
-            parameter.grad = LocalGradient.of(gradient, record_of(parameter))
+            parameter.grad = LocalGradient.of(gradient, layout_of(parameter))

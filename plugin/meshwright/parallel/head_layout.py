@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.row_layout import RowLayout, Span
+from meshwright.layout.row_layout import RowLayout, Span
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.autograd_graph import in_backward, tensors_in
-from meshwright.parallel.shard_reads import reading_shards, record_if_any
+from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import become
 
 # These make no graph. An optimizer's zero_grad() reads and writes the gradient of each parameter.
@@ -102,9 +103,9 @@ class ModelWindow:
         for module, name, parameter in self._places:
             found = module._parameters.get(name)
             if found is not None and found is not parameter and found.requires_grad:
-                record = record_if_any(parameter)
+                layout = layout_if_any(parameter)
                 raise ValueError(
-                    f"the model runs with another tensor in the place of {name if record is None else record.name}, as "
+                    f"the model runs with another tensor in the place of {name if layout is None else layout.name}, as "
                     "torch.func.functional_call does. Each rank of tp computes a part of that tensor's gradient, but "
                     "the runtime sums the parts only for the model's own parameters. Leave this parameter out of the "
                     "call, compute it inside the model with torch.nn.utils.parametrize, or use ParallelPlan(tp=1)"
@@ -119,8 +120,8 @@ def _take_a_share(changed: Any, parameter: PartialParameter, first: int) -> None
         parameter: the parameter, an argument of the operation.
         first: the sequence number of the first graph node that the operation created.
     """
-    record = record_if_any(parameter)
-    ranks = 1 if record is None else len(record.layout.spans)
+    layout = layout_if_any(parameter)
+    ranks = 1 if layout is None else len(layout.over("tp").spans)
     nodes: set[Any] = {x.grad_fn for x in tensors_in(changed)} if ranks > 1 else set()
     seen: set[Any] = {None}
     while nodes := nodes - seen:

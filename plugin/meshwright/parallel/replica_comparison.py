@@ -27,13 +27,13 @@ from meshwright.errors import DivergenceError
 from meshwright.faults.guard import Guard
 from meshwright.faults.memory_digest import memory_digest
 from meshwright.faults.statement import Statement
+from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.replica_digests import OF_OPTIMIZER, Digests, Rows, copied_rows, parted
 from meshwright.parallel.replicated_state import ModuleTensors, optimizer_digest
-from meshwright.parallel.row_layout import ShardRecord
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.user_hooks import has_gradient_hooks
 
@@ -285,25 +285,25 @@ class ReplicaComparison:
         """Return, for each rank of an axis, those of its rows that the axis holds more than once."""
         shared: list[list[tuple[Tensor, Rows]]] = [[] for _ in range(axis.size)]
         for name, parameter in self._named:
-            record: ShardRecord = parameter.meshwright  # type: ignore[attr-defined]
-            if not record.is_held or (axis is self.tie and record.stage_copies == 1):
+            layout = layout_of(parameter)
+            if not layout.is_held or (axis is self.tie and layout.stage_copies == 1):
                 continue
             if axis is self.tie:
                 for rank in range(axis.size):
                     shared[rank].append((parameter, Rows(name)))
                 continue
-            if axis is self.mesh.tokens or not record.is_sharded:
-                if axis is self.mesh.tp and not self._is_equal_over_tp(parameter, record):
+            if axis is self.mesh.tokens or not layout.is_sharded:
+                if axis is self.mesh.tp and not self._is_equal_over_tp(parameter, layout):
                     continue
                 for rank in range(axis.size):
                     shared[rank].append((parameter, Rows(name)))
-            elif record.layout.has_copies:
+            elif layout.over("tp").has_copies:
                 for rank in range(axis.size):
-                    shared[rank] += ((parameter, rows) for rows in copied_rows(name, record, rank))
+                    shared[rank] += ((parameter, rows) for rows in copied_rows(name, layout, rank))
         return shared
 
-    def _is_equal_over_tp(self, parameter: Tensor, record: ShardRecord) -> bool:
-        is_averaged = record.is_grad_partial or not parameter.requires_grad
+    def _is_equal_over_tp(self, parameter: Tensor, layout: TensorLayout) -> bool:
+        is_averaged = layout.has_addends or not parameter.requires_grad
         return is_averaged or not is_deferred(parameter.device) or torch.are_deterministic_algorithms_enabled()
 
 

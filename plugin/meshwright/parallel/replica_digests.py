@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from meshwright.faults.statement import SHOWN
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import Gathered
-from meshwright.parallel.row_layout import ShardRecord
 
 WEIGHT_ADVICE = (
     "From then on each rank trains a different model, and averaged gradients belong to none of them. Either the "
@@ -55,14 +55,14 @@ class Rows:
         return parameter.detach().narrow(*self.local, self.stop - self.start)
 
 
-def copied_rows(name: str, record: ShardRecord, rank: int) -> Iterable[Rows]:
+def copied_rows(name: str, layout: TensorLayout, rank: int) -> Iterable[Rows]:
     """Yield the rows of a rank's shard that the axis holds more than once, on this rank or on others."""
-    place, runs = 0, iter(record.layout.copies(rank))
-    for start, stop in record.layout.spans[rank]:
+    place, runs = 0, iter(layout.over("tp").copies(rank))
+    for start, stop in layout.over("tp").spans[rank]:
         while start < stop:
             length, copies = next(runs)
             if copies > 1:
-                yield Rows(name, start, start + length, (record.layout.dim, place))
+                yield Rows(name, start, start + length, (layout.over("tp").dim, place))
             start, place = start + length, place + length
 
 

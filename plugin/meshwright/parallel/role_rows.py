@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshwright.errors import PlanError
+from meshwright.layout.row_layout import RowLayout
 from meshwright.parallel.head_layout import HeadLayout
-from meshwright.parallel.row_layout import RowLayout
 from meshwright.roles.sharding_plan import MLP_COLUMN_ROLES, ROW_ROLES, WIDE_NORM_ROLES, Role
 
 

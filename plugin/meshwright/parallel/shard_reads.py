@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import UnreadableTensorError
-from meshwright.parallel.row_layout import ShardRecord
+from meshwright.layout.tensor_layout import layout_if_any
 
 reading_shards = torch._C.DisableTorchFunctionSubclass
 """A context manager in which shards behave as plain tensors, for code that handles shards."""
@@ -43,11 +43,6 @@ def values_of(x: Any) -> Values | None:
     return getattr(x, "__dict__", {}).get("_meshwright_values")
 
 
-def record_if_any(x: Any) -> ShardRecord | None:
-    """Return a tensor's shard record, or None if it has none."""
-    return getattr(x, "__dict__", {}).get("meshwright")
-
-
 def plain_name(name: str) -> str:
     """Return an operation's name without the affixes of its in-place and list variants."""
     return name.strip("_").removeprefix("foreach_")
@@ -56,11 +51,11 @@ def plain_name(name: str) -> str:
 def describe(x: Tensor) -> str:
     """Return a shard's ``repr`` without communication."""
     with reading_shards():
-        record, shape, dtype = record_if_any(x), list(x.shape), x.dtype
+        layout, shape, dtype = layout_if_any(x), list(x.shape), x.dtype
     what = f"this rank's {shape}"
-    if record is not None:
-        whole = f"{record.name} {[*record.global_shape]}"
-        what = f"{what} of {whole}" if record.is_held else f"another pipeline stage's {whole}"
+    if layout is not None:
+        whole = f"{layout.name} {[*layout.shape]}"
+        what = f"{what} of {whole}" if layout.is_held else f"another pipeline stage's {whole}"
     return f"{type(x).__name__}({what}, {dtype})"
 
 
@@ -77,11 +72,11 @@ def unreadable(
         is_cast: whether the operation would change the dtype of values that are stored elsewhere.
     """
     with reading_shards():
-        record, plain, is_gradient = record_if_any(x), plain_name(name), getattr(x, "is_gradient", False)
+        layout, plain, is_gradient = layout_if_any(x), plain_name(name), getattr(x, "is_gradient", False)
         what = "the gradient" if is_gradient else "a tensor"
-        if record is not None:
-            what = f"{'the gradient of ' if is_gradient else ''}{record.name} {[*record.global_shape]}"
-        is_elsewhere = record is not None and not record.is_held
+        if layout is not None:
+            what = f"{'the gradient of ' if is_gradient else ''}{layout.name} {[*layout.shape]}"
+        is_elsewhere = layout is not None and not layout.is_held
         held = f"this rank holds {'a part' if values_of(x) is not None else [*x.shape]} of {what}"
         if is_elsewhere:
             held = f"another pipeline stage holds {what}"

@@ -14,18 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.faults.guard import active_guard
+from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.row_layout import ShardRecord
-from meshwright.parallel.shard_reads import (
-    MODULES,
-    Values,
-    describe,
-    plain_name,
-    reading_shards,
-    record_if_any,
-    unreadable,
-    values_of,
-)
+from meshwright.parallel.shard_reads import MODULES, Values, describe, plain_name, reading_shards, unreadable, values_of
 
 
 class Shard(Tensor):
@@ -87,11 +78,11 @@ class LocalGradient(Shard):
     is_gradient = True
 
     @staticmethod
-    def of(gradient: Tensor, record: ShardRecord | None = None) -> Tensor:
+    def of(gradient: Tensor, layout: TensorLayout | None = None) -> Tensor:
         """Return the gradient marked as a shard."""
         guarded = gradient.as_subclass(LocalGradient)
-        if record is not None:
-            guarded.__dict__["meshwright"] = record
+        if layout is not None:
+            guarded.__dict__["meshwright"] = layout
         return guarded
 
 
@@ -99,7 +90,7 @@ def guard(parameter: nn.Parameter, values: Values | None = None) -> nn.Parameter
     """Make a parameter raise if it is read as the whole.
 
     Args:
-        parameter: a parameter with a record; a class other than ``nn.Parameter`` (quantised, fake) is kept.
+        parameter: a parameter with a layout; a class other than ``nn.Parameter`` (quantised, fake) is kept.
         values: the parameter's values, if it has no memory of its own.
     """
     if values is not None:
@@ -252,7 +243,7 @@ def _on_lists(
 
 def _is_elsewhere(x: Any) -> bool:
     """Return whether only another pipeline stage has the values of a shard, so that writing it here has no effect."""
-    return (record := record_if_any(x)) is not None and not record.is_held
+    return (layout := layout_if_any(x)) is not None and not layout.is_held
 
 
 def _is_list(x: Any) -> bool:
@@ -268,28 +259,20 @@ def _operand(x: Any, like: Tensor, name: str) -> Any:
     """Return this rank's elements of an argument of an elementwise operation; called inside reading_shards."""
     if not isinstance(x, Tensor) or x.ndim == 0:
         return x
-    values, record = values_of(like), record_if_any(like)
+    values, layout = values_of(like), layout_if_any(like)
     if is_shard(x):
-        other = record_if_any(x)
-        is_same = (
-            record is None
-            or other is None
-            or (other.layout, other.global_shape)
-            == (
-                record.layout,
-                record.global_shape,
-            )
-        )
+        other = layout_if_any(x)
+        is_same = layout is None or other is None or other == layout
         if x.shape != like.shape or not is_same or (values_of(x) is None) != (values is None):
             raise unreadable(name, like, other=x)
         return x if values is None else values_of(x).own()  # type: ignore[union-attr]
-    if record is None:
+    if layout is None:
         raise unreadable(name, like, other=x)
-    if x.shape == record.global_shape:
-        own = record.layout.take(x, record.rank) if record.is_sharded else x
+    if x.shape == layout.shape:
+        own = layout.take(x) if layout.is_sharded else x
         return own if values is None else values.cut(own)
-    place = x.ndim - like.ndim + record.layout.dim
-    if values is None and (place < 0 or x.shape[place] == 1):
+    places = [x.ndim - like.ndim + rows.dim for _, rows in layout.cuts if not rows.is_replicated]
+    if values is None and all(place < 0 or x.shape[place] == 1 for place in places):
         return x  # broadcast along the rows
     raise unreadable(name, like, other=x)
 
@@ -322,12 +305,12 @@ def _marked(result: Any, like: Tensor) -> Any:
         else:
             shard = torch.empty((), dtype=result.dtype, device=result.device).expand(like.shape).as_subclass(kind)
             shard.__dict__["_meshwright_values"] = _OwnValues(result, values)
-    if (record := record_if_any(like)) is not None:
-        shard.__dict__["meshwright"] = record
+    if (layout := layout_if_any(like)) is not None:
+        shard.__dict__["meshwright"] = layout
     return shard
 
 
 def _global_numel(x: Tensor) -> int:
-    record = record_if_any(x)
+    layout = layout_if_any(x)
     with reading_shards():
-        return x.numel() if record is None else record.global_shape.numel()
+        return x.numel() if layout is None else layout.shape.numel()

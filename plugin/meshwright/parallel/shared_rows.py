@@ -11,41 +11,41 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_reduce
-from meshwright.parallel.row_layout import ShardRecord, record_of
 
 
 def sum_copies_in_backward(parameters: Iterable[nn.Parameter], tp: Axis) -> None:
-    """Sum each partial gradient (see ``ShardRecord.is_grad_partial``) as it arrives, on every rank that holds it.
+    """Sum each partial gradient (see ``TensorLayout.addends``) as it arrives, on every rank that holds it.
 
     This is one all-reduce over tp per parameter and pass. Backward visits the parameters in the same order on
     all ranks of the axis, since they run the same graph.
 
     Args:
-        parameters: trainable parameters with records.
+        parameters: trainable parameters with layouts.
         tp: the axis whose ranks hold the copies.
     """
     for parameter in parameters:
-        if record_of(parameter).is_grad_partial:
-            _add_hook(parameter, record_of(parameter), tp)
+        if layout_of(parameter).has_addends:
+            _add_hook(parameter, layout_of(parameter), tp)
 
 
-def _add_hook(parameter: nn.Parameter, record: ShardRecord, tp: Axis) -> None:
-    parameter.register_hook(lambda grad: sum_copies(grad, record, tp))
+def _add_hook(parameter: nn.Parameter, layout: TensorLayout, tp: Axis) -> None:
+    parameter.register_hook(lambda grad: sum_copies(grad, layout, tp))
 
 
-def sum_copies(local: Tensor, record: ShardRecord, tp: Axis) -> Tensor:
+def sum_copies(local: Tensor, layout: TensorLayout, tp: Axis) -> Tensor:
     """Return ``local`` with each row replaced by the sum over all copies of that row.
 
     Args:
         local: this rank's part of the gradient, in its shard's shape; half precision is summed in float32.
-        record: the parameter's shard record.
+        layout: the parameter's layout.
         tp: the axis whose ranks hold the rows.
     """
     dtype = torch.promote_types(local.dtype, torch.float32)
-    if not record.is_sharded:
+    if not layout.is_sharded:
         return all_reduce(local.to(dtype, copy=True), tp).to(local.dtype)
-    whole = torch.zeros(record.global_shape, dtype=dtype, device=local.device)
-    record.layout.add(whole, local.to(dtype), tp.rank)
-    return record.layout.take(all_reduce(whole, tp), tp.rank).to(local.dtype)
+    whole = torch.zeros(layout.shape, dtype=dtype, device=local.device)
+    layout.add(whole, local.to(dtype))
+    return layout.take(all_reduce(whole, tp)).to(local.dtype)

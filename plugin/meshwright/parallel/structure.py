@@ -13,11 +13,12 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.parallel.head_layout import HeadLayout, head_layout
 from meshwright.parallel.mixed_rows import EMBEDDING_OPTIONS
 from meshwright.parallel.role_rows import rows_of, wide_rows
 from meshwright.parallel.roled_model import RoledModel
-from meshwright.parallel.row_layout import RowLayout
 from meshwright.roles.adapters import is_adapted
 from meshwright.roles.projection import in_features, is_projection, is_transposed, out_features, weight_of
 from meshwright.roles.sharding_plan import (
@@ -28,6 +29,8 @@ from meshwright.roles.sharding_plan import (
     Role,
     ShardingPlan,
 )
+
+_OVER_TP = frozenset(("tp",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,25 +61,6 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterLayout:
-    """How one parameter is sharded.
-
-    Args:
-        rows: which rows each rank of tp has.
-        is_grad_partial: whether the ranks that hold a row get partial gradients.
-        is_held: whether this rank's pipeline stages hold the parameter.
-        holders: the ranks of pp that hold the parameter; several for an embedding tied to a head on another rank.
-        is_staged: whether the parameters are spread over pipeline stages.
-    """
-
-    rows: RowLayout
-    is_grad_partial: bool
-    is_held: bool = True
-    holders: tuple[int, ...] = (0,)
-    is_staged: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class DecoderStructure:
     """The parts of a decoder, and the layout of each parameter by name.
 
@@ -92,7 +76,7 @@ class DecoderStructure:
     layers: tuple[nn.Module, ...]
     final_norm: nn.Module | None
     blocks: tuple[Block, ...]
-    parameters: dict[str, ParameterLayout] = field(repr=False)
+    parameters: dict[str, TensorLayout] = field(repr=False)
     vocab_size: int
 
 
@@ -109,7 +93,7 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
     _check_whole_embedding(embedding)
     head: nn.Linear | None = roled.only(Role.HEAD, nn.Linear, required=False)
     layers = _layers(roled, embedding)
-    layouts: dict[str, ParameterLayout] = {}
+    layouts: dict[str, TensorLayout] = {}
     blocks: dict[nn.Module, Block] = {}
     for block_name in roled.block_names:
         block = _block(roled, block_name, tp)
@@ -118,12 +102,10 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
     for name, role in roled.roles.items():
         for full_name, parameter in roled.parameters(name):
             if role in (Role.EMBEDDING, Role.HEAD):
-                layouts[full_name] = ParameterLayout(
-                    rows=RowLayout.padded(parameter.shape[0], tp), is_grad_partial=False
-                )
+                layouts[full_name] = _cut_over_tp(parameter, RowLayout.padded(parameter.shape[0], tp))
             elif role in (Role.NORM, Role.FINAL_NORM, Role.WHOLE):
                 is_partial = sequence_parallel and role is not Role.WHOLE
-                layouts[full_name] = unsharded(parameter, tp, is_grad_partial=is_partial)
+                layouts[full_name] = TensorLayout.whole(parameter, tp, addends=_OVER_TP if is_partial else frozenset())
     _check_ties(model, layouts)
     return DecoderStructure(
         model=model,
@@ -163,15 +145,14 @@ def outline(model: nn.Module, plan: ShardingPlan, *, instead: str, inside: bool)
         layers=_layers(roled, embedding),
         final_norm=roled.only(Role.FINAL_NORM, required=False),
         blocks=(),
-        parameters={name: unsharded(parameter, 1) for name, parameter in named},
+        parameters={name: TensorLayout.whole(parameter) for name, parameter in named},
         vocab_size=getattr(embedding, "num_embeddings", 0),
     )
 
 
-def unsharded(parameter: nn.Parameter, tp: int, *, is_grad_partial: bool = False) -> ParameterLayout:
-    """Return the layout of a parameter that every rank of tp holds, with the whole gradient or a part of it."""
-    rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, tp)
-    return ParameterLayout(rows=rows, is_grad_partial=is_grad_partial)
+def _cut_over_tp(parameter: nn.Parameter, rows: RowLayout, *, has_addends: bool = False) -> TensorLayout:
+    """Return the layout of a parameter of which each rank of tp holds some rows."""
+    return TensorLayout(shape=parameter.shape, cuts=(("tp", rows),), addends=_OVER_TP if has_addends else frozenset())
 
 
 def _layers(roled: RoledModel, embedding: nn.Module) -> tuple[nn.Module, ...]:
@@ -261,7 +242,7 @@ def _heads(roled: RoledModel, block_name: str, tp: int) -> HeadLayout:
     return head_layout(roled.modules[block_name], config, query_width=query_width, kv_width=kv_width, tp=tp)
 
 
-def _block_layouts(roled: RoledModel, block: Block, tp: int, sequence_parallel: bool) -> dict[str, ParameterLayout]:
+def _block_layouts(roled: RoledModel, block: Block, tp: int, sequence_parallel: bool) -> dict[str, TensorLayout]:
     layouts = {}
     for name, role in roled.inside(block.name).items():
         if role.is_structural or role is Role.NORM:
@@ -270,7 +251,7 @@ def _block_layouts(roled: RoledModel, block: Block, tp: int, sequence_parallel: 
             if _is_replicated_factor(full_name, full_name.removeprefix(f"{name}."), role):
                 whole = RowLayout.replicated(parameter.shape[0], tp)
                 # The adapter's other factor is sharded, so the gradient of this whole factor is partial.
-                layouts[full_name] = ParameterLayout(rows=whole, is_grad_partial=True)
+                layouts[full_name] = _cut_over_tp(parameter, whole, has_addends=True)
                 continue
             rows = rows_of(full_name, tuple(parameter.shape), role, block.heads, in_features(block.row), tp)
             if name in roled.modules and is_transposed(roled.modules[name]) and parameter.ndim == 2:
@@ -284,7 +265,7 @@ def _block_layouts(roled: RoledModel, block: Block, tp: int, sequence_parallel: 
             # A copied row gets a gradient from its rank's heads or channels only, even if every rank holds all rows
             # (a shared head norm, the only key head). An output projection's bias gets it from local tokens only.
             is_partial = sequence_parallel if role in ROW_ROLES and rows.is_replicated else rows.has_copies
-            layouts[full_name] = ParameterLayout(rows=rows, is_grad_partial=is_partial)
+            layouts[full_name] = _cut_over_tp(parameter, rows, has_addends=is_partial)
     return layouts
 
 
@@ -300,7 +281,7 @@ def _is_replicated_factor(name: str, suffix: str, role: Role) -> bool:
     return role in COLUMN_ROLES | {Role.PER_HEAD} and suffix.startswith("lora_A.")
 
 
-def _check_ties(model: nn.Module, layouts: dict[str, ParameterLayout]) -> None:
+def _check_ties(model: nn.Module, layouts: dict[str, TensorLayout]) -> None:
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)

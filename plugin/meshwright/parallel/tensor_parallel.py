@@ -9,14 +9,16 @@ output; backward does the reverse of each.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.mesh.axes import Axis
+from meshwright.layout.row_layout import RowLayout, expanded
+from meshwright.layout.tensor_layout import TensorLayout, layout_of
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.block_boundary import BlockHooks, SharedDropout, hidden_states, share_output_projections
 from meshwright.parallel.collectives import reduce_for_shards
@@ -25,81 +27,62 @@ from meshwright.parallel.guard_windows import OnShards, Window
 from meshwright.parallel.local_heads import localise_attributes
 from meshwright.parallel.partial_gradients import ModelWindow
 from meshwright.parallel.region_borders import RegionBorders
-from meshwright.parallel.row_layout import RowLayout, ShardRecord, expanded, record_of
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
-from meshwright.parallel.structure import DecoderStructure, unsharded
+from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
 # Takes a parameter and its layout; returns this rank's shard, or None if the parameter holds its values itself.
-ShardSource = Callable[[nn.Parameter, RowLayout], Tensor | None]
+ShardSource = Callable[[nn.Parameter, TensorLayout], Tensor | None]
 
 # Takes a parameter and its shard; returns the values that the parameter gets.
 Keep = Callable[[nn.Parameter, Tensor], Tensor]
 
-Shards = dict[int, tuple[Tensor, ShardRecord]]  # by ``id`` of the parameter that gets them
+Shards = dict[int, tuple[Tensor, TensorLayout]]  # by ``id`` of the parameter that gets them
 
 
 def make_shards(
     model: nn.Module,
-    layouts: dict[str, Any],
-    axis: Axis,
+    layouts: Mapping[str, TensorLayout],
+    mesh: Mesh,
     device: torch.device,
     source: ShardSource,
     keep: Keep = lambda _, shard: shard,
 ) -> Shards:
-    """Return each parameter's record and its shard on this rank, passed through ``keep``. The model is not changed."""
+    """Return each parameter's layout and its shard on this rank, passed through ``keep``. The model is not changed."""
     shards: Shards = {}
     # Largest first: a shard may need its full tensor, and the fewest other shards are in memory at the start.
     named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: -item[1].numel())
     for name, parameter in named:
         if id(parameter) not in shards:
-            layout = layouts[name] if name in layouts else unsharded(parameter, axis.size)
-            rows = layout.rows
-            record = ShardRecord(
-                name=name,
-                global_shape=parameter.shape,
-                layout=rows,
-                rank=axis.rank,
-                is_grad_partial=layout.is_grad_partial,
-                is_held=layout.is_held,
-                holders=layout.holders,
-                is_staged=layout.is_staged,
-            )
+            layout = layouts[name] if name in layouts else TensorLayout.whole(parameter, mesh.tp.size)
+            layout = layout.placed(name, mesh)
             if not layout.is_held:
                 # Zeros without memory: modules before the layers run on every stage, and their result is not used.
                 absent = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-                shards[id(parameter)] = absent, record
+                shards[id(parameter)] = absent, layout
                 continue
-            shard = source(parameter, rows)
+            shard = source(parameter, layout)
             if shard is None:
-                shard = parameter.data if rows.is_replicated else rows.take(parameter.data, axis.rank)
-            shards[id(parameter)] = keep(parameter, shard.to(device)), record
+                shard = layout.take(parameter.data) if layout.is_sharded else parameter.data
+            shards[id(parameter)] = keep(parameter, shard.to(device)), layout
     return shards
 
 
-def shard_shape(parameter: nn.Parameter, layout: Any | None) -> torch.Size:
-    """Return the shape of a rank's shard of a parameter. ``layout`` is its ParameterLayout, or None without one."""
-    shape = list(parameter.shape)
-    if layout is not None and not layout.rows.is_replicated:
-        shape[layout.rows.dim] = layout.rows.local_size
-    return torch.Size(shape)
-
-
 def attach_shards(model: nn.Module, shards: Shards) -> None:
-    """Give each parameter its shard, its record, and this rank's part of its gradient, if it has one.
+    """Give each parameter its shard, its layout, and this rank's part of its gradient, if it has one.
 
     The parameters stay the same objects, so the user's lists, hooks and optimizers still refer to them.
     """
     for parameter in model.parameters():
-        shard, record = shards[id(parameter)]
+        shard, layout = shards[id(parameter)]
         gradient, parameter.grad = parameter.grad, None
         _set_values(parameter, shard)
-        parameter.meshwright = record  # type: ignore[attr-defined]
-        if not record.is_held:
+        parameter.meshwright = layout  # type: ignore[attr-defined]
+        if not layout.is_held:
             continue
-        if gradient is not None and record.is_sharded:
-            gradient = LocalGradient.of(record.layout.take(gradient, record.rank).to(parameter.device), record)
+        if gradient is not None and layout.is_sharded:
+            gradient = LocalGradient.of(layout.take(gradient).to(parameter.device), layout)
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
@@ -115,7 +98,7 @@ def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
     # torch cannot give memory to a meta tensor, and torch.utils.swap_tensors refuses tensors with weak references.
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, made)
-    parameter._backward_hooks = parameter._backward_hooks  # restores torch's record of the hooks, which the swap moved
+    parameter._backward_hooks = parameter._backward_hooks  # restores torch's layout of the hooks, which the swap moved
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     if type(made) is not nn.Parameter:  # a fake tensor, while a plan is traced
         parameter.__class__ = type(made)
@@ -138,9 +121,9 @@ def install_tensor_parallel(
         ``is_staged``, a pipeline's stages start and end the region; otherwise its own hooks do.
     """
     words = structure.embedding.num_embeddings
-    if record_of(structure.embedding.weight).is_held:
+    if layout_of(structure.embedding.weight).is_held:
         VocabParallelEmbedding(structure.embedding, RowLayout.padded(words, axis.size), axis)
-    if structure.head is not None and record_of(structure.head.weight).is_held:
+    if structure.head is not None and layout_of(structure.head.weight).is_held:
         VocabParallelHead(structure.head, structure.vocab_size, axis, keep_logits_sharded)
     sequence = SequenceSharding(axis) if sequence_parallel else None
     for layer in dict.fromkeys(structure.layers):
@@ -162,7 +145,7 @@ def install_tensor_parallel(
 def guard_shards(model: nn.Module, structure: DecoderStructure) -> None:
     """Make sharded parameters raise if read as the whole, except while their own modules run."""
     for parameter in model.parameters():
-        if record_of(parameter).is_sharded:
+        if layout_of(parameter).is_sharded:
             guard(parameter)
     blocks = [block.module for block in structure.blocks if block.entries == (block.module,)]
     inside = {id(module) for block in blocks for module in block.modules()}
@@ -184,8 +167,8 @@ def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: Dec
         decoder: the model, or the module inside its adapter wrappers.
         structure: the decoder's structure.
     """
-    records = [(p, record_of(p)) for p in model.parameters()]
-    partial = [p for p, record in records if record.is_grad_partial and not record.is_sharded]
+    records = [(p, layout_of(p)) for p in model.parameters()]
+    partial = [p for p, layout in records if layout.has_addends and not layout.is_sharded]
     window = ModelWindow(model, partial)
     blocks = [block.module for block in structure.blocks]
     inside = [getattr(decoder, "base_model", None), structure.final_norm, *structure.layers, *blocks]

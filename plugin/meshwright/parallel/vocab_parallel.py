@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.layout.row_layout import RowLayout
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import reduce, share, unsplit_rows
 from meshwright.parallel.deferred_logits import InHead
-from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.tensor_checks import require_words
 from meshwright.parallel.tensor_guards import ShardedLogits
 

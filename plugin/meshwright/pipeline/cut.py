@@ -150,9 +150,8 @@ def _stages_of(
 
 
 def with_stages(structure: DecoderStructure, cut: Cut) -> DecoderStructure:
-    """Return a structure whose layouts say which parameters this rank holds, and how many ranks hold each."""
+    """Return a structure whose layouts say which ranks of pp hold each parameter."""
     layouts = {
-        name: dataclasses.replace(layout, is_held=cut.holds(name), holders=cut.holders(name), is_staged=True)
-        for name, layout in structure.parameters.items()
+        name: dataclasses.replace(layout, stages=cut.holders(name)) for name, layout in structure.parameters.items()
     }
     return dataclasses.replace(structure, parameters=layouts)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.faults.interpose import own_collectives
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import wire_device
 from meshwright.parallel.batch_share import cut
@@ -22,7 +23,6 @@ from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.head_losses import BatchLoss
 from meshwright.parallel.mean_over_ranks import TARGETS
 from meshwright.parallel.method_override import MethodOverride
-from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.split_forward import check_inputs, count_micro_batches, split_rows
 from meshwright.parallel.summed_gradients import SummedGradients
@@ -215,7 +215,7 @@ class PipelineForward(MethodOverride):
                 raise
             return self._evaluate(batch, has_targets=True)
         with reading_shards():  # reading a guarded parameter's property takes microseconds
-            parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
+            parameters = [p for p in self.decoder.parameters() if p.requires_grad and layout_of(p).is_held]
         sums = SummedGradients(parameters, runtime.syncs)
         self.outputs.start(
             gathers_logits=runtime.gathers_logits or (runtime.gathers_evaluated_logits and not self.decoder.training)
@@ -330,7 +330,7 @@ class PipelineForward(MethodOverride):
         if tie.size == 1:
             return
         for parameter in sums.parameters:
-            if record_of(parameter).stage_copies > 1:
+            if layout_of(parameter).stage_copies > 1:
                 own = sums.of(parameter)
                 if own is None:
                     dtype = torch.promote_types(parameter.dtype, torch.float32)  # the dtype of the other stage's sum

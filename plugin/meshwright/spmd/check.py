@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.distribute.installation import Installation
+from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.column_projections import ColumnProjections
-from meshwright.parallel.row_layout import ShardRecord, record_of
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
@@ -111,7 +111,7 @@ def _check_step(
     wide_norms = [norm for block in (structure.blocks if structure else ()) for norm, _ in block.wide_norms]
     mode = TypeMode(runtime.mesh.tp, frozenset(names[id(norm)] for norm in wide_norms))
     for parameter in model.parameters():
-        if record_of(parameter).is_held:
+        if layout_of(parameter).is_held:
             _declare(mode, parameter)
     for value in inputs.values():
         mode.declare(value, Kind.INVARIANT)
@@ -134,40 +134,40 @@ def _check_step(
 
 
 def _declare(mode: TypeMode, parameter: nn.Parameter) -> None:
-    record = record_of(parameter)
-    if record.is_sharded:
-        mode.declare(parameter, Kind.VARYING, dim=record.layout.dim, name=record.name)
+    layout = layout_of(parameter)
+    if layout.is_sharded:
+        mode.declare(parameter, Kind.VARYING, dim=layout.over("tp").dim, name=layout.name)
     else:
-        mode.declare(parameter, Kind.REPLICATED if record.is_grad_partial else Kind.INVARIANT, name=record.name)
+        mode.declare(parameter, Kind.REPLICATED if layout.has_addends else Kind.INVARIANT, name=layout.name)
 
 
 def _held_rows(model: nn.Module) -> Iterator[Finding]:
     """Yield parameters with a row that no rank holds, or with an unsummed gradient of a row that several ranks hold."""
     for parameter in model.parameters():
-        record: ShardRecord = record_of(parameter)
-        if not record.is_held:  # another stage holds it, and is checked too
+        layout: TensorLayout = layout_of(parameter)
+        if not layout.is_held:  # another stage holds it, and is checked too
             continue
-        held = [0] * record.layout.size
-        for spans in record.layout.spans:
+        held = [0] * layout.over("tp").size
+        for spans in layout.over("tp").spans:
             for start, stop in spans:
                 for row in range(start, stop):
                     held[row] += 1
         if 0 in held:
-            yield Finding(record.name, "is cut", f"so that no rank of tp holds row {held.index(0)}")
-        elif record.is_sharded and max(held) > 1 and parameter.requires_grad and not record.is_grad_partial:
+            yield Finding(layout.name, "is cut", f"so that no rank of tp holds row {held.index(0)}")
+        elif layout.is_sharded and max(held) > 1 and parameter.requires_grad and not layout.has_addends:
             row = held.index(max(held))
             yield Finding(
-                record.name, "is cut", f"so that {max(held)} ranks hold row {row}, and nothing sums its gradients"
+                layout.name, "is cut", f"so that {max(held)} ranks hold row {row}, and nothing sums its gradients"
             )
 
 
 def _unsummed_ties(model: nn.Module, tie: Axis, summed: _Reductions) -> Iterator[Finding]:
     """Yield a finding for each tied weight whose gradients of two stages were not added up."""
     for parameter in model.parameters():
-        record = record_of(parameter)
-        is_tied = tie.size > 1 and record.is_held and record.stage_copies > 1 and parameter.requires_grad
+        layout = layout_of(parameter)
+        is_tied = tie.size > 1 and layout.is_held and layout.stage_copies > 1 and parameter.requires_grad
         if is_tied and parameter.numel() not in summed.sizes["tie"]:
-            yield Finding(record.name, "has a gradient", "of one stage only, and no sum over its stages was issued")
+            yield Finding(layout.name, "has a gradient", "of one stage only, and no sum over its stages was issued")
 
 
 def _unsummed(model: nn.Module, runtime: Runtime, sent: _Reductions) -> Iterator[Finding]:
@@ -175,19 +175,19 @@ def _unsummed(model: nn.Module, runtime: Runtime, sent: _Reductions) -> Iterator
     buckets = [bucket for sync in runtime.syncs for bucket in sync.buckets]
     bucketed = {id(p) for bucket in buckets for p in bucket.parameters}
     for parameter in model.parameters():
-        record = record_of(parameter)
-        if not (parameter.requires_grad and record.is_held) or id(parameter) in bucketed:
+        layout = layout_of(parameter)
+        if not (parameter.requires_grad and layout.is_held) or id(parameter) in bucketed:
             continue
-        for axis, is_needed in (("tp", record.is_grad_partial), ("dp", runtime.mesh.tokens.size > 1)):
+        for axis, is_needed in (("tp", layout.has_addends), ("dp", runtime.mesh.tokens.size > 1)):
             if is_needed and runtime.engine is None:
-                yield Finding(record.name, "has a gradient", f"that nothing reduces over {axis}")
+                yield Finding(layout.name, "has a gradient", f"that nothing reduces over {axis}")
     for bucket in buckets:
-        partial = [record_of(p) for p in bucket.parameters if record_of(p).is_grad_partial]
+        partial = [layout_of(p) for p in bucket.parameters if layout_of(p).has_addends]
         if runtime.mesh.tp.size > 1 and partial and bucket.tp_numel not in sent.sizes["tp"]:
-            names = ", ".join(record.name for record in partial[:3])
+            names = ", ".join(layout.name for layout in partial[:3])
             yield Finding(names, "has a gradient", "that is partial over tp, and no all-reduce of it was issued")
         if runtime.mesh.tokens.size > 1 and not any(size >= bucket.numel for size in sent.sizes["dp"]):
-            name = record_of(bucket.parameters[0]).name
+            name = layout_of(bucket.parameters[0]).name
             yield Finding(name, "has a gradient", "of one data-parallel rank only, and no reduction of it was issued")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.parallel.row_layout import RowLayout, record_of
+from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.roles.adapters import projection
 from meshwright.roles.projection import is_transposed
@@ -141,11 +141,10 @@ def compare_rows(whole: RowsRead, own: RowsRead, rank: int) -> Iterator[tuple[st
 
 
 def _rows_held(module: Any) -> list[int]:
-    record = getattr(module.weight, "meshwright", None)
-    if record is None:
+    layout = layout_if_any(module.weight)
+    if layout is None:
         return list(range(module.weight.shape[1] if is_transposed(module) else module.weight.shape[0]))
-    layout: RowLayout = record_of(module.weight).layout
-    return [row for start, stop in layout.spans[record.rank] for row in range(start, stop)]
+    return [row for start, stop in layout.over("tp").spans[layout.place["tp"]] for row in range(start, stop)]
 
 
 def _short(rows: Rows) -> str:

@@ -17,10 +17,10 @@ from meshwright.construct.initial_weights import NewTensors
 from meshwright.context.attention import context_axes
 from meshwright.distribute import installation as distribution
 from meshwright.distribute.installation import Installation
-from meshwright.mesh.axes import Axis
+from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel import cross_entropy
-from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.tensor_parallel import Keep, make_shards
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
@@ -58,15 +58,12 @@ def install(
     """
     optimizer = make_optimizer(model.parameters())
 
-    def empty_shard(parameter: nn.Parameter, rows: RowLayout) -> Tensor:
-        shape = list(parameter.shape)
-        if not rows.is_replicated:
-            shape[rows.dim] = rows.local_size
+    def empty_shard(parameter: nn.Parameter, layout: TensorLayout) -> Tensor:
         with fake:
-            return torch.empty(shape, dtype=parameter.dtype, device=device)
+            return torch.empty(layout.local_shape, dtype=parameter.dtype, device=device)
 
-    def make(model: nn.Module, layouts: Any, tp: Axis, to: torch.device, keep: Keep = lambda _, x: x) -> NewTensors:
-        return NewTensors(make_shards(model, layouts, tp, to, empty_shard, keep), _empty_buffers(model, fake, to))
+    def make(model: nn.Module, layouts: Any, mesh: Mesh, to: torch.device, keep: Keep = lambda _, x: x) -> NewTensors:
+        return NewTensors(make_shards(model, layouts, mesh, to, empty_shard, keep), _empty_buffers(model, fake, to))
 
     installation = Installation.on_fake_rank(model, plan, config=config, device=device, guard=guard)
     with fake:

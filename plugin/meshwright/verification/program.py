@@ -17,11 +17,11 @@ from meshwright.checkpoint.whole_tensors import full_gradients, full_state_dict
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import PlanError
 from meshwright.faults.together import values_of_all
+from meshwright.layout.tensor_layout import is_held
 from meshwright.mesh.packed_values import pack, unpack
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.row_layout import is_held
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles.adapters import without_wrappers
 from meshwright.verification.batch_cases import Case, given_cases, token_cases

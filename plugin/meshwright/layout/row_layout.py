@@ -1,4 +1,4 @@
-"""Describe which rows of a full tensor each rank of the TP axis holds.
+"""Describe which rows of a full tensor each rank of an axis holds.
 
 The same description is used for slicing, for gathering back, for counting each element once in a norm and for
 summing the gradients of rows that several ranks hold. "Row" means an index of the sharded dim.
@@ -101,15 +101,11 @@ class RowLayout:
 
     def put(self, full: Tensor, local: Tensor, rank: int) -> None:
         """Write a rank's shard into ``full``; the inverse of :meth:`take`."""
-        for target, piece in self._pairs(full, local, rank):
+        for target, piece in self.pairs(full, local, rank):
             target.copy_(piece)
 
-    def add(self, full: Tensor, local: Tensor, rank: int) -> None:
-        """Add a rank's shard to ``full``; rows held more than once are summed."""
-        for target, piece in self._pairs(full, local, rank):
-            target.add_(piece)
-
-    def _pairs(self, full: Tensor, local: Tensor, rank: int) -> list[tuple[Tensor, Tensor]]:
+    def pairs(self, full: Tensor, local: Tensor, rank: int) -> list[tuple[Tensor, Tensor]]:
+        """Return views of a rank's rows in ``full``, each with the view of the same rows in its shard."""
         pairs, offset = [], 0
         for start, stop in self.spans[rank]:
             length = stop - start
@@ -136,78 +132,6 @@ class RowLayout:
         return sum(self.real_rows(rank) for rank in range(len(self.spans))) > self.size
 
 
-@dataclass(frozen=True)
-class ShardRecord:
-    """Describes the one-device parameter of which this rank holds a shard; stored on the shard as ``.meshwright``.
-
-    Args:
-        name: the parameter's name in the one-device model.
-        global_shape: the parameter's one-device shape.
-        layout: which rows each rank of the TP axis holds.
-        rank: this rank's coordinate on the TP axis.
-        is_grad_partial: whether a backward pass gives each rank that holds a row only a part of the
-            row's gradient (norms under sequence parallelism, replicated key/value heads).
-        is_held: whether a pipeline stage of this rank holds the parameter. If not, the parameter has zeros in its place
-            that take no memory, and no gradient.
-        holders: the ranks of pp that hold the parameter.
-        is_staged: whether the model's parameters are spread over pipeline stages, so that this rank has no gradients
-            of the others.
-    """
-
-    name: str
-    global_shape: torch.Size
-    layout: RowLayout
-    rank: int
-    is_grad_partial: bool
-    is_held: bool = True
-    holders: tuple[int, ...] = (0,)
-    is_staged: bool = False
-
-    @functools.cached_property
-    def is_sharded(self) -> bool:
-        """Whether this rank has only a part of the parameter, or nothing of it."""
-        return not (self.layout.is_replicated and self.is_held)
-
-    @property
-    def stage_copies(self) -> int:
-        """The number of ranks of pp that hold the parameter."""
-        return len(self.holders)
-
-    def zero_padding(self, local: Tensor) -> None:
-        """Set the padding rows of a shard to zero, in place."""
-        real = self.layout.real_rows(self.rank)
-        if missing := self.layout.local_size - real:
-            local.narrow(self.layout.dim, real, missing).zero_()
-
-    def copies(self, like: Tensor) -> Tensor | float:
-        """Return how many copies of each element the TP axis holds, shaped to broadcast over the shard."""
-        runs = self.layout.copies(self.rank)
-        if len({copies for _, copies in runs}) == 1:
-            return float(runs[0][1])
-        shape = [1] * like.ndim
-        shape[self.layout.dim] = self.layout.local_size
-        return expanded(runs, like).view(shape)
-
-
 def expanded(runs: list[tuple[int, int]], like: Tensor) -> Tensor:
     """Return one value per row from runs of (rows, value), with the dtype and device of ``like``."""
     return torch.cat([torch.full((rows,), value, dtype=like.dtype, device=like.device) for rows, value in runs])
-
-
-def record_of(parameter: Tensor) -> ShardRecord:
-    """Return the shard record of a parameter."""
-    record = getattr(parameter, "meshwright", None)
-    assert isinstance(record, ShardRecord), "a parameter has no record, so it was not sharded"
-    return record
-
-
-def is_held(tensor: Tensor) -> bool:
-    """Return whether this rank has values of a model's parameter or buffer; not so for those of other stages."""
-    record = getattr(tensor, "meshwright", None)
-    return record.is_held if isinstance(record, ShardRecord) else True
-
-
-def global_shape(tensor: Tensor) -> torch.Size:
-    """Return the one-device shape of a model's parameter or buffer, sharded or not."""
-    record = getattr(tensor, "meshwright", None)
-    return record.global_shape if isinstance(record, ShardRecord) else tensor.shape

@@ -1,0 +1,1 @@
+"""Which elements of a tensor each rank of a mesh holds."""
