@@ -72,10 +72,9 @@ def test_two_axes_cut_two_dims(rows: int, columns: int, tp: int, ep: int, copied
     total = torch.zeros_like(full)
     for layout in layouts:
         shard = layout.take(full)
-        assert shard.shape == layout.local_shape and layout.is_sharded == (layout.local_shape != layout.shape)
-        assert torch.equal(
-            layout.over("ep").take(layout.over("tp").take(full, layout.place["tp"]), layout.place["ep"]), shard
-        )
+        assert shard.shape == layout.local_shape and layout.is_sharded == ((tp > 1 and not copied) or ep > 1)
+        rows_of_tp = over_tp.take(full, layout.place["tp"])
+        assert torch.equal(layout.over("ep").take(rows_of_tp, layout.place["ep"]), shard)
         padded = shard + (shard == 0)
         layout.zero_padding(padded)
         assert torch.equal(padded, shard)
@@ -126,12 +125,12 @@ def test_heads_that_do_not_divide_name_the_legal_sizes() -> None:
 
 
 def test_adding_shards_sums_the_copies() -> None:
-    cuts = (("tp", HeadLayout(heads=4, kv_heads=1, head_dim=2, tp=4).kv_rows()),)
+    rows = HeadLayout(heads=4, kv_heads=1, head_dim=2, tp=4).kv_rows()
     total = torch.zeros(2)
     for rank in range(4):
-        TensorLayout(shape=total.shape, cuts=cuts, place={"tp": rank}).add(total, torch.tensor([1.0, rank]))
+        TensorLayout(shape=total.shape, cuts=(("tp", rows),), place={"tp": rank}).add(total, torch.tensor([1.0, rank]))
     assert total.tolist() == [4.0, 6.0]
-    assert layout.copies(0) == [(2, 4)]
+    assert rows.copies(0) == [(2, 4)]
 
 
 @pytest.mark.parametrize(("kv_heads", "tp"), [(2, 2), (4, 2), (1, 2), (3, 2), (2, 4), (12, 3)])
