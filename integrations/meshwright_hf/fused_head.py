@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.context.region import ContextRegion
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import unsplit_rows
@@ -36,8 +37,8 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
         if not kwargs.get("fused_lm_head"):
             return forward(*args, **kwargs)
         with contextlib.ExitStack() as stack:
-            if runtime.region is not None:
-                stack.enter_context(runtime.region.joining())  # TRL's loss shifts the labels of the whole row
+            if (region := runtime.features.find(ContextRegion)) is not None:
+                stack.enter_context(region.joining())  # TRL's loss shifts the labels of the whole row
 
             def find_whole_head() -> SimpleNamespace:
                 head = find_head()

@@ -21,6 +21,9 @@ from meshwright.data.nested import tensors_of
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.mesh.process_group import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
+from meshwright.parallel.batch_loss import BatchLoss
+from meshwright.parallel.compiled_layers import CompilableLayers
+from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.plan.config import NumItems, PlanLike, ToDistributedConfig
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
@@ -132,15 +135,16 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             self._smoothing, self.label_smoother = self.label_smoother.epsilon, None
         check_run(self, runtime)
         check_trl(self, runtime)
-        runtime.gathers_evaluated_logits = False  # prediction_step gathers them only where it returns them
-        if runtime.loss is not None:
-            runtime.loss.mean.num_items = self._meaning_of_items()  # if the model was distributed earlier
-        self.model.no_sync = runtime.no_sync  # accelerate looks for it while gradients accumulate
+        runtime.logits.in_evaluation = False  # prediction_step gathers them only where it returns them
+        if (loss := runtime.features.find(BatchLoss)) is not None:
+            loss.mean.num_items = self._meaning_of_items()  # if the model was distributed earlier
+        self.model.no_sync = runtime.gradients.no_sync  # accelerate looks for it while gradients accumulate
         gather_for_fused_head(self.model, runtime)
         show_run(self.model, runtime, self._mesh_config)
         if self.args.torch_compile:
-            assert runtime.layers is not None
-            runtime.layers.compile_if_possible(**self.accelerator.state.dynamo_plugin.to_kwargs())
+            layers = runtime.features.find(CompilableLayers)
+            assert layers is not None
+            layers.compile_if_possible(**self.accelerator.state.dynamo_plugin.to_kwargs())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the Trainer's optimizer; under a plan this is done when the Trainer is made.
@@ -169,7 +173,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     def _complete(self, runtime: Runtime) -> None:
         """Add the optimizer to a model that was distributed before the Trainer was made, perhaps while loading."""
         trains = self.train_dataset is not None
-        if trains and not runtime.has_optimizer:
+        if trains and not runtime.gradients.has_optimizer:
             self.create_optimizer()
             mw.to_distributed(self.model, self.optimizer, config=without_lines(self._mesh_config))
         else:
@@ -280,7 +284,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
         """Run the Trainer's step; labels are counted in ``inputs`` first, since the user's loss may remove them."""
-        uneven, count = self._runtime.uneven, self._items.watch(num_items_in_batch)
+        uneven, count = self._runtime.features.find(UnevenBatches), self._items.watch(num_items_in_batch)
         count_from(self._runtime, self.state)
         with contextlib.nullcontext() if uneven is None else uneven.of_batch(inputs):
             return super().training_step(model, inputs, count, **kwargs)  # type: ignore[misc]
@@ -317,7 +321,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         is_loss_only = args[2] if len(args) > 2 else kwargs["prediction_loss_only"]
         with contextlib.ExitStack() as stack:
             if not is_loss_only or has_own_loss(self):
-                stack.enter_context(self._runtime.gathering_logits())
+                stack.enter_context(self._runtime.logits.gathering())
             loss, logits, labels = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
         return (
             None if loss is None else self._evaluation_loss.of_global_batch(loss, counted, self._items),

@@ -27,6 +27,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import Runtime, runtime_of
+from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright_hf.launch_job import LAUNCH_VARIABLE
 from meshwright_hf.trainer_control import Control
 from meshwright_hf.trainer_data import rest_of_epoch
@@ -157,12 +158,13 @@ class CheckpointMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         mw.save_optimizer(self.model, self.optimizer, os.path.join(output_dir, OPTIMIZER))
         runtime, loader = self._runtime, self._train_loader
+        streams = runtime.features.find(DropoutStreams)
         progress = Progress(
             mesh=_sizes(runtime),
             global_batch=self._global_batch(),
             loader=None if loader is None else loader.state_dict(),
             epoch_draws=encoded_draws(self._epoch_draws),
-            streams=None if runtime.streams is None else runtime.streams.state_dict(),
+            streams=None if streams is None else streams.state_dict(),
             plan=None if runtime.plan is None else asdict(runtime.plan),
         )
 
@@ -212,8 +214,9 @@ class CheckpointMixin:
         else:
             mw.load_optimizer(self.model, self.optimizer, os.path.join(checkpoint, OPTIMIZER))
         succeed_together(lambda: self._load_scheduler(Path(checkpoint, SCHEDULER)))
-        if self._runtime.streams is not None and progress is not None and progress.streams is not None:
-            self._runtime.streams.load_state_dict(progress.streams)
+        streams = self._runtime.features.find(DropoutStreams)
+        if streams is not None and progress is not None and progress.streams is not None:
+            streams.load_state_dict(progress.streams)
 
     def _load_scheduler(self, path: Path) -> None:
         state = read_pickle(path)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.monitor.monitor import Preparation, monitor_of, start_monitor
-from meshwright.optim.runtime import Runtime
+from meshwright.optim.runtime import Runtime, Watch
 from meshwright.plan.config import ToDistributedConfig
 
 
@@ -24,7 +24,7 @@ def show_run(model: nn.Module, runtime: Runtime, config: ToDistributedConfig) ->
     Raises:
         PlanError: on every rank, if rank 0 cannot write the log in ``config.logging_dir``.
     """
-    if runtime.watch is None:
+    if runtime.features.find(Watch) is None:
         start_monitor(model, runtime, config, Preparation.make(model, config), every=None)
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.autograd_graph import tensors_in
+from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.collectives import maximum
+from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright_hf.trainer_checks import has_own_loss
 
 
@@ -47,8 +49,8 @@ class ItemsUse:
             return
         self.is_divided = self.is_read = self._is_settled = self.has_asked_processes = False
         self.is_active = True
-        if runtime.loss is not None:
-            runtime.loss.mean.used_items = None
+        if (loss := runtime.features.find(BatchLoss)) is not None:
+            loss.mean.used_items = None
         try:
             yield
         finally:
@@ -69,8 +71,8 @@ class ItemsUse:
         self._is_settled = True
         if not _is_of_model(trainer, runtime):
             self.is_divided = self._agree(trainer, runtime)
-            if self.is_divided and runtime.uneven is not None:
-                runtime.uneven.stop()
+            if self.is_divided and (uneven := runtime.features.find(UnevenBatches)) is not None:
+                uneven.stop()
         return self.is_divided
 
     def _agree(self, trainer: Any, runtime: Runtime) -> bool:
@@ -92,9 +94,8 @@ class ItemsUse:
 
 def _is_of_model(trainer: Any, runtime: Runtime) -> bool:
     """Return whether the model divided its known loss by the count, so that it is the loss of the global batch."""
-    if has_own_loss(trainer) or runtime.loss is None:
-        return False
-    return runtime.loss.mean.used_items is True
+    loss = runtime.features.find(BatchLoss)
+    return not has_own_loss(trainer) and loss is not None and loss.mean.used_items is True
 
 
 _DIVIDED = (

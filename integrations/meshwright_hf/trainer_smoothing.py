@@ -31,7 +31,7 @@ def takes_smoothing(trainer: Any, runtime: Runtime) -> bool:
         _COUNTS_ITEMS
         and trainer.compute_loss_func is None
         and type(trainer.label_smoother) is LabelSmoother
-        and isinstance(runtime.loss, CausalLMLoss)
+        and runtime.features.find(CausalLMLoss) is not None
         and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         and not _adds_to_loss(getattr(model, "config", None))
     )
@@ -69,5 +69,6 @@ def smoothing(trainer: Any, runtime: Runtime, factor: float, inputs: Any) -> Abs
             "batch"
         )
     inputs.pop("shift_labels", None)
-    assert isinstance(runtime.loss, CausalLMLoss)
-    return runtime.loss.smoothed(factor)
+    loss = runtime.features.find(CausalLMLoss)
+    assert loss is not None
+    return loss.smoothed(factor)

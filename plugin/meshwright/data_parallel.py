@@ -29,6 +29,7 @@ from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.local_device import check_is_alone
 from meshwright.mesh.process_group import start_process_group
 from meshwright.mesh.process_mesh import ProcessMesh
+from meshwright.optim.gradients import Gradients
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
 from meshwright.parallel.autograd_graph import tensors_in, unused_parameters
 from meshwright.parallel.gradient_buckets import Bucket, group_parameters, make_buckets
@@ -124,7 +125,7 @@ class DataParallel(nn.Module):
         self._trainable = [p for p in reversed(list(model.parameters())) if p.requires_grad]
         for name, parameter in model.named_parameters():
             parameter.meshwright = TensorLayout(shape=parameter.shape, name=name)  # type: ignore[attr-defined]
-        runtime = Runtime(mesh=Mesh(dp=axis), parameters=self._trainable, guard=guard)
+        runtime = Runtime(mesh=Mesh(dp=axis), gradients=Gradients(self._trainable), guard=guard)
         self._sync: GradientSync | None = None
         if axis.size == 1:
             logger.warning("DataParallel has no effect in one process; launch more with torchrun --nproc-per-node N")
@@ -153,7 +154,7 @@ class DataParallel(nn.Module):
                 reduction=AllReduce(axis),
                 meet=runtime.meet_over_dp,
             )
-        syncs = runtime.syncs = [] if self._sync is None else [self._sync]
+        syncs = runtime.gradients.syncs = [] if self._sync is None else [self._sync]
         # The model keeps the syncs alive, so that gradients are averaged even if only the model is kept.
         object.__setattr__(model, "_meshwright_syncs", syncs)
         attach(self, runtime)

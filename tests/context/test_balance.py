@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.context.region import ContextRegion
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel import sequence_parts
@@ -119,7 +120,7 @@ def two_passes(plan: dict[str, Any] | None) -> tuple[dict[str, Tensor], list[Any
         for seed in (0, 1):
             losses.append(model(**packed(seed)).loss)
             if plan is not None:
-                dealt.append(runtime_of(model).region.parts.dealt)
+                dealt.append(runtime_of(model).features.find(ContextRegion).parts.dealt)
         with torch.no_grad():
             of_copy = copy.deepcopy(model)(**packed(0)).loss  # while the model itself has parts of the other row
         losses.append(model.model(input_ids=packed(0)["input_ids"]).last_hidden_state.square().mean())

@@ -18,6 +18,7 @@ from benchmarks import false_alarms
 from benchmarks.families.models import build as build_family
 from meshwright.errors import DivergenceError
 from meshwright.optim.runtime import runtime_of
+from meshwright.parallel.dropout_streams import DropoutStreams
 from support.models import build, labels_for, tokens
 
 EVERY = 4  # steps between two comparisons of the weights
@@ -159,7 +160,7 @@ def counted_step(run: Run) -> None:
 
 
 def other_stream(run: Run) -> None:
-    runtime_of(run.model).streams._seed ^= 1 << 20
+    runtime_of(run.model).features.find(DropoutStreams)._seed ^= 1 << 20
 
 
 def train_until_named(plan: dict[str, Any], fault: Callable[[Run], None], overrides: dict[str, Any]) -> tuple[int, str]:

@@ -135,7 +135,7 @@ def accumulate_by_hand(plan: dict[str, Any]) -> tuple[list[bool], Any, Any]:
         for batch in loader:
             with accelerate.accumulate(model):
                 accelerate.backward(model(**batch).loss)
-                unsynced.append(any(sync.has_unsynced for sync in runtime_of(model).syncs))
+                unsynced.append(any(sync.has_unsynced for sync in runtime_of(model).gradients.syncs))
                 norms.append(accelerate.clip_grad_norm_(model.parameters(), 1.0))
         partial = None
         try:

@@ -103,7 +103,7 @@ def test_a_loss_of_ones_own_over_stages(name: str) -> None:
     """Evaluation works, since the logits are gathered; so a Trainer without rows to train on passes."""
     given = {"compute_loss_func": None, "label_smoother": None}
     given["label_smoother" if "label" in name else name] = print  # type: ignore[assignment]
-    runtime = Runtime(mesh=Mesh(pp=Axis("pp", size=2)), parameters=[])
+    runtime = Runtime(mesh=Mesh(pp=Axis("pp", size=2)))
     with fresh_accelerate():
         trainer = SimpleNamespace(args=arguments("unused"), train_dataset=Rows(4), **given)
         with pytest.raises(mw.PlanError, match=rf"{name} computes the loss.*ParallelPlan\.pp=2.*pp=1"):

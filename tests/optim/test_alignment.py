@@ -123,7 +123,7 @@ def _remainder(tensor: Tensor) -> int:
 
 def _largest_padding(model: nn.Module) -> Tensor:
     """Return the largest number in the padding of what the optimizer steps; zero without ZeRO."""
-    zero = runtime_of(model).zero
+    zero = runtime_of(model).gradients.zero
     largest = torch.zeros(())
     for sharded in zero.sharded if zero else ():
         rest = sharded.weights.master.clone()

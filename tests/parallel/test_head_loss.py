@@ -25,6 +25,7 @@ import meshwright as mw
 from meshwright.errors import UnreadableTensorError
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import find_runtime
+from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, HeadLoss
 from meshwright.parallel.cross_entropy import Words
 from meshwright.tracing.traced_memory import LiveBytes
@@ -62,7 +63,7 @@ def loss_of(model: Any, batch: dict[str, Tensor], smoothing: float) -> Tensor:
         return model(**batch).loss
     runtime = find_runtime(model)
     if runtime is not None:
-        with runtime.loss.smoothed(smoothing):  # type: ignore[union-attr]
+        with runtime.features.find(CausalLMLoss).smoothed(smoothing):
             return model(**batch).loss
     logits, targets = model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import meshwright as mw
 from benchmarks.families.models import build as build_family
 from harness.pool import WorkerError
+from meshwright.context.region import ContextRegion
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import runtime_of
@@ -260,11 +261,11 @@ def refusals() -> dict[str, str]:
     record("copy", lambda: copy.deepcopy(model))
     record("base model", lambda: model.model(input_ids=ids))
     record("logits", lambda: model(**batch()).logits.sum())
-    runtime_of(model).gathers_logits = True
+    runtime_of(model).logits.in_training = True
     record("loss on logits", lambda: model(**batch()).logits.sum().backward())
     record("loss in eval mode", lambda: model.eval()(input_ids=ids).logits.sum().backward())
     model.train()
-    runtime_of(model).gathers_logits = False
+    runtime_of(model).logits.in_training = False
     record("state dict", model.state_dict)
     record("optimizer's state dict", plan(pp=2)[1].state_dict)
     record("torch's clipping", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -335,7 +336,7 @@ def with_parts_of_rows() -> tuple[dict[str, str], list[int], bool]:
     model(**batch()).loss.backward()  # makes the dtypes known that cross the stages
     with mock.patch.object(Links, "send", counted):
         model(**batch(length=9)).loss.backward()
-    is_empty = not runtime_of(model).region._cut
+    is_empty = not runtime_of(model).features.find(ContextRegion)._cut
     wrong: dict[str, dict[str, Any]] = {
         "a mask of pairs": {"attention_mask": torch.ones(4, 1, 10, 10, dtype=torch.bool)},
         "some logits": {"logits_to_keep": 1},

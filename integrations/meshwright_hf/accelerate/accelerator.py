@@ -118,8 +118,8 @@ class PlannedAccelerator(Accelerator):
             super().clip_grad_value_(parameters, clip_value)
         elif self.sync_gradients:
             runtime = runtime_of(model)
-            runtime.check_synced()
-            for gradient, _ in runtime.counted_gradients():
+            runtime.gradients.check_synced()
+            for gradient, _ in runtime.gradients.counted(runtime.mesh):
                 gradient.clamp_(-clip_value, clip_value)
 
     def gather(self, tensor: Any) -> Any:
@@ -295,7 +295,7 @@ class PlannedAccelerator(Accelerator):
         given = {id(p) for p in parameters if p.requires_grad}
         for model in state.planned_models(self):
             elsewhere = (p for p in model.parameters() if p.requires_grad and not is_held(p))
-            own = {id(p) for p in (*runtime_of(model).parameters, *elsewhere)}
+            own = {id(p) for p in (*runtime_of(model).gradients.parameters, *elsewhere)}
             if own and own == given:
                 return model
             if own & given:

@@ -27,7 +27,7 @@ from meshwright.errors import PlanError
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.mesh.process_group import device_for
 from meshwright.monitor.monitor import Preparation, start_monitor
-from meshwright.optim.runtime import device_of, find_runtime, no_sync, runtime_of
+from meshwright.optim.runtime import Watch, device_of, find_runtime, no_sync, runtime_of
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.plan.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
@@ -155,7 +155,7 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
         model.to(accelerator.device)
     if runtime is None:
         to_distributed(model, given.optimizer, config=dataclasses.replace(config, plan=plan))
-        runtime_of(model).gathers_evaluated_logits = is_picked
+        runtime_of(model).logits.in_evaluation = is_picked
         runtime_of(model).plan_source = source
     elif given.optimizer is not None and find_runtime(given.optimizer) is not runtime:
         to_distributed(model, given.optimizer, config=config)
@@ -187,7 +187,7 @@ def _prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Any:
 def _show(accelerator: Accelerator, model: Any, config: ToDistributedConfig) -> None:
     """Measure for the Accelerator's trackers, and show the card, if the config asks for no lines."""
     runtime = runtime_of(model)
-    if runtime.watch is None and accelerator.log_with:
+    if runtime.features.find(Watch) is None and accelerator.log_with:
         start_monitor(model, runtime, config, Preparation.make(model, config), every=_EVERY, prints=False)
 
 

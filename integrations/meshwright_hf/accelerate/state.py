@@ -24,7 +24,7 @@ from meshwright.checkpoint.seal import NAME as SEAL
 from meshwright.checkpoint.stock_optimizer import check_pickle, load_stock_optimizer, read_pickle
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
-from meshwright.optim.runtime import find_runtime, runtime_of
+from meshwright.optim.runtime import Watch, find_runtime, runtime_of
 from meshwright.parallel.dropout_streams import STREAMS, DropoutStreams
 from meshwright.schema import anything, integer, listed, maybe, record, require, table
 from meshwright_hf.accelerate.loader import PlannedLoader
@@ -115,6 +115,10 @@ def _check_random_state(path: Path) -> None:
         )
 
 
+def _watches(accelerator: Accelerator) -> list[Watch | None]:
+    return [runtime_of(model).features.find(Watch) for model in planned_models(accelerator)]
+
+
 def _check_stock(accelerator: Accelerator, folder: Path) -> None:
     """Raise if a checkpoint of accelerate's own class numbers models or counts steps of schedules differently."""
     if len(planned_models(accelerator)) != len(accelerator._models):
@@ -154,9 +158,7 @@ def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
         "step": accelerator.step,
         "rows": _rows_of_step(accelerator),
         "batches": [scheduler.batches for scheduler in _schedulers(accelerator)],
-        "shown_steps": [
-            None if (watch := runtime_of(m).watch) is None else watch.step for m in planned_models(accelerator)
-        ],
+        "shown_steps": [None if watch is None else watch.step for watch in _watches(accelerator)],
         "plan": None if (plan := runtime_of(planned_models(accelerator)[0]).plan) is None else asdict(plan),
     }
 
@@ -177,7 +179,7 @@ def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
         _streams(model).load_state_dict(state)
     accelerator.step = said["step"]  # accelerate saves it in one file per rank, but the number of ranks may differ
     for model, step in zip(planned_models(accelerator), said.get("shown_steps", ()), strict=False):
-        if (watch := runtime_of(model).watch) is not None and step is not None:
+        if (watch := runtime_of(model).features.find(Watch)) is not None and step is not None:
             watch.resumed(step)
     rows, saved_rows = _rows_of_step(accelerator), said["rows"]
     for scheduler, batches in zip(_schedulers(accelerator), said["batches"], strict=False):
@@ -238,7 +240,7 @@ def _pairs(accelerator: Accelerator) -> list[tuple[nn.Module, torch.optim.Optimi
 
 
 def _streams(model: nn.Module) -> DropoutStreams:
-    streams = runtime_of(model).streams
+    streams = runtime_of(model).features.find(DropoutStreams)
     assert streams is not None, "a planned model without dropout streams"
     return streams
 

@@ -237,11 +237,12 @@ def _follow(given: Iterable[Any] | None, model: nn.Module, places: dict[int, str
 def _adapt(engine: Any, runtime: Runtime) -> None:
     """Adapt an engine to a sharded model: the guard accepts its collectives, and its exports gather over tp."""
     if engine.zero_optimization_partition_weights():
-        runtime.materialise = _gathered
+        assert runtime.gradients.engine is not None
+        runtime.gradients.engine.materialise = _gathered
     for name in ("forward", "backward", "step"):
         setattr(engine, name, own_collectives()(getattr(engine, name)))
-    if runtime.watch is not None:
-        engine.step = _Watched(engine, engine.step, runtime.watch)
+    if (watch := runtime.features.find(Watch)) is not None:
+        engine.step = _Watched(engine, engine.step, watch)
     if engine.zero_optimization_partition_weights():
         adapt_universal_loading(engine.optimizer, runtime)
     if runtime.mesh.tp.size > 1:

@@ -39,8 +39,9 @@ from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
-from meshwright.optim.runtime import Runtime, device_of
+from meshwright.optim.runtime import Runtime, Watch, device_of
 from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
+from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
 
@@ -146,12 +147,12 @@ def load_checkpoint(
             set_state(*state, loaded)
     objects = {name: given[name] for name in used & given.keys()}
     succeed_together(lambda: load_states(opened.folder / NAME, manifest, objects))
-    if runtime.streams is not None and manifest.streams is not None:
-        runtime.streams.load_state_dict(manifest.streams)
+    if (streams := runtime.features.find(DropoutStreams)) is not None and manifest.streams is not None:
+        streams.load_state_dict(manifest.streams)
     if "random" in used:
         set_random_state(random, device)
-    if runtime.watch is not None and manifest.step is not None:
-        runtime.watch.resumed(manifest.step)
+    if (watch := runtime.features.find(Watch)) is not None and manifest.step is not None:
+        watch.resumed(manifest.step)
     Lineage.of(model).go_on_from(Mark(number=manifest.number, run=manifest.run))
     show_loaded(opened.folder, step=manifest.step, plan=manifest.plan)
     return Checkpoint(folder=opened.folder, step=manifest.step, extra=manifest.extra, plan=manifest.plan)
@@ -313,5 +314,5 @@ def _read_weights(runtime: Runtime, weights: _Weights, saved: _SavedState) -> No
 def _take_over_weights(runtime: Runtime) -> None:
     if runtime.weights is not None:
         runtime.weights.release()
-    for bucket in runtime.zero.sharded if runtime.zero is not None else ():
+    for bucket in runtime.gradients.zero.sharded if runtime.gradients.zero is not None else ():
         bucket.weights.refresh()

@@ -25,6 +25,7 @@ from meshwright.checkpoint.shares import Held, shares
 from meshwright.checkpoint.snapshot import as_of_now
 from meshwright.checkpoint.streamed_files import Form
 from meshwright.optim.runtime import Runtime, device_of
+from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.plan.config import ParallelPlan
 
 _LIBRARIES = ("meshwright", "torch", "transformers", "accelerate", "numpy")
@@ -71,6 +72,7 @@ class OwnRun:
         """
         weights, ties, _ = model_tensors(model, runtime)
         device = device_of(model)
+        streams = runtime.features.find(DropoutStreams)
         return OwnRun(
             mesh=mesh,
             device=device,
@@ -80,7 +82,7 @@ class OwnRun:
             random=random_state(device),
             config=model_config(model),
             plan=runtime.plan,
-            states={**states, "streams": None if runtime.streams is None else runtime.streams.state_dict()},
+            states={**states, "streams": None if streams is None else streams.state_dict()},
         )
 
     def as_of_now(self) -> OwnRun:

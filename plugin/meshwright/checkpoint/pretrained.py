@@ -21,6 +21,7 @@ from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank
 from meshwright.layout.tensor_layout import global_shape
 from meshwright.optim.runtime import Runtime, runtime_of
+from meshwright.optim.state_dicts import StateDictCalls
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.roles.adapters import wrapped
 
@@ -61,7 +62,8 @@ class _FullSave(MethodOverride):
             kwargs = {**kwargs, "state_dict": gather_state(model, _saved_by(model))}
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", Path(save_directory).name)
-        with runtime.reading_names():  # the method may still read names from modules' state dicts
+        calls = runtime.features.find(StateDictCalls) or StateDictCalls()
+        with calls.reading_names():  # the method may still read names from modules' state dicts
             on_first_rank(lambda: _save_given(lambda path: save_pretrained(path, *args, **kwargs), call))
 
 

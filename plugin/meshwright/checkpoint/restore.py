@@ -75,8 +75,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     succeed_together(read)
     if weights is not None:
         weights.release()
-    if runtime is not None and runtime.zero is not None:
-        for bucket in runtime.zero.sharded:
+    if runtime is not None and runtime.gradients.zero is not None:
+        for bucket in runtime.gradients.zero.sharded:
             bucket.weights.refresh()
 
 

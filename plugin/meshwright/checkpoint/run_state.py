@@ -61,7 +61,7 @@ class Mesh:
 
 def runtime_or_single(model: nn.Module) -> Runtime:
     """Return the runtime of a model, or one of a single rank."""
-    return find_runtime(model) or Runtime(mesh=axes.Mesh(), parameters=[])
+    return find_runtime(model) or Runtime(mesh=axes.Mesh())
 
 
 def mesh_of(model: nn.Module, runtime: Runtime) -> Mesh:

@@ -66,7 +66,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     model = without_compilation(model)
     runtime = runtime_of(model)
     runtime.check_own("full_gradients", "it may have reduced or freed them already")
-    runtime.check_synced()
+    runtime.gradients.check_synced()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     full: dict[str, Tensor] = {}
     local_ones = _local_gradients(runtime)
@@ -80,14 +80,14 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 def _local_gradients(runtime: Runtime) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield each parameter's gradient of its TP shard; ZeRO's slices are gathered over dp, one bucket at a time."""
     sharded_ones: set[int] = set()
-    if runtime.zero is not None:
-        runtime.zero.settle()
-        sharded_ones = {id(parameter) for parameter in runtime.zero.parameters}
-        for sharded in runtime.zero.sharded:
+    if runtime.gradients.zero is not None:
+        runtime.gradients.zero.settle()
+        sharded_ones = {id(parameter) for parameter in runtime.gradients.zero.parameters}
+        for sharded in runtime.gradients.zero.sharded:
             for parameter, gradient in sharded.bucket.segments(sharded.gather_gradients()):
                 if _has_any(parameter, runtime):
                     yield parameter, gradient
-    for parameter in runtime.parameters:
+    for parameter in runtime.gradients.parameters:
         if id(parameter) not in sharded_ones and parameter.grad is not None:
             yield parameter, parameter.grad.as_subclass(Tensor)
 
@@ -123,9 +123,10 @@ def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
         if runtime.weights is not None:
             part, cut = runtime.weights.part(value)
             return assemble(part, layout_of(value), cut, runtime)
-        if runtime.materialise is None:
+        engine = runtime.gradients.engine
+        if engine is None or engine.materialise is None:
             return _gather(value.detach(), value, runtime)
-        with runtime.materialise(value):
+        with engine.materialise(value):
             whole = _gather(value.detach(), value, runtime)
             return None if whole is None else whole.cpu().clone()
     return value.detach() if is_first(runtime) else None

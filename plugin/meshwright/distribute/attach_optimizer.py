@@ -18,6 +18,7 @@ from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.added_parameters import check_none_added
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.user_hooks import HookedModules
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles.adapters import without_wrappers
 
@@ -55,7 +56,7 @@ def plan_to_complete(
         OptimizerMismatchError: if the optimizer belongs to another model, or its step on a shard may differ from
             its step on the whole tensor.
     """
-    if optimizer is not None and runtime.has_optimizer:
+    if optimizer is not None and runtime.gradients.has_optimizer:
         raise AlreadyDistributedError(
             "this model was distributed by an earlier call, with an optimizer; build a new model to use another one"
         )
@@ -114,8 +115,9 @@ def complete(
             install_gradient_sync(runtime, model, optimizer, zero_stage=plan.zero_stage, bucket_bytes=bucket_bytes)
     decoder: Any = without_wrappers(model)[1]
     if plan.has_micro_batches and not before.has_micro_batches:
-        assert runtime.hooked is not None
-        runtime.hooked.is_split = True
+        hooked = runtime.features.find(HookedModules)
+        assert hooked is not None
+        hooked.is_split = True
         if plan.pp == 1:  # a pipeline splits batches itself
             split_batches(decoder, runtime, plan)
     if plan.recompute == "full" and before.recompute == "none":

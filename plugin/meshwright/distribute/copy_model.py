@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.optim.attach_gradients import install_gradient_sync
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.shard_reads import reading_shards
 
 _BUCKET_BYTES = 25 * 2**20
@@ -39,7 +40,9 @@ class _Copier:
         if id(self.runtime) in memo:  # inside a wrapper that is being copied
             return _reconstruct(self.part, memo)
         new = self.runtime.without_gradients()
-        memo[id(self.runtime)], memo[id(self.runtime.syncs)] = new, new.syncs
+        gradients = self.runtime.gradients
+        memo[id(self.runtime)], memo[id(gradients)] = new, new.gradients
+        memo[id(gradients.syncs)] = new.gradients.syncs
         if self.runtime.comparison is not None:
             memo[id(self.runtime.comparison)] = new.comparison = self.runtime.comparison.for_copy()
         if self.runtime.weights is not None:
@@ -48,11 +51,9 @@ class _Copier:
             _copy_parameter(parameter, self.runtime, memo)
         part = _reconstruct(self.part, memo)
         model = copy.deepcopy(self.model, memo)
-        new.streams = copy.deepcopy(self.runtime.streams, memo)
+        new.features = copy.deepcopy(self.runtime.features, memo)
         if new.comparison is not None:
-            new.comparison.look_at(model, new.streams)
-        for name in ("loss", "uneven", "hooked", "layers", "region"):
-            setattr(new, name, copy.deepcopy(getattr(self.runtime, name), memo))
+            new.comparison.look_at(model, new.features.find(DropoutStreams))
         new.weights = copy.deepcopy(self.runtime.weights, memo)
         if new.weights is not None:
             new.weights.find_places()

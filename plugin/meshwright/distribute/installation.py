@@ -31,6 +31,8 @@ from meshwright.optim.shard_state import shard_state
 from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.step_watch import watch_steps
 from meshwright.optim.zero3_layers import ShardedWeights
+from meshwright.parallel.batch_loss import BatchLoss
+from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.collectives import agree
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.deferred_logits import Deferral, DeferringHead
@@ -115,7 +117,7 @@ class Installation:
             config=config,
             structure=structure,
             loss=find_loss(decoder),
-            runtime=Runtime(mesh=mesh, parameters=[], plan=plan, guard=guard),
+            runtime=Runtime(mesh=mesh, plan=plan, guard=guard),
             device=torch.device(device),
             context=context_of(decoder, structure, plan),
             cut=cut_of(decoder, structure, plan, mesh.pp.rank),
@@ -207,12 +209,12 @@ class Installation:
             shard_state(optimizer)
         if runtime.weights is not None:
             runtime.weights.attach(self.model)
-        runtime.streams = DropoutStreams(mesh=runtime.mesh, seed=seed)
+        streams = runtime.features.add(DropoutStreams(mesh=runtime.mesh, seed=seed))
         if runtime.guard is not None:
-            runtime.comparison = self._comparison()
-        layers, region, forward = self._install_forward(runtime.streams)
+            runtime.comparison = self._comparison(streams)
+        layers, region, forward = self._install_forward(streams)
         if self.context is not None:
-            self._install_context(self.context, runtime.streams)
+            self._install_context(self.context, streams)
         if runtime.engine is not None:
             leave_gradients_to_engine(runtime, self.model)
         else:
@@ -228,9 +230,10 @@ class Installation:
                 parts=runtime.mesh.cp.size,
                 gradients=runtime.loss_gradients,
             )
-            runtime.loss = install_loss(decoder, self.loss, mean, tp=runtime.mesh.tp, vocab_size=self._sharded_words)
-            if self.loss.is_causal_lm:
-                runtime.loss.region = runtime.region  # type: ignore[attr-defined]
+            loss = install_loss(decoder, self.loss, mean, tp=runtime.mesh.tp, vocab_size=self._sharded_words)
+            runtime.features.add(loss)
+            if isinstance(loss, CausalLMLoss):
+                loss.region = runtime.features.find(ContextRegion)
             if self.cut is not None:
                 self._install_pipeline(self.cut, region)
             elif self.plan.has_micro_batches:
@@ -280,21 +283,22 @@ class Installation:
         # Under ulysses each rank has all tokens of some heads. The stages of a pipeline know the length of what they
         # receive before they see the documents of a row.
         balances = self.plan.context != "ulysses" and not is_staged
-        region = runtime.region = ContextRegion(self.structure, record, attention.parts, streams, balances=balances)
+        region = ContextRegion(self.structure, record, attention.parts, streams, balances=balances)
+        runtime.features.add(region)
         self.decoder.forward = ContextForward(
             self.decoder,
             region,
             has_token_loss=self.loss is not None and self.loss.is_causal_lm,
             joins_logits=lambda trains: (
-                runtime.gathers_logits or (not trains and (not is_staged or runtime.gathers_evaluated_logits))
+                runtime.logits.in_training or (not trains and (not is_staged or runtime.logits.in_evaluation))
             ),
         )
 
     def _install_forward(self, streams: DropoutStreams) -> tuple[CompilableLayers, SequenceRegion | None, ForwardState]:
         """Add the hooks of the forward pass: around the decoder, and at the borders of its blocks."""
         runtime, structure, plan = self.runtime, self.tensor_structure, self.plan
-        uneven = runtime.uneven = UnevenBatches(runtime.mesh.tokens, runtime.mesh.tp)
-        hooked = runtime.hooked = HookedModules(
+        uneven = runtime.features.add(UnevenBatches(runtime.mesh.tokens, runtime.mesh.tp))
+        hooked = HookedModules(
             self.decoder,
             structure,
             sequence_parallel=plan.sequence_parallel,
@@ -302,8 +306,9 @@ class Installation:
             is_staged=plan.pp > 1,
             parted=None if self.context is None else self.structure,
         )
+        runtime.features.add(hooked)
         leave_out_of_graphs()
-        layers = runtime.layers = self._compilable_layers()
+        layers = runtime.features.add(self._compilable_layers())
         forward = ForwardState(
             model=self.decoder,
             inner=self._callable_alone(),
@@ -321,7 +326,7 @@ class Installation:
             shares_weights=runtime.weights is not None,
             longest=LongestPosition(self.decoder, runtime.mesh.tokens, is_split=plan.has_micro_batches or plan.pp > 1),
             layers=layers,
-            follow=runtime.follow,
+            follow=runtime.gradients.follow,
         )
         keep_documents_apart(self.decoder)
         if structure is None:
@@ -344,7 +349,7 @@ class Installation:
         deferral = Deferral(
             is_wanted=forward.defers_logits,
             is_sharded=self.tensor_structure is not None,
-            count_steps=runtime.count_sharded_steps,
+            count_steps=runtime.gradients.count_sharded_steps,
             has_values=runtime.has_values,
             token_loss=None if self._is_causal_lm else TokenLoss(vocab_size=self._sharded_words, tp=runtime.mesh.tp),
         )
@@ -380,7 +385,7 @@ class Installation:
         is_known = self._is_causal_lm or (self.context is None and calls_cross_entropy(self.decoder))
         return is_known and not self.config.gather_logits and self.runtime.engine is None and is_single
 
-    def _comparison(self) -> ReplicaComparison:
+    def _comparison(self, streams: DropoutStreams) -> ReplicaComparison:
         runtime, plan = self.runtime, self.plan
         assert runtime.guard is not None
         every = self.config.check_replicas_every
@@ -395,7 +400,7 @@ class Installation:
             every_state=self.config.check_replicas_every or 50,
             has_weights=runtime.weights is None and runtime.engine is None,
             tensors=ModuleTensors(self.model, () if self.cut is None else self.cut.layers),
-            streams=runtime.streams,
+            streams=streams,
         )
 
     def guard_shards(self) -> None:
@@ -415,13 +420,14 @@ class Installation:
 
 def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:
     """Make the decoder's forward run its batch as the plan's micro-batches."""
-    assert runtime.loss is not None
+    loss = runtime.features.find(BatchLoss)
+    assert loss is not None
     decoder.forward = SplitForward(
         decoder,
         plan=plan,
         dp=runtime.mesh.tokens,
-        syncs=runtime.syncs,
-        loss=runtime.loss,
+        syncs=runtime.gradients.syncs,
+        loss=loss,
         guard=runtime.guard,
-        keeps_logits=runtime.gathers_logits,
+        keeps_logits=runtime.logits.in_training,
     )

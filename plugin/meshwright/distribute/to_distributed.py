@@ -35,8 +35,10 @@ from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
 from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.elementwise import check_elementwise
-from meshwright.optim.runtime import Runtime, device_of, find_runtime
+from meshwright.optim.gradients import Engine
+from meshwright.optim.runtime import Runtime, Watch, WholeLogits, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
+from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.mixed_rows import check_embeddings
@@ -174,14 +176,14 @@ def _distribute(
         loader.feeds_causal_lm = loss is not None and loss.is_causal_lm
     runtime = Runtime(
         mesh=mesh,
-        parameters=[],
         guard=guard,
         plan=plan,
         plan_source=source_of_plan(config, is_picked=is_picked),
-        engine=config.engine,
-        gathers_logits=config.gather_logits,
-        gathers_evaluated_logits=is_picked,  # a program that does not expect a pipeline may read them
     )
+    if config.engine is not None:
+        runtime.gradients.engine = Engine(config.engine)
+    # A program that does not expect a pipeline may read evaluated logits.
+    runtime.features.add(WholeLogits(in_training=config.gather_logits, in_evaluation=is_picked))
     installation = Installation(
         model=model,
         plan=plan,
@@ -244,12 +246,13 @@ def _complete(
     runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
     plan = plan_to_complete(runtime, model, optimizer, config)
     check_embeddings(model, plan, runtime.engine)
-    _check_passes(plan, runtime.loss is not None, model)
+    loss = runtime.features.find(BatchLoss)
+    _check_passes(plan, loss is not None, model)
     loader = None
     if dataloader is not None:
         loader = _make_loader(dataloader, runtime.mesh, device_of(model), config)
-        loader.feeds_causal_lm = isinstance(runtime.loss, CausalLMLoss)
-    shows = config.logging_steps is not None and runtime.watch is None
+        loader.feeds_causal_lm = isinstance(loss, CausalLMLoss)
+    shows = config.logging_steps is not None and runtime.features.find(Watch) is None
     shown = Preparation.make(model, config) if shows else None
     complete(runtime, model, optimizer, plan, bucket_bytes=int(config.bucket_size_mb * 2**20))
     if optimizer is not None:

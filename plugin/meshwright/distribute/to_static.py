@@ -22,6 +22,7 @@ from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.optim.grad_norm import scale_by_norm
 from meshwright.optim.runtime import check_steps, find_runtime
 from meshwright.parallel.compile_options import check_compile_options
+from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.output_loss import loss_of
 from meshwright.placement import Replicate, reshard
 from meshwright.plan.fields import check_number
@@ -209,8 +210,9 @@ def _inputs_and_label(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
 def _compiled(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
     """Compile a model or its layers, and return what is called for its forward pass."""
     runtime = find_runtime(model)
-    if runtime is not None and runtime.layers is not None:
-        runtime.layers.compile_if_possible(**options)
+    layers = None if runtime is None else runtime.features.find(CompilableLayers)
+    if layers is not None:
+        layers.compile_if_possible(**options)
         return model
     leave_out_of_graphs()
     compiled: Callable[..., Any] = torch.compile(model, **options)
@@ -276,7 +278,7 @@ def _check(model: Any, loader: Any, loss: Any, optimizer: Any) -> None:
     runtime = find_runtime(model)
     if runtime is not None and runtime.plan is not None:
         runtime.check_own("to_static", "write the loop of its own engine")
-        if not runtime.has_optimizer:
+        if not runtime.gradients.has_optimizer:
             raise PlanError(
                 "the model was distributed without an optimizer, so nothing synchronises its gradients; write model, "
                 "optimizer, loader = to_distributed(model, optimizer, loader), and pass these to to_static"

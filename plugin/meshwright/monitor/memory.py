@@ -103,12 +103,13 @@ def held_memory(model: nn.Module, optimizer: Optimizer | None, runtime: Runtime)
     flats = [] if runtime.weights is None else [flat.master for flat in runtime.weights.flats]
     # The 32-bit copies of half-precision weights are state of the optimizer.
     half = next((p.dtype for p in own if p.is_floating_point()), torch.float32) in (torch.float16, torch.bfloat16)
-    copies = [] if runtime.zero is None else [bucket.weights.master for bucket in runtime.zero.sharded]
+    sharded = [] if runtime.gradients.zero is None else runtime.gradients.zero.sharded
+    copies = [bucket.weights.master for bucket in sharded]
     if half:
         copies += [flat for flat in flats if flat.dtype is torch.float32]
         flats = [flat for flat in flats if flat.dtype is not torch.float32]
     weights = _bytes([*own, *flats], seen)
-    shards = [] if runtime.zero is None else [piece.shard for bucket in runtime.zero.sharded for piece in bucket.slices]
+    shards = [piece.shard for bucket in sharded for piece in bucket.slices]
     gradients = _bytes((p.grad for p in [*own, *shards] if isinstance(p.grad, Tensor)), seen)
     state: list[Any] = [] if optimizer is None else [x for s in optimizer.state.values() for x in _leaves(s)]
     stepped = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]

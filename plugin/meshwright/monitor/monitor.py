@@ -27,7 +27,7 @@ from meshwright.monitor.reporter import Pending, Reporter
 from meshwright.monitor.step_observer import StepObserver
 from meshwright.monitor.terminal import say
 from meshwright.monitor.words import line
-from meshwright.optim.runtime import Runtime, device_of
+from meshwright.optim.runtime import Runtime, Watch, device_of
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.formatting import memory
 from meshwright.roles.adapters import without_wrappers
@@ -67,7 +67,7 @@ class Preparation:
         return cls(machine=machine, parameters=sum(global_shape(p).numel() for p in model.parameters()), log=log)
 
 
-class Monitor:
+class Monitor(Watch):
     """Shows a run on rank 0: a card, a line per interval, and records in the log; other ranks send their figures.
 
     Args:
@@ -340,13 +340,13 @@ def start_monitor(
 ) -> Monitor:
     """Watch a distributed model from now on, and return the monitor."""
     monitor = Monitor(model, runtime, config, prepared, every=every, prints=prints)
-    runtime.watch = monitor
+    runtime.features.add(monitor, is_copied=False)
     return monitor
 
 
 def monitor_of(runtime: Runtime | None) -> Monitor | None:
     """Return the monitor that watches a runtime's model; None if none does."""
-    watch = None if runtime is None else runtime.watch
+    watch = None if runtime is None else runtime.features.find(Watch)
     return watch if isinstance(watch, Monitor) else None
 
 

@@ -196,8 +196,8 @@ class StepObserver:
         if self._lead is not None and (lead := self._lead()) is not None:
             return lead is optimizer
         is_own = find_runtime(optimizer) is self._runtime
-        if not is_own and not self._runtime.has_optimizer:
-            own = {id(p) for p in self._runtime.parameters}
+        if not is_own and not self._runtime.gradients.has_optimizer:
+            own = {id(p) for p in self._runtime.gradients.parameters}
             is_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         if is_own:
             self._lead = weakref.ref(optimizer)

@@ -17,6 +17,7 @@ from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.process_group import ensure_process_group, world_size
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.gradients import Gradients
 from meshwright.optim.runtime import Runtime, attach
 from meshwright.optim.state_dicts import guard_optimizer
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
@@ -43,19 +44,20 @@ def install_gradient_sync(
             ``runtime.weights`` must be attached.
         bucket_bytes: size of the buckets in which gradients are reduced.
     """
-    runtime.syncs.clear()  # hooks of an earlier call refer to these weakly, and then do nothing
+    gradients = runtime.gradients
+    gradients.syncs.clear()  # hooks of an earlier call refer to these weakly, and then do nothing
     trained = TrainedParameters(model, optimizer, runtime, zero_stage=zero_stage, bucket_bytes=bucket_bytes)
-    runtime.trained, runtime.parameters, runtime.zero = trained, trained.parameters, trained.zero
+    gradients.trained, gradients.parameters, gradients.zero = trained, trained.parameters, trained.zero
     if optimizer is not None:
-        runtime.has_optimizer = True
-        optimizer.register_step_pre_hook(runtime.check_synced)
+        gradients.has_optimizer = True
+        optimizer.register_step_pre_hook(gradients.check_synced)
         if runtime.comparison is not None:
             runtime.comparison.watch(optimizer, is_sharded=zero_stage > 0)
-        if runtime.zero is not None and runtime.weights is None:
+        if gradients.zero is not None and runtime.weights is None:
             # Publishing the stepped weights is a collective, which hangs if one rank does not step.
             optimizer.register_step_pre_hook(runtime.meet_before_publishing)
-        if runtime.zero is not None:
-            hook_optimizer(optimizer, runtime.zero)
+        if gradients.zero is not None:
+            hook_optimizer(optimizer, gradients.zero)
         guard_optimizer(optimizer, runtime)
         StepWindow().over(optimizer)
         attach(optimizer, runtime)
@@ -63,10 +65,10 @@ def install_gradient_sync(
 
 def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:
     """Sum partial gradients over tp, since an engine does not, and leave all other gradient work to the engine."""
-    runtime.parameters = [p for p in model.parameters() if p.requires_grad]
-    sum_copies_in_backward(runtime.parameters, runtime.mesh.tp)
+    runtime.gradients.parameters = [p for p in model.parameters() if p.requires_grad]
+    sum_copies_in_backward(runtime.gradients.parameters, runtime.mesh.tp)
     assert runtime.engine is not None
-    runtime.trained = FixedParameters(model, runtime.engine)
+    runtime.gradients.trained = FixedParameters(model, runtime.engine)
 
 
 def shard_optimizer(
@@ -132,7 +134,7 @@ def shard_optimizer(
     dp = _axis_of(_mesh_of_all(parameters, axis) if mesh is None else mesh, axis, parameters[0].device.type)
     for index, parameter in enumerate(parameters):
         parameter.meshwright = TensorLayout(shape=parameter.shape, name=str(index))
-    runtime = Runtime(mesh=Mesh(dp=dp), parameters=parameters)
+    runtime = Runtime(mesh=Mesh(dp=dp), gradients=Gradients(parameters))
     install_gradient_sync(
         runtime,
         nn.ParameterList(parameters),

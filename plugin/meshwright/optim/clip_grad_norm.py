@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.optim.grad_norm import global_norm, scale_by_norm
-from meshwright.optim.runtime import find_runtime
+from meshwright.optim.runtime import Watch, find_runtime
 
 
 def clip_grad_norm_(
@@ -61,10 +61,10 @@ def clip_grad_norm_(
         )
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     runtime.check_own("clip_grad_norm_", "set gradient_clipping in its configuration")
-    runtime.check_synced()
+    runtime.gradients.check_synced()
     runtime.meet_all("clip_grad_norm_")
-    gradients = runtime.counted_gradients()
-    like = runtime.parameters[0] if runtime.parameters else torch.zeros(())
+    gradients = runtime.gradients.counted(runtime.mesh)
+    like = runtime.gradients.parameters[0] if runtime.gradients.parameters else torch.zeros(())
     norm = global_norm(gradients, norm_type=float(norm_type), axes=runtime.mesh.factors, like=like)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
@@ -72,6 +72,6 @@ def clip_grad_norm_(
         )
     scale_by_norm([grad for grad, _ in gradients], norm, float(max_norm))
     norm = norm if like.dtype is torch.float64 else norm.float()
-    if runtime.watch is not None:
-        runtime.watch.saw_norm(norm)
+    if (watch := runtime.features.find(Watch)) is not None:
+        watch.saw_norm(norm)
     return norm

@@ -18,6 +18,7 @@ from meshwright.optim.runtime import Runtime, live_runtimes, runtime_of
 from meshwright.parallel import collectives
 from meshwright.parallel.batch_share import are_cut, has_filler_rows
 from meshwright.parallel.deferred_logits import deferred_of
+from meshwright.parallel.uneven_batches import UnevenBatches
 
 CALL = "mw.gather_rows(x)"
 
@@ -61,8 +62,8 @@ def gather_rows(x: Tensor, model: nn.Module | None = None) -> Tensor:
     if runtime is None:
         return x
     _check_has_all_rows(x, runtime)
-    if runtime.uneven is not None and _has_gradient(x):  # not for a metric
-        runtime.uneven.leave_out_pass()
+    if (uneven := runtime.features.find(UnevenBatches)) is not None and _has_gradient(x):  # not for a metric
+        uneven.leave_out_pass()
     axis = runtime.mesh.dp
     if axis.size == 1:
         return x

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshwright.optim.runtime import runtime_of
+from meshwright.optim.runtime import Watch, runtime_of
 from meshwright.parallel.mean_over_ranks import GlobalMean
+from meshwright.parallel.uneven_batches import UnevenBatches
 
 
 def global_mean(model: nn.Module, loss: Tensor, count: Tensor | int) -> Tensor:
@@ -42,12 +43,12 @@ def global_mean(model: nn.Module, loss: Tensor, count: Tensor | int) -> Tensor:
             f"global_mean(model, loss, count) takes a scalar loss, the mean over this rank's rows or labels, not "
             f"{found}: pass loss.mean()"
         )
-    if runtime.uneven is not None:
-        runtime.uneven.stop()
+    if (uneven := runtime.features.find(UnevenBatches)) is not None:
+        uneven.stop()
     if runtime.mesh.tokens.size > 1:
         counts = torch.as_tensor(count, device=loss.device).reshape(1)
         mean = GlobalMean(runtime.mesh.tokens, gradients=runtime.loss_gradients)
         loss = mean.of_means(loss.reshape(1), counts).reshape(loss.shape)
-    if runtime.watch is not None:
-        runtime.watch.saw_loss(loss)
+    if (watch := runtime.features.find(Watch)) is not None:
+        watch.saw_loss(loss)
     return loss

@@ -8,7 +8,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,22 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.compiling import without_compilation
-from meshwright.context.region import ContextRegion
 from meshwright.errors import AlreadyDistributedError, CheckpointError, PlanError
 from meshwright.faults.guard import Guard
 from meshwright.faults.together import attempt, raise_if_any, succeed_together
-from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Mesh
+from meshwright.optim.gradients import Gradients
 from meshwright.optim.zero3_layers import ShardedWeights
-from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
-from meshwright.parallel.compiled_layers import CompilableLayers
-from meshwright.parallel.dropout_streams import DropoutStreams
-from meshwright.parallel.gradient_sync import GradientSync
-from meshwright.parallel.head_losses import BatchLoss
+from meshwright.parallel.features import Features
 from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.replica_comparison import ReplicaComparison
-from meshwright.parallel.uneven_batches import UnevenBatches
-from meshwright.parallel.user_hooks import HookedModules
 from meshwright.plan.config import ParallelPlan
 
 T = TypeVar("T")
@@ -40,34 +33,51 @@ _ATTRIBUTE = "_meshwright"
 _attached: list[weakref.ref[Runtime]] = []
 
 
-class RequiresGrad(Protocol):
-    """Follows which parameters the program freezes and thaws."""
-
-    def follow(self) -> None:
-        """Called before each forward pass of the model, to take in what has changed."""
-
-    def check(self) -> None:
-        """Called before a step; raises ValueError if the gradient of a thawed parameter is this rank's own."""
-
-
-class Watch(Protocol):
+class Watch:
     """Watches the steps of a model, to show what the run does."""
 
     @property
     def step(self) -> int:
         """The run's last step."""
+        raise NotImplementedError
 
     def saw_norm(self, norm: Tensor) -> None:
         """Called after the program has clipped the gradients, which had this norm."""
+        raise NotImplementedError
 
     def saw_loss(self, loss: Tensor) -> None:
         """Called with the mean over the global batch of a loss that the program has computed itself."""
+        raise NotImplementedError
 
     def resumed(self, step: int) -> None:
         """Called when the run resumes from a checkpoint of this step."""
+        raise NotImplementedError
 
     def end_step(self, *, lr: float | None, norm: Any) -> None:
         """Called after an engine has stepped its optimizer."""
+        raise NotImplementedError
+
+
+@dataclass
+class WholeLogits:
+    """Where ``outputs.logits`` are whole on every rank.
+
+    Args:
+        in_training: whether they are in training.
+        in_evaluation: whether every rank of a pipeline gets them in evaluation.
+    """
+
+    in_training: bool = False
+    in_evaluation: bool = False
+
+    @contextlib.contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Send evaluated logits from a pipeline's last stage to every rank inside this context; all ranks enter it."""
+        before, self.in_evaluation = self.in_evaluation, True
+        try:
+            yield
+        finally:
+            self.in_evaluation = before
 
 
 @dataclass(eq=False)
@@ -76,69 +86,38 @@ class Runtime:
 
     Args:
         mesh: the axes, with this rank's place on them.
-        parameters: the trainable parameters.
-        syncs: the objects that synchronise the gradients.
-        zero: the ZeRO reduction with its sharded buckets, if any.
-        weights: the sharded parameters under ZeRO stage 3.
+        gradients: the trained parameters and what is done with their gradients.
         guard: the guard that watches the ranks; None on one process.
-        comparison: the comparison of the model's replicas; None without a guard.
         plan: the plan of a ``to_distributed`` call.
-        streams: the dropout streams of the model.
-        engine: name of the engine that averages gradients over dp, steps and clips, e.g. "DeepSpeed"; None if the
-            runtime does so.
-        materialise: function that returns a context manager, inside which this rank's shard of a parameter is whole
-            although an engine splits the shard further.
-        has_optimizer: whether an optimizer is bound to the parameters.
-        loss: the model's loss; None if it is not known.
-        uneven: the object that warns of batches that ranks share unevenly, if the loss is not known.
-        hooked: the object that warns if hooks of the program see only a part of the activations.
-        region: the region in which each rank of cp has its own tokens; None without context parallelism.
-        layers: the model's layers, for torch.compile; None if they are not known.
-        gathers_logits: whether ``outputs.logits`` are whole in training.
-        gathers_evaluated_logits: whether every rank of a pipeline has ``outputs.logits`` in evaluation.
-        trained: the object that tracks which parameters require a gradient.
-        watch: the object that watches the steps, to show what the run does; None if nothing does.
         plan_source: where the plan comes from, in words.
-        names_only: whether ``state_dict()`` is now called only for its names, by a save that has the values already.
+        weights: the sharded parameters under ZeRO stage 3.
+        comparison: the comparison of the model's replicas; None without a guard.
+        features: what the parts of the plan have installed: the loss, the streams of dropout, the region of context
+            parallelism, the watch, ...
     """
 
     mesh: Mesh
-    parameters: list[nn.Parameter]
-    syncs: list[GradientSync] = field(default_factory=list)
-    zero: ReduceScatter | None = None
-    weights: ShardedWeights | None = None
+    gradients: Gradients = field(default_factory=Gradients)
     guard: Guard | None = None
-    comparison: ReplicaComparison | None = None
     plan: ParallelPlan | None = None
-    streams: DropoutStreams | None = None
-    has_optimizer: bool = False
-    loss: BatchLoss | None = None
-    uneven: UnevenBatches | None = None
-    hooked: HookedModules | None = None
-    trained: RequiresGrad | None = None
-    region: ContextRegion | None = None
-    layers: CompilableLayers | None = None
-    gathers_logits: bool = False
-    gathers_evaluated_logits: bool = False
-    watch: Watch | None = None
     plan_source: str = "given in the call"
-    names_only: bool = False
-    engine: str | None = None
-    materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
+    weights: ShardedWeights | None = None
+    comparison: ReplicaComparison | None = None
+    features: Features = field(default_factory=Features)
+
+    @property
+    def engine(self) -> str | None:
+        """The name of the engine that handles the gradients; None if the runtime does so."""
+        return None if self.gradients.engine is None else self.gradients.engine.name
+
+    @property
+    def logits(self) -> WholeLogits:
+        """Where ``outputs.logits`` are whole."""
+        return self.features.find(WholeLogits) or self.features.add(WholeLogits())
 
     def without_gradients(self) -> Runtime:
-        """Return a runtime for a copy of the model, without gradients, optimizer or weights."""
-        return dataclasses.replace(
-            self,
-            parameters=[],
-            syncs=[],
-            zero=None,
-            weights=None,
-            streams=None,
-            trained=None,
-            has_optimizer=False,
-            watch=None,
-        )
+        """Return a runtime for a copy of the model, without gradients, optimizer, weights or features."""
+        return dataclasses.replace(self, gradients=Gradients(), weights=None, features=Features())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         raise AlreadyDistributedError(
@@ -155,18 +134,9 @@ class Runtime:
         if self.engine is not None:
             raise ValueError(f"{what}: {self.engine} keeps this model's gradients and master weights; {instead}")
 
-    def count_sharded_steps(self) -> int:
-        """Return how often an optimizer has stepped ZeRO's shards, which the parameters' versions do not show."""
-        return 0 if self.zero is None else self.zero.num_steps
-
     def has_values(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter's values can be read without communication."""
         return self.weights is None or self.weights.is_gathered(parameter)
-
-    def follow(self) -> None:
-        """Update ``trained`` for the parameters that the program froze or thawed since the last pass."""
-        if self.trained is not None:
-            self.trained.follow()
 
     @property
     def loss_gradients(self) -> LossGradients | None:
@@ -250,66 +220,6 @@ class Runtime:
         is_world = self.mesh.size == dist.get_world_size()
         for group in [None] if is_world else [axis.group for axis in self.mesh.factors if axis.size > 1]:
             self.guard.meet(place, group)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """See :func:`no_sync`."""
-        with contextlib.ExitStack() as stack:
-            for sync in self.syncs:
-                stack.enter_context(sync.no_sync())
-            yield
-
-    @contextlib.contextmanager
-    def reading_names(self) -> Iterator[None]:
-        """Make ``state_dict()`` return shards inside this context, instead of raising."""
-        before, self.names_only = self.names_only, True
-        try:
-            yield
-        finally:
-            self.names_only = before
-
-    @contextlib.contextmanager
-    def gathering_logits(self) -> Iterator[None]:
-        """Send evaluated logits from a pipeline's last stage to every rank inside this context; all ranks enter it."""
-        before, self.gathers_evaluated_logits = self.gathers_evaluated_logits, True
-        try:
-            yield
-        finally:
-            self.gathers_evaluated_logits = before
-
-    def counted_gradients(self) -> list[tuple[Tensor, Tensor | float]]:
-        """Return this rank's gradients, each with the number of ranks that hold each of its elements."""
-        counted: list[tuple[Tensor, Tensor | float]] = []
-        held = set()
-        if self.zero is not None:
-            self.zero.settle()
-            for bucket in self.zero.sharded:
-                held |= {id(p) for p in bucket.bucket.parameters}
-                counted += [
-                    (piece.shard.grad.as_subclass(Tensor), slice_copies(piece))
-                    for piece in bucket.slices
-                    if piece.shard.grad is not None
-                ]
-        for parameter in self.parameters:
-            if id(parameter) not in held and parameter.grad is not None:
-                layout, gradient = layout_of(parameter), parameter.grad.as_subclass(Tensor)
-                layout.zero_padding(gradient)  # the program may have set the gradient
-                counted.append((gradient, layout.copies(parameter) * self.mesh.tokens.size * layout.stage_copies))
-        return counted
-
-    def check_synced(self, *_: Any) -> None:
-        """Raise if gradients were never synchronised: accumulated under no_sync, or of parameters thawed too late.
-
-        Raises:
-            ValueError: if there are such gradients, on every rank that runs the same program.
-        """
-        if self.trained is not None:
-            self.trained.check()
-        if any(sync.has_unsynced for sync in self.syncs):
-            raise ValueError(
-                "the last backward pass ran under no_sync(), so its gradients are this rank's own and a step would "
-                "let the replicas drift apart; run the last pass of an accumulation window outside no_sync()"
-            )
 
 
 def attach(owner: nn.Module | Optimizer, runtime: Runtime) -> None:
@@ -401,7 +311,7 @@ def no_sync(owner: nn.Module | Optimizer) -> contextlib.AbstractContextManager[N
     """
     runtime = runtime_of(owner)
     runtime.check_own("no_sync", "its own gradient_accumulation_steps decides when they are averaged")
-    return runtime.no_sync()
+    return runtime.gradients.no_sync()
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -6,6 +6,9 @@ whole tensors on every rank, and each rank keeps its rows.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,9 +30,10 @@ def guard_model(model: nn.Module, runtime: Runtime) -> None:
     """
     if runtime.engine is not None:
         return
+    calls = runtime.features.add(StateDictCalls())
     for module in model.modules():
         if next(module.parameters(recurse=False), None) is not None:
-            hooks = _ModuleState(module, runtime)
+            hooks = _ModuleState(module, runtime, calls)
             module.register_state_dict_pre_hook(hooks.refuse_shards)
             module.register_load_state_dict_pre_hook(hooks.take_own)
             module.register_load_state_dict_post_hook(hooks.finish)
@@ -41,16 +45,36 @@ def guard_optimizer(optimizer: Optimizer, runtime: Runtime) -> None:
     optimizer.register_load_state_dict_pre_hook(_OptimizerState(runtime).refuse_loading)
 
 
+@dataclass
+class StateDictCalls:
+    """What the calls of ``state_dict()`` are for.
+
+    Args:
+        names_only: whether it is now called only for its names, by a save that has the values already.
+    """
+
+    names_only: bool = False
+
+    @contextlib.contextmanager
+    def reading_names(self) -> Iterator[None]:
+        """Make ``state_dict()`` return shards inside this context, instead of raising."""
+        before, self.names_only = self.names_only, True
+        try:
+            yield
+        finally:
+            self.names_only = before
+
+
 class _ModuleState:
     """The hooks of one module that has parameters of its own."""
 
-    def __init__(self, module: nn.Module, runtime: Runtime):
-        self.module, self.runtime = module, runtime
+    def __init__(self, module: nn.Module, runtime: Runtime, calls: StateDictCalls):
+        self.module, self.runtime, self.calls = module, runtime, calls
         self.window = Window(())
         self.left_out: set[str] = set()  # values of parameters that other pipeline stages hold
 
     def refuse_shards(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if keep_vars or self.runtime.names_only:  # the caller wants the names or the objects, not the values
+        if keep_vars or self.calls.names_only:  # the caller wants the names or the objects, not the values
             return
         weights = self.runtime.weights
         for name, parameter in module.named_parameters(recurse=False):
@@ -160,7 +184,7 @@ class _OptimizerState:
 
     def _part_of(self, optimizer: Optimizer) -> str | None:
         """Return a text that says why this rank's state is only a part; None if the state is whole."""
-        if self.runtime.zero is not None:
+        if self.runtime.gradients.zero is not None:
             slices = self.runtime.mesh.tokens.size
             return f"under ZeRO this rank holds only one of the {slices} slices of the optimizer's state"
         if self.runtime.mesh.pp.size > 1:

@@ -71,7 +71,7 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
     check_no_engine(model)
     optimizer = unwrapped(optimizer)
     runtime = _common_runtime(model, optimizer)
-    zero = runtime.zero
+    zero = runtime.gradients.zero
     for one in zero.sharded if zero else ():
         one.weights.take_over()
     sharded = {id(p): bucket for bucket in (zero.sharded if zero else ()) for p in bucket.bucket.parameters}
@@ -114,11 +114,11 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 def _common_runtime(model: nn.Module, optimizer: Optimizer) -> Runtime:
     of_model, of_optimizer = find_runtime(model), find_runtime(optimizer)
     is_of_another = of_optimizer is not None and of_optimizer is not of_model
-    if of_model is not None and (is_of_another or (of_model.zero is not None and of_optimizer is None)):
+    if of_model is not None and (is_of_another or (of_model.gradients.zero is not None and of_optimizer is None)):
         raise OptimizerMismatchError(
             "this optimizer was not distributed with the model; pass both as to_distributed returned them"
         )
-    return of_model or of_optimizer or Runtime(mesh=Mesh(), parameters=[])
+    return of_model or of_optimizer or Runtime(mesh=Mesh())
 
 
 def _record(name: str, parameter: nn.Parameter) -> TensorLayout:

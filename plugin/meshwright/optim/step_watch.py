@@ -40,7 +40,7 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
 
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal has_warned, has_told
-        if (of := reference()) is None or of.trained is None or of.engine is not None:
+        if (of := reference()) is None or of.gradients.trained is None or of.engine is not None:
             return
         _look(optimizer, of, is_trusted)
         if not has_told:
@@ -61,7 +61,7 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
         return
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if in_backward():
-        reduced = [p for sync in runtime.syncs for bucket in sync.buckets for p in bucket.parameters]
+        reduced = [p for sync in runtime.gradients.syncs for bucket in sync.buckets for p in bucket.parameters]
         if names := [layout_of(p).name for p in reduced if is_own or id(p) in stepped]:
             raise ValueError(
                 f"{type(optimizer).__name__}.step() ran inside of a backward pass, on {names[0]} and {len(names) - 1} "
@@ -70,7 +70,7 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
             )
     if is_own:
         return
-    zero = runtime.zero
+    zero = runtime.gradients.zero
     if names := [layout_of(p).name for p in (zero.parameters if zero is not None else ()) if id(p) in stepped]:
         raise OptimizerMismatchError(
             f"this {type(optimizer).__name__} was not distributed with the model, but steps {names[0]} and "
@@ -78,14 +78,14 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
             "change none of them. Pass a single optimizer with several groups: "
             "to_distributed(model, AdamW([{'params': a}, {'params': b, 'lr': 1e-4}]), loader); or use zero_stage=0"
         )
-    if any(id(p) in stepped and layout_of(p).is_sharded for p in runtime.parameters):
+    if any(id(p) in stepped and layout_of(p).is_sharded for p in runtime.gradients.parameters):
         check_elementwise(optimizer, is_trusted=is_trusted, plan=runtime.plan)
 
 
 def _warn_of_unused_zero(optimizer: Optimizer, runtime: Runtime) -> bool:
     """Warn of an optimizer that a plan with ZeRO does not shard, and return whether it is one."""
     stage = 0 if runtime.plan is None else runtime.plan.zero_stage
-    if runtime.has_optimizer or runtime.mesh.tokens.size == 1 or stage not in (1, 2):
+    if runtime.gradients.has_optimizer or runtime.mesh.tokens.size == 1 or stage not in (1, 2):
         return False
     found = _has_any(optimizer, runtime)
     if found and dist.get_rank() == 0:
@@ -100,7 +100,7 @@ def _warn_of_unused_zero(optimizer: Optimizer, runtime: Runtime) -> bool:
 
 def _has_any(optimizer: Optimizer, runtime: Runtime) -> bool:
     """Return whether an optimizer has any of a distributed model's parameters."""
-    own = {id(p) for p in runtime.parameters}
+    own = {id(p) for p in runtime.gradients.parameters}
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 

@@ -43,7 +43,7 @@ class TrainedParameters:
         zero_stage: int,
         bucket_bytes: int,
     ):
-        tp, dp, weights, syncs = runtime.mesh.tp, runtime.mesh.tokens, runtime.weights, runtime.syncs
+        tp, dp, weights, syncs = runtime.mesh.tp, runtime.mesh.tokens, runtime.weights, runtime.gradients.syncs
         self.tp, self.dp, self.optimizer, self.weights = tp, dp, optimizer, weights
         self.bucket_bytes, self._meet = bucket_bytes, runtime.meet_over_dp
         name = None if runtime.plan is None else runtime.plan.reduce_dtype

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.added_losses import check_nothing_added
+from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words, at_least_float32
 from meshwright.parallel.deferred_logits import Deferred, deferred_of, without_stand_in
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
@@ -24,7 +25,7 @@ from meshwright.parallel.tensor_checks import require_words
 from meshwright.parallel.tensor_guards import ShardedLogits
 
 
-class CausalLMLoss:
+class CausalLMLoss(BatchLoss):
     """Sums the loss over the valid tokens of all data-parallel ranks and divides by the tokens' count; see GlobalMean.
 
     Args:
@@ -78,9 +79,6 @@ class CausalLMLoss:
         """Check a forward pass's output and return it unchanged, since its loss is already that of the global batch."""
         check_nothing_added(self.mean, output)
         return output
-
-    def is_global(self) -> None:
-        """See BatchLoss; nothing averages the loss of an output."""
 
     def _of_head(
         self,

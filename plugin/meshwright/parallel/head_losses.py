@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,28 +19,12 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.added_losses import AddedToLoss, check_nothing_added
+from meshwright.parallel.batch_loss import Batch, BatchLoss
 from meshwright.parallel.causal_lm_loss import CausalLMLoss, next_words
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
 from meshwright.parallel.output_loss import loss_of, with_loss
 from meshwright.plan.config import AveragesOver
-
-Batch = Mapping[str, Any]
-
-
-class BatchLoss(Protocol):
-    """A model's loss, which on every rank is the loss of the global batch."""
-
-    mean: GlobalMean
-
-    def counts(self, batch: Batch) -> Tensor:
-        """Return the number of items that this rank's loss averages over, with one number for each of its means."""
-
-    def of_output(self, batch: Batch, output: Any) -> Any:
-        """Return ``output``, from the model's own forward, with its loss replaced by that of the global batch."""
-
-    def is_global(self) -> None:
-        """Say that the loss of the output which the model returns next is already that of the global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +163,7 @@ def install_loss(model: Any, kind: LossKind, mean: GlobalMean, *, tp: Axis, voca
     return loss
 
 
-class HeadLoss:
+class HeadLoss(BatchLoss):
     """Replaces a transformers loss function other than the causal-LM loss, and takes the same arguments.
 
     Args:
@@ -216,11 +200,8 @@ class HeadLoss:
         check_nothing_added(self.mean, output)
         return output
 
-    def is_global(self) -> None:
-        """See BatchLoss; nothing averages the loss of an output."""
 
-
-class OutputLoss:
+class OutputLoss(BatchLoss):
     """Replaces the loss in a forward's output, this rank's mean, by the mean over the global batch.
 
     Args:

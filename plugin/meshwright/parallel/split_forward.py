@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from meshwright.faults.guard import Guard
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import largest
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.gradient_sync import GradientSync
-from meshwright.parallel.head_losses import BatchLoss
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.micro_batch_outputs import Pieces

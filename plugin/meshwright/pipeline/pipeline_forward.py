@@ -16,17 +16,18 @@ from meshwright.faults.interpose import own_collectives
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import wire_device
+from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
-from meshwright.parallel.head_losses import BatchLoss
 from meshwright.parallel.mean_over_ranks import TARGETS
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.split_forward import check_inputs, count_micro_batches, split_rows
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.parallel.tensor_parallel import SequenceRegion
+from meshwright.parallel.user_hooks import HookedModules
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.executor import Boundaries, Step, run_evaluation, run_training
 from meshwright.pipeline.links import DTYPES, Links, pipeline_groups
@@ -104,7 +105,7 @@ class PipelineForward(MethodOverride):
     Args:
         decoder: the decoder, whose forward this object replaces.
         pipeline: this rank's place in the pipeline.
-        runtime: the model's runtime, with its synchronisers and its loss.
+        runtime: the model's runtime, with its loss and the hooks that it watches.
         outputs: makes what the call returns.
         region: the region of sequence parallelism, if there is one.
         check: a function that raises for arguments that the forward would refuse, so that all stages raise.
@@ -121,6 +122,7 @@ class PipelineForward(MethodOverride):
     ):
         super().__init__(decoder.forward)
         self.decoder, self.pipeline, self.runtime, self.outputs = decoder, pipeline, runtime, outputs
+        self.loss, self.hooked = runtime.features.find(BatchLoss), runtime.features.find(HookedModules)
         self.check = check
         self.signature = inspect.signature(decoder.forward)
         cut = pipeline.cut
@@ -205,7 +207,7 @@ class PipelineForward(MethodOverride):
             )
 
     def _train(self, batch: dict[str, Any], targets: Tensor) -> Any:
-        runtime, loss = self.runtime, self.runtime.loss
+        runtime, loss = self.runtime, self.loss
         rows = targets.shape[0]
         count = count_micro_batches(runtime.plan, rows, runtime.mesh.tokens)
         try:
@@ -216,15 +218,15 @@ class PipelineForward(MethodOverride):
             return self._evaluate(batch, has_targets=True)
         with reading_shards():  # reading a guarded parameter's property takes microseconds
             parameters = [p for p in self.decoder.parameters() if p.requires_grad and layout_of(p).is_held]
-        sums = SummedGradients(parameters, runtime.syncs)
+        sums = SummedGradients(parameters, runtime.gradients.syncs)
         self.outputs.start(
-            gathers_logits=runtime.gathers_logits or (runtime.gathers_evaluated_logits and not self.decoder.training)
+            gathers_logits=runtime.logits.in_training or (runtime.logits.in_evaluation and not self.decoder.training)
         )
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
         step = self._step(split_rows(batch, rows, count), loss, operations, of_stages)
         self.writes.start()
-        with loss.mean.divided_by(divisors), cut(), runtime.hooked.running():
+        with loss.mean.divided_by(divisors), cut(), self.hooked.running():
             run_training(step, sums, self.later)
         self.writes.finish()
         self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
@@ -247,8 +249,8 @@ class PipelineForward(MethodOverride):
             raise PlanError(str(error)) from None
 
     def _evaluate(self, batch: dict[str, Any], *, has_targets: bool) -> Any:
-        runtime, loss = self.runtime, self.runtime.loss
-        self.outputs.start(gathers_logits=runtime.gathers_logits or runtime.gathers_evaluated_logits)
+        runtime, loss = self.runtime, self.loss
+        self.outputs.start(gathers_logits=runtime.logits.in_training or runtime.logits.in_evaluation)
         step = self._step([batch], loss if has_targets else None, (), {})
         with torch.no_grad():
             run_evaluation(step)
@@ -299,7 +301,7 @@ class PipelineForward(MethodOverride):
         """Return the loss of the last stage on every rank, and record whether it used num_items_in_batch."""
         key, pp, last = self._precision(step.batches[0]), self.runtime.mesh.pp, self.pipeline.cut.last_rank
         device = tokens_of(step.batches[0]).device
-        mean = self.runtime.loss.mean
+        mean = self.loss.mean
         own = torch.zeros(3, dtype=torch.float64, device=device)
         if pp.rank == last:
             assert step.total is not None

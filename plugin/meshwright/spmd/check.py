@@ -172,7 +172,7 @@ def _unsummed_ties(model: nn.Module, tie: Axis, summed: _Reductions) -> Iterator
 
 def _unsummed(model: nn.Module, runtime: Runtime, sent: _Reductions) -> Iterator[Finding]:
     """Yield a finding for each gradient that is not reduced, or whose reduction was not issued."""
-    buckets = [bucket for sync in runtime.syncs for bucket in sync.buckets]
+    buckets = [bucket for sync in runtime.gradients.syncs for bucket in sync.buckets]
     bucketed = {id(p) for bucket in buckets for p in bucket.parameters}
     for parameter in model.parameters():
         layout = layout_of(parameter)

@@ -203,7 +203,7 @@ class Distributed(Training):
     has_global_loss: bool  # false for a user's loss of one rank's rows: its mean over ranks is compared
 
     def evaluate(self) -> tuple[dict[str, Output], Tensor | None]:
-        with runtime_of(self.model).gathering_logits():
+        with runtime_of(self.model).logits.gathering():
             outputs, logits = super().evaluate()
         # The layers of other pipeline stages return their input unchanged.
         held = {name for name, module in self.model.named_modules() if all(map(is_held, module.parameters()))}

@@ -1,0 +1,111 @@
+"""The trained parameters of one model, and what synchronises, counts and shards their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from meshwright.layout.tensor_layout import layout_of
+from meshwright.mesh.axes import Mesh
+from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
+from meshwright.parallel.gradient_sync import GradientSync
+
+
+class RequiresGrad(Protocol):
+    """Follows which parameters the program freezes and thaws."""
+
+    def follow(self) -> None:
+        """Called before each forward pass of the model, to take in what has changed."""
+
+    def check(self) -> None:
+        """Called before a step; raises ValueError if the gradient of a thawed parameter is this rank's own."""
+
+
+@dataclass(eq=False)
+class Engine:
+    """A training engine that averages gradients over dp, steps and clips in the runtime's place.
+
+    Args:
+        name: its name, e.g. "DeepSpeed".
+        materialise: a function that returns a context manager, inside which this rank's shard of a parameter is whole
+            although the engine splits the shard further.
+    """
+
+    name: str
+    materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
+
+
+@dataclass(eq=False)
+class Gradients:
+    """The gradients of a model's trained parameters.
+
+    Args:
+        parameters: the parameters that were ever trainable.
+        syncs: the objects that synchronise the gradients.
+        zero: the ZeRO reduction with its sharded buckets, if any.
+        trained: the object that tracks which parameters require a gradient.
+        has_optimizer: whether an optimizer is bound to the parameters.
+        engine: the engine that handles the gradients; None if the runtime does so.
+    """
+
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    syncs: list[GradientSync] = field(default_factory=list)
+    zero: ReduceScatter | None = None
+    trained: RequiresGrad | None = None
+    has_optimizer: bool = False
+    engine: Engine | None = None
+
+    def count_sharded_steps(self) -> int:
+        """Return how often an optimizer has stepped ZeRO's shards, which the parameters' versions do not show."""
+        return 0 if self.zero is None else self.zero.num_steps
+
+    def follow(self) -> None:
+        """Update ``trained`` for the parameters that the program froze or thawed since the last pass."""
+        if self.trained is not None:
+            self.trained.follow()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See :func:`meshwright.no_sync`."""
+        with contextlib.ExitStack() as stack:
+            for sync in self.syncs:
+                stack.enter_context(sync.no_sync())
+            yield
+
+    def counted(self, mesh: Mesh) -> list[tuple[Tensor, Tensor | float]]:
+        """Return this rank's gradients, each with the number of ranks that hold each of its elements."""
+        counted: list[tuple[Tensor, Tensor | float]] = []
+        held = set()
+        if self.zero is not None:
+            self.zero.settle()
+            for bucket in self.zero.sharded:
+                held |= {id(p) for p in bucket.bucket.parameters}
+                counted += [
+                    (piece.shard.grad.as_subclass(Tensor), slice_copies(piece))
+                    for piece in bucket.slices
+                    if piece.shard.grad is not None
+                ]
+        for parameter in self.parameters:
+            if id(parameter) not in held and parameter.grad is not None:
+                layout, gradient = layout_of(parameter), parameter.grad.as_subclass(Tensor)
+                layout.zero_padding(gradient)  # the program may have set the gradient
+                counted.append((gradient, layout.copies(parameter) * mesh.tokens.size * layout.stage_copies))
+        return counted
+
+    def check_synced(self, *_: Any) -> None:
+        """Raise if gradients were never synchronised: accumulated under no_sync, or of parameters thawed too late.
+
+        Raises:
+            ValueError: if there are such gradients, on every rank that runs the same program.
+        """
+        if self.trained is not None:
+            self.trained.check()
+        if any(sync.has_unsynced for sync in self.syncs):
+            raise ValueError(
+                "the last backward pass ran under no_sync(), so its gradients are this rank's own and a step would "
+                "let the replicas drift apart; run the last pass of an accumulation window outside no_sync()"
+            )

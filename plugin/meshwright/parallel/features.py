@@ -1,0 +1,48 @@
+"""What a distributed model carries besides its weights and gradients, one object of each kind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Features:
+    """The objects that the parts of a plan have installed on a model, found by their class.
+
+    A part of a plan adds its object when it is installed, and whoever needs the object asks for its class. So a new
+    part needs no field in the runtime, and a copied model gets a copy of each object.
+
+    Example:
+        >>> features = Features()
+        >>> features.add([1, 2])
+        [1, 2]
+        >>> features.find(list), features.find(dict)
+        ([1, 2], None)
+    """
+
+    def __init__(self) -> None:
+        self._all: list[Any] = []
+        self._of_one_model: set[int] = set()
+
+    def add(self, feature: T, *, is_copied: bool = True) -> T:
+        """Add an object in the place of one of the same class, if there is one, and return it.
+
+        Args:
+            feature: the object.
+            is_copied: whether a copy of the model gets a copy of the object; otherwise it has none.
+        """
+        self._all = [one for one in self._all if type(one) is not type(feature)] + [feature]
+        if not is_copied:
+            self._of_one_model.add(id(feature))
+        return feature
+
+    def find(self, kind: type[T]) -> T | None:
+        """Return the object of a class; None if no part of the plan has added one."""
+        return next((one for one in self._all if isinstance(one, kind)), None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Features:
+        new = Features()
+        new._all = [copy.deepcopy(one, memo) for one in self._all if id(one) not in self._of_one_model]
+        return new
