@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout.tensor_layout import TensorLayout, layout_of
+from meshwright.layout.tensor_layout import TensorLayout, layout_if_any, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.shard_reads import reading_shards
@@ -56,6 +56,11 @@ class Bucket:
     def _partial(self) -> list[int]:
         """The indices of the parameters of whose gradients the ranks of tp have addends."""
         return [index for index, parameter in enumerate(self.parameters) if layout_of(parameter).has_addends]
+
+    @functools.cached_property
+    def are_parts(self) -> list[bool]:
+        """For each parameter, whether its gradient on this rank is a part; see :func:`has_part`."""
+        return list(map(has_part, self.parameters))
 
     @property
     def tp_numel(self) -> int:
@@ -148,6 +153,12 @@ def _whole(layout: TensorLayout, segment: Tensor) -> Tensor:
     whole = torch.zeros(layout.shape, dtype=segment.dtype, device=segment.device)
     layout.add(whole, segment)
     return whole
+
+
+def has_part(parameter: nn.Parameter) -> bool:
+    """Return whether this rank has a part of a parameter's gradient, or a part of all gradients."""
+    layout = layout_if_any(parameter)
+    return layout is not None and (layout.is_sharded or layout.is_staged)
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.errors import UnreadableTensorError
-from meshwright.layout.tensor_layout import layout_if_any, layout_of
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import start_all_reduce
-from meshwright.parallel.gradient_buckets import Bucket
+from meshwright.parallel.gradient_buckets import Bucket, has_part
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import LocalGradient
 
@@ -115,7 +115,7 @@ class GradientSync:
             for parameter in bucket.parameters:
                 _add_hooks(parameter, self)
         for parameter in unreduced:
-            if _has_part(parameter):
+            if has_part(parameter):
                 parameter.register_post_accumulate_grad_hook(_mark)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -308,8 +308,9 @@ class AllReduce:
         raise AssertionError("add() is for reductions that cannot wait; AllReduce leaves whole gradients to autograd")
 
     def hold(self, bucket: Bucket) -> None:
-        for parameter in bucket.parameters:
-            _guard(parameter)
+        for parameter, is_part in zip(bucket.parameters, bucket.are_parts, strict=True):
+            if is_part:
+                _mark(parameter)
             if parameter.grad is not None:
                 self._unreduced[parameter.grad] = True
 
@@ -346,20 +347,10 @@ class AllReduce:
                 if parameter.grad is None and not ranks_with_one[index]:
                     continue
                 parameter.grad = segment
-                _guard(parameter)
+                if bucket.are_parts[index]:
+                    _mark(parameter)
 
         return finish
-
-
-def _has_part(parameter: nn.Parameter) -> bool:
-    """Return whether this rank has a part of a parameter's gradient, or a part of all gradients."""
-    layout = layout_if_any(parameter)
-    return layout is not None and (layout.is_sharded or layout.is_staged)
-
-
-def _guard(parameter: nn.Parameter) -> None:
-    if _has_part(parameter):
-        _mark(parameter)
 
 
 def _mark(parameter: Tensor) -> None:
