@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import meshwright as mw
 from harness.programs import FAULT, mark_fault
 from meshwright.checkpoint.part_files import RankPart
-from meshwright.distribute.installation import Installation
+from meshwright.distribute import to_distributed
 from meshwright_hf.network import free_port
 from support.ending import TIMEOUT
 from support.models import build, tokens
@@ -95,7 +95,7 @@ def hangs(place: str, victim: int) -> None:
     loader: Any = DataLoader(Rows(here("dataset") or here("worker")), batch_size=4, num_workers=int(place == "worker"))
     config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2), timeout_s=TIMEOUT)
     if here("set-up"):
-        Installation.distribute = lambda *_, **__: hang_here()  # type: ignore[method-assign, assignment]
+        to_distributed.distribute = lambda *_, **__: hang_here()  # type: ignore[assignment]
     if place == "before the call":
         mark_fault()  # the others wait from here on
     model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.choose.given_plan import given_plan
-from meshwright.distribute.installation import split_batches
 from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.features.splits import split_batches
 from meshwright.optim.attach_gradients import install_gradient_sync
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime
@@ -115,9 +115,7 @@ def complete(
             install_gradient_sync(runtime, model, optimizer, zero_stage=plan.zero_stage, bucket_bytes=bucket_bytes)
     decoder: Any = without_wrappers(model)[1]
     if plan.has_micro_batches and not before.has_micro_batches:
-        hooked = runtime.features.find(HookedModules)
-        assert hooked is not None
-        hooked.is_split = True
+        runtime.features.get(HookedModules).is_split = True
         if plan.pp == 1:  # a pipeline splits batches itself
             split_batches(decoder, runtime, plan)
     if plan.recompute == "full" and before.recompute == "none":

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import torch
 from torch import nn
 
 from meshwright.context.check_method import check_method
 from meshwright.context.record import ContextRecord, record_context
 from meshwright.distribute.check_arguments import explained
 from meshwright.errors import PlanError
+from meshwright.features.build import Build
+from meshwright.mesh.axes import Mesh
 from meshwright.model_kinds import kind_of
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.structure import DecoderStructure, describe, outline
 from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import plan_for
+from meshwright.roles.adapters import without_wrappers
 
 
 def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig) -> DecoderStructure | None:
@@ -63,3 +72,29 @@ def context_of(decoder: nn.Module, structure: DecoderStructure | None, plan: Par
     record = record_context(decoder, structure)
     check_method(record, plan)
     return record
+
+
+def build_on_fake_rank(
+    model: Any,
+    plan: ParallelPlan,
+    *,
+    config: ToDistributedConfig | None = None,
+    device: str = "cpu",
+    guard: Any = None,
+) -> Build:
+    """Decide what ``to_distributed`` would decide on this rank of a fake world, in which no guard meets others."""
+    decoder = without_wrappers(model)[1]
+    config = dataclasses.replace(config or ToDistributedConfig(), plan=plan)
+    mesh = Mesh.build(plan.dims, torch.device(device).type)
+    structure = structure_of(decoder, plan, config)
+    return Build(
+        model=model,
+        plan=plan,
+        config=config,
+        structure=structure,
+        loss=find_loss(decoder),
+        runtime=Runtime(mesh=mesh, plan=plan, guard=guard),
+        device=torch.device(device),
+        context=context_of(decoder, structure, plan),
+        cut=cut_of(decoder, structure, plan, mesh.pp.rank),
+    )

@@ -20,16 +20,17 @@ from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import check_arguments, check_model, check_reduction
-from meshwright.distribute.check_compile import check_compile, layers_of
 from meshwright.distribute.check_launch import check_agreement, check_devices, check_launch
 from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
-from meshwright.distribute.installation import Installation
+from meshwright.distribute.installation import distribute
 from meshwright.errors import PlanError
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.guard import Guard, start_guard
 from meshwright.faults.together import succeed_together
+from meshwright.features.build import Build
+from meshwright.features.check_compile import check_compile, layers_of
 from meshwright.mesh.axes import Mesh
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
@@ -184,7 +185,7 @@ def _distribute(
         runtime.gradients.engine = Engine(config.engine)
     # A program that does not expect a pipeline may read evaluated logits.
     runtime.features.add(WholeLogits(in_training=config.gather_logits, in_evaluation=is_picked))
-    installation = Installation(
+    build = Build(
         model=model,
         plan=plan,
         config=config,
@@ -195,7 +196,7 @@ def _distribute(
         context=context,
         cut=None if cut is None else dataclasses.replace(cut, rank=mesh.pp.rank),
     )
-    installation.distribute(optimizer, weights.make)
+    distribute(build, optimizer, weights.make)
     _warn_of_dtype(plan, model)
     if optimizer is not None:
         _warn_of_float16(model)

@@ -22,6 +22,7 @@ from meshwright.faults.together import attempt, raise_if_any, succeed_together
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.zero3_layers import ShardedWeights
+from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.features import Features
 from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.replica_comparison import ReplicaComparison
@@ -109,6 +110,11 @@ class Runtime:
     def engine(self) -> str | None:
         """The name of the engine that handles the gradients; None if the runtime does so."""
         return None if self.gradients.engine is None else self.gradients.engine.name
+
+    @property
+    def streams(self) -> DropoutStreams:
+        """The random streams of dropout of a model that ``to_distributed`` has distributed."""
+        return self.features.get(DropoutStreams)
 
     @property
     def logits(self) -> WholeLogits:

@@ -42,6 +42,12 @@ class Features:
         """Return the object of a class; None if no part of the plan has added one."""
         return next((one for one in self._all if isinstance(one, kind)), None)
 
+    def get(self, kind: type[T]) -> T:
+        """Return the object of a class, which an earlier part of the plan has added."""
+        feature = self.find(kind)
+        assert feature is not None, f"no part of the plan has added a {kind.__name__}"
+        return feature
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Features:
         new = Features()
         new._all = [copy.deepcopy(one, memo) for one in self._all if id(one) not in self._of_one_model]

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.construct.initial_weights import InitialWeights
-from meshwright.distribute.installation import Installation
+from meshwright.distribute.cuts import build_on_fake_rank
+from meshwright.distribute.installation import install, make_weights
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
@@ -80,16 +81,16 @@ def check_plan(
         with fake_world(plan.world_size, _global_rank(plan, pp=stage, tp=rank)):
             model = model_factory().train()
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-            installation = Installation.on_fake_rank(model, plan, config=config)
-            installation.make_weights(InitialWeights.find(model, None).make).attach(model)
-            installation.install(optimizer, seed=0)
-            structure = installation.structure
+            build = build_on_fake_rank(model, plan, config=config)
+            make_weights(build, InitialWeights.find(model, None).make).attach(model)
+            install(build, optimizer, seed=0)
+            structure = build.structure
             decoder = without_wrappers(model)[1]
             foresee(decoder, inputs["input_ids"], hidden=next(whole.parameters()).dtype)
             # The projections then read the gathered input and their weights by operations of known types; also when
             # backward recomputes a layer, which must save what its forward saved.
             with mock.patch.object(ColumnProjections, "can_enter", lambda *_: False):
-                found = _check_step(model, installation.runtime, structure, inputs)
+                found = _check_step(model, build.runtime, structure, inputs)
             if expected is not None and structure is not None and not found:
                 own = RowsRead.of(model, structure, inputs)
                 found += [Finding(name, "reads", problem) for name, problem in compare_rows(expected, own, rank)]

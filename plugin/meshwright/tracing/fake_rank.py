@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.context.attention import context_axes
-from meshwright.distribute import installation as distribution
-from meshwright.distribute.installation import Installation
+from meshwright.distribute import installation
+from meshwright.distribute.cuts import build_on_fake_rank
+from meshwright.features import splits
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
@@ -65,13 +66,13 @@ def install(
     def make(model: nn.Module, layouts: Any, mesh: Mesh, to: torch.device, keep: Keep = lambda _, x: x) -> NewTensors:
         return NewTensors(make_shards(model, layouts, mesh, to, empty_shard, keep), _empty_buffers(model, fake, to))
 
-    installation = Installation.on_fake_rank(model, plan, config=config, device=device, guard=guard)
+    build = build_on_fake_rank(model, plan, config=config, device=device, guard=guard)
     with fake:
-        made = installation.make_weights(make)
+        made = installation.make_weights(build, make)
     made.attach(model)
     with fake:
-        installation.install(optimizer, seed=0)
-    return installation.runtime, optimizer
+        installation.install(build, optimizer, seed=0)
+    return build.runtime, optimizer
 
 
 def _empty_buffers(
@@ -112,9 +113,9 @@ def traceable(*, has_equal: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(Tensor, "as_subclass", keep_fake))
         patches.enter_context(mock.patch.object(cross_entropy, "_CACHE_BYTES", 2**60))
-        patches.enter_context(mock.patch.object(distribution, "set_timeouts", lambda _: None))
+        patches.enter_context(mock.patch.object(splits, "set_timeouts", lambda _: None))
         # Ranks are read as numbers, to make the groups of "hybrid".
-        patches.enter_context(mock.patch.object(distribution, "context_axes", _without_fakes(context_axes)))
+        patches.enter_context(mock.patch.object(splits, "context_axes", _without_fakes(context_axes)))
         # ZeRO checks whether the program wrote into half-precision weights, which does not happen here.
         if not has_equal:
             patches.enter_context(mock.patch.object(torch, "equal", lambda *_: True))

@@ -1,0 +1,122 @@
+"""One model and everything that was decided about it, which the parts of a plan read when they are installed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.context.record import ContextRecord
+from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel.head_losses import LossKind
+from meshwright.parallel.structure import DecoderStructure
+from meshwright.parallel.token_loss import calls_cross_entropy
+from meshwright.pipeline.cut import Cut, with_stages
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+from meshwright.roles.adapters import without_wrappers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """One model and everything that was decided about it.
+
+    Args:
+        model: the user's model, with adapters and other wrappers around its decoder.
+        plan: the plan to carry out.
+        config: the options of the call.
+        structure: how the plan cuts the decoder; None if the plan does not cut it.
+        cut: which layers and weights this rank's pipeline stages hold; None without a pipeline.
+        context: what the layers and attentions of the decoder are given; None without context parallelism.
+        loss: what the model's loss averages over; None if unknown.
+        runtime: the state that the model will carry; it holds this rank's axes.
+        device: the device of this rank's weights.
+        optimizer: the optimizer over the model's parameters, if the call has one.
+    """
+
+    model: Any
+    plan: ParallelPlan
+    config: ToDistributedConfig
+    structure: DecoderStructure | None
+    loss: LossKind | None
+    runtime: Runtime
+    device: torch.device
+    cut: Cut | None = None
+    context: ContextRecord | None = None
+    optimizer: Optimizer | None = None
+
+    def of(self, optimizer: Optimizer | None) -> Build:
+        """Return the same decisions for a call with an optimizer."""
+        return dataclasses.replace(self, optimizer=optimizer)
+
+    @property
+    def decoder(self) -> Any:
+        """The model inside of adapters and other wrappers."""
+        return without_wrappers(self.model)[1]
+
+    @property
+    def owners(self) -> Iterator[nn.Module]:
+        """The model and its decoder, each once: with adapters, a program may call or save either."""
+        return iter({id(x): x for x in (self.model, self.decoder)}.values())
+
+    @property
+    def layouts(self) -> dict[str, TensorLayout]:
+        """The layout of each parameter that the structure describes, by the parameter's name in the whole model."""
+        if self.structure is None or not self.cuts_weights:
+            return {}
+        prefix = without_wrappers(self.model)[0]
+        structure = self.structure if self.cut is None else with_stages(self.structure, self.cut)
+        return {prefix + name: layout for name, layout in structure.parameters.items()}
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether a rank may hold a part of a weight, or none of it, because of tensor or pipeline parallelism."""
+        return self.plan.tp > 1 or self.plan.pp > 1
+
+    @property
+    def tensor_structure(self) -> DecoderStructure | None:
+        """The structure, if the plan has tensor parallelism."""
+        return self.structure if self.plan.tp > 1 else None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a batch runs as several micro-batches."""
+        return self.plan.has_micro_batches or self.plan.pp > 1
+
+    @property
+    def head(self) -> Any:
+        """The module that computes the logits; None if there is none."""
+        if self.structure is not None:
+            return self.structure.head
+        find = getattr(self.decoder, "get_output_embeddings", None)
+        return find() if callable(find) else None
+
+    @property
+    def sharded_words(self) -> int:
+        """The number of words in the full vocabulary if tp shards it, and otherwise 0."""
+        return self.tensor_structure.vocab_size if self.tensor_structure else 0
+
+    @property
+    def is_causal_lm(self) -> bool:
+        """Whether the loss is the causal-LM loss."""
+        return self.loss is not None and self.loss.is_causal_lm
+
+    @property
+    def has_sharded_loss(self) -> bool:
+        """Whether the loss takes logits that are sharded over the vocabulary."""
+        return self.is_causal_lm and not self.config.gather_logits and self.tensor_structure is not None
+
+    @property
+    def has_head_loss(self) -> bool:
+        """Whether training with labels needs no logits but for the loss, which can compute them in chunks."""
+        # An engine gathers weights by hooks of its own. Under gpipe the last stage would hold the gradient of the
+        # head's weight once for each micro-batch.
+        is_single = self.cut is None or self.cut.schedule != "gpipe"
+        # A loss that the forward itself computes is of the labels of all tokens, and a rank of cp has some of them.
+        is_known = self.is_causal_lm or (self.context is None and calls_cross_entropy(self.decoder))
+        return is_known and not self.config.gather_logits and self.runtime.engine is None and is_single

@@ -1,0 +1,114 @@
+"""Installs what watches each pass of the model, and the hooks at the borders of its blocks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.compiling import leave_out_of_graphs
+from meshwright.context.context_forward import refuse_generating_parts
+from meshwright.features.build import Build
+from meshwright.features.check_compile import layers_of, why_not_compiled
+from meshwright.parallel.compiled_layers import CompilableLayers
+from meshwright.parallel.document_masks import keep_documents_apart
+from meshwright.parallel.forward_state import ForwardState
+from meshwright.parallel.generate_together import sample_together
+from meshwright.parallel.longest_position import LongestPosition
+from meshwright.parallel.mixed_rows import BatchStatistics
+from meshwright.parallel.replica_comparison import ReplicaComparison
+from meshwright.parallel.replicated_state import ModuleTensors
+from meshwright.parallel.tensor_parallel import install_tensor_parallel
+from meshwright.parallel.uneven_batches import UnevenBatches
+from meshwright.parallel.user_hooks import HookedModules
+from meshwright.pipeline.refusals import refuse_generating
+
+
+def compare_replicas(build: Build) -> None:
+    """Compare what several ranks hold every few steps and before a save."""
+    runtime, plan, every = build.runtime, build.plan, build.config.check_replicas_every
+    if runtime.guard is None:
+        return
+    if every is None:
+        # In ZeRO stages 1 and 2 the next step overwrites all copies of a weight with the owner's, even if faulty.
+        every = 1 if plan.zero_stage in (1, 2) and runtime.mesh.tokens.size > 1 else 50
+    runtime.comparison = ReplicaComparison(
+        build.model,
+        mesh=runtime.mesh,
+        guard=runtime.guard,
+        every=every,
+        every_state=build.config.check_replicas_every or 50,
+        has_weights=runtime.weights is None and runtime.engine is None,
+        tensors=ModuleTensors(build.model, () if build.cut is None else build.cut.layers),
+        streams=runtime.streams,
+    )
+
+
+def watch_passes(build: Build) -> None:
+    """Add the hooks around the decoder that compare inputs, count rows and set the random streams."""
+    runtime, plan = build.runtime, build.plan
+    uneven = runtime.features.add(UnevenBatches(runtime.mesh.tokens, runtime.mesh.tp))
+    hooked = HookedModules(
+        build.decoder,
+        build.tensor_structure,
+        sequence_parallel=plan.sequence_parallel,
+        is_split=build.is_split,
+        is_staged=plan.pp > 1,
+        parted=None if build.context is None else build.structure,
+    )
+    leave_out_of_graphs()
+    inner = [getattr(build.decoder, "base_model", None), None if build.structure is None else build.structure.model]
+    forward = ForwardState(
+        model=build.decoder,
+        inner=[module for module in inner if isinstance(module, nn.Module)],
+        streams=runtime.streams,
+        mesh=runtime.mesh,
+        guard=runtime.guard,
+        comparison=runtime.comparison,
+        has_sharded_loss=build.has_sharded_loss,
+        has_head_loss=build.has_head_loss,
+        has_known_loss=build.loss is not None,
+        uneven=uneven,
+        hooked=runtime.features.add(hooked),
+        statistics=BatchStatistics(build.decoder, lambda: runtime.plan),
+        refuses_internals=build.tensor_structure is not None or build.context is not None,
+        shares_weights=runtime.weights is not None,
+        longest=LongestPosition(build.decoder, runtime.mesh.tokens, is_split=build.is_split),
+        layers=runtime.features.add(_compilable_layers(build)),
+        follow=runtime.gradients.follow,
+    )
+    runtime.features.add(forward)
+    keep_documents_apart(build.decoder)
+
+
+def _compilable_layers(build: Build) -> CompilableLayers:
+    found = layers_of(build.decoder, build.structure)
+    refusal = why_not_compiled(found, build.plan, build.config.engine)
+    is_whole = build.structure is None and (refusal is None or not found)
+    return CompilableLayers(found, refusal=refusal, is_model_traceable=is_whole)
+
+
+def cut_blocks(build: Build) -> None:
+    """Add the hooks of tensor and sequence parallelism at the borders of the decoder's blocks."""
+    if build.tensor_structure is None:
+        return
+    features = build.runtime.features
+    blocks, region = install_tensor_parallel(
+        build.tensor_structure,
+        build.runtime.mesh.tp,
+        sequence_parallel=build.plan.sequence_parallel,
+        streams=build.runtime.streams,
+        keep_logits_sharded=features.get(ForwardState).keep_logits_sharded,
+        is_staged=build.cut is not None,
+    )
+    features.get(CompilableLayers).blocks = blocks
+    if region is not None:
+        features.add(region)
+
+
+def generate_alike(build: Build) -> None:
+    """Make ``generate`` draw the same tokens on the ranks of tp, and refuse it where ranks have parts of a pass."""
+    for part in build.owners:
+        if build.cut is not None:
+            refuse_generating(part)
+        if build.context is not None:
+            refuse_generating_parts(part)
+        sample_together(part, build.runtime.mesh.tp, build.runtime.guard)

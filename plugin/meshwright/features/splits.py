@@ -1,0 +1,80 @@
+"""Installs what runs a batch in parts: its tokens over cp, its micro-batches through the stages of pp or in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.context.attention import ContextAttention, attach_attention, context_axes
+from meshwright.context.context_forward import ContextForward, check_parted
+from meshwright.context.region import ContextRegion
+from meshwright.faults.group_timeouts import set_timeouts
+from meshwright.features.build import Build
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel.batch_loss import BatchLoss
+from meshwright.parallel.split_forward import SplitForward
+from meshwright.parallel.tensor_parallel import SequenceRegion
+from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
+from meshwright.pipeline.stage_outputs import StageOutputs
+from meshwright.plan.config import ParallelPlan
+
+
+def part_tokens(build: Build) -> None:
+    """Cut the tokens of the layers over cp, and let attention reach all of them."""
+    if build.context is None:
+        return
+    assert build.structure is not None
+    runtime = build.runtime
+    attention = ContextAttention(context_axes(build.plan, runtime.mesh.cp), build.plan.context)
+    _set_timeouts(build)
+    attach_attention(build.decoder, attention)
+    is_staged = build.cut is not None  # a pipeline gives logits in evaluation only on request
+    # Under ulysses each rank has all tokens of some heads. The stages of a pipeline know the length of what they
+    # receive before they see the documents of a row.
+    balances = build.plan.context != "ulysses" and not is_staged
+    region = ContextRegion(build.structure, build.context, attention.parts, runtime.streams, balances=balances)
+    build.decoder.forward = ContextForward(
+        build.decoder,
+        runtime.features.add(region),
+        has_token_loss=build.is_causal_lm,
+        joins_logits=lambda trains: (
+            runtime.logits.in_training or (not trains and (not is_staged or runtime.logits.in_evaluation))
+        ),
+    )
+
+
+def run_in_parts(build: Build) -> None:
+    """Run the micro-batches of each batch, through the stages of a pipeline if the plan has one."""
+    if build.loss is None:
+        return
+    if build.cut is None:
+        if build.plan.has_micro_batches:
+            split_batches(build.decoder, build.runtime, build.plan)
+        return
+    runtime = build.runtime
+    pipeline = Pipeline.open(build.cut, build.plan, runtime.mesh.pp, build.device)
+    _set_timeouts(build)
+    outputs = StageOutputs(
+        kind=build.cut.order.output_kind, pp=runtime.mesh.pp, last=build.cut.last_rank, device=build.device
+    )
+    region = runtime.features.find(SequenceRegion)
+    checks = {} if build.context is None else {"check": check_parted}
+    build.decoder.forward = PipelineForward(build.decoder, pipeline, runtime, outputs, region, **checks)
+
+
+def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:
+    """Make the decoder's forward run its batch as the plan's micro-batches."""
+    decoder.forward = SplitForward(
+        decoder,
+        plan=plan,
+        dp=runtime.mesh.tokens,
+        syncs=runtime.gradients.syncs,
+        loss=runtime.features.get(BatchLoss),
+        guard=runtime.guard,
+        keeps_logits=runtime.logits.in_training,
+    )
+
+
+def _set_timeouts(build: Build) -> None:
+    """Give the groups that were just made the timeout of the call."""
+    if build.runtime.guard is not None:
+        set_timeouts(build.config.timeout_s)

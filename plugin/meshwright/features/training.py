@@ -1,0 +1,87 @@
+"""Installs what training needs: the optimizer's shards, the gradients, the loss, recomputation and compiled layers."""
+
+from __future__ import annotations
+
+from meshwright.context.region import ContextRegion
+from meshwright.features.build import Build
+from meshwright.layout.tensor_layout import is_held
+from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradients_to_engine
+from meshwright.optim.shard_state import shard_state
+from meshwright.optim.step_watch import watch_steps
+from meshwright.parallel.causal_lm_loss import CausalLMLoss
+from meshwright.parallel.compiled_layers import CompilableLayers
+from meshwright.parallel.deferred_logits import Deferral, DeferringHead
+from meshwright.parallel.forward_state import ForwardState
+from meshwright.parallel.head_losses import install_loss
+from meshwright.parallel.mean_over_ranks import GlobalMean
+from meshwright.parallel.recompute import recompute_layers
+from meshwright.parallel.token_loss import TokenLoss
+
+
+def hold_shards(build: Build) -> None:
+    """Cut the optimizer's state as the parameters are cut, and gather ZeRO's weights where layers run."""
+    if build.optimizer is not None:
+        shard_state(build.optimizer)
+    if build.runtime.weights is not None:
+        build.runtime.weights.attach(build.model)
+
+
+def synchronise_gradients(build: Build) -> None:
+    """Reduce gradients while backward runs, and shard the optimizer; or leave both to the engine."""
+    runtime = build.runtime
+    if runtime.engine is not None:
+        leave_gradients_to_engine(runtime, build.model)
+        return
+    install_gradient_sync(
+        runtime,
+        build.model,
+        build.optimizer,
+        zero_stage=build.plan.zero_stage,
+        bucket_bytes=int(build.config.bucket_size_mb * 2**20),
+    )
+    watch_steps(runtime, is_trusted=build.config.optimizer_is_elementwise)
+
+
+def average_loss(build: Build) -> None:
+    """Make the model's loss the mean over the global batch."""
+    if build.loss is None:
+        return
+    runtime = build.runtime
+    mean = GlobalMean(
+        runtime.mesh.tokens,
+        build.config.num_items_in_batch,
+        parts=runtime.mesh.cp.size,
+        gradients=runtime.loss_gradients,
+    )
+    loss = install_loss(build.decoder, build.loss, mean, tp=runtime.mesh.tp, vocab_size=build.sharded_words)
+    runtime.features.add(loss)
+    if isinstance(loss, CausalLMLoss):
+        loss.region = runtime.features.find(ContextRegion)
+
+
+def recompute(build: Build) -> None:
+    """Run the layers again in backward instead of keeping their activations, if the plan says so."""
+    if build.plan.recompute == "full":
+        own = None if build.cut is None else [build.cut.layers[index] for index in sorted(build.cut.own_layers)]
+        recompute_layers(build.decoder, build.plan.recomputed_layers, own)
+
+
+def defer_logits(build: Build) -> None:
+    """Let the loss compute the logits in chunks, where the head allows it."""
+    runtime, head = build.runtime, build.head
+    if not build.has_head_loss or not DeferringHead.is_deferrable(head) or not is_held(head.weight):
+        return
+    deferral = Deferral(
+        is_wanted=runtime.features.get(ForwardState).defers_logits,
+        is_sharded=build.tensor_structure is not None,
+        count_steps=runtime.gradients.count_sharded_steps,
+        has_values=runtime.has_values,
+        token_loss=None if build.is_causal_lm else TokenLoss(vocab_size=build.sharded_words, tp=runtime.mesh.tp),
+    )
+    head.forward = DeferringHead(head, deferral)
+
+
+def compile_layers(build: Build) -> None:
+    """Compile the layers one by one, if the call says so."""
+    if build.config.compile == "layers":
+        build.runtime.features.get(CompilableLayers).compile(**(build.config.compile_options or {}))
