@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.choose.given_plan import config_with, given_plan, plan_of_fields, resolve_plan
-from meshwright.choose.plan_file import PLAN_VARIABLE, plan_fields, read_plan, runnable_fields, save_plan
+from meshwright.choose.plan_file import PLAN_VARIABLE, read_plan, runnable_fields, save_plan
 from meshwright.plan.config import PLAN_FIELDS
 from meshwright.plan.context_methods import METHODS
 from meshwright.plan.schedule import SCHEDULES
@@ -86,7 +86,7 @@ def test_the_planners_own_words(plan: Candidate) -> None:
     if plan.recomputed is not None and plan.recompute != "full":
         return
     sharing = plan.sequence_parallel and plan.tp > 1  # the label has no sequence parallelism of one rank
-    wanted = plan_fields(plan) | {"sequence_parallel": sharing, "recompute": plan.recompute}
+    wanted = plan.fields() | {"sequence_parallel": sharing, "recompute": plan.recompute}
     if plan.accumulation == 1:
         wanted["micro_batch_size"] = None
     if plan.cp > 1 and plan.context == "gather":
@@ -249,7 +249,7 @@ def test_a_saved_plan_reads_back(fields: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.yaml"
         save_plan(plan, path, comment="a: comment\nwith two lines")
-        assert read_plan(path) == plan_fields(plan)
+        assert read_plan(path) == plan.fields()
 
 
 @pytest.mark.parametrize(

@@ -27,44 +27,6 @@ USED_VARIABLE = "MESHWRIGHT_PLAN_USED"
 _FORM = """a plan has one field per line, as in 'dp: 2', or is a dict in one line, as in '{"dp": 2, "tp": 2}'"""
 
 
-def plan_fields(plan: Candidate) -> dict[str, Any]:
-    """Return a candidate's fields as keyword arguments of the runtime's ``ParallelPlan``.
-
-    Fields that the runtime does not have yet are included, so that the runtime refuses a plan with such a field.
-
-    Example:
-        >>> plan_fields(Candidate(shard=4, tp=2, sequence_parallel=True, zero_stage=1, accumulation=2))["dp"]
-        4
-    """
-    fields: dict[str, Any] = {
-        "dp": plan.dp,
-        "tp": plan.tp,
-        "cp": plan.cp,
-        "pp": plan.pp,
-        "sequence_parallel": plan.sequence_parallel,
-        "zero_stage": plan.zero_stage,
-        "micro_batch_size": plan.micro_batch,
-        "recompute": plan.recompute,
-    }
-    if plan.cp > 1:
-        fields["context"] = plan.context
-        if plan.ulysses is not None:
-            fields["ulysses"] = plan.ulysses
-    if plan.pp > 1:
-        fields["schedule"] = plan.schedule
-        if plan.schedule == "interleaved":
-            fields["chunks"] = plan.chunks
-        if plan.stages is not None:
-            fields["stages"] = list(plan.stages)
-    if plan.replicate > 1 and plan.zero_stage:
-        fields["replicate"] = plan.replicate
-    if plan.recomputed is not None:
-        fields["recomputed_layers"] = plan.recomputed
-    if plan.reduce_dtype is not None:
-        fields["reduce_dtype"] = plan.reduce_dtype
-    return fields
-
-
 def runnable_fields(plan: Candidate) -> dict[str, Any]:
     """Return the arguments of ``ParallelPlan`` for a candidate that this version can run.
 
@@ -73,7 +35,7 @@ def runnable_fields(plan: Candidate) -> dict[str, Any]:
         True
     """
     assert plan.runs_today
-    return {**plan_fields(plan), "micro_batch_size": plan.micro_batch if plan.accumulation > 1 else None}
+    return {**plan.fields(), "micro_batch_size": plan.micro_batch if plan.accumulation > 1 else None}
 
 
 def save_plan(plan: Candidate, path: str | Path, *, comment: str = "", dtype: str | None = None) -> None:
@@ -90,7 +52,7 @@ def save_plan(plan: Candidate, path: str | Path, *, comment: str = "", dtype: st
     """
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     lines.append(f"version: {PLAN_VERSION}")
-    lines += [f"{key}: {json.dumps(value)}" for key, value in plan_fields(plan).items()]
+    lines += [f"{key}: {json.dumps(value)}" for key, value in plan.fields().items()]
     if dtype is not None:
         lines.append(f"dtype: {json.dumps(dtype)}")
     try:

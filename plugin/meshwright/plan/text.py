@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -56,8 +57,12 @@ def parse_plan(text: str, source: str = "the plan") -> dict[str, Any]:
     return fields
 
 
-def format_plan(fields: Mapping[str, Any]) -> str:
+def format_plan(fields: Mapping[str, Any], *, accumulation: int | None = None) -> str:
     """Return fields of ``ParallelPlan`` as words that ``parse_plan`` reads; missing fields have their defaults.
+
+    Args:
+        fields: the fields.
+        accumulation: the number of micro-batches, if the batch is known; it is shown with their size, as in "mb1x8".
 
     Example:
         >>> format_plan({"dp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"})
@@ -70,6 +75,8 @@ def format_plan(fields: Mapping[str, Any]) -> str:
         'dp2 zero0 reduce=bf16'
     """
     words = [f"dp{fields.get('dp', 1)}"]
+    if 1 < (replicate := fields.get("replicate", 1)) < fields.get("dp", 1):
+        words[0] += f"({replicate}x{fields['dp'] // replicate})"
     if fields.get("tp", 1) > 1 or fields.get("sequence_parallel"):
         words.append(f"tp{fields.get('tp', 1)}" + ("+sp" if fields.get("sequence_parallel") else ""))
     if fields.get("cp", 1) > 1:
@@ -78,7 +85,7 @@ def format_plan(fields: Mapping[str, Any]) -> str:
         words += _pipeline_words(fields)
     words.append(f"zero{fields.get('zero_stage', 0)}")
     if fields.get("micro_batch_size") is not None:
-        words.append(f"mb{fields['micro_batch_size']}")
+        words.append(f"mb{fields['micro_batch_size']}" + ("" if accumulation is None else f"x{accumulation}"))
     if fields.get("gradient_accumulation_steps", 1) > 1:
         words.append(f"ga{fields['gradient_accumulation_steps']}")
     if fields.get("recompute", "none") != "none":
@@ -105,7 +112,8 @@ def _pipeline_words(fields: Mapping[str, Any]) -> list[str]:
     of_schedule = f"x{fields.get('chunks') or 2}" if schedule == "interleaved" else f"({schedule})"
     words = [f"pp{fields['pp']}" + ("" if schedule == "1f1b" else of_schedule)]
     if fields.get("stages") is not None:
-        words.append("stages=" + "-".join(map(str, fields["stages"])))
+        runs = ((count, len(list(run))) for count, run in itertools.groupby(fields["stages"]))
+        words.append("stages=" + "-".join(str(count) + (f"x{times}" if times > 1 else "") for count, times in runs))
     return words
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from meshwright.errors import PlanError
 from meshwright.plan.partition import even_stages
 from meshwright.plan.schedule import SPLIT_BACKWARD, stages_of_rank
-from meshwright.plan.text import context_word
+from meshwright.plan.text import format_plan
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp8", "fp4"]
@@ -179,6 +178,32 @@ class Candidate:
         """Whether this version's runtime can run the plan."""
         return self.recompute != "selective" and (self.zero_stage == 0 or self.replicate == 1)
 
+    def fields(self) -> dict[str, Any]:
+        """Return the plan as keyword arguments of ``ParallelPlan``, with those that the runtime does not have yet.
+
+        Example:
+            >>> Candidate(shard=4, tp=2, sequence_parallel=True, zero_stage=1, accumulation=2).fields()["dp"]
+            4
+        """
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("dp", "tp", "cp", "pp")}
+        fields |= {
+            "sequence_parallel": self.sequence_parallel,
+            "zero_stage": self.zero_stage,
+            "micro_batch_size": self.micro_batch,
+            "recompute": self.recompute,
+        }
+        optional: dict[str, Any] = {"recomputed_layers": self.recomputed, "reduce_dtype": self.reduce_dtype}
+        if self.cp > 1:
+            fields["context"] = self.context
+            optional["ulysses"] = self.ulysses
+        if self.pp > 1:
+            fields["schedule"] = self.schedule
+            optional["chunks"] = self.chunks if self.schedule == "interleaved" else None
+            optional["stages"] = None if self.stages is None else list(self.stages)
+        if self.zero_stage and self.replicate > 1:
+            optional["replicate"] = self.replicate
+        return fields | {name: value for name, value in optional.items() if value is not None}
+
     @property
     def label(self) -> str:
         """The plan in words.
@@ -186,28 +211,10 @@ class Candidate:
         Example:
             >>> Candidate(shard=8, tp=2, sequence_parallel=True, zero_stage=1, recompute="full").label
             'dp8 tp2+sp zero1 mb1x1 recompute=full'
-        >>> Candidate(pp=4, schedule="zb-h1", stages=(3, 3, 3, 2), accumulation=8).label
-        'dp1 pp4(zb-h1) stages=3x3-2 zero0 mb1x8'
+            >>> Candidate(pp=4, schedule="zb-h1", stages=(3, 3, 3, 2), accumulation=8).label
+            'dp1 pp4(zb-h1) stages=3x3-2 zero0 mb1x8'
         """
-        parts = [f"dp{self.dp}" + (f"({self.replicate}x{self.shard})" if self.replicate > 1 < self.shard else "")]
-        if self.tp > 1:
-            parts.append(f"tp{self.tp}" + ("+sp" if self.sequence_parallel else ""))
-        if self.cp > 1:
-            parts.append(context_word(self.cp, self.context, self.ulysses))
-        if self.pp > 1:
-            kind = f"x{self.chunks}" if self.schedule == "interleaved" else f"({self.schedule})"
-            parts.append(f"pp{self.pp}" + ("" if self.schedule == "1f1b" else kind))
-        if self.stages is not None:
-            runs = ((count, len(list(run))) for count, run in itertools.groupby(self.stages))
-            parts.append("stages=" + "-".join(str(count) + (f"x{times}" if times > 1 else "") for count, times in runs))
-        parts.append(f"zero{self.zero_stage}")
-        parts.append(f"mb{self.micro_batch}x{self.accumulation}")
-        if self.recompute != "none":
-            first = "" if self.recomputed is None else f"({self.recomputed})"
-            parts.append(f"recompute={self.recompute}{first}")
-        if self.reduce_dtype is not None:
-            parts.append("reduce=bf16")
-        return " ".join(parts)
+        return format_plan(self.fields(), accumulation=self.accumulation)
 
 
 def stage_layers(candidate: Candidate, layers: int) -> tuple[int, ...]:
