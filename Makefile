@@ -96,6 +96,7 @@ wheel:
 	.venv-wheel/bin/python -m pip install build
 	.venv-wheel/bin/python -m build --outdir dist
 	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python -m $(NEWER_PIP)
 	.venv-wheel/bin/python -m pip install $(TORCH) dist/*.whl
 	.venv-wheel/bin/python -m pip check
 	.venv-wheel/bin/python -P .ci/try_wheel.py

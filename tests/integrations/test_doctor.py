@@ -111,7 +111,7 @@ def test_the_launcher_names_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with_versions(monkeypatch, torch="2.14.0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        done = CliRunner().invoke(app, ["launch", "--cpu", "--num_processes", "100000", "train.py"])
+        done = CliRunner().invoke(app, ["launch", "--cpu", "--num_processes", "100000", __file__])
     untested, refused = done.stderr.splitlines()
     assert done.exit_code == 2 and "100000 processes" in refused
     assert untested.startswith("meshwright launch: Meshwright is not tested with torch 2.14.0 (newer than")
