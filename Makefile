@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup browser demo test-quick test test-all test-oldest kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-referee families programs verify clean
+.PHONY: help setup browser demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-referee families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +36,8 @@ help:
 	@echo 'make test          every property once at full strength; 12 to 23 minutes on 2 cores; WORKERS=0 for one at a time'
 	@echo 'make test-all      also the crossings of families, plans, schedules and kills; 40 to 75 minutes on 2 cores'
 	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
+	@echo 'make coverage      the lines and branches that test-quick runs, in all of its processes'
+	@echo 'make wheel         build the package into dist/, install it into .venv-wheel and try it without transformers'
 	@echo 'make lint          style, types, which package may import which, and whether the docs build'
 	@echo 'make docs          build the documentation into site/, without network'
 	@echo 'make bench         step times beside transformers TP, DeepSpeed and DDP, with intervals; 20 to 25 minutes'
@@ -83,6 +85,21 @@ resumes: $(INSTALLED)
 
 test-oldest: $(OLDEST_INSTALLED)
 	$(OLDEST_BIN)/python -m pytest -q $(OLDEST_TESTS) -k 'not test_parity or llama or qwen3'
+
+coverage: $(INSTALLED)
+	$(PYTEST) -m quick --cov --cov-report=term --cov-report=html:.coverage-html
+
+# The newest versions of what it needs, as a user gets them; of torch the one that is chosen here.
+wheel:
+	rm -rf dist
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python -m pip install build
+	.venv-wheel/bin/python -m build --outdir dist
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python -m $(NEWER_PIP)
+	.venv-wheel/bin/python -m pip install $(TORCH) dist/*.whl
+	.venv-wheel/bin/python -m pip check
+	.venv-wheel/bin/python -P .ci/try_wheel.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -134,7 +151,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .venv-oldest runs build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-wheel runs build dist site .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf *.egg-info
 
@@ -170,4 +187,3 @@ browser:
 		|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq -o Acquire::http::Timeout=20 \
 			&& apt-get install --yes --no-install-recommends chromium; } \
 		|| echo 'no chromium, and no way to install it here: the test that opens a page in a browser is skipped'
-

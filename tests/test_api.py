@@ -11,7 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packaging.version import Version
+
 import meshwright as mw
+
+ROOT = Path(__file__).parents[1]
 
 PUBLIC = {
     "AlreadyDistributedError",
@@ -134,10 +138,19 @@ def test_examples_in_docstrings() -> None:
 
 
 def test_tests_that_the_docs_name_exist() -> None:
-    root = Path(__file__).parents[1]
-    tests = {path.name: path for path in (root / "tests").rglob("test_*.py")}
-    docs = "".join(path.read_text() for path in [*root.glob("*.md"), *root.glob("docs/*.md")])
+    tests = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+    docs = "".join(path.read_text() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
     named = set(re.findall(r"(test_\w+\.py)::(test_\w+)", docs))
     assert len(named) > 80
     assert [name for file, name in named if f"def {name}(" not in tests[file].read_text()] == []
-    assert [path for path in re.findall(r"tests/[\w/]+\.py", docs) if not (root / path).exists()] == []
+    assert [path for path in re.findall(r"tests/[\w/]+\.py", docs) if not (ROOT / path).exists()] == []
+
+
+def test_the_version_is_that_of_the_newest_notes_or_comes_after_them() -> None:
+    notes = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## (\d\S*)", notes, re.MULTILINE)
+    assert newest is not None
+    if "\n## Unreleased\n" in notes:
+        assert Version(mw.__version__).is_devrelease and Version(mw.__version__) > Version(newest[1])
+    else:
+        assert mw.__version__ == newest[1]

@@ -16,7 +16,7 @@ from meshwright.plan.config import ParallelPlan
 from meshwright_hf import network
 from meshwright_hf.launch_job import RESUME_VARIABLE, Launch
 from meshwright_hf.unused_plan import watched_plan
-from meshwright_hf.versions import warn_outside_range
+from meshwright_hf.versions import outside_range
 
 DEFAULT_PORT = 29500  # torch's and accelerate's
 TRIED_ON_CPU = 8  # number of processes that a machine may start however few cores it has
@@ -45,7 +45,8 @@ def run(job: Launch) -> int:
             "meshwright launch calls accelerate's launcher, but accelerate is not installed; "
             "pip install 'meshwright[hf]' (a script without accelerate can be started by torchrun too)"
         )
-    warn_outside_range()
+    if untested := outside_range():
+        print(f"meshwright launch: {untested}", file=sys.stderr, flush=True)
     on_cpu = job.cpu or _gpus() == 0
     if not on_cpu and job.local_processes > _gpus():
         raise PlanError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from dataclasses import dataclass
 from importlib import metadata
@@ -41,6 +42,8 @@ TESTED = {
     "trl": Range(oldest="1.16", newest="1.16", purpose="its trainers"),
 }
 
+_LIBRARIES = {"meshwright", "meshwright_hf", *TESTED}
+
 
 class UntestedVersionWarning(UserWarning):
     """Warns of a package version that Meshwright is not tested with."""
@@ -70,16 +73,31 @@ def place(package: str, version: str) -> str:
 
 @functools.cache
 def warn_outside_range() -> None:
-    """Warn once per process of installed packages outside their tested ranges; the warning gives the ranges."""
+    """Warn once per process of packages outside their tested ranges, at the line of the user's program."""
+    text = outside_range()
+    if text and is_first_to_say(text):
+        warnings.warn(text, UntestedVersionWarning, stacklevel=_stacklevel_of_the_program())
+
+
+def outside_range() -> str | None:
+    """Return a sentence about the installed packages outside their tested ranges; None if there are none."""
     found = {package: version for package in TESTED if (version := installed(package))}
     outside = [
         f"{package} {version} ({place(package, version)} than the tested {TESTED[package]})"
         for package, version in found.items()
         if place(package, version) != "tested"
     ]
-    text = f"Meshwright is not tested with {', '.join(outside)}; it may still work. Run meshwright doctor to see all"
-    if outside and is_first_to_say(text):
-        warnings.warn(text, UntestedVersionWarning, stacklevel=3)
+    if not outside:
+        return None
+    return f"Meshwright is not tested with {', '.join(outside)}; it may still work. Run meshwright doctor to see all"
+
+
+def _stacklevel_of_the_program() -> int:
+    """Return the stack level, seen from the caller, of the innermost line outside of Meshwright and these packages."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -149,7 +149,7 @@ __all__ = [
     "wait_for_checkpoints",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 if "RANK" in os.environ:  # a launcher's process, which may hang before to_distributed has begun to watch it
     write_stacks_on_signal()

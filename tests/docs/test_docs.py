@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,17 @@ Run = Callable[[list[Block]], PageRun]
 # What does not run as a reader would run it, by a word of its command line: what happens instead, and why.
 DRY = {
     "make": ("make -n", "installs, trains, tests or measures for minutes; an unknown target still fails"),
+    "pip": ("a look at the extras that the package declares", "installs for minutes"),
     "pytest": ("pytest --collect-only", "this is pytest; a selection of no tests still fails"),
 }
+PIP = """#!{python}
+import re, sys
+from importlib.metadata import metadata
+command, requirement = sys.argv[1:]
+extras = re.fullmatch(r"[.](?:\\[(.+)\\])?", requirement)[1] or ""
+unknown = set(filter(None, extras.split(","))) - set(metadata("meshwright").get_all("Provides-Extra"))
+sys.exit(f"no such extra: {{unknown}}" if command != "install" or unknown else 0)
+"""
 PARSED_ONLY = {
     "benchmarks": "takes minutes, and a quiet machine",
     "benchmarks.compiled_layers": "takes minutes, and a quiet machine; tests/distribute/test_compile.py counts graphs",
@@ -48,7 +58,10 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "activate").write_text(f"export PATH={folder}:$PATH\n")
     make = folder / "make"
     make.write_text(f'#!/bin/sh\nexec {shutil.which("make")} -n "$@"\n')
-    make.chmod(0o755)
+    pip = folder / "pip"
+    pip.write_text(PIP.format(python=sys.executable))
+    for command in (make, pip):
+        command.chmod(0o755)
     with preloaded.commands(folder, PARSED_ONLY, {word: arguments for word, (arguments, _) in ADDED.items()}):
         yield folder
 
@@ -143,6 +156,7 @@ def test_a_page_that_is_right(run: Run) -> None:
         ("make demo", "make demos", r"exit code 2 of[\s\S]*No rule to make target 'demos'"),
         ("make demo", "make demo\nmeshwright plan --gpu=h100", r"exit code 2 of[\s\S]*--model"),
         ("make demo", "make demo\nmeshwright launch --num_machine 2 train.py", "No such option"),
+        ("make demo", "make demo\npip install '.[hff]'", "no such extra: {'hff'}"),
         ("make demo", "make demo\npytest tests/test_zeros.py", "exit code 4 of"),
         ("```diff", "```patch", "nothing runs this language"),
         ("; file: changed.py", "; fil: changed.py", "unknown notes {'fil'}"),

@@ -96,6 +96,27 @@ def test_whoever_uses_the_stack_is_warned(use: str, monkeypatch: pytest.MonkeyPa
     assert caught[0].filename == __file__
 
 
+def test_a_warning_names_the_line_of_the_program_behind_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a trainer of TRL calls MeshwrightTrainer's constructor."""
+    with_versions(monkeypatch, torch="2.14.0")
+    library: dict[str, Any] = {"__name__": "trl.trainer", "warn_outside_range": warn_outside_range}
+    exec("def make_trainer(): warn_outside_range()", library)
+    with pytest.warns(UntestedVersionWarning) as caught:
+        library["make_trainer"]()
+    assert caught[0].filename == __file__
+
+
+def test_the_launcher_names_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line of a program has run yet."""
+    with_versions(monkeypatch, torch="2.14.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        done = CliRunner().invoke(app, ["launch", "--cpu", "--num_processes", "100000", __file__])
+    untested, refused = done.stderr.splitlines()
+    assert done.exit_code == 2 and "100000 processes" in refused
+    assert untested.startswith("meshwright launch: Meshwright is not tested with torch 2.14.0 (newer than")
+
+
 def test_no_warning_in_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     with_versions(monkeypatch)
     with warnings.catch_warnings():

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -277,3 +278,10 @@ def test_a_plan_of_a_cluster_becomes_a_smaller_one_of_its_kind() -> None:
     staged = mw.ParallelPlan(dp=4, pp=8, tp=2, schedule="zbv", stages=(2,) * 16)
     assert smaller_plan(staged, 8) == mw.ParallelPlan(dp=2, pp=2, tp=2, schedule="zbv")
     assert smaller_plan(mw.ParallelPlan(pp=2, stages=(1, 3)), 8) == mw.ParallelPlan(pp=2)
+
+
+def test_without_transformers_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it fails
+    code, output = command("--model", "config.json", "--plan", TP)
+    assert code == 2
+    assert len(output.splitlines()) == 1 and "pip install 'meshwright[hf]'" in output

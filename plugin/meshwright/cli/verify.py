@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json as json_format
 import sys
 import tempfile
@@ -68,6 +69,11 @@ def verify(
     """
     try:
         with _progress() as tell, tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
+            if importlib.util.find_spec("transformers") is None:
+                raise ValueError(
+                    "transformers builds the model of a config, but it is not installed; pip install 'meshwright[hf]' "
+                    "(for a model of your own, call mw.verify in a script)"
+                )
             wanted, chosen = _plans(plan, processes)
             # Imported here so that --help is fast.
             from meshwright.verification.local_processes import start_server
