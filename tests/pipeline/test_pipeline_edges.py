@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM
 
 import meshwright as mw
-from benchmarks.families.models import build as build_family
+from conformance.families.models import build as build_family
 from harness.pool import WorkerError
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import runtime_of

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from benchmarks.families.models import build
+from conformance.families.models import build
 from meshwright.parallel import role_rows as rows
 from meshwright.parallel import structure
 from meshwright.parallel.block_boundary import BlockHooks
