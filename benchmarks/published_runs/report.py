@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.calibration.validate import Score
+from benchmarks.published_runs.score import Score
 from meshwright.planner.explain import grid
 
 

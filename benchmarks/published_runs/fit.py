@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.calibration.runs import Run
+from benchmarks.published_runs.table import Run
 from meshwright.planner.hardware import Coefficients
 from meshwright.planner.time import StepModel
 

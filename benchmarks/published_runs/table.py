@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.calibration.table_words import (
+from benchmarks.published_runs.table_words import (
     device_of,
     precision_of,
     recompute_of,

@@ -12,18 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from meshwright.calibration.from_runs import Fit, choose, estimate, fit
-from meshwright.calibration.runs import Run, read_runs, summary
-from meshwright.calibration.validate import LeaveOut, Score, band, held_out, splits, validate
+from benchmarks.published_runs.__main__ import main
+from benchmarks.published_runs.fit import Fit, choose, estimate, fit
+from benchmarks.published_runs.score import LeaveOut, Score, band, held_out, splits, validate
+from benchmarks.published_runs.table import Run, read_runs, summary
 from meshwright.cli import app
 from meshwright.errors import PlanError
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.hardware import Cluster, Coefficients, HardwareProfile, device
+from meshwright.planner.hardware import Coefficients, HardwareProfile
 from meshwright.planner.memory import peak_memory
-from meshwright.planner.shapes import ModelShape
-from meshwright.planner.time import StepModel
 
 EXCERPT = Path(__file__).parents[1] / "data" / "published_runs_excerpt.csv"
 SEEDS = (0, 1)
@@ -143,33 +142,6 @@ def test_the_test_split_holds_whole_models_and_whole_sources(runs: list[Run]) ->
             sides.setdefault((run.shape.hidden, run.shape.layers), set()).add(held_out(run))
     assert all(len(side) == 1 for side in sides.values())
     assert {True} in sides.values() and {False} in sides.values()
-
-
-# -- terms that the residuals of these tables asked for ---------------------------------------------------------------
-
-SHAPE = ModelShape(name="m", layers=4, hidden=13824, heads=96, kv_heads=96, head_dim=144, ffn=55296, vocab=50304)
-
-
-def _model(shape: ModelShape = SHAPE, *, gpus: int = 64) -> StepModel:
-    return StepModel(shape, Cluster(device=device("a100-80"), gpus=gpus), Coefficients())
-
-
-def test_a_ring_pays_each_neighbour_inside_a_node_and_each_doubling_between_nodes() -> None:
-    hop = _model().ring(0.0, 2, 1)
-    assert hop == Coefficients().latency
-    assert _model().ring(0.0, 8, 1) == pytest.approx(7 * hop)
-    assert _model().ring(0.0, 64, 1) == pytest.approx((7 + 3 * 5) * hop)
-    assert _model().ring(0.0, 8, 8) == pytest.approx(3 * 5 * hop)
-
-
-def test_heads_of_no_multiple_of_eight_are_slow_without_a_fused_kernel() -> None:
-    """BigScience's chronicles: 128 heads of 108 take a quarter longer than 96 heads of 144, of the same work."""
-    odd = dataclasses.replace(SHAPE, heads=128, kv_heads=128, head_dim=108)
-    plan = Candidate(tp=8, micro_batch=4)
-    for fused, slower in ((False, 1.15), (True, 0.99)):
-        job = Job(seq_len=2048, global_batch=4, fused_attention=fused)
-        even_time, odd_time = (_model(shape, gpus=8).step(plan, job).total for shape in (SHAPE, odd))
-        assert slower < odd_time / even_time < slower + 0.25
 
 
 # -- what a table says ------------------------------------------------------------------------------------------------
@@ -306,15 +278,24 @@ def test_a_table_as_a_spreadsheet_writes_it(tmp_path: Path) -> None:
 
 def test_the_command_says_how_many_rows_it_used_and_refuses_a_table_without_any(tmp_path: Path) -> None:
     good, bad = sharded_row(), sharded_row(gpu="abacus")
+    command = typer.Typer()
+    command.command()(main)
     run = CliRunner()
-    mixed = run.invoke(app, ["plan", "--validate", str(write([good, bad], tmp_path))])
+    mixed = run.invoke(command, [str(write([good, bad], tmp_path))])
     assert mixed.exit_code == 0 and mixed.stdout.splitlines()[-1].endswith("1 of 2 rows used, 1 dropped")
     assert "dropped: " in mixed.stderr and "line 3: gpu='abacus' is not known" in mixed.stderr
-    data = run.invoke(app, ["plan", "--json", "--validate", str(write([good, bad], tmp_path))])
+    data = run.invoke(command, ["--json", str(write([good, bad], tmp_path))])
     assert json.loads(data.stdout) and "1 of 2 rows used" in data.stderr
-    none = run.invoke(app, ["plan", "--validate", str(write([bad] * 20, tmp_path))])
+    none = run.invoke(command, [str(write([bad] * 20, tmp_path))])
     assert none.exit_code == 2 and "none of its 20 rows can be used" in none.stderr
     assert "lines 2, 3, 4, 5, 6, 7 and 14 more: gpu='abacus'" in none.stderr
+
+
+@pytest.mark.parametrize("option", ["--validate", "--calibrate-rows", "--seed", "--leave-out"])
+def test_the_options_of_earlier_versions_name_the_command(option: str) -> None:
+    result = CliRunner().invoke(app, ["plan", option, "8"])
+    assert result.exit_code == 2 and "python -m benchmarks.published_runs" in result.stderr
+    assert option not in CliRunner().invoke(app, ["plan", "--help"]).stdout
 
 
 @pytest.mark.parametrize(

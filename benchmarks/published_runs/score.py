@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.calibration.from_runs import Fit, choose, estimate, fit
-from meshwright.calibration.runs import Run
+from benchmarks.published_runs.fit import Fit, choose, estimate, fit
+from benchmarks.published_runs.table import Run
 from meshwright.errors import PlanError
 from meshwright.planner.hardware import Coefficients, HardwareProfile
 from meshwright.planner.memory import peak_memory
