@@ -24,7 +24,7 @@ from meshwright.parallel.collectives import Axis, all_reduce, maximum
 from meshwright.parallel.row_layout import is_held
 from meshwright.plan.config import LoaderOptions, ParallelPlan
 from meshwright_hf.accelerate import state
-from meshwright_hf.accelerate.announced import check_announced
+from meshwright_hf.accelerate.checks import check_num_processes
 from meshwright_hf.accelerate.folders import folder_to_load, folder_to_save, remove_oldest
 from meshwright_hf.accelerate.loader import PlannedLoader, plan_loader
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
@@ -90,7 +90,7 @@ class PlannedAccelerator(Accelerator):
         runtime = find_runtime(getattr(scheduler, "optimizer", scheduler))
         if runtime is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
-        check_announced(self.told_processes, runtime.rows.size)
+        check_num_processes(self.told_processes, runtime.rows.size)
         optimizers = [wrapper for wrapper in self._optimizers if wrapper.optimizer is scheduler.optimizer]
         planned = PlannedScheduler(
             scheduler,
