@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup browser demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-referee families programs verify clean
+.PHONY: help setup browser demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-referee bench-host families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +45,7 @@ help:
 	@echo 'make bench-checkpoints  what digests cost, how long a save stops training, and torch DCP and accelerate'
 	@echo 'make bench-context context parallelism: DeepSpeed Ulysses, weak scaling, balanced rows'
 	@echo 'make bench-referee what comparing 8 to 1,024 ranks costs rank 0'
+	@echo 'make bench-host    CPU time that the hooks of a plan add to a layer'
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
 	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
@@ -134,18 +135,21 @@ bench-context: $(INSTALLED)
 bench-referee: $(INSTALLED)
 	$(BIN)/python -m benchmarks.referee
 
+bench-host: $(INSTALLED)
+	$(BIN)/python -m benchmarks.host_time
+
 verify: $(INSTALLED)
-	$(BIN)/python -m benchmarks.verify
+	$(BIN)/python -m conformance.verify
 
 families: $(INSTALLED)
-	$(BIN)/python -m benchmarks.families.static
-	$(BIN)/python -m benchmarks.families
+	$(BIN)/python -m conformance.families.static
+	$(BIN)/python -m conformance.families
 
 random-kills: $(INSTALLED)
-	$(BIN)/python -m benchmarks.random_kills
+	$(BIN)/python -m conformance.random_kills
 
 programs: $(INSTALLED)
-	$(BIN)/python -m benchmarks.random_programs
+	$(BIN)/python -m conformance.random_programs
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks

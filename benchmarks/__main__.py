@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
@@ -22,9 +20,7 @@ from benchmarks.report import compared, print_time
 from benchmarks.rounds import Round
 from benchmarks.teams import ContenderFailedError
 from benchmarks.workload import Workload
-
-PROCESSES = 2
-ROOT = Path(__file__).resolve().parent.parent
+from harness.torchrun import worker_environment
 
 
 class Contest(StrEnum):
@@ -33,31 +29,6 @@ class Contest(StrEnum):
     tp = "tp"
     dp = "dp"
     all = "all"
-
-
-def worker_environment() -> dict[str, str]:
-    """Return the environment of the benchmark processes: one thread each, loopback only, few log messages."""
-    paths = [str(ROOT), str(ROOT / "plugin"), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "PYTHONWARNINGS": "ignore",
-        "TQDM_DISABLE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-
-
-def launch(arguments: list[str]) -> int:
-    """Run ``benchmarks.compare`` under torchrun on a free loopback port, and return its exit status."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command += ["-m", "benchmarks.compare", *arguments]
-    return subprocess.run(command, env=worker_environment(), check=False).returncode
 
 
 def time_contests(contests: Sequence[str], names: Sequence[str], count: int, json_file: Path | None) -> int:
@@ -96,36 +67,12 @@ def time_contests(contests: Sequence[str], names: Sequence[str], count: int, jso
     return status
 
 
-def figure_of_contests(contests: Sequence[str], arguments: list[str], json_file: Path | None) -> int:
-    """Measure and print a figure other than time, with processes of their own for each contest; return the status."""
-    records = []
-    with tempfile.TemporaryDirectory() as folder:
-        for contest in contests:
-            written = Path(folder) / f"{contest}.json"
-            status = launch([f"--contest={contest}", f"--json={written}", *arguments])
-            if status != 0:
-                return status
-            records.append(json.loads(written.read_text()))
-    if json_file is not None:
-        json_file.write_text(json.dumps(records, indent=2) + "\n")
-    return 0
-
-
 def main(
     contest: Annotated[Contest, typer.Option(help="Contest to run.")] = Contest.all,
     rounds: Annotated[int, typer.Option(min=1, help="Number of steps of each contender.")] = 20,
     only: Annotated[
         list[str] | None, typer.Option(help="Contender by its name in the table; may be given several times.")
     ] = None,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Measure saved activation bytes per rank instead of step time.")
-    ] = False,
-    collectives: Annotated[
-        bool, typer.Option("--collectives", help="Count collectives per decoder layer instead of measuring step time.")
-    ] = False,
-    guard: Annotated[
-        bool, typer.Option("--guard", help="Measure the share of our steps that is spent comparing ranks.")
-    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File for all rounds, the machine and the versions, as JSON.")
     ] = None,
@@ -152,13 +99,7 @@ def main(
     $ python -m benchmarks --contest tp --rounds 40 --json tp.json
 
     $ python -m benchmarks --contest tp --only "ours tp2+sp" --only "one process"
-
-    $ python -m benchmarks --contest tp --memory
-
-    $ python -m benchmarks --contest dp --guard
     """
-    if memory + collectives + guard > 1:
-        raise typer.BadParameter("--memory, --collectives and --guard print different tables; give one of them")
     names = only or []
     contests = list(CONTESTS) if contest is Contest.all else [contest.value]
     known = [entry.name for chosen in contests for entry in CONTESTS[chosen]]
@@ -167,13 +108,7 @@ def main(
             raise typer.BadParameter(f"--only {name!r} is not a contender; the contenders of {contests} are {known}")
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-    figure = "memory" if memory else "collectives" if collectives else "guard" if guard else "time"
-    if figure == "time":
-        status = time_contests(contests, names, rounds, json_file)
-    else:
-        arguments = [f"--figure={figure}", f"--rounds={rounds}", *(f"--only={name}" for name in names)]
-        status = figure_of_contests(contests, arguments, json_file)
-    if status != 0:
+    if status := time_contests(contests, names, rounds, json_file):
         raise typer.Exit(status)
 
 

@@ -8,8 +8,6 @@ import os
 import random
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,11 +24,11 @@ import torch.distributed as dist
 import typer
 
 import meshwright as mw
-from benchmarks.__main__ import worker_environment
 from benchmarks.checkpoint_contenders import Accelerated, FullySharded, Ours, ReadyState, Saver
 from benchmarks.environment import environment
 from benchmarks.summary import Ratio
 from benchmarks.workload import Workload
+from harness.torchrun import torchrun
 from meshwright.checkpoint import part_files
 from meshwright.checkpoint.background import Background
 from meshwright.faults.guard import active_guard
@@ -291,13 +289,13 @@ def main(
         dist.destroy_process_group()
         return
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}", "--standalone"]
-        command += ["-m", "benchmarks.checkpoints", f"--rounds={rounds}", f"--folder={own}"]
-        command += ["--cold"] * cold + [f"--contest={name}" for name in contest or ()]
+        arguments = [f"--rounds={rounds}", f"--folder={own}"]
+        arguments += ["--cold"] * cold + [f"--contest={name}" for name in contest or ()]
         print(json.dumps(environment()))
         print(f"\n| {PROCESSES} ranks | ours, s | other, s | ours / other (95 % interval) | of CPU time | goal |")
         print("|---|---|---|---|---|---|", flush=True)
-        subprocess.run(command, env=worker_environment(), check=True)
+        if status := torchrun(PROCESSES, "benchmarks.checkpoints", *arguments):
+            raise typer.Exit(status)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ import os
 import random
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +22,7 @@ from datasets import Dataset, disable_progress_bars
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from benchmarks.__main__ import worker_environment
+from harness.torchrun import torchrun
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.nested import digest
 from meshwright.data.peers import LoaderMesh, Peers, check_same_rows
@@ -181,9 +179,8 @@ def main(
         print("| bare loop | plain, ms per step | ours / plain | added per step, µs |\n|---|---|---|---|")
         for line in one_process(tokens(rows, Path(folder) / "rows"), rounds):
             print(line, flush=True)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}", "--standalone"]
-    command += ["-m", "benchmarks.loading", f"--rows={rows}", f"--rounds={rounds}"]
-    subprocess.run(command, env=worker_environment(), check=True)
+    if status := torchrun(PROCESSES, "benchmarks.loading", f"--rows={rows}", f"--rounds={rounds}"):
+        raise typer.Exit(status)
     print("\n| resume at 10^8 of 10^9 samples | first batch after | added memory | state |\n|---|---|---|---|")
     for line in seek():
         print(line)

@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from meshwright.calibration.runs import Run, read_runs, summary
-from meshwright.calibration.validate import LeaveOut, Score, held_out, predictions_of, validate
+from benchmarks.published_runs.score import LeaveOut, Score, held_out, predictions_of, validate
+from benchmarks.published_runs.table import Run, read_runs, summary
 from meshwright.planner.candidate import Job
 from meshwright.planner.hardware import Cluster, HardwareProfile, device
 from meshwright.planner.search import search

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from statistics import median
 
 from rich import box
 from rich.console import Console
@@ -24,9 +23,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.rounds import Comparison, Round, Standing
 from benchmarks.summary import FEWEST, Ratio
-from benchmarks.traffic import PHASES, Traffic
 
-MIB = 2**20
 NARROWEST = 140  # minimum width in columns, since a pipe has no width
 
 # (base, contender) -> the project's goal for the upper end of the interval of base / contender, in wall time.
@@ -39,7 +36,6 @@ TIME_GOALS = {
     (OURS_WRAPPED, TORCH_DDP): 1.02,
 }
 CLIP_GOAL = 0.01  # share of a step, for the upper end of the interval
-MEMORY_GOALS = {OURS_TP: 0.55}
 
 
 def print_time(contest: str, rounds: Sequence[Round], entries: Sequence[Entry], absent: Sequence[str]) -> None:
@@ -49,7 +45,7 @@ def print_time(contest: str, rounds: Sequence[Round], entries: Sequence[Entry], 
         f"clip: share of a step, median (95 % interval); goal for the upper end of ours: <= {CLIP_GOAL:.0%}"
     )
     columns = ["wall", "user CPU", "kernel CPU", "waited for a core", "clip / wall", "clip / CPU"]
-    table = _table(f"{contest}: step", caption, columns, box.MARKDOWN)
+    table = _table(f"{contest}: step", caption, columns)
     for entry in entries:
         standing = Standing.within(rounds, entry.name)
         if standing is not None:
@@ -71,9 +67,7 @@ def print_time(contest: str, rounds: Sequence[Round], entries: Sequence[Entry], 
         "ratios are paired within a round: median (95 % interval of the median); goals are for the upper end\n"
         f"load average {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores"
     )
-    table = _table(
-        f"{contest}: ratios", caption, ["rounds", "of wall time", "goal", "of CPU time", "clips"], box.MARKDOWN
-    )
+    table = _table(f"{contest}: ratios", caption, ["rounds", "of wall time", "goal", "of CPU time", "clips"])
     clips = {entry.name: entry.clips for entry in entries}
     who = "ours" if comparisons[0].base != ONE_PROCESS else ONE_PROCESS
     for found in comparisons:
@@ -101,38 +95,8 @@ def compared(rounds: Sequence[Round], names: Sequence[str]) -> list[Comparison]:
     return [comparison for comparison in found if comparison is not None]
 
 
-def print_memory(contest: str, saved_bytes: dict[str, int], absent: Sequence[str]) -> None:
-    """Print saved activations: the bytes that one rank's forward pass keeps for its backward pass."""
-    caption = "storages that autograd saves, each counted once, without parameters; rank 0"
-    table = _table(f"{contest}: saved activations", caption, ["MiB per rank", f"it / {ONE_PROCESS}"])
-    whole = saved_bytes.get(ONE_PROCESS)
-    for name, size in saved_bytes.items():
-        share = "" if whole is None else f"{size / whole:.3f}{_goal('<=', MEMORY_GOALS.get(name))}"
-        table.add_row(name, f"{size / MIB:.1f}", share)
-    _show(table, absent)
-
-
-def print_collectives(contest: str, per_layer: dict[str, dict[str, Traffic]], absent: Sequence[str]) -> None:
-    """Print the collectives that one decoder layer adds to a step, by phase."""
-    caption = "difference of two model depths, per layer; MiB of the whole (gathered) tensors; rank 0"
-    table = _table(f"{contest}: collectives per decoder layer", caption, [*PHASES, "MiB"])
-    for name, phases in per_layer.items():
-        size = sum(traffic.bytes for traffic in phases.values())
-        table.add_row(name, *(str(phases[phase]) for phase in PHASES), f"{size / MIB:.1f}")
-    _show(table, absent)
-
-
-def print_guard(contest: str, shares: dict[str, list[float]]) -> None:
-    """Print the share of a step that the guard takes, without waiting for slower ranks."""
-    caption = "shortest time of each call over the ranks, since the last rank does not wait"
-    table = _table(f"{contest}: share of a step spent in the guard", caption, ["median", "min", "max"])
-    for name, found in shares.items():
-        table.add_row(name, *(f"{value:.2%}" for value in (median(found), min(found), max(found))))
-    _show(table, [])
-
-
-def _table(title: str, caption: str, columns: Sequence[str], style: box.Box = box.SIMPLE_HEAD) -> Table:
-    table = Table(title=title, caption=caption, box=style)
+def _table(title: str, caption: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, caption=caption, box=box.MARKDOWN)
     table.add_column("contender", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right")
@@ -149,7 +113,3 @@ def _show(table: Table, absent: Sequence[str]) -> None:
 
 def _percent(share: Ratio) -> str:
     return f"{share.median:.2%} ({share.low:.2%}-{share.high:.2%})"
-
-
-def _goal(relation: str, goal: float | None) -> str:
-    return "" if goal is None else f" goal {relation} {goal:.2f}"

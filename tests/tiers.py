@@ -334,7 +334,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_a_smaller_budget_never_makes_a_plan_faster[0.3]",
         "test_a_smaller_budget_never_makes_a_plan_faster[0.7]",
     ),
-    "test_planner_validation.py": (
+    "test_published_runs.py": (
         "test_eight_runs_are_enough[DGXC*",
         "test_eight_runs_are_enough[BigScience*",
         "test_eight_runs_help_every_source",

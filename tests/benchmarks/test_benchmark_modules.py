@@ -1,4 +1,4 @@
-"""Every benchmark can be imported where pytest has not put the tests on the path, as its command does."""
+"""Every benchmark and sweep can be imported where pytest has not put the tests on the path, as its command does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 IMPORT_ALL = """
-import importlib, pkgutil, benchmarks
-names = [module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
+import importlib, pkgutil, benchmarks, conformance
+packages = (benchmarks, conformance)
+names = [m.name for package in packages for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
 for name in names:
     if not name.endswith("__main__") and ".stand_ins" not in name:
         importlib.import_module(name)

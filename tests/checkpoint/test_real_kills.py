@@ -13,7 +13,7 @@ from support.real_kills import Saves
     ids=["after the rename", "in rank 0's files", "in rank 1's files"],
 )
 def test_a_killed_save_leaves_the_old_or_the_new(victim: int, place: float, tmp_path: Path) -> None:
-    """`python -m benchmarks.random_kills` kills at 200 such points."""
+    """`python -m conformance.random_kills` kills at 200 such points."""
     saves = Saves(tmp_path, 2)
     problem = saves.problem(victim, int(place * saves.steps[victim]), saves_again=True)
     assert problem is None, problem

@@ -141,4 +141,4 @@ def test_help_is_in_groups() -> None:
     for group in ("What is trained, and where:", "The whole run: days, GPU-hours and cost:", "A plan of your own"):
         assert group in text
     options = text[text.index("What is trained") :]
-    assert options.index("  --tokens") < options.index("  --micro-batch-size") < options.index("  --validate")
+    assert options.index("  --tokens") < options.index("  --micro-batch-size") < options.index("  --top")

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 import meshwright as mw
-from benchmarks.families.models import build as build_family
-from benchmarks.families.one_device import largest_difference
+from conformance.families.models import build as build_family
+from conformance.families.one_device import largest_difference
 from harness.pool import WorkerError
 from meshwright.context import attention
 from meshwright.context.attend import as_autocast

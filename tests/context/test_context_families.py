@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.families.context_page import PAGE, REFUSED, rows
-from benchmarks.families.models import DENSE
+from conformance.families.context_page import PAGE, REFUSED, rows
+from conformance.families.models import DENSE
 from meshwright.plan.context_methods import METHODS
 from meshwright.planner.family_traits import traits_of
 

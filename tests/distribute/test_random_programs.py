@@ -1,4 +1,4 @@
-"""A few of the programs of ``python -m benchmarks.random_programs``, which runs a thousand, and its planted faults."""
+"""A few of the programs of ``python -m conformance.random_programs``, which runs a thousand, and its planted faults."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.random_programs.compare import FAULTS, judge, largest_difference, of_failures, of_numbers
-from benchmarks.random_programs.draw import PLANS, Program
-from benchmarks.random_programs.plants import PLANTS
-from benchmarks.random_programs.run import Numbers, run
-from benchmarks.random_programs.summary import MARKS, table
-from benchmarks.random_programs.traits import TRAITS
+from conformance.random_programs.compare import FAULTS, judge, largest_difference, of_failures, of_numbers
+from conformance.random_programs.draw import PLANS, Program
+from conformance.random_programs.plants import PLANTS
+from conformance.random_programs.run import Numbers, run
+from conformance.random_programs.summary import MARKS, table
+from conformance.random_programs.traits import TRAITS
 from harness import WorkerPool
 from harness.messages import Failure
 
@@ -77,7 +77,7 @@ FOUND: dict[str, tuple[Program, set[str]]] = {
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_found(plant: str, pools: dict[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if plant == "a hang":  # Meshwright's own timeout, three times this, would end a program whose ranks wait
-        monkeypatch.setattr("benchmarks.random_programs.compare.TIMEOUT", 2.0)
+        monkeypatch.setattr("conformance.random_programs.compare.TIMEOUT", 2.0)
     planted, verdicts = FOUND[plant]
     outcome = judge(planted, pools, plant=plant)
     assert outcome.verdict in verdicts, outcome

@@ -32,17 +32,15 @@ unknown = set(filter(None, extras.split(","))) - set(metadata("meshwright").get_
 sys.exit(f"no such extra: {{unknown}}" if command != "install" or unknown else 0)
 """
 PARSED_ONLY = {
-    "benchmarks": "takes minutes, and a quiet machine",
     "benchmarks.compiled_layers": "takes minutes, and a quiet machine; tests/distribute/test_compile.py counts graphs",
-    "benchmarks.families.context": "takes minutes; tests/context/test_context.py trains families under every method",
-    "benchmarks.families.context_page": "reads what a sweep of minutes has written",
-    "benchmarks.families.static": "takes minutes; tests/spmd/test_spmd.py checks families in the same way",
-    "benchmarks.families.stages": "takes minutes; tests/pipeline/test_pipeline.py trains three families",
-    "benchmarks.families.stages_page": "reads what a sweep of minutes has written",
-    "benchmarks.outside_scripts": "takes checkouts of other projects; tests/integrations/test_outside_scripts.py",
-    "benchmarks.random_programs": "takes minutes; tests/distribute/test_random_programs.py runs some of these programs",
+    "conformance.families.context": "takes minutes; tests/context/test_context.py trains families under every method",
+    "conformance.families.context_page": "reads what a sweep of minutes has written",
+    "conformance.families.static": "takes minutes; tests/spmd/test_spmd.py checks families in the same way",
+    "conformance.families.stages": "takes minutes; tests/pipeline/test_pipeline.py trains three families",
+    "conformance.families.stages_page": "reads what a sweep of minutes has written",
+    "conformance.outside_scripts": "takes checkouts of other projects; tests/integrations/test_outside_scripts.py",
+    "conformance.random_programs": "takes minutes; tests/distribute/test_random_programs.py runs some of them",
     "benchmarks.referee": "sleeps for half a minute; tests/faults/test_referee.py checks what it measures",
-    "benchmarks.schedules": "needs a quiet machine; tests/pipeline/test_pipeline_costs.py counts the same",
     "--num_machines": "needs two machines; tests/cli/test_launch_hosts.py makes two and launches over them",
 }
 ADDED = {

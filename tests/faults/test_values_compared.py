@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import meshwright as mw
-from benchmarks import false_alarms
-from benchmarks.families.models import build as build_family
+from conformance import false_alarms
+from conformance.families.models import build as build_family
 from meshwright.errors import DivergenceError
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.dropout_streams import DropoutStreams
@@ -395,7 +395,7 @@ def test_replicated_activations_are_equal_whatever_draws(program: Any, pool2: An
 
 @pytest.mark.parametrize("index", range(1, len(false_alarms.PLANS), 4))
 def test_a_legal_program_is_not_stopped(index: int, pool4: Any) -> None:
-    """A few steps of ``python -m benchmarks.false_alarms``, which runs 10,000."""
+    """A few steps of ``python -m conformance.false_alarms``, which runs 10,000."""
     family = false_alarms.FAMILIES[index % len(false_alarms.FAMILIES)]
     assert pool4.run(false_alarms.train, false_alarms.PLANS[index], family, 15) == [15] * 4
 

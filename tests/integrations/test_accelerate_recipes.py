@@ -6,6 +6,7 @@ Tolerance 1e-10 relative in float64, where only the order of sums differs; see t
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 from typing import Any
@@ -55,8 +56,9 @@ def run(script: str, plan: dict[str, Any] | None, how: str = "", dp: int = 1, **
             if how == "activate":
                 assert plan is not None
                 activate(config(plan))
-            accelerator = accelerate.Accelerator(**made)
-            if how == "prepare":
+            kind = meshwright_hf.accelerate.Accelerator if how.startswith("class") else accelerate.Accelerator
+            accelerator = kind(**made)
+            if how.endswith("prepare"):
                 assert plan is not None
                 by_plan = functools.partial(meshwright_hf.accelerate.prepare, accelerator, config=config(plan))
                 return body(accelerator, by_plan)
@@ -107,11 +109,30 @@ def test_a_stock_schedule_goes_on_under_another_dp(
 
 def test_a_schedule_of_another_number_is_refused(pool2: Any) -> None:
     """Row 35: the plan comes with prepare, and the script has read num_processes before."""
-    errors = pool2.run_expecting_error(run, "no_trainer", TP2, "prepare", 1, max_train_steps=5)
+    errors = pool2.run_expecting_error(run, "no_trainer", TP2, "class, then prepare", 1, max_train_steps=5)
     for kind, message in errors:
         assert kind == "PlanError"
         assert "num_processes was read before prepare and was 2, but the plan has dp=1" in message
         assert "from meshwright_hf.accelerate import Accelerator" in message
+
+
+def warnings_of(plan: dict[str, Any], how: str) -> list[str]:
+    logger = logging.getLogger("meshwright_hf.accelerate.checks")
+    with mock.patch.object(logger, "warning") as warning:
+        run("no_trainer", plan, how, plan.get("dp", 1), max_train_steps=5)
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+@pytest.mark.parametrize(("plan", "how"), [(TP2, "prepare"), (DP2_ZERO1, "prepare"), (TP2, "class")])
+def test_a_stock_accelerator_warns_of_a_schedule_of_another_number(plan: dict[str, Any], how: str, pool2: Any) -> None:
+    """Row 35: accelerate's own class does not record who has read num_processes."""
+    for said in pool2.run(warnings_of, plan, how, timeout=120):
+        if plan is TP2 and how == "prepare":
+            [text] = said
+            assert "accelerator.num_processes is 2, but the plan has dp=1" in text
+            assert "from meshwright_hf.accelerate import Accelerator" in text
+        else:
+            assert not said
 
 
 @pytest.mark.parametrize(

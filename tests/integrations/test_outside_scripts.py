@@ -1,4 +1,4 @@
-"""What ``benchmarks.outside_scripts`` makes of a script and of two runs; the scripts themselves need checkouts."""
+"""What ``conformance.outside_scripts`` makes of a script and of two runs; the scripts themselves need checkouts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.outside_scripts.catalogue import SCRIPTS, Edit
-from benchmarks.outside_scripts.page import Row, Verdict, render
-from benchmarks.outside_scripts.running import Run, compare, edited, read_figures
-from benchmarks.outside_scripts.stand_ins.evaluate import load
+from conformance.outside_scripts.catalogue import SCRIPTS, Edit
+from conformance.outside_scripts.page import Row, Verdict, render
+from conformance.outside_scripts.running import Run, compare, edited, read_figures
+from conformance.outside_scripts.stand_ins.evaluate import load
 from meshwright.monitor.figures import RankFigures, Step, together
 
 NAMES = {"rows": 4, "warmup": 4}

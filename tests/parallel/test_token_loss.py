@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from benchmarks.families.models import DENSE, build
+from conformance.families.models import DENSE, build
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.token_loss import calls_cross_entropy
 from support.exact import Float64, relative_difference

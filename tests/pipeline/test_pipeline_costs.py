@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 
 import meshwright as mw
-from benchmarks.schedules.held import holding
-from benchmarks.schedules.messages import Messages, computed_messages
-from benchmarks.schedules.model import Sizes
 from meshwright.pipeline.links import AHEAD
 from meshwright.plan.schedule import SCHEDULES, most_held, rank_operations
+from support.stage_memory import holding
+from support.stage_messages import Messages, computed_messages
+from support.staged_model import Sizes
 
 MICRO_BATCHES = 16  # far more than any rank holds, except under gpipe
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM
 
 import meshwright as mw
-from benchmarks.families.models import build as build_family
+from conformance.families.models import build as build_family
 from harness.pool import WorkerError
 from meshwright.context.region import ContextRegion
 from meshwright.layout.tensor_layout import layout_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from benchmarks.families.models import build as build_family
+from conformance.families.models import build as build_family
 from meshwright.choose.picked_plan import _refusals
 from meshwright.plan.context_methods import METHODS
 from meshwright.planner import explain

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.families.models import DENSE, model_class, model_types, tiny_config
+from conformance.families.models import DENSE, model_class, model_types, tiny_config
 from meshwright.errors import PlanError
 from meshwright.planner.shapes import ModelShape, describe
 from meshwright.roles import Role, plan_for

@@ -202,3 +202,28 @@ def test_twice_the_devices_never_halve_the_time_entirely() -> None:
     eight = step(Candidate(shard=8, zero_stage=1, accumulation=8)).total
     sixteen = step(Candidate(shard=16, zero_stage=1, accumulation=4)).total
     assert 0.5 < sixteen / eight < 0.75
+
+
+WIDE = ModelShape(name="m", layers=4, hidden=13824, heads=96, kv_heads=96, head_dim=144, ffn=55296, vocab=50304)
+
+
+def _model(shape: ModelShape = WIDE, *, gpus: int = 64) -> StepModel:
+    return StepModel(shape, Cluster(device=device("a100-80"), gpus=gpus), Coefficients())
+
+
+def test_a_ring_pays_each_neighbour_inside_a_node_and_each_doubling_between_nodes() -> None:
+    hop = _model().ring(0.0, 2, 1)
+    assert hop == Coefficients().latency
+    assert _model().ring(0.0, 8, 1) == pytest.approx(7 * hop)
+    assert _model().ring(0.0, 64, 1) == pytest.approx((7 + 3 * 5) * hop)
+    assert _model().ring(0.0, 8, 8) == pytest.approx(3 * 5 * hop)
+
+
+def test_heads_of_no_multiple_of_eight_are_slow_without_a_fused_kernel() -> None:
+    """BigScience's chronicles: 128 heads of 108 take a quarter longer than 96 heads of 144, of the same work."""
+    odd = dataclasses.replace(WIDE, heads=128, kv_heads=128, head_dim=108)
+    plan = Candidate(tp=8, micro_batch=4)
+    for fused, slower in ((False, 1.15), (True, 0.99)):
+        job = Job(seq_len=2048, global_batch=4, fused_attention=fused)
+        even_time, odd_time = (_model(shape, gpus=8).step(plan, job).total for shape in (WIDE, odd))
+        assert slower < odd_time / even_time < slower + 0.25

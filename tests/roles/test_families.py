@@ -13,10 +13,10 @@ import transformers
 from torch import nn
 
 import meshwright as mw
-from benchmarks.families import page
-from benchmarks.families.models import DENSE, build, model_types
-from benchmarks.families.parity import TOLERANCE, Record, check, differences
-from benchmarks.families.refusals import refusal
+from conformance.families import page
+from conformance.families.models import DENSE, build, model_types
+from conformance.families.parity import TOLERANCE, Record, check, differences
+from conformance.families.refusals import refusal
 from meshwright.parallel.gradient_buckets import Bucket
 from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for

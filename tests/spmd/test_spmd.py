@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from benchmarks.families.models import build
+from conformance.families.models import build
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.parallel import role_rows as rows

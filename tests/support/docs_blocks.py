@@ -41,6 +41,7 @@ CLONE = (
     "LICENSE",
     "Makefile",
     "benchmarks",
+    "conformance",
     "constraints.txt",
     "examples",
     "integrations",

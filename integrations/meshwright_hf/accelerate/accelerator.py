@@ -25,7 +25,7 @@ from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.collectives import all_reduce, maximum
 from meshwright.plan.config import LoaderOptions, ParallelPlan
 from meshwright_hf.accelerate import state
-from meshwright_hf.accelerate.announced import check_announced
+from meshwright_hf.accelerate.checks import check_num_processes
 from meshwright_hf.accelerate.folders import folder_to_load, folder_to_save, remove_oldest
 from meshwright_hf.accelerate.loader import PlannedLoader, plan_loader
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
@@ -91,7 +91,7 @@ class PlannedAccelerator(Accelerator):
         runtime = find_runtime(getattr(scheduler, "optimizer", scheduler))
         if runtime is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
-        check_announced(self.told_processes, runtime.mesh.dp.size)
+        check_num_processes(self.told_processes, runtime.mesh.dp.size)
         optimizers = [wrapper for wrapper in self._optimizers if wrapper.optimizer is scheduler.optimizer]
         planned = PlannedScheduler(
             scheduler,

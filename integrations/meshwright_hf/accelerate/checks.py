@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from accelerate import Accelerator
@@ -136,6 +137,40 @@ def _check_sizes(accelerator: Accelerator, plan: ParallelPlan) -> None:
                 f"ParallelismConfig has {name}={theirs}, but the plan has {axis}={ours}; make them equal, or leave "
                 "ParallelismConfig out: the plan alone decides"
             )
+
+
+def check_num_processes(read: Iterable[int], dp: int) -> None:
+    """Raise if a schedule may have been made with a different number of ranks than dp.
+
+    A scheduler steps once for each of the loader's batches in an optimizer step, so dp times. A schedule whose lengths
+    are times a larger number is too long, which only shows at the end of training.
+
+    Args:
+        read: the values that ``accelerator.num_processes`` has returned so far.
+        dp: the number of scheduler steps per optimizer step.
+
+    Raises:
+        PlanError: if a value differs from ``dp``; the message gives both.
+    """
+    if wrong := [count for count in read if count != dp]:
+        raise PlanError(f"accelerator.num_processes was read before prepare and was {_too_long(wrong[0], dp)}")
+
+
+def warn_of_schedules(accelerator: Accelerator, dp: int) -> None:
+    """Warn if an Accelerator that does not record who reads its number of processes counts other ranks than dp."""
+    if (count := int(accelerator.num_processes)) != dp:
+        logger.warning("before prepare, accelerator.num_processes is %s", _too_long(count, dp))
+
+
+def _too_long(count: int, dp: int) -> str:
+    return (
+        f"{count}, but the plan has dp={dp}: a scheduler steps {dp} time(s) per optimizer step, so a schedule of "
+        f"lengths times {count} would run at {dp}/{count} of its speed. Give the Accelerator the plan when it is made, "
+        "so that num_processes is dp from the start:\n"
+        "    from meshwright_hf.accelerate import Accelerator\n"
+        "    accelerator = Accelerator(..., plan='dp2 tp2')  # or: meshwright launch --dp 2 --tp 2\n"
+        "    model, optimizer, ... = accelerator.prepare(model, optimizer, ...)"
+    )
 
 
 def check_model(accelerator: Accelerator, model: nn.Module) -> None:

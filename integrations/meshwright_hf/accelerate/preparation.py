@@ -31,8 +31,14 @@ from meshwright.optim.runtime import Watch, device_of, find_runtime, no_sync, ru
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.plan.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
-from meshwright_hf.accelerate.announced import check_announced, was_read_by_callers
-from meshwright_hf.accelerate.checks import check_launch, check_model, check_not_prepared, check_settings
+from meshwright_hf.accelerate.checks import (
+    check_launch,
+    check_model,
+    check_not_prepared,
+    check_num_processes,
+    check_settings,
+    warn_of_schedules,
+)
 from meshwright_hf.accelerate.loader import PlannedLoader, check_loader
 from meshwright_hf.accelerate.state import planned_models
 from meshwright_hf.batches import global_batches
@@ -147,8 +153,10 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
     if plan is None:
         plan = _pick_plan(accelerator, model, given.optimizer, loaders, config)
     check_settings(accelerator, plan)
-    if given.schedulers:
-        check_announced(_told(accelerator), plan.dp)
+    if given.schedulers and isinstance(accelerator, PlannedAccelerator):
+        check_num_processes(accelerator.told_processes, plan.dp)
+    elif given.schedulers:
+        warn_of_schedules(accelerator, plan.dp)
     for loader in loaders:
         check_loader(loader, plan.dp, config.loader, is_global=accelerator.split_batches)
     if runtime is None and accelerator.device_placement and not any(p.is_meta for p in model.parameters()):
@@ -232,13 +240,6 @@ def _no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
             "enabled=False), or leave it out, and reduce communication by Accelerator(gradient_accumulation_steps=...)"
         )
     return no_sync(model)
-
-
-def _told(accelerator: Accelerator) -> frozenset[int]:
-    """Return the values of num_processes that the script may have read so far."""
-    if isinstance(accelerator, PlannedAccelerator):
-        return accelerator.told_processes
-    return frozenset({accelerator.num_processes}) if was_read_by_callers() else frozenset()
 
 
 def _pick_plan(

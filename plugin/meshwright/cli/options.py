@@ -44,6 +44,15 @@ class Context(StrEnum):
     hybrid = "hybrid"
 
 
+def _refuse(value: str | None) -> None:
+    if value is not None:
+        command = "python -m benchmarks.published_runs runs.csv"
+        typer.echo(f"meshwright plan: measured runs are compared in a checkout of Meshwright: {command}", err=True)
+        raise typer.Exit(2)
+
+
+InCheckout = Annotated[str | None, typer.Option(hidden=True, callback=_refuse)]  # options of earlier versions
+
 OWN_PLAN = "A plan of your own, which is estimated instead of searching"  # the group of these options in plan's help
 _option = partial(typer.Option, rich_help_panel=OWN_PLAN)
 

@@ -13,6 +13,7 @@ from meshwright.cli.options import (
     OWN_PLAN,
     ContextMethod,
     CpSize,
+    InCheckout,
     PipelineSchedule,
     PpSize,
     RecomputedLayers,
@@ -23,12 +24,10 @@ from meshwright.cli.options import (
     ZeroStage,
     given_sizes,
 )
-from meshwright.cli.validate import LeaveOut, validate_estimator
 
 _JOB = "What is trained, and where"
 _RUN = "The whole run: days, GPU-hours and cost"
 _OUTPUT = "Output"
-_ACCURACY = "Accuracy of the estimates"
 
 
 class Emit(StrEnum):
@@ -50,7 +49,7 @@ def plan(
         Path | None,
         typer.Option(
             help="transformers config.json, a directory that holds one, or the id of a Hub model whose config is in "
-            "the local cache; no weights are read. Required unless --validate is given.",
+            "the local cache; no weights are read. Required.",
             rich_help_panel=_JOB,
         ),
     ] = None,
@@ -217,35 +216,10 @@ def plan(
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
-    validate: Annotated[
-        Path | None,
-        typer.Option(
-            help="Compare the estimator with the measured runs of this CSV file; plan nothing.",
-            rich_help_panel=_ACCURACY,
-        ),
-    ] = None,
-    calibrate_rows: Annotated[
-        int,
-        typer.Option(
-            help="With --validate, number of runs of each source to fit the coefficients to first.",
-            rich_help_panel=_ACCURACY,
-        ),
-    ] = 0,
-    seed: Annotated[
-        int,
-        typer.Option(
-            help="With --calibrate-rows, seed of the random half of the runs from which the runs to fit are chosen.",
-            rich_help_panel=_ACCURACY,
-        ),
-    ] = 0,
-    leave_out: Annotated[
-        LeaveOut,
-        typer.Option(
-            help="With --validate, runs to score: rows (all that were not fitted), model (one model at a time, fitted "
-            "on the others), gpus (the larger GPU counts, fitted on the smaller) or test (the test split).",
-            rich_help_panel=_ACCURACY,
-        ),
-    ] = LeaveOut.rows,
+    validate: InCheckout = None,
+    calibrate_rows: InCheckout = None,
+    seed: InCheckout = None,
+    leave_out: InCheckout = None,
 ) -> None:
     """Find the fastest plans to train a model on a cluster, and what the training costs.
 
@@ -280,11 +254,8 @@ def plan(
         recompute=recompute, recomputed_layers=recomputed_layers,
     )  # fmt: skip
     try:
-        if validate is not None:
-            validate_estimator(validate, calibrate_rows, seed, leave_out, profile, json)
-            return
         if model is None:
-            raise ValueError("--model is missing; write --model config.json, or --validate runs.csv to plan nothing")
+            raise ValueError("--model is missing; write --model config.json")
         if not 0 < memory <= 1:
             raise ValueError(f"--memory={memory} must be a share of the device's memory, above 0 and at most 1")
         if top < 1:

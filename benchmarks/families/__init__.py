@@ -1,1 +1,0 @@
-"""Check which of transformers' causal LMs, when sharded, equal one device: ``python -m benchmarks.families``."""

@@ -1,0 +1,1 @@
+"""Training runs that others measured and published, against the planner: ``python -m benchmarks.published_runs``."""

@@ -1,1 +1,0 @@
-"""Measures the cost of a schedule: idle time, messages, activations, and its step time against torch's schedules."""

@@ -1,0 +1,60 @@
+"""``python -m conformance.families``: check every family and write docs/families.md."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import track
+
+from conformance.families.models import DENSE, model_types
+from conformance.families.page import PAGE, render, verdict
+from conformance.families.refusals import Refusal, refusal
+from conformance.families.sweep import read
+from harness.torchrun import torchrun
+
+
+def main(
+    only: Annotated[
+        list[str] | None, typer.Option(help="a family; may be given several times; then no page is written")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="the page to write")] = PAGE,
+) -> None:
+    """Compare every dense decoder of the installed transformers, on two ranks, with itself on one device.
+
+    Exits with status 1 if a decoder differs or is refused.
+
+    Examples:
+
+        python -m conformance.families
+        python -m conformance.families --only gpt2 --only bloom
+    """
+    if unknown := sorted(set(only or ()) - DENSE.keys()):
+        raise typer.BadParameter(f"{', '.join(unknown)}: not among {', '.join(sorted(DENSE))}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "records.json"
+        if torchrun(2, "conformance.families.sweep", str(path), *(only or ())):
+            raise typer.Exit(1)
+        records = read(path)
+    for record in records:
+        cells = (record.parity, record.kv, record.tied, record.packed)
+        print(f"{record.family:22}", *(f"{verdict(cell):6}" for cell in cells), record.traits)
+    if not only:
+        others = [name for name in model_types() if name not in DENSE]
+        refusals = [_refusal(name) for name in track(others, "other types", disable=not sys.stderr.isatty())]
+        output.write_text(render(records, refusals))
+        print(f"{sum(record.passes for record in records)} families pass, {len(refusals)} are refused: {output}")
+    raise typer.Exit(0 if all(record.passes for record in records) else 1)
+
+
+def _refusal(name: str) -> Refusal:
+    found = refusal(name)
+    assert found is not None, f"{name} is neither refused nor in the table of dense decoders: add it there"
+    return found
+
+
+if __name__ == "__main__":
+    typer.run(main)

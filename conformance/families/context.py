@@ -1,0 +1,78 @@
+"""Every dense decoder under context parallelism, against itself on one device.
+
+torchrun --nproc-per-node 2 -m conformance.families.context --results cp2.jsonl
+torchrun --nproc-per-node 4 -m conformance.families.context --results cp4.jsonl
+torchrun --nproc-per-node 4 -m conformance.families.context --method ring --method hybrid --only llama
+python -m conformance.families.context_page cp2.jsonl cp4.jsonl
+
+Losses, norms and every gradient of plain, packed and padded rows are compared in float64. The tolerance is 1e-10 of a
+tensor's largest value: only the order of sums differs, by about 1e-16 per sum. A family that a method refuses is listed
+with the reason. Exits with status 1 if a family differs. With ``--results FILE`` a sweep that was interrupted goes on
+where it ended.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.progress import track
+from torch import nn
+
+import meshwright as mw
+from conformance.families.kept_results import KeptResults
+from conformance.families.models import DENSE, build, model_types
+from conformance.families.one_device import TIMEOUT, largest_differences
+from conformance.families.parity import TOLERANCE
+from meshwright.mesh.process_group import start_process_group, world_size
+from meshwright.plan.context_methods import METHODS
+
+Differences = dict[str, float]  # for each kind of rows, the largest relative difference from one device
+
+
+def differences(family: str, method: str) -> Differences:
+    """Compare a family with one device; every rank must make the call, and only rank 0 compares."""
+    return largest_differences(partial(build, family), partial(_plan_for, method=method))
+
+
+def _plan_for(_: nn.Module, method: str) -> mw.ParallelPlan:
+    ulysses = 2 if method == "hybrid" else None
+    return mw.ParallelPlan(cp=world_size(), context=method, ulysses=ulysses)  # type: ignore[arg-type]
+
+
+def main(
+    method: Annotated[list[str] | None, typer.Option(help="a method; may be given several times")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="a family; may be given several times")] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="a file for the results; results that it already has are not computed again")
+    ] = None,
+) -> None:
+    """Compare every dense decoder under context parallelism with itself on one device; torchrun starts this program."""
+    warnings.filterwarnings("ignore")
+    start_process_group(torch.device("cpu"), TIMEOUT)
+    is_first = dist.get_rank() == 0
+    families = only or sorted(DENSE.keys() & set(model_types()))
+    methods = method or [name for name in METHODS if name != "hybrid" or world_size() >= 4]
+    kept = KeptResults[Differences](results)
+    programs = [(family, name) for family in families for name in methods]
+    for family, name in track(programs, "programs", disable=not (is_first and sys.stderr.isatty())):
+        kept.of(f"{family} {name} cp{world_size()}", partial(differences, family, name))
+    refused = {program: found for program, found in kept.results.items() if isinstance(found, str)}
+    compared = {program: found for program, found in kept.results.items() if not isinstance(found, str)}
+    differ = {program: found for program, found in compared.items() if max(found.values()) > TOLERANCE}
+    if is_first:
+        exact = sum(off <= TOLERANCE for found in compared.values() for off in found.values())
+        print(f"{exact} programs are exact, {len(differ)} differ, {len(refused)} families x methods are refused")
+        for program, found in (*differ.items(), *refused.items()):
+            print(f"{program}: {found}")
+    raise typer.Exit(1 if is_first and differ else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

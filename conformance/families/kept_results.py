@@ -1,0 +1,53 @@
+"""Keeps the results of a long sweep in a file, so that a sweep that was interrupted goes on where it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+
+import meshwright as mw
+from conformance.families.one_device import own_groups
+
+Found = TypeVar("Found")  # what a program finds, as JSON can hold it
+
+
+class KeptResults(Generic[Found]):
+    """The result of each program of a sweep, by the program's name: what it found, or why its plan is refused.
+
+    Args:
+        path: the file; None to keep results in memory only. Every rank must be able to read it.
+    """
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.results: dict[str, Found | str] = read([path]) if path is not None and path.exists() else {}
+        dist.barrier()  # no rank writes before every rank has read
+
+    def of(self, program: str, run: Callable[[], Found]) -> Found | str:
+        """Return the result of a program, which runs unless the file has its result; every rank must make the call.
+
+        Only the first rank's result is valid for every program, since only that rank compares.
+        """
+        if program not in self.results:
+            try:
+                with own_groups():
+                    self.results[program] = run()
+            except mw.PlanError as error:
+                self.results[program] = str(error)
+            if self.path is not None and dist.get_rank() == 0:
+                with self.path.open("a") as file:
+                    print(json.dumps({program: self.results[program]}), file=file)
+        return self.results[program]
+
+
+def read(paths: Iterable[Path]) -> dict[str, Any]:
+    """Return the results that files of sweeps hold, one JSON object per line: program -> result."""
+    found: dict[str, Any] = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
+            found |= json.loads(line)
+    return found

@@ -1,0 +1,117 @@
+"""Writes docs/families.md from the results of a sweep; a test reads the page back and compares it with the code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import transformers
+
+from conformance.families.models import DENSE
+from conformance.families.parity import TOLERANCE, Record
+from conformance.families.refusals import Refusal
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+
+_REMARKS = {
+    "falcon": "alibi and multi-query here; its other two orders of fused rows have plans too",
+    "gemma4_text": "without hidden_size_per_layer_input and attention_k_eq_v, which are refused",
+    "gpt-sw3": "GPT-2's class",
+    "internlm3": "Llama's class",
+    "iquestcoder": "Llama's class",
+    "lfm2": "with attention layers only: its convolutions are refused",
+    "stablelm": "without qk_layernorm, whose norms (one per head) are refused",
+}
+_DECODER_HALF = "the decoder of an encoder-decoder model; its cross-attention is sharded too"
+
+
+def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
+    """Return the page's text."""
+    records = sorted(records, key=lambda record: record.family)
+    refusals = sorted(refusals, key=lambda refusal: (refusal.kind, refusal.family))
+    passed = sum(record.passes for record in records)
+    lines = [
+        "# Families",
+        "",
+        "```bash",
+        "make families    # runs the sweep and writes this page (two processes, a few minutes)",
+        "```",
+        "",
+        f"**{passed} families pass**, of all {len(records) + len(refusals)} types that `AutoModelForCausalLM` knows in "
+        f"transformers {transformers.__version__}, with torch {torch.__version__}. Each is a model of two layers with "
+        "random weights and biases. It runs in float64 on two ranks with `tp=2` and sequence parallelism, and on one "
+        f"device. Logits, loss and the gradient of every parameter differ by at most {TOLERANCE:g} of a tensor's "
+        "largest value (only the order of sums differs; about 1e-14 is measured). The other columns repeat this "
+        "comparison with one more trait; a dash means that the family does not have the trait.",
+        "",
+        "- kv: one key/value head, which both ranks then hold",
+        "- tied: one matrix for embedding and head",
+        "- packed: two documents per row, separated by `position_ids`",
+        "",
+        "## A model that is not in the table",
+        "",
+        "Roles are inferred from the structure. Some facts cannot be inferred from the structure, such as the order of "
+        "fused rows or the role of a single weight. `plugin/meshwright/roles/family_hints.py` lists them, in a line or "
+        "two per family. The same rules infer the roles of a class that is not in the table. If a parameter has no "
+        "clear role, "
+        "`to_distributed` raises an error that lists the names, before anything is changed. Most such classes need "
+        "only a hint:",
+        "",
+        "<!-- given: mw, own_decoder as model -->",
+        "```python",
+        "# A decoder of your own, whose attention stacks all queries, then all keys, then all values in `attn.qkv`.",
+        'mw.register_plan("my_model", mw.infer_plan(model, {"attn.qkv": mw.Role.QKV}))  # by config.model_type',
+        "```",
+        "",
+        "Some faults show only when a model runs, and raise an error in its first pass: a block that reads the weight "
+        "of its output projection instead of calling the projection, a block that adds its own input to its output, a "
+        "layer that receives a second activation with a gradient. Arithmetic without weights across the width of an "
+        "MLP or across heads (a softmax over the width, heads that work in pairs) is not detected: compare such a "
+        "class with one device before you train it, with [`mw.verify`](verify.md).",
+        "",
+        "## Equal to one device",
+        "",
+        "The second column lists how a family's structure differs from Llama's. \"Fused by kind\" is a projection "
+        'whose rows are all queries, then all keys, then all values; "fused by group" has, for each key head, its '
+        'queries, its key and its value. "MLP owned by the layer" means that the layer has the projections of the MLP '
+        'itself, without a module for the MLP. A "plain MLP" has no gate.',
+        "",
+        "| family | differences from Llama | tp2+sp | kv | tied | packed | remark |",
+        "|---|---|---|---|---|---|---|",
+        *(_row(record) for record in records),
+        "",
+        "## Refused",
+        "",
+        f"These are {len(refusals)} types. `to_distributed` with tp above 1 raises a `PlanError` that gives the "
+        "reason; with only data parallelism and ZeRO these types run.",
+        "",
+        "| family | what it is | first reason given |",
+        "|---|---|---|",
+        *(f"| {r.family} | {r.kind} | {_short(r.message)} |" for r in refusals),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(record: Record) -> str:
+    remark = _REMARKS.get(record.family, _DECODER_HALF if "is_encoder_decoder" in DENSE[record.family] else "")
+    cells = (record.parity, record.kv, record.tied, record.packed)
+    return f"| {record.family} | {record.traits} | {' | '.join(map(verdict, cells))} | {remark} |"
+
+
+def verdict(difference: float | None) -> str:
+    """Return a cell: yes, no with the difference, or a dash if there is nothing to compare."""
+    if difference is None:
+        return "-"
+    return "yes" if difference <= TOLERANCE else f"**no** ({difference:.0e})"
+
+
+def _short(message: str) -> str:
+    return message.split(": whether")[0].split(", so no")[0].split(". Use ")[0].replace("|", "/")
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Return family -> the other cells of its row, from both tables of the page."""
+    table = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in row] for row in table]
+    return {family: rest for family, *rest in cells if family != "family"}

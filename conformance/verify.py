@@ -1,0 +1,126 @@
+"""``python -m conformance.verify``: run meshwright verify on published configs and on models with a planted fault."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from transformers import CONFIG_MAPPING
+
+import meshwright as mw
+from conformance.families.models import DENSE, tiny_config
+
+PLAN = "dp2 tp2+sp zero1"
+
+# The values in the config.json of a published model that differ from its class's defaults.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "bloom": {"hidden_size": 4096, "n_head": 32, "n_layer": 30, "vocab_size": 250880},  # bloom-7b1
+    "cohere2": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+                "num_key_value_heads": 8, "sliding_window": 4096, "vocab_size": 256000},  # command-r7b
+    "gemma3_text": {"hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4, "num_hidden_layers": 26,
+                    "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512, "vocab_size": 262144},  # 1b
+    "gpt2": {"n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257},
+    "gpt_neox": {"hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 32, "num_hidden_layers": 32,
+                 "vocab_size": 50304},  # pythia-2.8b
+    "llama": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+              "num_key_value_heads": 8, "vocab_size": 128256},  # Llama-3-8B
+    "olmo2": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32,
+              "num_key_value_heads": 32, "vocab_size": 100352},  # OLMo-2-7B
+    "phi3": {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 32,
+             "num_key_value_heads": 32, "vocab_size": 32064, "sliding_window": 2047},  # Phi-3-mini
+    "qwen3": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28,
+              "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True, "vocab_size": 151936},  # 0.6B
+    "smollm3": {"hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_hidden_layers": 36,
+                "num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 128256},  # SmolLM3-3B
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one verification."""
+
+    name: str
+    code: int
+    seconds: float
+    what: str
+
+
+def main(
+    plan: Annotated[str, typer.Option(help="The plan.")] = PLAN,
+    only: Annotated[list[str] | None, typer.Option(help="A family; may be given several times.")] = None,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Verify all dense families instead, with the configs of make families.")
+    ] = False,
+    faults: Annotated[bool, typer.Option(help="Run the planted faults too.")] = True,
+) -> None:
+    """Verify ten families with published sizes and five models with a planted fault; exit with 1 on a wrong result.
+
+    Examples:
+
+        python -m conformance.verify
+        python -m conformance.verify --only gpt2 --only bloom --no-faults
+        python -m conformance.verify --tiny --plan "dp2 tp2 zero3"
+    """
+    names = only or sorted(DENSE if tiny else PUBLISHED)
+    is_right = True
+    for name in names:
+        outcome = _family(name, plan, tiny)
+        is_right &= outcome.code == 0
+        _show(outcome)
+    if faults and not tiny:
+        for name, expected in _faults().items():
+            outcome = _fault(name)
+            is_right &= outcome.what == expected
+            _show(outcome)
+    raise typer.Exit(0 if is_right else 1)
+
+
+def _show(outcome: Outcome) -> None:
+    print(f"{outcome.name:22} {outcome.code:2} {outcome.seconds:6.1f} s  {outcome.what}", flush=True)
+
+
+def _family(name: str, plan: str, tiny: bool) -> Outcome:
+    config = tiny_config(name) if tiny else CONFIG_MAPPING[name](**PUBLISHED[name])
+    with tempfile.TemporaryDirectory() as folder:
+        values = {key: value for key, value in config.to_dict().items() if key not in ("dtype", "use_cache")}
+        (Path(folder) / "config.json").write_text(json.dumps(values))
+        command = [sys.executable, "-m", "meshwright.cli", "verify", "--model", folder, "--plan", plan, "--json"]
+        started = time.monotonic()
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        seconds = time.monotonic() - started
+    if result.returncode == 0:
+        worst = max(kind["value"] for kind in json.loads(result.stdout)["kinds"])
+        return Outcome(name, 0, seconds, f"{worst:.1e}")
+    what = str(json.loads(result.stdout)["suspect"]) if result.stdout else result.stderr.strip()[-2000:]
+    return Outcome(name, result.returncode, seconds, what)
+
+
+def _faults() -> dict[str, str]:
+    """Return the planted faults, and the module or parameter that verify must report for each."""
+    return {
+        "norm_not_summed": "model.layers.1.input_layernorm.weight",
+        "bias_added_twice": "model.layers.0.self_attn.o_proj",
+        "wrong_fused_order": "model.layers.0.self_attn.o_proj",
+        "uneven_heads": "model.layers.0.self_attn.o_proj",
+        "hook_on_a_shard": "model.layers.1.mlp.down_proj",
+    }
+
+
+def _fault(name: str) -> Outcome:
+    from support import planted
+
+    started = time.monotonic()
+    report = mw.verify(getattr(planted, name), "tp2+sp", steps=1)
+    suspect = report.suspect
+    return Outcome(name, int(not report.ok), time.monotonic() - started, suspect.name if suspect else "nothing")
+
+
+if __name__ == "__main__":
+    typer.run(main)
