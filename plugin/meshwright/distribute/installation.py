@@ -22,6 +22,7 @@ from meshwright.distribute.check_compile import layers_of, why_not_compiled
 from meshwright.distribute.check_launch import build_axes
 from meshwright.distribute.copy_model import make_copyable
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
+from meshwright.errors import PlanError
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.together import succeed_together
 from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradients_to_engine
@@ -46,7 +47,7 @@ from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.replicated_state import ModuleTensors
 from meshwright.parallel.row_layout import is_held
 from meshwright.parallel.split_forward import SplitForward
-from meshwright.parallel.structure import DecoderStructure, ParameterLayout
+from meshwright.parallel.structure import DecoderStructure, ParameterLayout, unsharded
 from meshwright.parallel.tensor_guards import refuse_wrapping
 from meshwright.parallel.tensor_parallel import (
     SequenceRegion,
@@ -56,6 +57,7 @@ from meshwright.parallel.tensor_parallel import (
     share_partial_gradients,
 )
 from meshwright.parallel.token_loss import TokenLoss, calls_cross_entropy
+from meshwright.parallel.tower_features import refuse_features_between_layers
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 from meshwright.pipeline.cut import Cut, with_stages
@@ -63,6 +65,7 @@ from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
 from meshwright.pipeline.refusals import refuse_copying, refuse_generating
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+from meshwright.roles import Decoder, find_decoder
 from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
 
 
@@ -88,7 +91,7 @@ class Installation:
     model: Any
     plan: ParallelPlan
     config: ToDistributedConfig
-    structure: DecoderStructure | None
+    structure: Decoder | None
     loss: LossKind | None
     runtime: Runtime
     device: torch.device
@@ -118,7 +121,7 @@ class Installation:
             loss=find_loss(decoder),
             runtime=Runtime(axes=axes, parameters=[], plan=plan, guard=guard),
             device=torch.device(device),
-            context=context_of(decoder, structure, plan),
+            context=context_of(structure, plan),
             cut=cut_of(decoder, structure, plan, axes.pp.rank),
         )
 
@@ -128,12 +131,16 @@ class Installation:
 
     @property
     def layouts(self) -> dict[str, ParameterLayout]:
-        """The layout of each parameter that the structure describes, by the parameter's name in the whole model."""
-        if self.structure is None or not self._cuts_weights:
+        """The layout of each parameter of the decoder, by its name in the whole model; empty if all stay whole."""
+        if not self._cuts_weights:
             return {}
-        prefix = without_wrappers(self.model)[0]
-        structure = self.structure if self.cut is None else with_stages(self.structure, self.cut)
-        return {prefix + name: layout for name, layout in structure.parameters.items()}
+        prefix, decoder = without_wrappers(self.model)
+        if self.tensor_structure is not None:
+            layouts = self.tensor_structure.parameters
+        else:
+            layouts = {name: unsharded(p, 1) for name, p in decoder.named_parameters(remove_duplicate=False)}
+        layouts = layouts if self.cut is None else with_stages(layouts, self.cut)
+        return {prefix + name: layout for name, layout in layouts.items()}
 
     @property
     def _cuts_weights(self) -> bool:
@@ -143,7 +150,7 @@ class Installation:
     @property
     def tensor_structure(self) -> DecoderStructure | None:
         """The structure, if the plan has tensor parallelism."""
-        return self.structure if self.plan.tp > 1 else None
+        return self.structure if isinstance(self.structure, DecoderStructure) else None
 
     def distribute(self, optimizer: Optimizer | None, make: Callable[..., NewTensors]) -> None:
         """Give the model its shards and its hooks, and make operations raise that would read a shard as the whole.
@@ -275,7 +282,7 @@ class Installation:
         attention = ContextAttention(context_axes(self.plan, runtime.cp), self.plan.context)
         if runtime.guard is not None:
             set_timeouts(self.config.timeout_s)  # also for the groups just made
-        attach_attention(self.decoder, attention)
+        attach_attention(self.structure, attention)
         is_staged = self.cut is not None  # a pipeline gives logits in evaluation only on request
         # Under ulysses each rank has all tokens of some heads. The stages of a pipeline know the length of what they
         # receive before they see the documents of a row.
@@ -319,11 +326,15 @@ class Installation:
             statistics=BatchStatistics(self.decoder, lambda: runtime.plan),
             refuses_internals=structure is not None or self.context is not None,
             shares_weights=runtime.weights is not None,
+            gathers_towers=runtime.weights is not None and bool(self._towers),
             longest=LongestPosition(self.decoder, runtime.dp, is_split=plan.has_micro_batches or plan.pp > 1),
             layers=layers,
             follow=runtime.follow,
         )
         keep_documents_apart(self.decoder)
+        if self.structure is not None:
+            for axis in (axis for axis in ("pp", "cp") if getattr(plan, axis) > 1):
+                refuse_features_between_layers(self.structure, axis)
         if structure is None:
             return layers, None, forward
         layers.blocks, region = install_tensor_parallel(
@@ -349,6 +360,13 @@ class Installation:
             token_loss=None if self._is_causal_lm else TokenLoss(vocab_size=self._sharded_words, tp=runtime.tp),
         )
         head.forward = DeferringHead(head, deferral)
+
+    @property
+    def _towers(self) -> tuple[nn.Module, ...]:
+        try:
+            return (self.structure or find_decoder(self.decoder)).towers
+        except PlanError:  # no decoder, or one that no plan could cut
+            return ()
 
     @property
     def _head(self) -> Any:
@@ -402,8 +420,8 @@ class Installation:
 
     def guard_shards(self) -> None:
         """Make operations raise that would read a shard as the whole."""
-        if self.structure is not None and self._cuts_weights:
-            guard_shards(self.model, self.structure)
+        if self._cuts_weights:
+            guard_shards(self.model, () if self.tensor_structure is None else self.tensor_structure.blocks)
         if self.runtime.weights is not None:
             self.runtime.weights.guard()
         elif self.tensor_structure is not None:

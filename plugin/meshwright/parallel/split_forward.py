@@ -22,16 +22,17 @@ from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.head_losses import BatchLoss
-from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
+from meshwright.parallel.mean_over_ranks import TARGETS
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.micro_batch_outputs import Pieces
 from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.split_rows import split_rows
 from meshwright.parallel.summed_gradients import TWICE, SummedGradients
 from meshwright.plan.config import ParallelPlan
 
 
 class SplitForward(MethodOverride):
-    """The ``forward`` of a model whose plan has micro-batches: splits training batches along dim 0.
+    """The ``forward`` of a model whose plan has micro-batches: splits training batches by rows.
 
     Args:
         model: a model whose forward returns an output with ``.loss``.
@@ -115,23 +116,6 @@ def check_inputs(batch: dict[str, Any]) -> None:
                 "parameters only. Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None, pp=1), or "
                 f"pass {name}.detach()"
             )
-
-
-def split_rows(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
-    """Split all tensors with the batch's rows along dim 0. A piece without rows gets one row that no loss counts."""
-
-    def rows_of(value: Any, low: int, high: int) -> Any:
-        has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == rows
-        return value[low:high] if has_rows else value
-
-    pieces = []
-    for index in range(count):
-        low, high = index * rows // count, (index + 1) * rows // count
-        piece = {name: rows_of(value, low, max(high, low + 1)) for name, value in batch.items()}
-        if low == high:
-            piece = without_targets(piece)
-        pieces.append(piece)
-    return pieces
 
 
 class _WholeGradients:

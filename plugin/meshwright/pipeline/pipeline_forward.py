@@ -23,7 +23,8 @@ from meshwright.parallel.mean_over_ranks import TARGETS
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.split_forward import check_inputs, count_micro_batches, split_rows
+from meshwright.parallel.split_forward import check_inputs, count_micro_batches
+from meshwright.parallel.split_rows import split_rows
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.cut import Cut

@@ -83,7 +83,7 @@ def check_plan(
             installation = Installation.on_fake_rank(model, plan, config=config)
             installation.make_weights(InitialWeights.find(model, None).make).attach(model)
             installation.install(optimizer, seed=0)
-            structure = installation.structure
+            structure = installation.tensor_structure
             decoder = without_wrappers(model)[1]
             foresee(decoder, inputs["input_ids"], hidden=next(whole.parameters()).dtype)
             # The projections then read the gathered input and their weights by operations of known types; also when
