@@ -50,8 +50,11 @@ def reference(name: str) -> dict[str, Tensor]:
     return train(None, name)
 
 
-@pytest.mark.parametrize("plan_name", PLANS)
-@pytest.mark.parametrize("name", MODELS)
+# With images in some rows, one rank of dp has none, and each of two micro-batches would have an unknown number.
+CASES = [(name, plan) for name in MODELS for plan in PLANS if "some" not in name or plan in ("dp2", "pp2", "cp2")]
+
+
+@pytest.mark.parametrize(("name", "plan_name"), CASES)
 def test_equals_one_process(name: str, plan_name: str, request: pytest.FixtureRequest) -> None:
     results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], name)
     found = differences(results, reference(name))
@@ -117,7 +120,7 @@ def test_images_of_unknown_rows_are_refused() -> None:
     with pytest.raises(mw.PlanError, match=r"pixel_values has shape \(3, 3, 8, 8\) in a batch of 4 rows.*one image"):
         split_rows({**batch, "pixel_values": batch["pixel_values"][:3]}, 4, 2)
     batch = collate(samples("qwen2_vl", 4))
-    with pytest.raises(mw.PlanError, match=r"pixel_values has shape"):
+    with pytest.raises(mw.PlanError, match=r"image_grid_thw has shape \(3, 3\)"):
         split_rows({**batch, "image_grid_thw": batch["image_grid_thw"][:3]}, 4, 2)
 
 
@@ -135,7 +138,7 @@ def test_a_tower_that_only_some_ranks_would_gather_is_refused(pool2: Any) -> Non
         pool2.run(step_with_images_on_one_rank)
 
 
-def step_with_features_between_layers(plan: dict[str, Any]) -> str:
+def step_with_features_between_layers(plan: dict[str, Any]) -> None:
     tower = {"depth": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 24, "patch_size": 4}
     config = transformers.Qwen3VLConfig(
         vision_config={**tower, "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
@@ -144,12 +147,10 @@ def step_with_features_between_layers(plan: dict[str, Any]) -> str:
     )  # fmt: skip
     model = mw.to_distributed(transformers.Qwen3VLForConditionalGeneration(config), plan=mw.ParallelPlan(**plan))[0]
     batch = collate(samples("qwen2_vl", 2))
-    with pytest.raises(mw.PlanError) as caught:
-        model.train()(**{**batch, "pixel_values": batch["pixel_values"].float()})
-    return str(caught.value)
+    model.train()(**{**batch, "pixel_values": batch["pixel_values"].float()})
 
 
 @pytest.mark.parametrize("axis", ["pp", "cp"])
 def test_features_that_enter_between_layers_are_refused(axis: str, pool2: Any) -> None:
-    for said in pool2.run(step_with_features_between_layers, {axis: 2}):
-        assert "deepstack_visual_embeds" in said and f"Use {axis}=1" in said
+    kind, said = pool2.run_expecting_error(step_with_features_between_layers, {axis: 2})[0]
+    assert kind == "PlanError" and "deepstack_visual_embeds" in said and f"Use {axis}=1" in said

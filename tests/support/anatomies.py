@@ -59,6 +59,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
     "llava": llava,
+    "llava, images in some rows": llava,
     "qwen2_vl": qwen2_vl,
 }
 
@@ -84,11 +85,12 @@ def samples(name: str, rows: int) -> list[Sample]:
     for row in range(rows):
         sample = {"input_ids": ids[row], "labels": labels[row]}
         width = 4 * (1 + row % 2) if name == "qwen2_vl" else 4
-        if name in ("llava", "qwen2_vl"):
+        has_image = name in ("llava", "qwen2_vl") or (name == "llava, images in some rows" and row % 4 < 2)
+        if has_image:
             sample["input_ids"][2 : 2 + width] = IMAGE
             sample["labels"][2 : 2 + width] = -100
         generator = torch.Generator().manual_seed(row)
-        if name == "llava":
+        if has_image and name != "qwen2_vl":
             sample["pixel_values"] = torch.randn(3, 8, 8, generator=generator, dtype=torch.float64)
         if name == "qwen2_vl":
             sample["mm_token_type_ids"] = (sample["input_ids"] == IMAGE).long()
@@ -99,10 +101,11 @@ def samples(name: str, rows: int) -> list[Sample]:
 
 
 def collate(rows: list[Sample]) -> Sample:
-    """Stack the rows; patches of images of different sizes are joined, as Qwen2-VL's processor joins them."""
-    joined = {"pixel_values": torch.cat([row["pixel_values"] for row in rows])} if "image_grid_thw" in rows[0] else {}
-    others: Sample = default_collate([{name: x for name, x in row.items() if name not in joined} for row in rows])
-    return {**others, **joined}
+    """Stack the rows and their images; patches of images of different sizes are joined, as by Qwen2-VL's processor."""
+    images = [row["pixel_values"] for row in rows if "pixel_values" in row]
+    join = torch.cat if "image_grid_thw" in rows[0] else torch.stack
+    others: Sample = default_collate([{name: x for name, x in row.items() if name != "pixel_values"} for row in rows])
+    return {**others, "pixel_values": join(images)} if images else others
 
 
 def loader(name: str, *, rows: int = 4, steps: int = 3) -> Any:

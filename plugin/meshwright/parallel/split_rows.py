@@ -31,6 +31,8 @@ def split_rows(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, A
     Raises:
         PlanError: if a tensor has something else than rows, so that its part of each micro-batch is unknown.
     """
+    if count == 1 and rows:
+        return [dict(batch)]
     ends = {name: _ends(name, value, batch, rows) for name, value in batch.items() if isinstance(value, Tensor)}
     pieces = []
     for low, high in pairwise(index * rows // count for index in range(count + 1)):
