@@ -19,7 +19,7 @@ from torch import Tensor
 import meshwright as mw
 from harness import WorkerError
 from meshwright.distribute.cuts import structure_of
-from meshwright.parallel.split_rows import split_rows
+from meshwright.parallel.split_batch import split_batch
 from meshwright.roles import find_decoder
 from support.anatomies import IMAGE, LENGTH, MODELS, build, collate, loader, samples
 from support.exact import Float64
@@ -108,7 +108,7 @@ def test_a_refusal_speaks_of_the_axis_at_hand() -> None:
 def test_micro_batches_take_the_images_of_their_rows() -> None:
     batch = collate(samples("qwen2_vl", 3))
     batch["position_ids"] = torch.arange(3 * 3 * LENGTH).view(3, 3, LENGTH)
-    first, second = split_rows(batch, 3, 2)
+    first, second = split_batch(batch, 3, 2)
     assert [len(piece["pixel_values"]) for piece in (first, second)] == [16, 32 + 16]
     for name, dim in (("pixel_values", 0), ("image_grid_thw", 0), ("input_ids", 0), ("position_ids", 1)):
         assert torch.equal(torch.cat([first[name], second[name]], dim), batch[name])
@@ -118,10 +118,10 @@ def test_micro_batches_take_the_images_of_their_rows() -> None:
 def test_images_of_unknown_rows_are_refused() -> None:
     batch = collate(samples("llava", 4))
     with pytest.raises(mw.PlanError, match=r"pixel_values has shape \(3, 3, 8, 8\) in a batch of 4 rows.*one image"):
-        split_rows({**batch, "pixel_values": batch["pixel_values"][:3]}, 4, 2)
+        split_batch({**batch, "pixel_values": batch["pixel_values"][:3]}, 4, 2)
     batch = collate(samples("qwen2_vl", 4))
     with pytest.raises(mw.PlanError, match=r"image_grid_thw has shape \(3, 3\)"):
-        split_rows({**batch, "image_grid_thw": batch["image_grid_thw"][:3]}, 4, 2)
+        split_batch({**batch, "image_grid_thw": batch["image_grid_thw"][:3]}, 4, 2)
 
 
 def step_with_images_on_one_rank() -> None:

@@ -26,7 +26,7 @@ from meshwright.parallel.mean_over_ranks import TARGETS
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.micro_batch_outputs import Pieces
 from meshwright.parallel.output_loss import loss_of
-from meshwright.parallel.split_rows import split_rows
+from meshwright.parallel.split_batch import split_batch
 from meshwright.parallel.summed_gradients import TWICE, SummedGradients
 from meshwright.plan.config import ParallelPlan
 
@@ -75,7 +75,7 @@ class SplitForward(MethodOverride):
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
         with self.loss.mean.divided_by(divisors), cut():
-            return self._run(split_rows(batch, rows, count), pieces)
+            return self._run(split_batch(batch, rows, count), pieces)
 
     def _run(self, batches: list[dict[str, Any]], pieces: Pieces) -> Any:
         *inner, last = batches

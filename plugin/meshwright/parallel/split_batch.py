@@ -12,7 +12,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.mean_over_ranks import without_targets
 
 
-def split_rows(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
+def split_batch(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
     """Split the arguments of a forward call by rows. A piece without rows gets one row that no loss counts.
 
     Tensors are split along the dim of the rows::
