@@ -43,6 +43,12 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_a_leader_sends_to_its_own_peers[shape3-None]",
         "!test_a_leader_sends_to_its_own_peers[shape4-dp]",
     ),
+    "test_anatomy.py": (
+        "test_equals_one_process[*",
+        "!test_equals_one_process[*-dp2+zero3]",
+        "!test_equals_one_process[*-pp2, micro-batches]",
+        "!test_equals_one_process[*-cp2]",
+    ),
     "test_calibration.py": ("test_two_processes_measure_and_plan",),
     "test_compile.py": (
         "test_one_graph_between_two_collectives[model]",

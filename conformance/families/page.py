@@ -84,7 +84,8 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "## Refused",
         "",
         f"These are {len(refusals)} types. `to_distributed` with tp above 1 raises a `PlanError` that gives the "
-        "reason; with only data parallelism and ZeRO these types run.",
+        "reason; with only data parallelism and ZeRO these types run. A pipeline needs only their embedding, layers, "
+        "final norm and head, and context parallelism only attention that calls transformers' interface.",
         "",
         "| family | what it is | first reason given |",
         "|---|---|---|",

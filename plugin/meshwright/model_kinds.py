@@ -23,7 +23,7 @@ class Kind:
 
     Args:
         what: the kind, with the config field that shows it.
-        why: the reason why the planner and plans that cut a model do not support it.
+        why: the reason why the planner and tensor parallelism do not support it.
         instead: what works instead, as code.
     """
 
@@ -53,8 +53,8 @@ def kind_of(config: Any) -> Kind | None:
             if isinstance(count := part.get(name), int) and count > 1:
                 return Kind(
                     what=f"a mixture-of-experts model ({name}={count})",
-                    why="neither the planner nor plans that cut a model support experts yet",
-                    instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' if memory is short",
+                    why="neither tensor parallelism nor the planner supports experts yet",
+                    instead="train it under other axes: plan='dp2', plan='dp2 zero3' or plan='pp2'",
                 )
     if fields.get("is_encoder_decoder") or fields.get("model_type") in _ENCODER_DECODERS:
         return Kind(
@@ -65,10 +65,10 @@ def kind_of(config: Any) -> Kind | None:
     if modality := next((name for name in _MODALITIES if fields.get(name)), None):
         return Kind(
             what=f"a multimodal model ({modality})",
-            why="its towers beside the language model have no role in a decoder's plan",
+            why="its towers beside the language model have no role in a sharding plan",
             instead=(
                 "train its language model alone: AutoModelForCausalLM.from_config(config.get_text_config()); or all of "
-                "it data-parallel: plan='dp2'"
+                "it under other axes: plan='dp2', plan='dp2 zero3' or plan='pp2'"
             ),
         )
     if fields.get("model_type") in _ENCODERS:

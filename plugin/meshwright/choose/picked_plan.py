@@ -22,6 +22,7 @@ from meshwright.choose.run_profile import load_run_profile
 from meshwright.choose.stages import against_stages, why_not_cut
 from meshwright.context.check_method import check_method
 from meshwright.context.record import record_context
+from meshwright.context.token_wise import check_token_wise
 from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.faults.together import on_first_rank
 from meshwright.mesh.process_group import node_count, world_size
@@ -30,6 +31,7 @@ from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.model_shape import shape_of
 from meshwright.parallel.recompute import can_recompute_some, check_recompute
 from meshwright.parallel.structure import describe as describe_structure
+from meshwright.parallel.structure import outline
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
@@ -173,11 +175,13 @@ def _refusals(
             check_recompute(decoder, plan.recomputed)
         if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage):
             check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
-        if plan.tp * plan.cp > 1:
-            sharding = config.sharding_plan or plan_for(model)
-            structure = describe_structure(model, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
-            if plan.cp > 1:
-                check_method(record_context(decoder, structure), ParallelPlan(**runnable_fields(plan)))
+        if plan.tp > 1:
+            sharding = config.sharding_plan or plan_for(decoder)
+            describe_structure(decoder, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+        if plan.cp > 1:
+            structure = outline(decoder, config.sharding_plan, instead="ParallelPlan(cp=1)")
+            check_token_wise(structure, config.sharding_plan)
+            check_method(record_context(structure), ParallelPlan(**runnable_fields(plan)))
     except (PlanError, OptimizerMismatchError) as error:
         yield str(error)
 

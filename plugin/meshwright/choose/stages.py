@@ -7,12 +7,10 @@ from typing import Any
 import torch
 
 from meshwright.errors import PlanError
-from meshwright.model_kinds import kind_of
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.structure import outline
 from meshwright.pipeline.layer_order import record_order
 from meshwright.plan.config import ToDistributedConfig
-from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
 
 
@@ -44,9 +42,7 @@ def why_not_cut(model: Any, config: ToDistributedConfig) -> str | None:
     """
     decoder = without_wrappers(model)[1]
     try:
-        inside = kind_of(getattr(decoder, "config", None)) is not None
-        roles = config.sharding_plan or plan_for(decoder, inside=inside)
-        record_order(decoder, outline(decoder, roles, instead="ParallelPlan(pp=1)", inside=inside).layers)
+        record_order(decoder, outline(decoder, config.sharding_plan, instead="ParallelPlan(pp=1)").layers)
     except PlanError as error:
         return str(error)
     return None

@@ -26,6 +26,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.local_heads import LocalConfig
 from meshwright.parallel.sequence_parts import Run, SequenceParts
 from meshwright.plan.config import ParallelPlan
+from meshwright.roles import Decoder
 
 NAME = "meshwright_context"
 _OWNER = "meshwright_context"  # the attribute of a LocalConfig that holds the ContextAttention
@@ -152,17 +153,18 @@ def plain_config(config: Any) -> Any:
     return config
 
 
-def attach_attention(model: nn.Module, attention: Any) -> None:
+def attach_attention(decoder: Decoder, attention: Any) -> None:
     """Make the modules of a decoder call ``attention`` in place of their attention function; undone by detaching.
 
     Args:
-        model: the decoder. Its own config stays, since programs read and save it.
+        decoder: the decoder. Its own config stays, since programs read and save it. Its towers run whole on each rank.
         attention: a ContextAttention, or a recorder with its methods.
     """
     _register()
-    for module in model.modules():
+    others = {decoder.model, *(module for tower in decoder.towers for module in tower.modules())}
+    for module in decoder.model.modules():
         config = vars(module).get("config")
-        if module is not model and hasattr(config, "_attn_implementation"):
+        if module not in others and hasattr(config, "_attn_implementation"):
             local: Any = {"_attn_implementation": NAME, _OWNER: attention}
             module.config = LocalConfig(plain_config(config), **local)  # type: ignore[assignment]
 

@@ -14,7 +14,7 @@ from meshwright.context.masks import ContextMask
 from meshwright.errors import PlanError
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.region_borders import RegionBorders
-from meshwright.parallel.structure import DecoderStructure
+from meshwright.roles import Decoder
 
 _ROWS, _LENGTHS = 2, (11, 13)  # a size that differs between the two lengths counts tokens
 INSTEAD = "ParallelPlan(cp=1)"
@@ -64,19 +64,18 @@ class ContextRecord:
     gives_masks: bool
 
 
-def record_context(model: nn.Module, structure: DecoderStructure) -> ContextRecord:
+def record_context(decoder: Decoder) -> ContextRecord:
     """Run a decoder on fake tensors of two lengths, and return the arguments of its layers and attentions.
 
     Args:
-        model: the decoder, with or without memory. It is not changed.
-        structure: its structure.
+        decoder: the decoder, with or without memory. It is not changed.
 
     Raises:
         PlanError: if tokens meet outside of transformers' attention interface, or a mask does not come from
             transformers' mask functions.
     """
-    layers = structure.layers
-    first, second = (_pass(model, layers, length) for length in _LENGTHS)
+    model, layers = decoder.model, decoder.layers
+    first, second = (_pass(decoder, length) for length in _LENGTHS)
     names = {module: name for name, module in model.named_modules()}
     token_dims: dict[nn.Module, dict[Place, int]] = {}
     for layer in layers:
@@ -105,7 +104,7 @@ def record_context(model: nn.Module, structure: DecoderStructure) -> ContextReco
         token_dims=token_dims,
         arguments=arguments,
         sites=tuple(first.sites),
-        reshapes=_reshapes(model, structure),
+        reshapes=_reshapes(decoder),
         gives_masks=first.gives_masks,
     )
 
@@ -140,10 +139,10 @@ class _Pass:
         self.mask = mask_in(args, kwargs)
 
 
-def _pass(model: nn.Module, layers: tuple[nn.Module, ...], length: int) -> _Pass:
-    found = _Pass()
-    handles = [layer.register_forward_pre_hook(found.enter, with_kwargs=True) for layer in layers]
-    attach_attention(model, found)
+def _pass(decoder: Decoder, length: int) -> _Pass:
+    found, model = _Pass(), decoder.model
+    handles = [layer.register_forward_pre_hook(found.enter, with_kwargs=True) for layer in decoder.layers]
+    attach_attention(decoder, found)
     try:
         run_without_values(model, rows=_ROWS, length=length, instead=INSTEAD)
     except PlanError as error:
@@ -160,10 +159,10 @@ def _pass(model: nn.Module, layers: tuple[nn.Module, ...], length: int) -> _Pass
     return found
 
 
-def _reshapes(model: nn.Module, structure: DecoderStructure) -> bool:
+def _reshapes(decoder: Decoder) -> bool:
     """Return whether a decoder needs all tokens of the row after its final norm."""
     some = 5
-    borders = RegionBorders(structure)
+    borders = RegionBorders(decoder)
     borders.begin()
 
     def cut(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -172,14 +171,14 @@ def _reshapes(model: nn.Module, structure: DecoderStructure) -> bool:
         return output[:, :some] if isinstance(output, Tensor) else (output[0][:, :some], *output[1:])
 
     handle = borders.last.register_forward_hook(cut)
-    attach_attention(model, _Pass())
+    attach_attention(decoder, _Pass())
     try:
-        output = run_without_values(model, rows=_ROWS, length=_LENGTHS[0], instead=INSTEAD)
+        output = run_without_values(decoder.model, rows=_ROWS, length=_LENGTHS[0], instead=INSTEAD)
         return bool(output["logits"].shape[1] != some)
     except PlanError:
         return True
     finally:
-        detach_attention(model)
+        detach_attention(decoder.model)
         handle.remove()
         borders.remove()
 

@@ -22,7 +22,7 @@ from meshwright.parallel.deferred_logits import InHead
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.region_borders import RegionBorders
 from meshwright.parallel.sequence_parts import SequenceParts
-from meshwright.parallel.structure import DecoderStructure
+from meshwright.roles import Decoder
 
 
 class ContextRegion:
@@ -40,7 +40,7 @@ class ContextRegion:
 
     def __init__(
         self,
-        structure: DecoderStructure,
+        structure: Decoder,
         record: ContextRecord,
         parts: SequenceParts,
         streams: DropoutStreams,

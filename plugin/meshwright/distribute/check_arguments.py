@@ -87,7 +87,7 @@ def check_reduction(model: nn.Module, plan: ParallelPlan, engine: str | None) ->
 
 
 def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanError:
-    """Return the error for a model that these axes cannot cut; it begins with the kind of model if that is why."""
+    """Return the error for a model that these axes cannot cut; under tp it begins with the kind of model."""
     if is_quantised(model):
         method = getattr(model, "quantization_method", None) or "quantization_config"
         return PlanError(
@@ -95,7 +95,7 @@ def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanEr
             f"{', '.join(axes)}; load it without quantization_config, or train adapters data-parallel: plan='dp2' "
             f"({error})"
         )
-    kind = kind_of(getattr(model, "config", None))
+    kind = kind_of(getattr(model, "config", None)) if "tp" in axes else None
     return error if kind is None else PlanError(f"{type(model).__name__} is {kind} ({error})")
 
 

@@ -10,22 +10,24 @@ from torch import nn
 
 from meshwright.context.check_method import check_method
 from meshwright.context.record import ContextRecord, record_context
+from meshwright.context.token_wise import check_token_wise
 from meshwright.distribute.check_arguments import explained
 from meshwright.errors import PlanError
 from meshwright.features.build import Build
 from meshwright.mesh.axes import Mesh
-from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.structure import DecoderStructure, describe, outline
+from meshwright.parallel.structure import describe, outline
 from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.roles import plan_for
+from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
 
 
-def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig) -> DecoderStructure | None:
-    """Return how a plan cuts a decoder; None for a plan with data parallelism alone, which cuts nothing.
+def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig) -> Decoder | None:
+    """Return the parts of a decoder that a plan cuts, under tp with the layout of each weight.
+
+    A plan with data parallelism alone cuts nothing; for such a plan, return None.
 
     Raises:
         PlanError: if the plan cannot cut the decoder.
@@ -33,21 +35,22 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
     axes = [axis for axis in ("tp", "cp", "pp") if getattr(plan, axis) > 1]
     if not axes:
         return None
-    # What a module does inside of a layer matters to tp and cp, but not to a pipeline of a known kind of model.
-    inside = plan.tp > 1 or plan.cp > 1 or kind_of(getattr(decoder, "config", None)) is not None
     try:
-        roles = config.sharding_plan or plan_for(decoder, inside=inside)
         if plan.tp > 1:
+            roles = config.sharding_plan or plan_for(decoder)
             return describe(decoder, roles, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
         instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
-        return outline(decoder, roles, instead=instead, inside=inside)
+        found = outline(decoder, config.sharding_plan, instead=instead)
+        if plan.cp > 1:
+            check_token_wise(found, config.sharding_plan)
+        return found
     except PlanError as error:
         if (shown := explained(error, decoder, axes)) is error:
             raise
         raise shown from error
 
 
-def cut_of(decoder: nn.Module, structure: DecoderStructure | None, plan: ParallelPlan, rank: int) -> Cut | None:
+def cut_of(decoder: nn.Module, structure: Decoder | None, plan: ParallelPlan, rank: int) -> Cut | None:
     """Return how the plan's pipeline cuts a decoder, for this rank of pp; None without a pipeline.
 
     Raises:
@@ -59,7 +62,7 @@ def cut_of(decoder: nn.Module, structure: DecoderStructure | None, plan: Paralle
     return cut_decoder(decoder, structure, plan, rank=rank)
 
 
-def context_of(decoder: nn.Module, structure: DecoderStructure | None, plan: ParallelPlan) -> ContextRecord | None:
+def context_of(structure: Decoder | None, plan: ParallelPlan) -> ContextRecord | None:
     """Return what context parallelism needs to know of a decoder; None without context parallelism.
 
     Raises:
@@ -69,7 +72,7 @@ def context_of(decoder: nn.Module, structure: DecoderStructure | None, plan: Par
     if plan.cp == 1:
         return None
     assert structure is not None
-    record = record_context(decoder, structure)
+    record = record_context(structure)
     check_method(record, plan)
     return record
 
@@ -95,6 +98,6 @@ def build_on_fake_rank(
         loss=find_loss(decoder),
         runtime=Runtime(mesh=mesh, plan=plan, guard=guard),
         device=torch.device(device),
-        context=context_of(decoder, structure, plan),
+        context=context_of(structure, plan),
         cut=cut_of(decoder, structure, plan, mesh.pp.rank),
     )

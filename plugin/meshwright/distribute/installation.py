@@ -132,8 +132,8 @@ def install(build: Build, optimizer: Optimizer | None, *, seed: int) -> None:
 
 def guard_weights(build: Build) -> None:
     """Make operations raise that would read a shard as the whole."""
-    if build.structure is not None and build.cuts_weights:
-        guard_shards(build.model, build.structure)
+    if build.cuts_weights:
+        guard_shards(build.model, () if build.tensor_structure is None else build.tensor_structure.blocks)
     if build.runtime.weights is not None:
         build.runtime.weights.guard()
     elif build.tensor_structure is not None:

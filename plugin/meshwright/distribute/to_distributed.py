@@ -156,7 +156,7 @@ def _distribute(
     check_reduction(model, plan, config.engine)
     check_compile(layers_of(decoder, structure), plan, config)
     cut = cut_of(decoder, structure, plan, rank=0)
-    context = context_of(decoder, structure, plan)
+    context = context_of(structure, plan)
 
     guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)

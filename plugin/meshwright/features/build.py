@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.context.record import ContextRecord
+from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.head_losses import LossKind
@@ -19,6 +20,7 @@ from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.token_loss import calls_cross_entropy
 from meshwright.pipeline.cut import Cut, with_stages
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+from meshwright.roles import Decoder, find_decoder
 from meshwright.roles.adapters import without_wrappers
 
 
@@ -42,7 +44,7 @@ class Build:
     model: Any
     plan: ParallelPlan
     config: ToDistributedConfig
-    structure: DecoderStructure | None
+    structure: Decoder | None
     loss: LossKind | None
     runtime: Runtime
     device: torch.device
@@ -66,12 +68,17 @@ class Build:
 
     @property
     def layouts(self) -> dict[str, TensorLayout]:
-        """The layout of each parameter that the structure describes, by the parameter's name in the whole model."""
-        if self.structure is None or not self.cuts_weights:
+        """The layout of each parameter of the decoder, by its name in the whole model; empty if all stay whole."""
+        if not self.cuts_weights:
             return {}
-        prefix = without_wrappers(self.model)[0]
-        structure = self.structure if self.cut is None else with_stages(self.structure, self.cut)
-        return {prefix + name: layout for name, layout in structure.parameters.items()}
+        prefix, decoder = without_wrappers(self.model)
+        if self.tensor_structure is not None:
+            layouts = self.tensor_structure.parameters
+        else:
+            named = decoder.named_parameters(remove_duplicate=False)
+            layouts = {name: TensorLayout.whole(parameter) for name, parameter in named}
+        layouts = layouts if self.cut is None else with_stages(layouts, self.cut)
+        return {prefix + name: layout for name, layout in layouts.items()}
 
     @property
     def cuts_weights(self) -> bool:
@@ -81,7 +88,15 @@ class Build:
     @property
     def tensor_structure(self) -> DecoderStructure | None:
         """The structure, if the plan has tensor parallelism."""
-        return self.structure if self.plan.tp > 1 else None
+        return self.structure if isinstance(self.structure, DecoderStructure) else None
+
+    @property
+    def towers(self) -> tuple[nn.Module, ...]:
+        """The towers beside the decoder, for images or sound; none if the model has no decoder."""
+        try:
+            return (self.structure or find_decoder(self.decoder)).towers
+        except PlanError:  # no decoder, or one that no plan could cut
+            return ()
 
     @property
     def is_split(self) -> bool:

@@ -9,12 +9,12 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.parallel.compile_options import check_compile_options
 from meshwright.parallel.compiled_layers import outermost_layers
-from meshwright.parallel.structure import DecoderStructure
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.schedule import SPLIT_BACKWARD
+from meshwright.roles import Decoder
 
 
-def layers_of(decoder: nn.Module, structure: DecoderStructure | None) -> list[nn.Module]:
+def layers_of(decoder: nn.Module, structure: Decoder | None) -> list[nn.Module]:
     """Return the layers of a decoder, which ``compile="layers"`` compiles one by one."""
     return list(outermost_layers(decoder) if structure is None else structure.layers)
 

@@ -17,6 +17,7 @@ from meshwright.parallel.mixed_rows import BatchStatistics
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.replicated_state import ModuleTensors
 from meshwright.parallel.tensor_parallel import install_tensor_parallel
+from meshwright.parallel.tower_features import refuse_features_between_layers
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 from meshwright.pipeline.refusals import refuse_generating
@@ -71,12 +72,16 @@ def watch_passes(build: Build) -> None:
         statistics=BatchStatistics(build.decoder, lambda: runtime.plan),
         refuses_internals=build.tensor_structure is not None or build.context is not None,
         shares_weights=runtime.weights is not None,
+        gathers_towers=runtime.weights is not None and bool(build.towers),
         longest=LongestPosition(build.decoder, runtime.mesh.tokens, is_split=build.is_split),
         layers=runtime.features.add(_compilable_layers(build)),
         follow=runtime.gradients.follow,
     )
     runtime.features.add(forward)
     keep_documents_apart(build.decoder)
+    if build.structure is not None:
+        for axis in (axis for axis in ("pp", "cp") if getattr(plan, axis) > 1):
+            refuse_features_between_layers(build.structure, axis)
 
 
 def _compilable_layers(build: Build) -> CompilableLayers:

@@ -26,7 +26,7 @@ def part_tokens(build: Build) -> None:
     runtime = build.runtime
     attention = ContextAttention(context_axes(build.plan, runtime.mesh.cp), build.plan.context)
     _set_timeouts(build)
-    attach_attention(build.decoder, attention)
+    attach_attention(build.structure, attention)
     is_staged = build.cut is not None  # a pipeline gives logits in evaluation only on request
     # Under ulysses each rank has all tokens of some heads. The stages of a pipeline know the length of what they
     # receive before they see the documents of a row.

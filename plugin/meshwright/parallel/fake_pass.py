@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import PlanError
+from meshwright.roles.experts import is_experts
 
 
 def run_without_values(
@@ -31,6 +32,8 @@ def run_without_values(
         PlanError: if the decoder cannot be run in this way.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), _fake_values(model), _without_hooks(model):
+        for module in filter(is_experts, model.modules()):
+            module.forward = _experts
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if labels is not None:
@@ -57,6 +60,11 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model._forward_hooks.update(before)
+
+
+def _experts(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stand in place of experts, whose shapes depend on the values that route each token."""
+    return x.clone()
 
 
 class _ReadAsZero(TorchDispatchMode):

@@ -72,6 +72,7 @@ class ForwardState:
     statistics: BatchStatistics
     refuses_internals: bool
     shares_weights: bool = False
+    gathers_towers: bool = False
     longest: LongestPosition
     layers: CompilableLayers
     follow: Callable[[], None] = lambda: None
@@ -171,7 +172,8 @@ class ForwardState:
                 if axis.size > 1:
                     self.comparison.compare_weights(axis)
         if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):
-            guard.meet(place, self.dp.group, *statements)
+            towers = (_of_towers(inputs),) if self.gathers_towers else ()
+            guard.meet(place, self.dp.group, *statements, *towers)
             if trains and inputs.get("labels") is not None:
                 self._padded.look(inputs)
 
@@ -198,6 +200,19 @@ class ForwardState:
             known = loss_of(output) if self.has_known_loss else None
             self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
         return _without_graph(output) if was_sharded else None
+
+
+def _of_towers(inputs: dict[str, Any]) -> Statement:
+    """Return a statement of the inputs besides tokens, which say whether this rank's pass runs the model's towers."""
+    given = sorted(n for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point())
+    return Statement(
+        text=f"inputs of towers: {', '.join(given) or 'none'}",
+        details=lambda: {"the inputs of towers": ", ".join(given) or "none"},
+        advice=(
+            "Under zero_stage=3 all data-parallel ranks gather the weights of a tower together, so its inputs must be "
+            "given on all of them or on none. Give each rank's rows at least one image, or use zero_stage=2"
+        ),
+    )
 
 
 def _without_graph(output: Any) -> Any:

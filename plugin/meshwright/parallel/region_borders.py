@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.parallel.structure import DecoderStructure
+from meshwright.roles import Decoder
 
 
 class RegionBorders:
@@ -22,7 +22,7 @@ class RegionBorders:
         last: the final norm or the last layer.
     """
 
-    def __init__(self, structure: DecoderStructure):
+    def __init__(self, structure: Decoder):
         layers = structure.layers
         self.first, self.last = layers[0], structure.final_norm or layers[-1]
         self.is_first_again = layers.count(self.first) > 1

@@ -147,24 +147,6 @@ class RoledModel:
                     "can be sharded, with its mean square taken over all ranks"
                 )
 
-    def check_layers(self) -> None:
-        """Raise unless each parameter of a layer is inside of a module with a role.
-
-        Raises:
-            UncoveredParameterError: if parameters have no role; the message lists them.
-        """
-        layers = [f"{name}." for name, role in self.roles.items() if role is Role.LAYER]
-        named = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
-        if missing := [name for name in named if name.startswith(tuple(layers)) and not self._has_role(name)]:
-            why = "it is not known whether a module of a layer takes each token by itself"
-            raise UncoveredParameterError(missing, self.plan.source, why)
-
-    def _has_role(self, name: str) -> bool:
-        """Return whether a parameter has a role, or a module around it has one that is not structural."""
-        while name and ((role := self.roles.get(name)) is None or role.is_structural):
-            name = name.rpartition(".")[0]
-        return bool(name)
-
     def _roles_of_parameters(self) -> dict[str, Role]:
         """Return the roles of parameters that the plan lists by their own names, because their module has no role."""
 

@@ -23,16 +23,17 @@ from meshwright.parallel.collectives import largest
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.gradient_sync import GradientSync
-from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
+from meshwright.parallel.mean_over_ranks import TARGETS
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.micro_batch_outputs import Pieces
 from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.split_batch import split_batch
 from meshwright.parallel.summed_gradients import TWICE, SummedGradients
 from meshwright.plan.config import ParallelPlan
 
 
 class SplitForward(MethodOverride):
-    """The ``forward`` of a model whose plan has micro-batches: splits training batches along dim 0.
+    """The ``forward`` of a model whose plan has micro-batches: splits training batches by rows.
 
     Args:
         model: a model whose forward returns an output with ``.loss``.
@@ -75,7 +76,7 @@ class SplitForward(MethodOverride):
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
         with self.loss.mean.divided_by(divisors), cut():
-            return self._run(split_rows(batch, rows, count), pieces)
+            return self._run(split_batch(batch, rows, count), pieces)
 
     def _run(self, batches: list[dict[str, Any]], pieces: Pieces) -> Any:
         *inner, last = batches
@@ -116,23 +117,6 @@ def check_inputs(batch: dict[str, Any]) -> None:
                 "parameters only. Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None, pp=1), or "
                 f"pass {name}.detach()"
             )
-
-
-def split_rows(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
-    """Split all tensors with the batch's rows along dim 0. A piece without rows gets one row that no loss counts."""
-
-    def rows_of(value: Any, low: int, high: int) -> Any:
-        has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == rows
-        return value[low:high] if has_rows else value
-
-    pieces = []
-    for index in range(count):
-        low, high = index * rows // count, (index + 1) * rows // count
-        piece = {name: rows_of(value, low, max(high, low + 1)) for name, value in batch.items()}
-        if low == high:
-            piece = without_targets(piece)
-        pieces.append(piece)
-    return pieces
 
 
 class _WholeGradients:

@@ -19,7 +19,9 @@ from meshwright.parallel.head_layout import HeadLayout, head_layout
 from meshwright.parallel.mixed_rows import EMBEDDING_OPTIONS
 from meshwright.parallel.role_rows import rows_of, wide_rows
 from meshwright.parallel.roled_model import RoledModel
+from meshwright.roles import Decoder, find_decoder, written_plan
 from meshwright.roles.adapters import is_adapted
+from meshwright.roles.decoder import towers_beside
 from meshwright.roles.projection import in_features, is_projection, is_transposed, out_features, weight_of
 from meshwright.roles.sharding_plan import (
     COLUMN_ROLES,
@@ -61,20 +63,16 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderStructure:
-    """The parts of a decoder, and the layout of each parameter by name.
+class DecoderStructure(Decoder):
+    """A decoder, its blocks, and the layout of each parameter by name.
 
     Args:
-        layers: the decoder's layers in their order; a layer that runs at several places is listed at each.
         blocks: the blocks of the layers, each once.
         vocab_size: the number of words that the head scores; in a few families the embedding has more words.
     """
 
-    model: nn.Module
     embedding: nn.Embedding
     head: nn.Linear | None
-    layers: tuple[nn.Module, ...]
-    final_norm: nn.Module | None
     blocks: tuple[Block, ...]
     parameters: dict[str, TensorLayout] = field(repr=False)
     vocab_size: int
@@ -89,10 +87,10 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
     """
     roled = RoledModel(model, plan)
     roled.check_coverage()
-    embedding = roled.only(Role.EMBEDDING, nn.Embedding)
-    _check_whole_embedding(embedding)
+    embedding: nn.Embedding = roled.only(Role.EMBEDDING, nn.Embedding)
     head: nn.Linear | None = roled.only(Role.HEAD, nn.Linear, required=False)
-    layers = _layers(roled, embedding)
+    _check_whole_embedding(embedding)
+    parts = _by_roles(roled)
     layouts: dict[str, TensorLayout] = {}
     blocks: dict[nn.Module, Block] = {}
     for block_name in roled.block_names:
@@ -107,47 +105,51 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
                 is_partial = sequence_parallel and role is not Role.WHOLE
                 layouts[full_name] = TensorLayout.whole(parameter, tp, addends=_OVER_TP if is_partial else frozenset())
     _check_ties(model, layouts)
-    return DecoderStructure(
-        model=model,
-        embedding=embedding,
-        head=head,
-        layers=layers,
-        final_norm=roled.only(Role.FINAL_NORM, nn.Module, required=False),
-        blocks=tuple(blocks.values()),
-        parameters=layouts,
-        vocab_size=embedding.num_embeddings if head is None else weight_of(head).shape[0],
-    )
+    words = embedding.num_embeddings if head is None else weight_of(head).shape[0]
+    return DecoderStructure(**vars(parts), blocks=tuple(blocks.values()), parameters=layouts, vocab_size=words)
 
 
-def outline(model: nn.Module, plan: ShardingPlan, *, instead: str, inside: bool) -> DecoderStructure:
-    """Return the structure of a decoder whose weights stay whole: a pipeline cuts its layers, or cp its tokens.
+def outline(model: nn.Module, plan: ShardingPlan | None = None, *, instead: str) -> Decoder:
+    """Return the parts of a decoder whose weights stay whole: a pipeline cuts its layers, or cp its tokens.
 
     Args:
         model: the decoder.
-        plan: the roles of its modules: the embedding, the layers, the final norm and the head.
+        plan: the roles of the embedding, the layers, the final norm and the head; None for those that are written for
+            the model's family, or else for the structure itself.
         instead: the plan to use if the decoder cannot be cut, for messages.
-        inside: whether the modules inside of layers need roles too, which say that they take each token by itself.
 
     Raises:
-        UncoveredParameterError: if ``inside``, and parameters of layers have no role; the message lists them.
         PlanError: if the structure is not a decoder's.
     """
-    roled = RoledModel(model, plan, instead=instead)
-    if inside:
-        roled.check_layers()
-    embedding = roled.only(Role.EMBEDDING)
-    head = roled.only(Role.HEAD, required=False)
-    named = model.named_parameters(remove_duplicate=False)
-    return DecoderStructure(
-        model=model,
-        embedding=embedding,
-        head=head,
-        layers=_layers(roled, embedding),
+    plan = written_plan(model) if plan is None else plan
+    if plan is not None:
+        return _by_roles(RoledModel(model, plan, instead=instead))
+    try:
+        decoder = find_decoder(model)
+    except PlanError as error:
+        raise PlanError(f"{error}, or use {instead}") from None
+    _check_parts(decoder, instead)
+    return decoder
+
+
+def _by_roles(roled: RoledModel) -> Decoder:
+    """Return the parts of a decoder that have the roles."""
+    layers = tuple(roled.modules[name] for name, role in roled.roles.items() if role is Role.LAYER)
+    if not layers:
+        raise PlanError(
+            f"{roled.plan.source} names no decoder layer of {type(roled.model).__name__}. Give the layers Role.LAYER "
+            f"in ToDistributedConfig.sharding_plan, or use {roled.instead}"
+        )
+    decoder = Decoder(
+        model=roled.model,
+        embedding=roled.only(Role.EMBEDDING),
+        layers=layers,
         final_norm=roled.only(Role.FINAL_NORM, required=False),
-        blocks=(),
-        parameters={name: TensorLayout.whole(parameter) for name, parameter in named},
-        vocab_size=getattr(embedding, "num_embeddings", 0),
+        head=roled.only(Role.HEAD, required=False),
+        towers=tuple(towers_beside(roled.model, layers[0])),
     )
+    _check_parts(decoder, roled.instead)
+    return decoder
 
 
 def _cut_over_tp(parameter: nn.Parameter, rows: RowLayout, *, has_addends: bool = False) -> TensorLayout:
@@ -155,26 +157,15 @@ def _cut_over_tp(parameter: nn.Parameter, rows: RowLayout, *, has_addends: bool 
     return TensorLayout(shape=parameter.shape, cuts=(("tp", rows),), addends=_OVER_TP if has_addends else frozenset())
 
 
-def _layers(roled: RoledModel, embedding: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the decoder's layers, after checks of what no cut of the decoder allows."""
+def _check_parts(decoder: Decoder, instead: str) -> None:
+    """Raise for what no cut of a decoder allows."""
     for option in EMBEDDING_OPTIONS:
-        if value := getattr(embedding, option, None):
+        if value := getattr(decoder.embedding, option, None):
             raise PlanError(
                 f"an embedding with {option}={value!r} needs all tokens of the batch and all gradients of its weight "
-                f"on one rank. Make it without {option}, or use {roled.instead}"
+                f"on one rank. Make it without {option}, or use {instead}"
             )
-    _check_layerdrop(roled.modules)
-    layers = tuple(roled.modules[name] for name, role in roled.roles.items() if role is Role.LAYER)
-    if not layers:
-        raise PlanError(
-            f"{roled.plan.source} names no decoder layer of {type(roled.model).__name__}. Give the layers Role.LAYER "
-            f"in ToDistributedConfig.sharding_plan, or use {roled.instead}"
-        )
-    return layers
-
-
-def _check_layerdrop(modules: dict[str, nn.Module]) -> None:
-    for name, module in modules.items():
+    for name, module in decoder.model.named_modules():
         if (rate := getattr(module, "layerdrop", 0)) and isinstance(rate, float):
             raise PlanError(
                 f"{name or type(module).__name__} skips layers at random (layerdrop={rate:g}): the ranks would skip "

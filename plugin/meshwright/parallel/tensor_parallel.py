@@ -9,7 +9,7 @@ output; backward does the reverse of each.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from meshwright.parallel.partial_gradients import ModelWindow
 from meshwright.parallel.region_borders import RegionBorders
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
-from meshwright.parallel.structure import DecoderStructure
+from meshwright.parallel.structure import Block, DecoderStructure
 from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
 # Takes a parameter and its layout; returns this rank's shard, or None if the parameter holds its values itself.
@@ -142,15 +142,15 @@ def install_tensor_parallel(
     return blocks, SequenceRegion(structure, sequence, streams, is_staged=is_staged)
 
 
-def guard_shards(model: nn.Module, structure: DecoderStructure) -> None:
-    """Make sharded parameters raise if read as the whole, except while their own modules run."""
+def guard_shards(model: nn.Module, blocks: Iterable[Block]) -> None:
+    """Make sharded parameters raise if read as the whole, except while their own modules or blocks run."""
     for parameter in model.parameters():
         if layout_of(parameter).is_sharded:
             guard(parameter)
-    blocks = [block.module for block in structure.blocks if block.entries == (block.module,)]
-    inside = {id(module) for block in blocks for module in block.modules()}
-    for block in blocks:
-        Window(block.parameters()).over(block)
+    whole = [block.module for block in blocks if block.entries == (block.module,)]
+    inside = {id(module) for block in whole for module in block.modules()}
+    for module in whole:
+        Window(module.parameters()).over(module)
     for module in model.modules():
         if id(module) not in inside:
             Window(module.parameters(recurse=False)).over(module)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import PlanError
 from meshwright.parallel.structure import DecoderStructure
+from meshwright.roles import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class HookedModules:
         sequence_parallel: bool,
         is_split: bool,
         is_staged: bool = False,
-        parted: DecoderStructure | None = None,
+        parted: Decoder | None = None,
     ):
         cut_ids = {id(module) for module in _cut(structure, sequence_parallel)}
         # The runtime's own hooks make the outputs of these modules whole.
@@ -144,7 +145,7 @@ def _cut(structure: DecoderStructure | None, sequence_parallel: bool) -> list[nn
     return [inner for block in structure.blocks for inner in block.module.modules() if inner is not block.module]
 
 
-def _parted(model: nn.Module, structure: DecoderStructure | None) -> list[nn.Module]:
+def _parted(model: nn.Module, structure: Decoder | None) -> list[nn.Module]:
     """Return the modules whose inputs or outputs hold some of the tokens under context parallelism."""
     if structure is None:
         return []

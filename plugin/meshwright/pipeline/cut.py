@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.structure import DecoderStructure
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.pipeline.layer_order import LayerOrder, record_order
 from meshwright.plan.partition import check_stages, even_stages
 from meshwright.plan.schedule import rank_of_stage, stages_of_rank
+from meshwright.roles import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Cut:
 
 
 def cut_decoder(
-    decoder: nn.Module, structure: DecoderStructure, plan: Any, *, rank: int, order: LayerOrder | None = None
+    decoder: nn.Module, structure: Decoder, plan: Any, *, rank: int, order: LayerOrder | None = None
 ) -> Cut:
     """Cut a decoder into the virtual stages of a plan, without changing it.
 
@@ -149,9 +150,6 @@ def _stages_of(
     return {name: tuple(sorted(found.get(id(parameter), {0}))) for name, parameter in named}
 
 
-def with_stages(structure: DecoderStructure, cut: Cut) -> DecoderStructure:
-    """Return a structure whose layouts say which ranks of pp hold each parameter."""
-    layouts = {
-        name: dataclasses.replace(layout, stages=cut.holders(name)) for name, layout in structure.parameters.items()
-    }
-    return dataclasses.replace(structure, parameters=layouts)
+def with_stages(layouts: dict[str, TensorLayout], cut: Cut) -> dict[str, TensorLayout]:
+    """Return layouts that say which ranks of pp hold each parameter."""
+    return {name: dataclasses.replace(layout, stages=cut.holders(name)) for name, layout in layouts.items()}

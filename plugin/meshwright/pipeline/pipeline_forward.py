@@ -24,7 +24,8 @@ from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.mean_over_ranks import TARGETS
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.split_forward import check_inputs, count_micro_batches, split_rows
+from meshwright.parallel.split_batch import split_batch
+from meshwright.parallel.split_forward import check_inputs, count_micro_batches
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.parallel.user_hooks import HookedModules
@@ -224,7 +225,7 @@ class PipelineForward(MethodOverride):
         )
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
-        step = self._step(split_rows(batch, rows, count), loss, operations, of_stages)
+        step = self._step(split_batch(batch, rows, count), loss, operations, of_stages)
         self.writes.start()
         with loss.mean.divided_by(divisors), cut(), self.hooked.running():
             run_training(step, sums, self.later)

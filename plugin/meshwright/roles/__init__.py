@@ -1,7 +1,18 @@
-"""Sharding plans: which module plays which role, as data."""
+"""Which parts a decoder has, and sharding plans: which module plays which role, as data."""
 
+from meshwright.roles.decoder import Decoder, find_decoder
 from meshwright.roles.infer import infer_plan
-from meshwright.roles.registry import plan_for, register_plan
+from meshwright.roles.registry import plan_for, register_plan, written_plan
 from meshwright.roles.sharding_plan import Role, ShardingPlan, decoder_roles
 
-__all__ = ["Role", "ShardingPlan", "decoder_roles", "infer_plan", "plan_for", "register_plan"]
+__all__ = [
+    "Decoder",
+    "Role",
+    "ShardingPlan",
+    "decoder_roles",
+    "find_decoder",
+    "infer_plan",
+    "plan_for",
+    "register_plan",
+    "written_plan",
+]

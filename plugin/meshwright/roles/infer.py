@@ -6,12 +6,13 @@ plan, and the completeness check then lists it, since a wrong guess would give w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.roles.adapters import is_adapted
+from meshwright.roles.decoder import Decoder, find_decoder, hidden_size, is_norm, is_stack, layer_stack
 from meshwright.roles.projection import in_features, is_projection, out_features
 from meshwright.roles.sharding_plan import BLOCK_ROLES, FUSED_QKV_ROLES, Role, ShardingPlan
 
@@ -38,75 +39,21 @@ def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> Sha
     Raises:
         PlanError: if no stack of decoder layers is found, or a block has a norm without weights and without a hint.
     """
-    return _inferred(model, lambda layer, hidden: _layer_roles(layer, hidden, hints or {}))
-
-
-def infer_outline(model: nn.Module) -> ShardingPlan:
-    """Infer the roles of a decoder's layers and of the modules outside of them.
-
-    Raises:
-        PlanError: if no stack of decoder layers is found.
-    """
-    return _inferred(model, lambda layer, hidden: {})
-
-
-def _inferred(model: nn.Module, roles_in: Callable[[nn.Module, int], dict[str, Role]]) -> ShardingPlan:
-    layers_name, layers = _decoder_layers(model)
-    embedding_name, embedding = _token_embedding(model, layers_name)
-    hidden = _layers_width(layers, embedding)
-    roles = {embedding_name: Role.EMBEDDING, f"{layers_name}.*": Role.LAYER}
-    roles |= _outer_roles(model, layers_name, embedding, hidden)
-    roles |= _common_roles(layers_name, [roles_in(layer, hidden) for layer in layers])
-    return ShardingPlan(roles=roles, source=f"the plan inferred from the structure of {type(model).__name__}")
-
-
-def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    stacks = [(name, module) for name, module in model.named_modules() if _is_stack(module)]
-    if not stacks:
+    decoder = find_decoder(model)
+    layers_name, layers = layer_stack(model)
+    if len({type(layer) for layer in layers}) > 1:
         raise PlanError(
             f"{type(model).__name__} has no stack of equal decoder layers (an nn.ModuleList of blocks with "
             "linear layers), so no sharding plan can be inferred; pass ToDistributedConfig(sharding_plan=...)"
         )
-    name, module = max(stacks, key=lambda item: len(item[1]))
-    assert isinstance(module, nn.ModuleList)
-    return name, module
+    assert isinstance(decoder.embedding, nn.Embedding)
+    hidden = hidden_size(layers, decoder.embedding)
+    roles = {f"{layers_name}.*": Role.LAYER} | _outer_roles(decoder)
+    roles |= _common_roles(layers_name, [_layer_roles(layer, hidden, hints or {}) for layer in layers])
+    return ShardingPlan(roles=roles, source=f"the plan inferred from the structure of {type(model).__name__}")
 
 
-def _is_stack(module: nn.Module) -> bool:
-    return (
-        isinstance(module, nn.ModuleList)
-        and len(module) > 0
-        and len({type(child) for child in module}) == 1
-        and sum(is_projection(m) for m in module[0].modules()) >= 2
-    )
-
-
-def _token_embedding(model: nn.Module, layers_name: str) -> tuple[str, nn.Embedding]:
-    outside = {n: m for n, m in model.named_modules() if not f"{n}.".startswith(f"{layers_name}.")}
-    embeddings = {n: m for n, m in outside.items() if isinstance(m, nn.Embedding)}
-    if not embeddings:
-        raise PlanError(f"no token embedding found outside {layers_name!r} in {type(model).__name__}")
-    own = _ask(model, "get_input_embeddings")
-    named = next((item for item in embeddings.items() if item[1] is own), None)
-    return named or max(embeddings.items(), key=lambda item: item[1].num_embeddings)
-
-
-def _ask(model: nn.Module, method: str) -> nn.Module | None:
-    """Return what a getter of a transformers model returns; None if the model does not implement the getter."""
-    try:
-        found: nn.Module | None = getattr(model, method)()
-        return found
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def _layers_width(layers: nn.ModuleList, embedding: nn.Embedding) -> int:
-    """Return the hidden size: the embedding's width or, if no projection reads that, the most common input width."""
-    widths = [in_features(m) for m in layers[0].modules() if is_projection(m)]
-    return embedding.embedding_dim if embedding.embedding_dim in widths else max(widths, key=widths.count)
-
-
-def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hidden: int) -> dict[str, Role]:
+def _outer_roles(decoder: Decoder) -> dict[str, Role]:
     """Return the roles of the modules before and after the layers, without other stacks of layers.
 
     A module with several names gets its role under each.
@@ -114,38 +61,26 @@ def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hi
     Each rank has all tokens before and after the layers, so a module that is not sharded over the vocabulary stays
     whole.
     """
+    model = decoder.model
+    own: dict[nn.Module | None, Role] = {
+        decoder.final_norm: Role.FINAL_NORM,
+        decoder.head: Role.HEAD,
+        decoder.embedding: Role.EMBEDDING,
+    }
+    named = list(model.named_modules(remove_duplicate=False))
+    stacks = tuple(f"{name}." for name, module in named if is_stack(module))
+    cut = tuple(
+        f"{name}." for name, module in named if module in (decoder.embedding, decoder.head) or is_adapted(module)
+    )
     roles: dict[str, Role] = {}
-    norms_after: list[str] = []
-    is_after = False
-    stacks = [f"{name}." for name, module in model.named_modules() if _is_stack(module)]
-    heads = _heads(model, embedding)
-    cut = [
-        f"{name}."
-        for name, module in model.named_modules(remove_duplicate=False)
-        if module is embedding or module in heads or is_adapted(module)
-    ]
-    for name, module in model.named_modules(remove_duplicate=False):
-        if any(f"{name}.".startswith(stack) for stack in stacks):
-            is_after |= name == layers_name
-        elif module is embedding:
-            roles[name] = Role.EMBEDDING
-        elif module in heads:
-            roles[name] = Role.HEAD
-        elif not any(f"{name}.".startswith(prefix) for prefix in cut) and list(module.parameters(recurse=False)):
+    for name, module in named:
+        if f"{name}.".startswith(stacks):
+            continue
+        if module in own:
+            roles[name] = own[module]
+        elif not f"{name}.".startswith(cut) and list(module.parameters(recurse=False)):
             roles[name] = Role.WHOLE
-            # A norm of the embeddings may be registered after the layers, but it runs before them.
-            if is_after and _is_norm(module, hidden) and "emb" not in name.rpartition(".")[2]:
-                norms_after.append(name)
-    if len(norms_after) == 1:  # with several, the structure does not show which one follows the last layer
-        roles[norms_after[0]] = Role.FINAL_NORM
     return roles
-
-
-def _heads(model: nn.Module, embedding: nn.Embedding) -> list[nn.Module]:
-    own = _ask(model, "get_output_embeddings")
-    if isinstance(own, nn.Linear):
-        return [own]
-    return [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == embedding.num_embeddings]
 
 
 def _common_roles(layers_name: str, layers: list[dict[str, Role]]) -> dict[str, Role]:
@@ -184,20 +119,9 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
                 "head or the whole width, which is sharded, cannot be inferred; pass "
                 "ToDistributedConfig(sharding_plan=...)"
             )
-        if not is_inside and _is_norm(module, hidden):
+        if not is_inside and is_norm(module, hidden):
             roles[name] = Role.NORM
     return roles
-
-
-def _is_norm(module: nn.Module, *sizes: int) -> bool:
-    parameters = list(module.parameters())
-    return (
-        bool(parameters)
-        and not list(module.children())
-        and not is_projection(module)
-        and not isinstance(module, nn.Embedding)
-        and all(p.ndim == 1 and p.shape[0] in sizes for p in parameters)
-    )
 
 
 def _is_weightless_norm(module: nn.Module) -> bool:
@@ -243,11 +167,11 @@ def _query_key_norms(block: nn.Module, block_name: str, projections: Mapping[Rol
         kind = name.lower()[:1]
         if module is None or kind not in ("q", "k"):
             continue
-        if head_dim and _is_norm(module, head_dim):
+        if head_dim and is_norm(module, head_dim):
             roles[f"{block_name}.{name}"] = Role.HEAD_NORM
-        elif kind == "q" and Role.Q in projections and _is_norm(module, out_features(projections[Role.Q])):
+        elif kind == "q" and Role.Q in projections and is_norm(module, out_features(projections[Role.Q])):
             roles[f"{block_name}.{name}"] = Role.Q_NORM
-        elif kind == "k" and Role.K in projections and _is_norm(module, out_features(projections[Role.K])):
+        elif kind == "k" and Role.K in projections and is_norm(module, out_features(projections[Role.K])):
             roles[f"{block_name}.{name}"] = Role.K_NORM
     return roles
 

@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.roles import llama
 from meshwright.roles.family_hints import hints_for, reason_to_refuse
-from meshwright.roles.infer import infer_outline, infer_plan
+from meshwright.roles.infer import infer_plan
 from meshwright.roles.sharding_plan import Role, ShardingPlan
 from meshwright.roles.task_heads import fitted
 
@@ -36,16 +36,29 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
     _PLANS[model_type] = plan
 
 
-def plan_for(model: nn.Module, *, inside: bool = True) -> ShardingPlan:
+def plan_for(model: nn.Module) -> ShardingPlan:
     """Return the sharding plan in the model's config, else its family's, else one inferred with the family's hints.
-
-    Args:
-        model: the decoder.
-        inside: whether the roles of modules inside of layers are needed; if not, they are not inferred.
 
     Raises:
         PlanError: if the family cannot be sharded, no plan can be inferred, or the config names an
             unknown role.
+    """
+    if (written := written_plan(model)) is not None:
+        return written
+    config = getattr(model, "config", None)
+    if reason := reason_to_refuse(config):
+        raise PlanError(
+            f"{getattr(config, 'model_type', '')} cannot be sharded over tp: {reason}. Use another axis, for example "
+            'plan="dp2 zero3"'
+        )
+    return infer_plan(model, hints_for(config))
+
+
+def written_plan(model: nn.Module) -> ShardingPlan | None:
+    """Return the sharding plan in the model's config, else the one registered for its family; None without one.
+
+    Raises:
+        PlanError: if the config names an unknown role.
     """
     config = getattr(model, "config", None)
     saved = getattr(config, CONFIG_KEY, None)
@@ -54,12 +67,7 @@ def plan_for(model: nn.Module, *, inside: bool = True) -> ShardingPlan:
     model_type = getattr(config, "model_type", "")
     if model_type in _PLANS and _has_layers(plan := fitted(_PLANS[model_type], model), model):
         return plan
-    if reason := reason_to_refuse(config):
-        raise PlanError(
-            f"{model_type} cannot be cut over the ranks of one batch: {reason}. Use data parallelism, for example "
-            'plan="dp2 zero3"'
-        )
-    return infer_plan(model, hints_for(config)) if inside else infer_outline(model)
+    return None
 
 
 def _has_layers(plan: ShardingPlan, model: nn.Module) -> bool:

@@ -84,7 +84,7 @@ def check_plan(
             build = build_on_fake_rank(model, plan, config=config)
             make_weights(build, InitialWeights.find(model, None).make).attach(model)
             install(build, optimizer, seed=0)
-            structure = build.structure
+            structure = build.tensor_structure
             decoder = without_wrappers(model)[1]
             foresee(decoder, inputs["input_ids"], hidden=next(whole.parameters()).dtype)
             # The projections then read the gathered input and their weights by operations of known types; also when

@@ -1,0 +1,51 @@
+"""Finds weights of layers that may mix tokens outside of attention, which a rank with some of the tokens cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from meshwright.errors import UncoveredParameterError
+from meshwright.roles import Decoder, ShardingPlan
+from meshwright.roles.experts import is_experts
+from meshwright.roles.projection import is_projection
+
+
+def check_token_wise(decoder: Decoder, plan: ShardingPlan | None) -> None:
+    """Raise if a weight inside of a layer is of no module that is known to take each token by itself.
+
+    Args:
+        decoder: the decoder.
+        plan: the user's roles, which say it of other modules too; None for none.
+
+    Raises:
+        UncoveredParameterError: if there are such weights; the message lists them.
+    """
+    unknown = {id(p) for layer in decoder.layers for p in _unknown(layer)}
+    named = [name for name, p in decoder.model.named_parameters(remove_duplicate=False) if id(p) in unknown]
+    if missing := [name for name in named if plan is None or not _has_role(name, plan)]:
+        source = f"the structure of {type(decoder.model).__name__}" if plan is None else plan.source
+        raise UncoveredParameterError(
+            missing, source, "it is not known whether a module of a layer takes each token by itself"
+        )
+
+
+def _has_role(name: str, plan: ShardingPlan) -> bool:
+    """Return whether a parameter has a role, or a module around it has one that is not structural."""
+    while name and ((role := plan.role_of(name)) is None or role.is_structural):
+        name = name.rpartition(".")[0]
+    return bool(name)
+
+
+def _unknown(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the weights besides those of projections, embeddings, experts and routers, and vectors over channels."""
+    if is_projection(module) or is_parametrized(module) or is_experts(module) or isinstance(module, nn.Embedding):
+        return
+    own, children = list(module.parameters(recurse=False)), list(module.children())
+    # A matrix alone in a module scores experts; a convolution's weight has three dims.
+    most = 1 if children else 2
+    yield from (p for p in own if p.ndim > most)
+    for child in children:
+        yield from _unknown(child)

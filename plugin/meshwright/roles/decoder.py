@@ -1,0 +1,179 @@
+"""The anatomy of a decoder: its embedding, its layers, its final norm and head, and the towers beside them.
+
+It is found without the roles of modules inside of layers, so a plan that cuts no matrix can cut any decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.roles.adapters import is_adapted
+from meshwright.roles.projection import in_features, is_projection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """The parts of a decoder.
+
+    Args:
+        model: the whole model.
+        embedding: the embedding of the tokens.
+        layers: the decoder's layers in their order; a layer that runs at several places is listed at each.
+        final_norm: the norm after the last layer; None if there is none, or if several could be it.
+        head: the module that scores the vocabulary; None if there is none.
+        towers: the modules beside the layers that have layers of their own, such as an encoder of images.
+    """
+
+    model: nn.Module
+    embedding: nn.Module
+    layers: tuple[nn.Module, ...]
+    final_norm: nn.Module | None
+    head: nn.Module | None
+    towers: tuple[nn.Module, ...]
+
+
+def find_decoder(model: nn.Module) -> Decoder:
+    """Find the parts of a decoder by its structure and, if it is one of transformers' models, by its getters.
+
+    Raises:
+        PlanError: if no stack of layers or no token embedding is found, or several could be the decoder's.
+    """
+    name, layers = layer_stack(model)
+    embedding = _token_embedding(model, name)
+    towers = tuple(towers_beside(model, layers[0]))
+    head = _head(model, embedding)
+    return Decoder(
+        model=model,
+        embedding=embedding,
+        layers=tuple(layers),
+        final_norm=_final_norm(model, layers, embedding, head, towers),
+        head=head,
+        towers=towers,
+    )
+
+
+def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return the name and the list of a decoder's layers.
+
+    It is the outermost stack inside of what ``get_decoder()`` returns, so layers of towers do not count.
+
+    Raises:
+        PlanError: if there is no stack, or several are outermost.
+    """
+    names = {module: name for name, module in model.named_modules() if is_stack(module)}
+    if not names:
+        raise PlanError(
+            f"{type(model).__name__} has no stack of decoder layers (an nn.ModuleList of blocks with linear layers), "
+            "so no sharding plan can be inferred; pass ToDistributedConfig(sharding_plan=...)"
+        )
+    text = ask(model, "get_decoder")
+    inside = [module for module in (model if text is None else text).modules() if module in names]
+    outermost = min(names[module].count(".") for module in inside or names)
+    found = [module for module in inside or names if names[module].count(".") == outermost]
+    if len(found) > 1:
+        raise PlanError(
+            f"{type(model).__name__} has {len(found)} stacks of layers ({', '.join(names[m] for m in found)}), and its "
+            "structure does not show which one is the decoder's. Give its layers Role.LAYER in "
+            "ToDistributedConfig.sharding_plan"
+        )
+    assert isinstance(found[0], nn.ModuleList)
+    return names[found[0]], found[0]
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Return whether a module is a list of layers."""
+    return (
+        isinstance(module, nn.ModuleList)
+        and len(module) > 0
+        and all(sum(is_projection(m) for m in layer.modules()) >= 2 for layer in module)
+    )
+
+
+def towers_beside(model: nn.Module, layer: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with layers of their own that are not around a decoder's first layer."""
+    for child in model.children():
+        inside = set(child.modules())
+        if layer not in inside:
+            if any(map(is_stack, inside)):
+                yield child
+        elif not is_stack(child):
+            yield from towers_beside(child, layer)
+
+
+def ask(model: nn.Module, getter: str) -> nn.Module | None:
+    """Return the module that a getter of a transformers model returns; None if the model does not implement it."""
+    try:
+        found = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
+    outside = (m for n, m in model.named_modules() if not f"{n}.".startswith(f"{layers_name}."))
+    embeddings = [module for module in outside if isinstance(module, nn.Embedding)]
+    if not embeddings:
+        raise PlanError(f"no token embedding found outside {layers_name!r} in {type(model).__name__}")
+    own = ask(model, "get_input_embeddings")
+    return next((m for m in embeddings if m is own), None) or max(embeddings, key=lambda m: m.num_embeddings)
+
+
+def hidden_size(layers: nn.ModuleList, embedding: nn.Embedding) -> int:
+    """Return the embedding's width or, if no projection of a layer reads that, the most common input width."""
+    widths = [in_features(m) for m in layers[0].modules() if is_projection(m)]
+    return embedding.embedding_dim if embedding.embedding_dim in widths else max(widths, key=widths.count)
+
+
+def _head(model: nn.Module, embedding: nn.Embedding) -> nn.Linear | None:
+    own = ask(model, "get_output_embeddings")
+    if isinstance(own, nn.Linear):
+        return own
+    inside = {module for stack in model.modules() if is_stack(stack) for module in stack.modules()}
+    words = embedding.num_embeddings
+    found = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == words and m not in inside]
+    if len(found) > 1:
+        raise PlanError(
+            f"{type(model).__name__} has {len(found)} linear layers that score {words} words, and its structure does "
+            "not show which one is the head. Give it Role.HEAD in ToDistributedConfig.sharding_plan"
+        )
+    return found[0] if found else None
+
+
+def _final_norm(
+    model: nn.Module,
+    layers: nn.ModuleList,
+    embedding: nn.Embedding,
+    head: nn.Module | None,
+    towers: tuple[nn.Module, ...],
+) -> nn.Module | None:
+    """Return the only norm after the layers; with several, the structure does not show which one is the final norm."""
+    text = ask(model, "get_decoder") if towers else None
+    scope = model if text is None or layers not in set(text.modules()) else text
+    named = list(scope.named_modules(remove_duplicate=False))
+    # By names, since a layer may hold the final norm too.
+    others = tuple(f"{n}." for n, m in named if m in (embedding, head) or is_stack(m) or is_adapted(m))
+    hidden, is_after = hidden_size(layers, embedding), False
+    found = []
+    for name, module in named:
+        is_after |= module is layers
+        # A norm of the embeddings may be registered after the layers, but it runs before them.
+        is_of_embeddings = "emb" in name.rpartition(".")[2]
+        if is_after and not f"{name}.".startswith(others) and is_norm(module, hidden) and not is_of_embeddings:
+            found.append(module)
+    return found[0] if len(found) == 1 else None
+
+
+def is_norm(module: nn.Module, *sizes: int) -> bool:
+    """Return whether a module is a norm whose weights have one of these sizes."""
+    parameters = list(module.parameters())
+    return (
+        bool(parameters)
+        and not list(module.children())
+        and not is_projection(module)
+        and not isinstance(module, nn.Embedding)
+        and all(p.ndim == 1 and p.shape[0] in sizes for p in parameters)
+    )

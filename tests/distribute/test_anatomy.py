@@ -1,0 +1,156 @@
+"""Models with experts or towers, to whose modules tp gives no role, equal one process under every other axis.
+
+Tolerance 1e-10 of a tensor's largest value: in float64 only the order of sums differs, about 1e-16 a sum, and the steps
+of AdamW divide tiny differences by tiny moments.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import meshwright as mw
+from harness import WorkerError
+from meshwright.distribute.cuts import structure_of
+from meshwright.parallel.split_batch import split_batch
+from meshwright.roles import find_decoder
+from support.anatomies import IMAGE, LENGTH, MODELS, build, collate, loader, samples
+from support.exact import Float64
+from support.models import SIZES, tokens
+from support.parity import TOLERANCE, pool_for
+from support.whole_runs import differences, train_whole
+
+PLANS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2},
+    "dp2+zero3": {"dp": 2, "zero_stage": 3},
+    "pp2": {"pp": 2},
+    "pp2, micro-batches": {"pp": 2, "gradient_accumulation_steps": 2},
+    "cp2": {"cp": 2},
+    "dp2, micro-batches": {"dp": 2, "gradient_accumulation_steps": 2},
+    "pp2 x dp2+zero1, recompute": {"pp": 2, "dp": 2, "zero_stage": 1, "recompute": "full"},
+    "pp2 x cp2, ring": {"pp": 2, "cp": 2, "context": "ring", "gradient_accumulation_steps": 2},
+    "cp2+zero3, ulysses": {"cp": 2, "context": "ulysses", "zero_stage": 3},
+}
+
+
+def train(plan: dict[str, Any] | None, name: str) -> dict[str, Tensor]:
+    with Float64():
+        return train_whole(build(name), plan, functools.partial(loader, name))
+
+
+@functools.cache
+def reference(name: str) -> dict[str, Tensor]:
+    return train(None, name)
+
+
+# With images in some rows, one rank of dp has none, and each of two micro-batches would have an unknown number.
+CASES = [(name, plan) for name in MODELS for plan in PLANS if "some" not in name or plan in ("dp2", "pp2", "cp2")]
+
+
+@pytest.mark.parametrize(("name", "plan_name"), CASES)
+def test_equals_one_process(name: str, plan_name: str, request: pytest.FixtureRequest) -> None:
+    results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], name)
+    found = differences(results, reference(name))
+    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "towers"),
+    [
+        ("mixtral", "model", []),
+        ("llava", "model.language_model", ["model.vision_tower"]),
+        ("qwen2_vl", "model.language_model", ["model.visual"]),
+    ],
+)
+def test_the_decoder_is_that_of_the_text(name: str, prefix: str, towers: list[str]) -> None:
+    """The towers have three times as many layers."""
+    model = build(name)
+    decoder = find_decoder(model)
+    assert decoder.layers == (model.get_submodule(f"{prefix}.layers.0"), model.get_submodule(f"{prefix}.layers.1"))
+    assert decoder.embedding is model.get_submodule(f"{prefix}.embed_tokens")
+    assert decoder.final_norm is model.get_submodule(f"{prefix}.norm") and decoder.head is model.lm_head
+    assert decoder.towers == tuple(map(model.get_submodule, towers))
+
+
+def test_two_stacks_in_one_place_are_named() -> None:
+    model = torch.nn.Module()
+    for name in ("left", "right"):
+        layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)) for _ in range(2)]
+        setattr(model, name, torch.nn.ModuleList(layers))
+    with pytest.raises(mw.PlanError, match=r"2 stacks of layers \(left, right\).*Role\.LAYER"):
+        find_decoder(model)
+
+
+def refusal(make: Callable[[], Any], **plan: Any) -> str:
+    with pytest.raises(mw.PlanError) as caught:
+        structure_of(make(), mw.ParallelPlan(**plan), mw.ToDistributedConfig())
+    return str(caught.value)
+
+
+def test_a_refusal_speaks_of_the_axis_at_hand() -> None:
+    for name in ("mixtral", "llava"):
+        assert "plan='pp2'" in refusal(MODELS[name], tp=2)
+    recurrent = transformers.MambaConfig(
+        **{key: SIZES[key] for key in ("vocab_size", "hidden_size")}, num_hidden_layers=2
+    )
+    said = refusal(lambda: transformers.MambaForCausalLM(recurrent), cp=2)
+    assert "conv1d.weight" in said and "takes each token by itself" in said
+    assert not re.search(r"\btp\b|ensor parallel", said)
+
+
+def test_micro_batches_take_the_images_of_their_rows() -> None:
+    batch = collate(samples("qwen2_vl", 3))
+    batch["position_ids"] = torch.arange(3 * 3 * LENGTH).view(3, 3, LENGTH)
+    first, second = split_batch(batch, 3, 2)
+    assert [len(piece["pixel_values"]) for piece in (first, second)] == [16, 32 + 16]
+    for name, dim in (("pixel_values", 0), ("image_grid_thw", 0), ("input_ids", 0), ("position_ids", 1)):
+        assert torch.equal(torch.cat([first[name], second[name]], dim), batch[name])
+    assert first["position_ids"].shape == (3, 1, LENGTH)
+
+
+def test_images_of_unknown_rows_are_refused() -> None:
+    batch = collate(samples("llava", 4))
+    with pytest.raises(mw.PlanError, match=r"pixel_values has shape \(3, 3, 8, 8\) in a batch of 4 rows.*one image"):
+        split_batch({**batch, "pixel_values": batch["pixel_values"][:3]}, 4, 2)
+    batch = collate(samples("qwen2_vl", 4))
+    with pytest.raises(mw.PlanError, match=r"image_grid_thw has shape \(3, 3\)"):
+        split_batch({**batch, "image_grid_thw": batch["image_grid_thw"][:3]}, 4, 2)
+
+
+def step_with_images_on_one_rank() -> None:
+    with Float64():
+        model = mw.to_distributed(build("llava"), plan=mw.ParallelPlan(dp=2, zero_stage=3))[0]
+        batch = collate(samples("llava", 2))
+        if torch.distributed.get_rank() == 1:
+            batch = {"input_ids": (ids := tokens(2, LENGTH, vocab_size=IMAGE)), "labels": ids}
+        model(**batch)
+
+
+def test_a_tower_that_only_some_ranks_would_gather_is_refused(pool2: Any) -> None:
+    with pytest.raises(WorkerError, match=r"pixel_values[\s\S]*none[\s\S]*use zero_stage=2"):
+        pool2.run(step_with_images_on_one_rank)
+
+
+def step_with_features_between_layers(plan: dict[str, Any]) -> None:
+    tower = {"depth": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 24, "patch_size": 4}
+    config = transformers.Qwen3VLConfig(
+        vision_config={**tower, "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        text_config={**SIZES, "head_dim": 4, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0]}},
+        image_token_id=IMAGE, video_token_id=IMAGE - 1, vision_start_token_id=IMAGE - 2,
+    )  # fmt: skip
+    model = mw.to_distributed(transformers.Qwen3VLForConditionalGeneration(config), plan=mw.ParallelPlan(**plan))[0]
+    batch = collate(samples("qwen2_vl", 2))
+    model.train()(**{**batch, "pixel_values": batch["pixel_values"].float()})
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp"])
+def test_features_that_enter_between_layers_are_refused(axis: str, pool2: Any) -> None:
+    kind, said = pool2.run_expecting_error(step_with_features_between_layers, {axis: 2})[0]
+    assert kind == "PlanError" and "deepstack_visual_embeds" in said and f"Use {axis}=1" in said

@@ -1,0 +1,112 @@
+"""Tiny models that are more than a stack of dense layers: experts in the layers, or a tower of images beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from support.models import SIZES, labels_for, tokens
+
+Sample = dict[str, Tensor]
+LENGTH, IMAGE = 14, 96  # IMAGE is the word in whose place the features of an image go
+EXPERTS: dict[str, Any] = {
+    "num_experts_per_tok": 2,
+    "experts_implementation": "eager",  # torch's grouped matrix multiplication has no float64
+}
+
+
+def mixtral() -> Any:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4))
+
+
+def qwen3_moe() -> Any:
+    config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4, head_dim=4, moe_intermediate_size=16)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def llava() -> Any:
+    """Two layers of text and six of images; an image of 8 x 8 pixels has 4 features."""
+    tower = {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 24}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**tower, image_size=8, patch_size=4),
+        text_config=transformers.LlamaConfig(**SIZES),
+        image_token_id=IMAGE,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def qwen2_vl() -> Any:
+    """Two layers of text and six of images, which may have any size."""
+    tower = {"depth": 6, "embed_dim": 16, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
+    config = transformers.Qwen2VLConfig(
+        vision_config={**tower, "hidden_size": SIZES["hidden_size"]},
+        text_config={**SIZES, "rope_parameters": rotary},
+        image_token_id=IMAGE,
+        video_token_id=IMAGE - 1,
+        vision_start_token_id=IMAGE - 2,
+        vision_end_token_id=IMAGE - 3,
+    )
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "llava": llava,
+    "llava, images in some rows": llava,
+    "qwen2_vl": qwen2_vl,
+}
+
+
+def build(name: str) -> Any:
+    """A seeded model of which every parameter has a random value of its own."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.05))
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("k_proj.bias"):  # softmax leaves its gradient no value but rounding
+            parameter.requires_grad_(False)
+    return model.double().train()
+
+
+def samples(name: str, rows: int) -> list[Sample]:
+    """Rows of tokens with labels; those of a model with a tower have an image each, of different sizes if it can."""
+    ids = tokens(rows, LENGTH, vocab_size=IMAGE - 3)
+    labels = labels_for(ids)
+    found = []
+    for row in range(rows):
+        sample = {"input_ids": ids[row], "labels": labels[row]}
+        width = 4 * (1 + row % 2) if name == "qwen2_vl" else 4
+        has_image = name in ("llava", "qwen2_vl") or (name == "llava, images in some rows" and row % 4 < 2)
+        if has_image:
+            sample["input_ids"][2 : 2 + width] = IMAGE
+            sample["labels"][2 : 2 + width] = -100
+        generator = torch.Generator().manual_seed(row)
+        if has_image and name != "qwen2_vl":
+            sample["pixel_values"] = torch.randn(3, 8, 8, generator=generator, dtype=torch.float64)
+        if name == "qwen2_vl":
+            sample["mm_token_type_ids"] = (sample["input_ids"] == IMAGE).long()
+            sample["image_grid_thw"] = torch.tensor([1, 4, width])
+            sample["pixel_values"] = torch.randn(4 * width, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64)
+        found.append(sample)
+    return found
+
+
+def collate(rows: list[Sample]) -> Sample:
+    """Stack the rows and their images; patches of images of different sizes are joined, as by Qwen2-VL's processor."""
+    images = [row["pixel_values"] for row in rows if "pixel_values" in row]
+    join = torch.cat if "image_grid_thw" in rows[0] else torch.stack
+    others: Sample = default_collate([{name: x for name, x in row.items() if name != "pixel_values"} for row in rows])
+    return {**others, "pixel_values": join(images)} if images else others
+
+
+def loader(name: str, *, rows: int = 4, steps: int = 3) -> Any:
+    return DataLoader(samples(name, rows * steps), batch_size=rows, collate_fn=collate)  # type: ignore[arg-type]
