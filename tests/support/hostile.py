@@ -43,6 +43,16 @@ def manifest_of(change: Callable[[Any], Any]) -> Change:
     return apply
 
 
+def to_format_1(folder: Path) -> None:
+    """Turn a checkpoint into one of the first format, whose manifest has the sizes of three axes as fields."""
+
+    def change(manifest: Any) -> None:
+        assert manifest["format"] == "meshwright-checkpoint-2" and manifest.pop("ranks")
+        manifest.update(format="meshwright-checkpoint-1", **manifest.pop("mesh"))
+
+    manifest_of(change)(folder)
+
+
 def seal(folder: Path, body: bytes) -> None:
     (folder / NAME).write_bytes(b'{"digest":"' + digest(body + b"}\n").encode() + b'","manifest":' + body + b"}\n")
 
@@ -171,7 +181,8 @@ CHECKPOINTS: dict[str, Change] = {
     "manifest: a file above": manifest_of(lambda m: m["files"].update({"../x.json": m["files"].pop(INDEX)})),
     "manifest: an absolute file": manifest_of(lambda m: m["files"].update({"/etc/passwd": m["files"].pop(INDEX)})),
     "manifest: a file with NUL": manifest_of(lambda m: m["files"].update({"a\0b": m["files"].pop(INDEX)})),
-    "manifest: a million ranks": manifest_of(lambda m: m.update(dp=2**20)),
+    "manifest: a million ranks": manifest_of(lambda m: m.update({"dp" if "dp" in m else "ranks": 2**20})),
+    "manifest: a mesh of 100,000 axes": manifest_of(lambda m: m.update(mesh=dict.fromkeys(map(str, range(10**5)), 1))),
     "manifest: a negative size": manifest_of(lambda m: m["files"][INDEX].update(bytes=-1)),
     "manifest: a shape beyond all memory": manifest_of(
         lambda m: m["tensors"].update({"weights/weight": ["F32", [2**59]]})

@@ -92,11 +92,11 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
     surplus = sorted(files.keys() - manifest.files.keys() - {NAME} - {damage.file for damage in damages})
     damages += [Damage(file=name, problem=f"is not a file of this checkpoint, according to {NAME}") for name in surplus]
     parts = []
-    for place in range(manifest.sizes.ranks):
+    for place in range(manifest.ranks):
         part, found = _part(folder, place, manifest)
         damages += found
         parts += [part] if part is not None else []
-    if len(parts) == manifest.sizes.ranks:  # otherwise a missing part explains the missing elements
+    if len(parts) == manifest.ranks:  # otherwise a missing part explains the missing elements
         damages += _uncovered(manifest, parts)
     damages += _inconsistencies(manifest)
     if reads_tensors:

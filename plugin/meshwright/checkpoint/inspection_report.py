@@ -109,7 +109,7 @@ def _contents(manifest: Manifest, random: list[str]) -> dict[str, Any]:
         "written": _date(manifest),
         "versions": manifest.versions,
         "plan": manifest.plan,
-        "mesh": {"pp": manifest.pp, "dp": manifest.dp, "tp": manifest.tp},
+        "mesh": manifest.mesh,
         "components": components,
     }
 
@@ -136,9 +136,9 @@ def _keys(encoded: Any) -> list[str] | None:
 
 
 def _sizes(manifest: Manifest, files: Mapping[str, int]) -> dict[str, Any]:
-    ranks = [sum(files.get(name, 0) for name in file_names(place)) for place in range(manifest.sizes.ranks)]
+    ranks = [sum(files.get(name, 0) for name in file_names(place)) for place in range(manifest.ranks)]
     return {
-        "ranks": {"largest": max(ranks), "mean": sum(ranks) / len(ranks)},
+        "ranks": {"saved": manifest.ranks, "largest": max(ranks), "mean": sum(ranks) / len(ranks)},
         "bytes_on_disk": sum(files.values()),
         "unique_bytes": _bytes(manifest.tensors),
     }
@@ -146,7 +146,8 @@ def _sizes(manifest: Manifest, files: Mapping[str, int]) -> dict[str, Any]:
 
 def _content_lines(report: dict[str, Any]) -> list[str]:
     mesh, parts, optimizer = report["mesh"], report["components"], report["components"]["optimizer"]
-    ranks = f"{mesh['dp'] * mesh['tp']} rank(s): dp {mesh['dp']} x tp {mesh['tp']}"
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
+    ranks = f"{report['ranks']['saved']} rank(s)" + (f": {axes}" if axes else "")
     names = parts["weights"]["other_names"]
     rows = {
         "step": _or_dash(report["step"]),

@@ -164,7 +164,7 @@ def _find(folder: Path, missing_ok: bool) -> str | None:
 
 def _random_of(opened: Opened, mesh: Mesh) -> Any:
     """The random state for a rank: its own if the mesh is the one of the save, else that of the first rank."""
-    is_same = opened.manifest.sizes == mesh.sizes
+    is_same = opened.manifest.is_of_mesh(mesh.sizes.ranks, mesh.sizes.by_axis)
     return opened.parts[mesh.index if is_same else 0].random
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,30 @@ from meshwright.checkpoint.lineage import FIELDS, UNNAMED, UNNUMBERED
 from meshwright.checkpoint.optimizer_manifest import ENCODED, OPTIMIZER
 from meshwright.checkpoint.part_files import FileRecord, file_names
 from meshwright.checkpoint.safetensors_file import DTYPES, SHAPE
-from meshwright.checkpoint.shares import Sizes
 from meshwright.checkpoint.untrusted_json import parse_json
 from meshwright.errors import CheckpointError
 from meshwright.parallel.dropout_streams import STREAMS
-from meshwright.schema import LARGEST, anything, equal, integer, maybe, one_of, record, require, row, table, text, that
+from meshwright.schema import (
+    LARGEST,
+    Check,
+    anything,
+    equal,
+    integer,
+    maybe,
+    one_of,
+    record,
+    require,
+    row,
+    table,
+    text,
+    that,
+)
 from meshwright.schema import NAME as KEY
 
 NAME = "checkpoint.json"
-FORMAT = "meshwright-checkpoint-1"
+FORMAT = "meshwright-checkpoint-2"
+_FORMAT_1 = "meshwright-checkpoint-1"  # which has the sizes of these axes as fields, and is read for ever
+_AXES_1 = ("pp", "dp", "tp")
 CONFIG_NAMES = ("config.json", "generation_config.json")
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -40,7 +57,8 @@ class Manifest:
         written: when it was written by its host's clock, in nanoseconds since 1970; it decides nothing.
         versions: the versions of the libraries that wrote it.
         plan: the fields of the ParallelPlan; None for a model that was not distributed.
-        pp, dp, tp: the sizes of the mesh.
+        ranks: the number of ranks that saved it, each of which wrote two files.
+        mesh: the sizes of the axes over which the ranks were arranged, by name. The tensors are found without it.
         tensors: the dtype and the one-device shape of each tensor, by its key.
         ties: the key that has the values of each weight with several names, by its other names.
         optimizer: the fields of an ``OptimizerManifest``; None without an optimizer.
@@ -58,9 +76,8 @@ class Manifest:
     written: int
     versions: dict[str, str]
     plan: dict[str, Any] | None
-    pp: int
-    dp: int
-    tp: int
+    ranks: int
+    mesh: dict[str, int]
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     ties: dict[str, str]
     optimizer: dict[str, Any] | None
@@ -72,10 +89,10 @@ class Manifest:
     model_config: dict[str, str] | None
     files: dict[str, FileRecord]
 
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of the mesh."""
-        return Sizes(pp=self.pp, dp=self.dp, tp=self.tp)
+    def is_of_mesh(self, ranks: int, sizes: Mapping[str, int]) -> bool:
+        """Whether as many ranks saved it, over axes of these sizes; an axis of one rank is none."""
+        saved, present = ({axis: size for axis, size in each.items() if size > 1} for each in (self.mesh, sizes))
+        return (self.ranks, saved) == (ranks, present)
 
     def write(self, folder: Path) -> None:
         """Write the manifest of a folder, and flush it to the disk."""
@@ -121,42 +138,39 @@ def _is_config(value: Any) -> bool:
         return False
 
 
-_CHECK = record(
-    {
-        "format": equal(FORMAT),
-        "step": maybe(integer()),
-        "written": integer(0, LAST_TIME),
-        "versions": table(text(most=200)),
-        "plan": maybe(table(anything)),
-        "pp": _SIZE,
-        "dp": _SIZE,
-        "tp": _SIZE,
-        "tensors": table(row(one_of(DTYPES), SHAPE)),
-        "ties": table(KEY),
-        "optimizer": maybe(OPTIMIZER),
-        "scheduler": ENCODED,
-        "scaler": ENCODED,
-        "loader": maybe(table(anything)),  # which the loader checks
-        "streams": maybe(STREAMS),
-        "extra": anything,
-        "model_config": maybe(record({}, dict.fromkeys(CONFIG_NAMES, that("the text of a table", _is_config)))),
-        "files": table(record({"bytes": integer(0, LARGEST), "digest": text("[0-9a-f]{32}")})),
-    },
-    FIELDS,
-)
+_FIELDS: Mapping[str, Check] = {
+    "step": maybe(integer()),
+    "written": integer(0, LAST_TIME),
+    "versions": table(text(most=200)),
+    "plan": maybe(table(anything)),
+    "tensors": table(row(one_of(DTYPES), SHAPE)),
+    "ties": table(KEY),
+    "optimizer": maybe(OPTIMIZER),
+    "scheduler": ENCODED,
+    "scaler": ENCODED,
+    "loader": maybe(table(anything)),  # which the loader checks
+    "streams": maybe(STREAMS),
+    "extra": anything,
+    "model_config": maybe(record({}, dict.fromkeys(CONFIG_NAMES, that("the text of a table", _is_config)))),
+    "files": table(record({"bytes": integer(0, LARGEST), "digest": text("[0-9a-f]{32}")})),
+}
+_CHECK = record({"format": equal(FORMAT), "ranks": _SIZE, "mesh": table(_SIZE, names=KEY), **_FIELDS}, FIELDS)
+_CHECK_1 = record({"format": equal(_FORMAT_1), **dict.fromkeys(_AXES_1, _SIZE), **_FIELDS}, FIELDS)
 
 
 def _from_json(found: Any, path: Path) -> Manifest:
-    require(found, _CHECK, path)
+    is_first = isinstance(found, dict) and found.get("format") == _FORMAT_1
+    require(found, _CHECK_1 if is_first else _CHECK, path)
     del found["format"]
-    places = range(found["pp"] * found["dp"] * found["tp"])
+    if is_first:
+        found["mesh"] = {axis: found.pop(axis) for axis in _AXES_1}
+        found["ranks"] = math.prod(found["mesh"].values())
     # Names are made only if there are that many files, since a hostile manifest may claim a huge number of ranks.
-    if len(found["files"]) != 2 * len(places) or found["files"].keys() != {
-        name for place in places for name in file_names(place)
-    }:
-        sizes = ", ".join(f"{axis!r}={found[axis]}" for axis in ("pp", "dp", "tp"))
+    ranks, files = found["ranks"], found["files"]
+    if len(files) != 2 * ranks or files.keys() != {name for place in range(ranks) for name in file_names(place)}:
+        sizes = ", ".join(f"{axis!r}={found['mesh'][axis]}" for axis in _AXES_1) if is_first else f"'ranks'={ranks}"
         raise CheckpointError(
-            f"{path} is damaged: its 'files' are not two for each of the {len(places)} ranks of {sizes}; load another "
+            f"{path} is damaged: its 'files' are not two for each of the {ranks} ranks of {sizes}; load another "
             "checkpoint"
         )
     if lost := [tie for tie in found["ties"].values() if tie not in found["tensors"]]:

@@ -33,7 +33,7 @@ class Opened:
             CheckpointError: if one is missing or damaged, or an element is in none; the message names what is wrong.
         """
         manifest = Manifest.read(folder)
-        parts = [PartIndex.read(folder, place, manifest.files) for place in range(manifest.sizes.ranks)]
+        parts = [PartIndex.read(folder, place, manifest.files) for place in range(manifest.ranks)]
         for part in parts:
             if unknown := sorted(part.pieces.keys() - manifest.tensors.keys()):
                 raise CheckpointError(f"{part.path} has elements of {shown(unknown[0])}, which {NAME} does not list")

@@ -36,6 +36,11 @@ class Sizes:
         """The number of ranks."""
         return self.pp * self.dp * self.tp
 
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """The sizes by the names of the axes."""
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+
     def index(self, place: Place) -> int:
         """Return the index of a rank: tp varies fastest, then dp, then pp."""
         return (place.pp * self.dp + place.dp) * self.tp + place.tp
