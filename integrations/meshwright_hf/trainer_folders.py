@@ -13,7 +13,7 @@ from meshwright.checkpoint.lineage import UNNAMED, UNNUMBERED, Mark
 from meshwright.checkpoint.seal import NAME as SEAL
 from meshwright.checkpoint.seal import Seal
 from meshwright.checkpoint.sealed_folder import check_seal
-from meshwright.checkpoint.staging import remove_folder, restore_replaced
+from meshwright.checkpoint.staging import remove_visible_folder, restore_replaced
 from meshwright.checkpoint.stock_optimizer import check_pickle
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.errors import CheckpointError
@@ -126,7 +126,7 @@ def rotate(newest: Path, limit: int | None, best: str | None, run: str) -> None:
     removable = [path for path in ordered if os.path.abspath(path) not in protected]
     for path in removable[: max(len(ordered) - max(limit, len(protected)), 0)]:
         logger.info("removing the older checkpoint %s because of save_total_limit", path)
-        remove_folder(path)
+        remove_visible_folder(path)
 
 
 def _check(folder: Path) -> None:

@@ -10,9 +10,10 @@ from meshwright.mesh.siblings import write_stacks_on_signal
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.background import wait_for_checkpoints
+    from meshwright.checkpoint.checkpoint_weights import load_weights
     from meshwright.checkpoint.load_checkpoint import Checkpoint, load_checkpoint
     from meshwright.checkpoint.optimizer_state import save_optimizer
-    from meshwright.checkpoint.restore import load_optimizer, load_weights
+    from meshwright.checkpoint.restore import load_optimizer
     from meshwright.checkpoint.save_checkpoint import save_checkpoint
     from meshwright.checkpoint.save_weights import save_weights
     from meshwright.checkpoint.whole_tensors import full_gradients, full_state_dict
@@ -55,7 +56,8 @@ _HOMES = {
     "checkpoint.optimizer_state": ("save_optimizer",),
     "checkpoint.background": ("wait_for_checkpoints",),
     "checkpoint.load_checkpoint": ("Checkpoint", "load_checkpoint"),
-    "checkpoint.restore": ("load_optimizer", "load_weights"),
+    "checkpoint.checkpoint_weights": ("load_weights",),
+    "checkpoint.restore": ("load_optimizer",),
     "checkpoint.save_checkpoint": ("save_checkpoint",),
     "checkpoint.save_weights": ("save_weights",),
     "plan.config": ("LoaderOptions", "ParallelPlan", "ToDistributedConfig"),

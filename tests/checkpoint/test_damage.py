@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.checkpoint.digested_json import digest
 from meshwright.checkpoint.lineage import FIELDS
 from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.checkpoint.part_files import digest
 from support.exact import Float64
 from support.models import build
 

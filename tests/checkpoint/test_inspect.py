@@ -16,9 +16,10 @@ from typer.testing import CliRunner, Result
 
 import meshwright as mw
 from meshwright.checkpoint import part_files
+from meshwright.checkpoint.digested_json import digest
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.opened import miscovered
-from meshwright.checkpoint.part_files import FileRecord, digest, file_names
+from meshwright.checkpoint.part_files import FileRecord, file_names
 from meshwright.checkpoint.regions import Block
 from meshwright.cli import app
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.digested_json import digest
 from meshwright.checkpoint.manifest import NAME
-from meshwright.checkpoint.part_files import digest
 
 Change = Callable[[Path], Any]
 TENSORS, INDEX = "part-00000.safetensors", "part-00000.json"

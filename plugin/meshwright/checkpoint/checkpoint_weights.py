@@ -1,4 +1,4 @@
-"""The weights of a checkpoint that ``save_checkpoint`` wrote, read like those of safetensors files."""
+"""Loads the weights alone, of safetensors files or of a checkpoint that ``save_checkpoint`` wrote, shard by shard."""
 
 from __future__ import annotations
 
@@ -7,19 +7,85 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshwright.checkpoint.digested_json import digest_in
 from meshwright.checkpoint.folders import checkpoint_folders, find_checkpoint, is_checkpoint
-from meshwright.checkpoint.opened import Opened, check_same_everywhere
+from meshwright.checkpoint.manifest import NAME
+from meshwright.checkpoint.opened import Opened
 from meshwright.checkpoint.part_files import read_elements
-from meshwright.checkpoint.regions import Block, between, numel, shard
-from meshwright.checkpoint.safetensors_file import Entry, ShardSlice
+from meshwright.checkpoint.safetensors_file import Entry, ShardSlice, storage
+from meshwright.checkpoint.same_everywhere import read_same
 from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
+from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import on_first_rank
+from meshwright.faults.every_rank import on_every_rank
+from meshwright.faults.together import on_first_rank, succeed_together
+from meshwright.optim.runtime import find_runtime
+from meshwright.parallel.row_layout import is_held, record_of
+from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
 
 PREFIX = "weights/"
+
+
+@on_every_rank
+def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Read a checkpoint's weights into a model in place; every rank must make the call, and reads its shard only.
+
+    The weights are converted to the model's dtype. ZeRO's float32 master weights of half-precision parameters are set
+    from the converted weights; ``load_optimizer`` reads the saved master weights.
+
+    Args:
+        model: the model, distributed or not.
+        path: a .safetensors file, a .safetensors.index.json, a directory with either, or a folder that
+            ``save_checkpoint`` wrote. A folder of such checkpoints stands for the newest whole one in it.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged or belongs to another model; the model is then unchanged. If
+            reading fails part-way, the tensors read so far have already been overwritten in the model.
+
+    Example::
+
+        model.save_pretrained("checkpoint")
+        mw.load_weights(model, "checkpoint")
+    """
+    model = without_compilation(model)
+    runtime = find_runtime(model)
+    if runtime is not None:
+        runtime.check_own(
+            "load_weights",
+            "load one of the engine's checkpoints, or load the weights before the engine takes over the model",
+        )
+    weights = None if runtime is None else runtime.weights
+    source = settled(path)
+    assert source is not None
+    files = succeed_together(lambda: open_weights(source))
+    names = succeed_together(lambda: files.names_for(model))
+
+    def read() -> None:
+        with files.progress as progress, reading_shards():
+            progress.start(sum(files.entries[name][1].num_bytes for name in set(names.values())))
+            for tensor in dict.fromkeys((*model.parameters(), *model.buffers())):
+                if id(tensor) in names and is_held(tensor):
+                    value = _read_weight(files, names[id(tensor)], tensor, is_sharded=runtime is not None)
+                    # Under ZeRO stage 3 the runtime keeps this rank's part; the tensor itself has no memory.
+                    if weights is None or weights.keep(tensor, value) is value:
+                        tensor.data.copy_(value)
+
+    succeed_together(read)
+    if weights is not None:
+        weights.release()
+    if runtime is not None and runtime.zero is not None:
+        for bucket in runtime.zero.sharded:
+            bucket.weights.refresh()
+
+
+def _read_weight(files: WeightFiles, name: str, tensor: Tensor, *, is_sharded: bool) -> Tensor:
+    if is_sharded and isinstance(tensor, nn.Parameter):
+        record = record_of(tensor)
+        return files.read(name, ShardSlice(rows=record.layout, rank=record.rank), tensor.dtype)
+    return files.read(name, ShardSlice(), tensor.dtype)
 
 
 def settled(source: WeightSource | None) -> WeightSource | None:
@@ -43,7 +109,7 @@ def settled(source: WeightSource | None) -> WeightSource | None:
     path = on_first_rank(find)
     if path is None:
         return source
-    check_same_everywhere(Path(path))
+    read_same(Path(path), lambda: (None, digest_in(Path(path, NAME))))
     return None if source is None else path  # to_distributed raises the error for a rank without weights
 
 
@@ -84,19 +150,10 @@ class CheckpointWeights(WeightFiles):
 
     def read(self, name: str, wanted: ShardSlice, dtype: torch.dtype) -> Tensor:
         """Read only this rank's shard of a tensor, or a part of it, to the CPU, and check its digests."""
-        entry, rows, part = self.entries[name][1], wanted.rows, wanted.part
-        shape = list(entry.shape)
-        if not shape or rows.is_replicated:
-            total = torch.Size(shape).numel()
-            blocks = [Block(0, 0, total)] if total else []
-        else:
-            shape[rows.dim] = rows.local_size
-            blocks = shard(entry.shape, rows, wanted.rank)
-        if part is not None:
-            shape, blocks = [part[1] - part[0]], between(blocks, *part)
-        has_padding = numel(blocks) < torch.Size(shape).numel()
+        entry = self.entries[name][1]
+        shape, blocks = wanted.of(entry.shape)
         try:
-            values = torch.zeros(shape, dtype=dtype) if has_padding else torch.empty(shape, dtype=dtype)
+            values = storage(shape, blocks, dtype)
         except RuntimeError as error:  # torch's name for too little memory
             raise CheckpointError(
                 f"{self.opened.folder}: {name} of the shape {list(entry.shape)} does not fit into memory"

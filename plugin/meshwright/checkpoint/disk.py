@@ -5,10 +5,14 @@ All that a save changes on disk goes through these functions, so that the tests 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+_SYNC = 256 * 2**20  # bytes written between two flushes
 
 
 def make_folder(path: Path) -> None:
@@ -51,14 +55,59 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
+class NewFile:
+    """A file that must not exist; it is flushed to the disk when it is closed, and on the way if it is large.
+
+    On a slow disk, one flush at the end would take minutes, for which other ranks wait.
+    """
+
+    def __init__(self, path: Path):
+        self._descriptor, self._unsynced = create(path), 0
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, memory: memoryview | bytes) -> None:
+        """Append all of some memory."""
+        write(self._descriptor, memory)
+        self._unsynced += len(memory)
+        if self._unsynced >= _SYNC:
+            sync(self._descriptor)
+            self._unsynced = 0
+
+    def close(self) -> None:
+        """Flush the file and close it."""
+        try:
+            sync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a new file and flush it to the disk."""
-    descriptor = create(path)
+    with NewFile(path) as file:
+        file.write(content)
+
+
+def replace_file(path: Path, write_to: Callable[[Path], None]) -> None:
+    """Replace a file in one step, or create it.
+
+    Args:
+        path: the file.
+        write_to: function that writes a new file to the path that it is given, and flushes it.
+    """
+    staged = path.with_name(f".{path.name}.new")
+    staged.unlink(missing_ok=True)  # left by a process that was killed
     try:
-        write(descriptor, content)
-        sync(descriptor)
-    finally:
-        os.close(descriptor)
+        write_to(staged)
+        rename(staged, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            staged.unlink(missing_ok=True)
+        raise
 
 
 def rename(source: Path, target: Path) -> None:

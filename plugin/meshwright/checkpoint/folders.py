@@ -16,7 +16,7 @@ from meshwright.checkpoint.staging import (
     about_to_be_replaced,
     is_hidden,
     locked,
-    remove_folder,
+    remove_visible_folder,
     replaced_folders,
 )
 from meshwright.errors import CheckpointError
@@ -155,7 +155,7 @@ def keep_newest(parent: Path, count: int, run: str) -> None:
         if manifest.run == run and _is_ours(path):
             whole.append((manifest.order, path))
     for _, path in sorted(whole)[:-count]:
-        remove_folder(path)
+        remove_visible_folder(path)
 
 
 def absent_files(folder: Path, manifest: Manifest) -> list[str]:

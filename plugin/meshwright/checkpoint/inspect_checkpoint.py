@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
+from meshwright.checkpoint.digested_json import digest
 from meshwright.checkpoint.folders import foreign_files
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.opened import uncovered
 from meshwright.checkpoint.optimizer_manifest import master_key, state_key
-from meshwright.checkpoint.part_files import CHUNK, FileRecord, PartIndex, check_header, digest, file_names
+from meshwright.checkpoint.part_files import CHUNK, FileRecord, PartIndex, check_header, file_names
 from meshwright.checkpoint.random_state import check_random_state
 from meshwright.checkpoint.read_files import read_into, reading
 from meshwright.checkpoint.regions import numel

@@ -25,6 +25,7 @@ from meshwright.schema import Check, integer, text
 MAX_NUMBER = 2**40  # of a save; no folder has as many
 # Of files that older versions wrote: they have no number, and one run for all of them.
 UNNUMBERED, UNNAMED = 0, ""
+LAST_TIME = 4_102_444_800 * 10**9  # the end of 2099, in nanoseconds since 1970
 
 FIELDS: dict[str, Check] = {"number": integer(1, MAX_NUMBER), "run": text("[0-9a-f]{32}|")}
 

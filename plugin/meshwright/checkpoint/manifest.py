@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.digested_json import read_digested, write_digested
-from meshwright.checkpoint.lineage import FIELDS, UNNAMED, UNNUMBERED
+from meshwright.checkpoint.lineage import FIELDS, LAST_TIME, UNNAMED, UNNUMBERED
 from meshwright.checkpoint.optimizer_manifest import ENCODED, OPTIMIZER
 from meshwright.checkpoint.part_files import FileRecord, file_names
 from meshwright.checkpoint.safetensors_file import DTYPES, SHAPE
@@ -127,7 +127,6 @@ def _allowance(folder: Path) -> int:
 
 
 _SIZE = integer(1, 2**24)
-LAST_TIME = 4_102_444_800 * 10**9  # the end of 2099, in nanoseconds since 1970
 
 
 def _is_config(value: Any) -> bool:

@@ -12,8 +12,8 @@ from meshwright.checkpoint.digested_json import digest_in
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.part_files import PartIndex
 from meshwright.checkpoint.regions import Block
+from meshwright.checkpoint.same_everywhere import read_same
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import exchange_together
 from meshwright.schema import shown
 
 
@@ -104,24 +104,4 @@ def open_together(folder: Path) -> Opened:
     Raises:
         CheckpointError: on every rank, if it is damaged, or hosts without a shared disk have different ones.
     """
-    opened, digests = exchange_together(lambda: (Opened.read(folder), digest_in(folder / NAME)))
-    _check_same(folder, digests)
-    return opened
-
-
-def check_same_everywhere(folder: Path) -> None:
-    """Check that all ranks see the same checkpoint in a folder; every rank must make the call.
-
-    Raises:
-        CheckpointError: on every rank, if hosts without a shared disk have different files at one path.
-    """
-    _, digests = exchange_together(lambda: (None, digest_in(folder / NAME)))
-    _check_same(folder, digests)
-
-
-def _check_same(folder: Path, digests: list[str]) -> None:
-    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-        raise CheckpointError(
-            f"rank(s) {', '.join(map(str, others))} see another checkpoint in {folder} than rank 0; copy one to every "
-            "host"
-        )
+    return read_same(folder, lambda: (Opened.read(folder), digest_in(folder / NAME)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint import disk
 from meshwright.checkpoint.read_files import read_json
 from meshwright.checkpoint.safetensors_file import SHAPE
 from meshwright.errors import CheckpointError
@@ -66,16 +66,8 @@ class OptimizerManifest:
 
     def write(self, folder: Path) -> None:
         """Replace the manifest of a folder in one step; the files that it lists must already be on disk."""
-        staged = folder / f".{NAME}.saving"
-        try:
-            with staged.open("w", encoding="utf-8") as file:
-                json.dump(asdict(self), file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(staged, folder / NAME)
-        except OSError:
-            staged.unlink(missing_ok=True)
-            raise
+        content = json.dumps(asdict(self), indent=1).encode()
+        disk.replace_file(folder / NAME, lambda path: disk.write_file(path, content))
 
     @staticmethod
     def read(folder: Path) -> OptimizerManifest:
@@ -220,15 +212,6 @@ def state_key(name: str, key: str) -> str:
 def master_key(name: str) -> str:
     """A master weight's name in the files."""
     return f"master/{name}"
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the file names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def encode(value: Any, what: str) -> Any:

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint import disk
 from meshwright.checkpoint.gather_tensor import assemble, is_first
-from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, encode, master_key, state_key, sync_folder
+from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, encode, master_key, state_key
 from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError, PlanError
@@ -295,13 +296,13 @@ def _finish(folder: Path, manifest: OptimizerManifest, written: StreamedFiles) -
     kept = set(manifest.weight_map.values())
     try:
         written.close()
-        sync_folder(folder)
+        disk.sync_folder(folder)
         manifest.write(folder)
     except BaseException:
         for file in kept:
             (folder / file).unlink(missing_ok=True)
         raise
-    sync_folder(folder)  # if this fails, the new files are listed and must stay
+    disk.sync_folder(folder)  # if this fails, the new files are listed and must stay
     for path in folder.iterdir():
         if _FILE.fullmatch(path.name) and path.name not in kept:
             path.unlink()

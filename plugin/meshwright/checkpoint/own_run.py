@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.manifest import LAST_TIME, Manifest
+from meshwright.checkpoint.lineage import LAST_TIME
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.model_config import model_config
 from meshwright.checkpoint.optimizer_state import of_all, own_text
 from meshwright.checkpoint.part_files import RankPart, Source

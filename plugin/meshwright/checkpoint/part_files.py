@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from meshwright.checkpoint import disk
+from meshwright.checkpoint.digested_json import digest
 from meshwright.checkpoint.read_files import read_exactly, read_into, reading
 from meshwright.checkpoint.regions import Block, numel, packed
 from meshwright.checkpoint.safetensors_file import MAX_HEADER, file_header, memory_of
@@ -29,7 +29,6 @@ from meshwright.schema import LARGEST, anything, equal, integer, listed, record,
 # Bytes under one digest: a rank that needs some of them reads them all. It is a part of the format: another size needs
 # another FORMAT.
 CHUNK = 2**20
-_SYNC = 256 * 2**20  # bytes written between two syncs to the disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +86,6 @@ class FileRecord:
     digest: str
 
 
-def digest(memory: memoryview | bytes | bytearray) -> str:
-    """Return the digest of some memory: 128 bits of XXH3, which is faster than a disk and detects accidents."""
-    return xxhash.xxh3_128_hexdigest(memory)
-
-
 def file_names(place: int) -> tuple[str, str]:
     """Return the names of the tensor file and the index of one place."""
     return f"part-{place:05d}.safetensors", f"part-{place:05d}.json"
@@ -131,26 +125,19 @@ class RankPart:
         forms = {key: (self.sources[key].dtype, (numel(self.sources[key].share),)) for key in ordered}
         header, starts = file_header(forms)
         tensors: dict[str, Any] = {}
-        size = unsynced = len(header)
-        descriptor = disk.create(folder / name)
-        try:
-            disk.write(descriptor, header)
+        size = len(header)
+        with disk.NewFile(folder / name) as file:
+            file.write(header)
             for key in ordered:
                 digests = []
                 for chunk in self.sources[key].chunks():
                     memory = memory_of(chunk)
                     digests.append(digest(memory))
-                    disk.write(descriptor, memory)
+                    file.write(memory)
                     on_write(len(memory))
-                    size, unsynced = size + len(memory), unsynced + len(memory)
-                    if unsynced >= _SYNC:  # on a slow disk, one sync at the end would take minutes
-                        disk.sync(descriptor)
-                        unsynced = 0
+                    size += len(memory)
                 blocks = [[b.whole, b.length, b.count, b.whole_stride] for b in self.sources[key].share]
                 tensors[key] = {"start": starts[key], "blocks": blocks, "digests": digests}
-            disk.sync(descriptor)
-        finally:
-            os.close(descriptor)
         record = {"place": self.place, "random": self.random(), "tensors": tensors}
         index = json.dumps(record, separators=(",", ":")).encode()
         disk.write_file(folder / index_name, index)

@@ -1,90 +1,26 @@
-"""Loads weights and optimizer state into a model and an optimizer that are already distributed."""
+"""Loads the state that ``save_optimizer`` wrote into an optimizer, under any plan."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.check_optimizer import IMPLEMENTATION, SavedState, check_fits
-from meshwright.checkpoint.checkpoint_weights import open_weights, settled
+from meshwright.checkpoint.digested_json import digest
 from meshwright.checkpoint.optimizer_manifest import NAME, OptimizerManifest, decode, master_key, state_key
 from meshwright.checkpoint.optimizer_state import shared_parts
 from meshwright.checkpoint.safetensors_file import ShardSlice
+from meshwright.checkpoint.same_everywhere import read_same
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.compiling import without_compilation
-from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
-from meshwright.faults.together import succeed_together, texts_of_all
-from meshwright.optim.runtime import find_runtime
+from meshwright.faults.together import succeed_together
 from meshwright.optim.state_parts import OptimizerParts, Part
-from meshwright.parallel.row_layout import is_held, record_of
-from meshwright.parallel.shard_reads import reading_shards
-
-
-@on_every_rank
-def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Read a checkpoint's weights into a model in place; every rank must make the call, and reads its shard only.
-
-    The weights are converted to the model's dtype. ZeRO's float32 master weights of half-precision parameters are set
-    from the converted weights; ``load_optimizer`` reads the saved master weights.
-
-    Args:
-        model: the model, distributed or not.
-        path: a .safetensors file, a .safetensors.index.json, a directory with either, or a folder that
-            ``save_checkpoint`` wrote. A folder of such checkpoints stands for the newest whole one in it.
-
-    Raises:
-        CheckpointError: if the checkpoint is damaged or belongs to another model; the model is then unchanged. If
-            reading fails part-way, the tensors read so far have already been overwritten in the model.
-
-    Example::
-
-        model.save_pretrained("checkpoint")
-        mw.load_weights(model, "checkpoint")
-    """
-    model = without_compilation(model)
-    runtime = find_runtime(model)
-    if runtime is not None:
-        runtime.check_own(
-            "load_weights",
-            "load one of the engine's checkpoints, or load the weights before the engine takes over the model",
-        )
-    weights = None if runtime is None else runtime.weights
-    source = settled(path)
-    assert source is not None
-    files = succeed_together(lambda: open_weights(source))
-    names = succeed_together(lambda: files.names_for(model))
-
-    def read() -> None:
-        with files.progress as progress, reading_shards():
-            progress.start(sum(files.entries[name][1].num_bytes for name in set(names.values())))
-            for tensor in dict.fromkeys((*model.parameters(), *model.buffers())):
-                if id(tensor) in names and is_held(tensor):
-                    value = _read_weight(files, names[id(tensor)], tensor, is_sharded=runtime is not None)
-                    # Under ZeRO stage 3 the runtime keeps this rank's part; the tensor itself has no memory.
-                    if weights is None or weights.keep(tensor, value) is value:
-                        tensor.data.copy_(value)
-
-    succeed_together(read)
-    if weights is not None:
-        weights.release()
-    if runtime is not None and runtime.zero is not None:
-        for bucket in runtime.zero.sharded:
-            bucket.weights.refresh()
-
-
-def _read_weight(files: WeightFiles, name: str, tensor: Tensor, *, is_sharded: bool) -> Tensor:
-    if is_sharded and isinstance(tensor, nn.Parameter):
-        record = record_of(tensor)
-        return files.read(name, ShardSlice(rows=record.layout, rank=record.rank), tensor.dtype)
-    return files.read(name, ShardSlice(), tensor.dtype)
 
 
 @on_every_rank
@@ -112,8 +48,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
     model = without_compilation(model)
     folder = Path(directory)
     found = shared_parts(model, optimizer)
-    manifest, files = succeed_together(lambda: _open(folder, found))
-    _check_same_everywhere(folder)
+    manifest, files = read_same(folder, lambda: (_open(folder, found), digest((folder / NAME).read_bytes())))
     with files.progress as progress:
         progress.start(_bytes_to_read(files, found))
         restore_optimizer(found, manifest, _OneDeviceState(files))
@@ -181,18 +116,6 @@ def _open(folder: Path, found: OptimizerParts) -> tuple[OptimizerManifest, Weigh
     files = WeightFiles.open(folder / NAME)
     check_fits(folder, manifest, _OneDeviceState(files), found)
     return manifest, files
-
-
-def _check_same_everywhere(folder: Path) -> None:
-    """Check that all ranks find the same save, since hosts without a shared disk may have different saves."""
-    if not dist.is_initialized():
-        return
-    digest = succeed_together(lambda: hashlib.sha256((folder / NAME).read_bytes()).hexdigest())
-    digests = texts_of_all(digest)
-    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-        raise CheckpointError(
-            f"rank(s) {', '.join(map(str, others))} find another save in {folder} than rank 0; copy one to every host"
-        )
 
 
 def _bytes_to_read(files: WeightFiles, found: OptimizerParts) -> int:

@@ -19,6 +19,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint import disk
+from meshwright.checkpoint.read_files import read_into
+from meshwright.checkpoint.regions import Block, between, numel, shard
 from meshwright.checkpoint.untrusted_json import MEMORY, parse_json
 from meshwright.errors import CheckpointError
 from meshwright.parallel.row_layout import RowLayout, Span
@@ -41,7 +44,6 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_DIMS = 64  # dims of a tensor; torch itself has the same limit for most operations
 MAX_HEADER = MEMORY  # bytes; the format's limit is 100 MB, but no model has as many tensors
-_SYNC = 256 * 2**20  # bytes written between two syncs to the disk
 _STAGING = 4 * 2**20  # bytes whose dtype is converted at a time
 
 Run = tuple[int, int, int]  # first element in the file, first element in the shard, number of elements
@@ -156,6 +158,23 @@ class ShardSlice:
     rank: int = 0
     part: Span | None = None
 
+    def of(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], list[Block]]:
+        """Return the shape of this slice of a tensor, and its blocks, whose storage is the slice."""
+        if not shape or self.rows.is_replicated:
+            local, blocks = shape, [Block(0, 0, total)] if (total := math.prod(shape)) else []
+        else:
+            dim = self.rows.dim
+            local = (*shape[:dim], self.rows.local_size, *shape[dim + 1 :])
+            blocks = shard(shape, self.rows, self.rank)
+        if self.part is not None:
+            local, blocks = (self.part[1] - self.part[0],), between(blocks, *self.part)
+        return local, blocks
+
+
+def storage(shape: tuple[int, ...], blocks: list[Block], dtype: torch.dtype) -> Tensor:
+    """Return a CPU tensor for some blocks; it is zero where they leave padding."""
+    return (torch.zeros if numel(blocks) < math.prod(shape) else torch.empty)(shape, dtype=dtype)
+
 
 def read_rows(
     file: BinaryIO, entry: Entry, wanted: ShardSlice, dtype: torch.dtype, on_read: Callable[[int], None]
@@ -171,25 +190,17 @@ def read_rows(
     Raises:
         CheckpointError: if the file ends early (it changed since its header was read).
     """
-    rows, rank, part = wanted.rows, wanted.rank, wanted.part
-    shape = list(entry.shape)
-    has_padding = False
-    if shape and not rows.is_replicated:
-        shape[rows.dim] = rows.local_size
-        has_padding = rows.real_rows(rank) < rows.local_size
-    runs = _runs(entry.shape, rows, rank)
-    if part is not None:
-        shape, runs = [part[1] - part[0]], _inside(runs, *part)
-    shard = torch.zeros(shape, dtype=dtype) if has_padding else torch.empty(shape, dtype=dtype)
+    shape, blocks = wanted.of(entry.shape)
+    values = storage(shape, blocks, dtype)
     fill = _fill if entry.dtype == dtype else _fill_converted
-    fill(shard.view(-1), file, entry, runs, on_read)
-    return shard
+    fill(values.view(-1), file, entry, _runs(blocks), on_read)
+    return values
 
 
 def _fill(flat: Tensor, file: BinaryIO, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]) -> None:
     memory, itemsize = memory_of(flat), entry.dtype.itemsize
     for source, target, count in runs:
-        _read_exactly(file, memory[target * itemsize : (target + count) * itemsize], entry.start + source * itemsize)
+        _read(file, entry.start + source * itemsize, memory[target * itemsize : (target + count) * itemsize])
         on_read(count * itemsize)
 
 
@@ -211,31 +222,16 @@ def _fill_converted(
                 convert()
                 first, filled = target, 0
             part = min(count, len(staging) - filled)
-            _read_exactly(file, memory[filled * itemsize : (filled + part) * itemsize], entry.start + source * itemsize)
+            _read(file, entry.start + source * itemsize, memory[filled * itemsize : (filled + part) * itemsize])
             filled, source, target, count = filled + part, source + part, target + part, count - part
     convert()
 
 
-def _runs(shape: tuple[int, ...], rows: RowLayout, rank: int) -> Iterator[Run]:
-    """Yield the contiguous runs of a shard, in order."""
-    if not shape or rows.is_replicated:
-        yield 0, 0, torch.Size(shape).numel()
-        return
-    outer, inner = torch.Size(shape[: rows.dim]).numel(), torch.Size(shape[rows.dim + 1 :]).numel()
-    for index in range(outer):
-        target = index * rows.local_size * inner
-        for start, stop in rows.spans[rank]:
-            count = (stop - start) * inner
-            yield (index * rows.size + start) * inner, target, count
-            target += count
-
-
-def _inside(runs: Iterator[Run], start: int, stop: int) -> Iterator[Run]:
-    """Yield the runs from ``start`` to ``stop`` of the shard, with positions relative to ``start``."""
-    for source, target, count in runs:
-        low, high = max(start, target), min(stop, target + count)
-        if low < high:
-            yield source + low - target, low - start, high - low
+def _runs(blocks: list[Block]) -> Iterator[Run]:
+    """Yield the contiguous runs of a slice."""
+    for b in blocks:
+        for i in range(b.count):
+            yield b.whole + i * b.whole_stride, b.local + i * b.local_stride, b.length
 
 
 def memory_of(x: Tensor) -> memoryview:
@@ -246,12 +242,8 @@ def memory_of(x: Tensor) -> memoryview:
     )
 
 
-def _read_exactly(file: BinaryIO, part: memoryview, offset: int) -> None:
-    while len(part):
-        count = os.preadv(file.fileno(), [part], offset)
-        if count == 0:
-            raise CheckpointError(f"{file.name} ended at byte {offset}, but its header describes more")
-        part, offset = part[count:], offset + count
+def _read(file: BinaryIO, offset: int, memory: memoryview) -> None:
+    read_into(file.fileno(), Path(file.name), offset, memory)
 
 
 def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
@@ -284,8 +276,7 @@ class SafetensorsWriter:
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
         self._expected = list(tensors.values())
         header, _ = file_header(tensors)
-        self._unsynced = 0
-        self._file = path.open("wb")
+        self._file = disk.NewFile(path)
         self._file.write(header)
 
     def __enter__(self) -> SafetensorsWriter:
@@ -300,15 +291,7 @@ class SafetensorsWriter:
         assert tensor.dtype == dtype and tuple(tensor.shape) == shape
         tensor = tensor.detach().contiguous()
         self._file.write(memory_of(tensor))
-        self._unsynced += tensor.nbytes
-        if self._unsynced >= _SYNC:
-            # Sync in steps: on a slow disk, one sync at the end would keep the other ranks waiting for minutes.
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._unsynced = 0
 
     def close(self) -> None:
         """Sync the file to disk and close it."""
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        self._file.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Sequence
@@ -12,8 +11,7 @@ from typing import Any
 
 from meshwright.checkpoint import disk
 from meshwright.checkpoint.digested_json import read_digested, write_digested
-from meshwright.checkpoint.lineage import FIELDS, UNNAMED, UNNUMBERED
-from meshwright.checkpoint.manifest import LAST_TIME
+from meshwright.checkpoint.lineage import FIELDS, LAST_TIME, UNNAMED, UNNUMBERED
 from meshwright.errors import CheckpointError
 from meshwright.schema import LARGEST, boolean, equal, integer, listed, record, require, row, table, text, that
 
@@ -62,15 +60,7 @@ class Seal:
         """Write the seal, or replace the one that the folder has in one step."""
         content = {"format": _FORMAT, **vars(self)}
         content["open"] = content.pop("is_open")
-        staged = folder / f".{NAME}.new"
-        staged.unlink(missing_ok=True)
-        try:
-            write_digested(staged, "seal", content)
-            disk.rename(staged, folder / NAME)
-        except OSError:
-            with contextlib.suppress(OSError):
-                staged.unlink(missing_ok=True)
-            raise
+        disk.replace_file(folder / NAME, lambda path: write_digested(path, "seal", content))
 
     def problems(self, folder: Path) -> list[str]:
         """Return what the names and sizes of a folder's files show to be wrong, without reading the files."""

@@ -18,9 +18,9 @@ import xxhash
 
 from meshwright.checkpoint import disk
 from meshwright.checkpoint.digested_json import digest_in
-from meshwright.checkpoint.lineage import Lineage, begin_save
-from meshwright.checkpoint.manifest import LAST_TIME
+from meshwright.checkpoint.lineage import LAST_TIME, Lineage, begin_save
 from meshwright.checkpoint.read_files import reading
+from meshwright.checkpoint.same_everywhere import check_same
 from meshwright.checkpoint.seal import CHUNK, NAME, Seal, holds_only_what_was_sealed, sizes_in
 from meshwright.checkpoint.staging import Staging, locked
 from meshwright.errors import CheckpointError, PeerFailedError
@@ -174,11 +174,7 @@ def check_seal(folder: Path) -> None:
         problems = list(dict.fromkeys(problems))
         shown = "; ".join(problems[:5] + ([f"and {len(problems) - 5} more"] if len(problems) > 5 else []))
         raise CheckpointError(f"{folder} is not whole: {shown}. Load another checkpoint")
-    if others := [rank for rank, (_, other) in enumerate(answers) if other != answers[0][1]]:
-        raise CheckpointError(
-            f"rank(s) {', '.join(map(str, others))} see another checkpoint in {folder} than rank 0; copy one to every "
-            "host"
-        )
+    check_same(folder, [other for _, other in answers])
 
 
 def _digested(folder: Path, sizes: list[tuple[str, int]]) -> dict[str, tuple[int, list[str]]]:

@@ -98,7 +98,7 @@ class Staging:
         os.close(self._lock)
 
 
-def remove_folder(path: Path) -> None:
+def remove_visible_folder(path: Path) -> None:
     """Remove a visible folder, unless another job has. If this one is killed half-way, the folder is hidden."""
     hidden = _hidden(path, "removed")
     with contextlib.suppress(FileNotFoundError):
