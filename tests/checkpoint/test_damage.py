@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.checkpoint.digested_json import digest
-from meshwright.checkpoint.lineage import FIELDS
-from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.checkpoint.files.digested_json import digest
+from meshwright.checkpoint.files.lineage import FIELDS
+from meshwright.checkpoint.format.manifest import NAME, Manifest
 from support.exact import Float64
 from support.models import build
 

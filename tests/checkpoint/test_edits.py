@@ -27,11 +27,11 @@ from transformers import TrainerState
 
 import meshwright as mw
 from harness.programs import run_program
-from meshwright.checkpoint.lineage import Lineage
-from meshwright.checkpoint.object_states import check_state_of
-from meshwright.checkpoint.optimizer_manifest import decode, encode
-from meshwright.checkpoint.safetensors_file import SafetensorsWriter
-from meshwright.checkpoint.sealed_folder import check_seal, sealed_folder
+from meshwright.checkpoint.files.lineage import Lineage
+from meshwright.checkpoint.format.object_states import check_state_of
+from meshwright.checkpoint.one_device.optimizer_manifest import decode, encode
+from meshwright.checkpoint.one_device.safetensors_file import SafetensorsWriter
+from meshwright.checkpoint.sealed.sealed_folder import check_seal, sealed_folder
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh
 from meshwright.parallel.collectives import Axis

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.checkpoint import safetensors_file
-from meshwright.checkpoint.safetensors_file import ShardSlice, read_header, read_rows
-from meshwright.checkpoint.weight_files import WeightFiles
+from meshwright.checkpoint.one_device import safetensors_file
+from meshwright.checkpoint.one_device.safetensors_file import ShardSlice, read_header, read_rows
+from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from meshwright.parallel.row_layout import RowLayout
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
 from support.models import tokens

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.digested_json import digest
-from meshwright.checkpoint.manifest import NAME
+from meshwright.checkpoint.files.digested_json import digest
+from meshwright.checkpoint.format.manifest import NAME
 
 Change = Callable[[Path], Any]
 TENSORS, INDEX = "part-00000.safetensors", "part-00000.json"

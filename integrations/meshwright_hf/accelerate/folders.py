@@ -10,11 +10,11 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from meshwright.checkpoint.lineage import UNNAMED, Mark
-from meshwright.checkpoint.seal import NAME as SEAL
-from meshwright.checkpoint.seal import Seal
-from meshwright.checkpoint.sealed_folder import check_seal
-from meshwright.checkpoint.staging import remove_visible_folder, restore_replaced
+from meshwright.checkpoint.files.lineage import UNNAMED, Mark
+from meshwright.checkpoint.files.staged_folder import remove_visible_folder, restore_replaced
+from meshwright.checkpoint.sealed.seal import NAME as SEAL
+from meshwright.checkpoint.sealed.seal import Seal
+from meshwright.checkpoint.sealed.sealed_folder import check_seal
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
 

@@ -20,7 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor, nn
 
-from meshwright.checkpoint.stock_optimizer import read_pickle
+from meshwright.checkpoint.one_device.stock_optimizer import read_pickle
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import ShardRecord, record_of

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.pretrained import export_with_full_weights
+from meshwright.checkpoint.one_device.save_pretrained import export_with_full_weights
 from meshwright.compiling import leave_out_of_graphs
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
