@@ -159,8 +159,9 @@ def save(name: str, first: str, folder: str) -> None:
     else:
         program.train()
         program.fill()
+    write = mw.save_checkpoint  # its import draws a number
     set_random_state(dist.get_rank() if dist.is_initialized() else 0)
-    mw.save_checkpoint(folder, program.model, program.optimizer, step=STEP, extra=EXTRA, **program.others())
+    write(folder, program.model, program.optimizer, step=STEP, extra=EXTRA, **program.others())
 
 
 def unpacked(archive: Path, folder: Path) -> Path:
