@@ -50,7 +50,7 @@ def layouts(draw: Any, tp: int) -> tuple[tuple[int, ...], RowLayout]:
 def held(draw: Any, tp: int, dp: int) -> Held:
     shape, layout = draw(layouts(tp))
     local = torch.Size(shape).numel() // layout.size * layout.local_size
-    cut = RowLayout.replicated(local, dp)
+    cut = None
     if draw(st.booleans()):
         start = draw(st.integers(0, 5))
         length = -(-(start + local + draw(st.integers(0, 5))) // dp)
@@ -136,11 +136,8 @@ def test_each_element_is_written_once_and_read_by_every_rank_that_holds_it(data:
 
 def test_shares_are_even() -> None:
     layout = RowLayout.even(64, 2)
-    tensors = {
-        f"w{i}": Held(dtype=torch.float32, shape=(64, 512), layout=layout, cut=RowLayout.replicated(64 * 256, 2))
-        for i in range(3)
-    }
-    tensors |= {f"n{i}": Held.whole(torch.float32, (512,), Sizes(dp=2, tp=2)) for i in range(8)}
+    tensors = {f"w{i}": Held(dtype=torch.float32, shape=(64, 512), layout=layout) for i in range(3)}
+    tensors |= {f"n{i}": Held.of(torch.float32, (512,), Sizes(dp=2, tp=2)) for i in range(8)}
     loads = [sum(numel(blocks) for blocks in share.values()) for share in assign_writes(tensors, Sizes(dp=2, tp=2))]
     assert sum(loads) == 3 * 64 * 512 + 8 * 512
     assert max(loads) / (sum(loads) / 4) < 1.05

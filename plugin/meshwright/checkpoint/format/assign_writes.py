@@ -60,29 +60,43 @@ class Held:
         dtype: its dtype.
         shape: its one-device shape.
         layout: the rows of each rank of the TP axis.
-        cut: the elements of the flattened TP shard that each data-parallel rank holds; replicated if each holds all.
+        cut: the elements of the flattened TP shard that each data-parallel rank holds; None if each holds all.
         stages: the ranks of pp that hold the tensor.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     layout: RowLayout
-    cut: RowLayout
+    cut: RowLayout | None = None
     stages: tuple[int, ...] = (0,)
 
     @staticmethod
-    def whole(dtype: torch.dtype, shape: tuple[int, ...], sizes: Sizes) -> Held:
-        """Return the description of a tensor that every rank has whole."""
-        rows = RowLayout.replicated(shape[0] if shape else 1, sizes.tp)
-        cut = RowLayout.replicated(torch.Size(shape).numel(), sizes.dp)
-        return Held(dtype=dtype, shape=shape, layout=rows, cut=cut, stages=tuple(range(sizes.pp)))
+    def of(
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        sizes: Sizes,
+        record: ShardRecord | None = None,
+        cut: RowLayout | None = None,
+    ) -> Held:
+        """Return how the ranks hold a tensor that is sharded like a parameter.
 
-    @staticmethod
-    def shard(dtype: torch.dtype, record: ShardRecord, cut: RowLayout, tp: int) -> Held:
-        """Return the description of a tensor that is sharded like a parameter."""
-        shape = tuple(record.global_shape)
-        layout = RowLayout.replicated(shape[0] if shape else 1, tp) if record.layout.is_replicated else record.layout
-        return Held(dtype=dtype, shape=shape, layout=layout, cut=cut, stages=record.holders)
+        Args:
+            dtype, shape: the dtype and the one-device shape of the tensor.
+            sizes: the sizes of the mesh.
+            record: the record of the parameter; None for a tensor that every rank has whole.
+            cut: the elements of the flattened shard of each data-parallel rank; None if each has all.
+        """
+        if record is None or record.layout.is_replicated:
+            layout = RowLayout.replicated(shape[0] if shape else 1, sizes.tp)
+        else:
+            layout = record.layout
+        return Held(
+            dtype=dtype,
+            shape=tuple(shape),
+            layout=layout,
+            cut=None if cut is None or cut.is_replicated else cut,
+            stages=tuple(range(sizes.pp)) if record is None else record.holders,
+        )
 
     def part(self, place: Place, spans: list[Span] | None = None) -> list[Block]:
         """Return the part of one rank; its storage is the tensor that the rank holds, flattened.
@@ -94,7 +108,7 @@ class Held:
         if place.pp not in self.stages:
             return []
         blocks = shard(self.shape, self.layout, place.tp, spans)
-        if self.cut.is_replicated:
+        if self.cut is None:
             return blocks
         ((start, stop),) = self.cut.spans[place.dp]
         return between(blocks, start, stop)
@@ -115,7 +129,7 @@ def assign_writes(tensors: Mapping[str, Held], sizes: Sizes) -> list[dict[str, l
 
     for name, held in tensors.items():
         for holders, spans in _regions(held.layout, sizes.tp):
-            if held.cut.is_replicated:
+            if held.cut is None:
                 places = [
                     sizes.index(Place(pp=stage, dp=dp_rank, tp=rank))
                     for stage in held.stages

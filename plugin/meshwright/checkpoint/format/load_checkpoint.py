@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.files.lineage import Lineage, Mark
 from meshwright.checkpoint.format.assign_writes import Held
 from meshwright.checkpoint.format.background import Background
-from meshwright.checkpoint.format.check_objects import check_objects
 from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
 from meshwright.checkpoint.format.loaded_line import show_loaded
 from meshwright.checkpoint.format.manifest import NAME
@@ -23,23 +22,15 @@ from meshwright.checkpoint.format.object_states import check_states, load_states
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint, open_together
 from meshwright.checkpoint.format.part_files import read_elements
 from meshwright.checkpoint.format.random_state import check_random_state, set_random_state
-from meshwright.checkpoint.format.run_tensors import (
-    Mesh,
-    RunTensor,
-    mesh_of,
-    model_tensors,
-    optimizer_manifest,
-    runtime_or_single,
-)
+from meshwright.checkpoint.format.run import Run, RunTensor, held_like
 from meshwright.checkpoint.one_device.blocks import Block, numel
 from meshwright.checkpoint.one_device.check_optimizer import check_fits
 from meshwright.checkpoint.one_device.load_optimizer import ReadState, read_state, set_state
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
-from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
-from meshwright.optim.runtime import Runtime, device_of
+from meshwright.optim.runtime import Runtime
 from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
@@ -106,30 +97,30 @@ def load_checkpoint(
         done = mw.load_checkpoint("runs", model, optimizer, loader=loader, missing_ok=True)
         first_step = 0 if done is None else done.step
     """
-    check_objects("load_checkpoint", folder, model, optimizer)
-    model = without_compilation(model)
-    Background.of(model).wait()
-    runtime = runtime_or_single(model)
-    mesh = succeed_together(lambda: mesh_of(model, runtime))
+    run = Run.of("load_checkpoint", folder, model, optimizer)
+    Background.of(run.model).wait()
+    succeed_together(run.check)
     given = {"optimizer": optimizer, "loader": loader, "scheduler": scheduler, "scaler": scaler}
     path = on_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
     if path is None:
         return None
     opened = open_together(Path(path))
-    manifest, device, random = opened.manifest, device_of(model), _random_of(opened, mesh)
+    manifest = opened.manifest
+    runtime = run.runtime
+    random = opened.random_of(run.index, run.sizes.ranks, run.sizes.by_axis)
     with Progress(f"reading {opened.folder.name}") as progress, reading_shards():
-        saved = _SavedState(opened, mesh, progress)
+        saved = _SavedState(opened, run, progress)
 
         def check() -> tuple[set[str], _Weights, _Optimizer | None]:
             used = _components(opened, given, ignore)
-            tensors, ties, objects = model_tensors(model, runtime)
+            tensors, ties, objects = run.model_tensors()
             weights = _Weights(tensors=tensors, objects=objects, names=_names(opened, tensors, ties))
             if "random" in used:
-                check_random_state(random, device, str(opened.folder))
+                check_random_state(random, run.device, str(opened.folder))
             check_states(opened.folder / NAME, manifest, {name: given[name] for name in used & given.keys()})
             if optimizer is None or "optimizer" not in used:
                 return used, weights, None
-            return used, weights, _checked_optimizer(model, optimizer, opened, saved)
+            return used, weights, _checked_optimizer(run, optimizer, opened, saved)
 
         def read() -> ReadState:
             _read_weights(runtime, weights, saved)
@@ -139,7 +130,7 @@ def load_checkpoint(
             return read_state(*state, saved)
 
         used, weights, state = succeed_together(check)
-        progress.start(sum(_own_bytes(tensor, mesh) for tensor in weights.tensors.values()))
+        progress.start(sum(_own_bytes(tensor, run) for tensor in weights.tensors.values()))
         loaded = succeed_together(read)
         _take_over_weights(runtime)
         if state is not None:
@@ -149,10 +140,10 @@ def load_checkpoint(
     if runtime.streams is not None and manifest.streams is not None:
         runtime.streams.load_state_dict(manifest.streams)
     if "random" in used:
-        set_random_state(random, device)
+        set_random_state(random, run.device)
     if runtime.watch is not None and manifest.step is not None:
         runtime.watch.resumed(manifest.step)
-    Lineage.of(model).go_on_from(Mark(number=manifest.number, run=manifest.run))
+    Lineage.of(run.model).go_on_from(Mark(number=manifest.number, run=manifest.run))
     show_loaded(opened.folder, step=manifest.step, plan=manifest.plan)
     return Checkpoint(folder=opened.folder, step=manifest.step, extra=manifest.extra, plan=manifest.plan)
 
@@ -160,12 +151,6 @@ def load_checkpoint(
 def _find(folder: Path, missing_ok: bool) -> str | None:
     found = find_checkpoint(folder, missing_ok=missing_ok)
     return found and str(found[0])
-
-
-def _random_of(opened: OpenCheckpoint, mesh: Mesh) -> Any:
-    """The random state for a rank: its own if the mesh is the one of the save, else that of the first rank."""
-    is_same = opened.manifest.is_of_mesh(mesh.sizes.ranks, mesh.sizes.by_axis)
-    return opened.parts[mesh.index if is_same else 0].random
 
 
 def _components(opened: OpenCheckpoint, given: dict[str, Any], ignore: Collection[str]) -> set[str]:
@@ -233,26 +218,24 @@ class _Weights:
 _Optimizer = tuple[OptimizerParts, OptimizerManifest]
 
 
-def _checked_optimizer(
-    model: nn.Module, optimizer: Optimizer, opened: OpenCheckpoint, saved: _SavedState
-) -> _Optimizer:
+def _checked_optimizer(run: Run, optimizer: Optimizer, opened: OpenCheckpoint, saved: _SavedState) -> _Optimizer:
     """Check that the checkpoint's optimizer is this one."""
-    found = parts_of(model, optimizer)
+    found = parts_of(run.model, optimizer)
     assert opened.manifest.optimizer is not None
-    described = optimizer_manifest(opened.manifest.optimizer)
+    described = OptimizerManifest(**opened.manifest.optimizer)
     check_fits(opened.folder, described, saved, found)
     return found, described
 
 
-def _own_bytes(tensor: RunTensor, mesh: Mesh) -> int:
-    return numel(tensor.held.part(mesh.place)) * tensor.held.dtype.itemsize
+def _own_bytes(tensor: RunTensor, run: Run) -> int:
+    return numel(tensor.held.part(run.place)) * tensor.held.dtype.itemsize
 
 
 class _SavedState:
     """Reads this rank's elements of the tensors of a checkpoint."""
 
-    def __init__(self, opened: OpenCheckpoint, mesh: Mesh, progress: Progress):
-        self._opened, self._mesh, self._progress = opened, mesh, progress
+    def __init__(self, opened: OpenCheckpoint, run: Run, progress: Progress):
+        self._opened, self._run, self._progress = opened, run, progress
         self._present: dict[str, Tensor] = {}  # the optimizer's present tensors, by the checkpoint's keys
 
     def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
@@ -268,11 +251,9 @@ class _SavedState:
 
     def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
         saved_dtype, shape = self._opened.manifest.tensors[tensor]
-        if shape == tuple(part.record.global_shape):
-            assert part.key is not None
-            held, own = Held.shard(saved_dtype, part.record, part.cut, self._mesh.sizes.tp), part.key.shape
-        else:
-            held, own = Held.whole(saved_dtype, shape, self._mesh.sizes), torch.Size(shape)
+        assert part.key is not None
+        held = held_like(part, saved_dtype, shape, self._run.sizes)
+        own = part.key.shape if shape == tuple(part.record.global_shape) else torch.Size(shape)
         present = self._present.get(tensor)
         if present is None or present.device.type != "cpu" or (present.dtype, present.shape) != (dtype, own):
             return self.elements(tensor, held, dtype, own)
@@ -281,7 +262,7 @@ class _SavedState:
 
     def elements(self, tensor: str, held: Held, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         """Read this rank's elements of a tensor, on the CPU; padding is zero."""
-        blocks = held.part(self._mesh.place)
+        blocks = held.part(self._run.place)
         make = torch.zeros if numel(blocks) < shape.numel() else torch.empty
         values = make(shape, dtype=dtype)
         self._read(tensor, blocks, values)
@@ -289,7 +270,7 @@ class _SavedState:
 
     def overwrite(self, target: Tensor, tensor: str, held: Held) -> None:
         """Read this rank's elements of a tensor into ``target``; padding becomes zero."""
-        blocks = held.part(self._mesh.place)
+        blocks = held.part(self._run.place)
         if target.is_cpu and target.is_contiguous() and numel(blocks) == target.shape.numel():
             self._read(tensor, blocks, target)
         else:

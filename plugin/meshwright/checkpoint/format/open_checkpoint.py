@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshwright.checkpoint.files.digested_json import digest_in
 from meshwright.checkpoint.files.same_everywhere import read_same
@@ -40,6 +41,15 @@ class OpenCheckpoint:
         for key, problem in uncovered(manifest, parts):
             raise CheckpointError(f"{folder} is damaged: {NAME} lists {key}, of which {problem}")
         return OpenCheckpoint(folder=folder, manifest=manifest, parts=parts)
+
+    def random_of(self, index: int, ranks: int, mesh: Mapping[str, int]) -> Any:
+        """Return the random state for a rank: its own on the mesh of the save, and that of the first rank elsewhere.
+
+        Args:
+            index: the rank's index among the ranks that load.
+            ranks, mesh: the number of these ranks, and the sizes of their axes by name.
+        """
+        return self.parts[index if self.manifest.is_of_mesh(ranks, mesh) else 0].random
 
 
 def uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[tuple[str, str]]:

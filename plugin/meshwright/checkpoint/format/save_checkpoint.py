@@ -15,16 +15,13 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.files.lineage import Lineage
 from meshwright.checkpoint.format.background import Background
-from meshwright.checkpoint.format.check_objects import check_objects
 from meshwright.checkpoint.format.rank_state import RankState
-from meshwright.checkpoint.format.run_tensors import mesh_of, runtime_or_single
+from meshwright.checkpoint.format.run import Run
 from meshwright.checkpoint.format.save_job import SaveJob
 from meshwright.checkpoint.one_device.optimizer_manifest import encode
-from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import succeed_together
-from meshwright.optim.runtime import device_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
 from meshwright.schema import LARGEST_COUNT
@@ -81,28 +78,27 @@ def save_checkpoint(
             if step % 100 == 0:
                 mw.save_checkpoint(f"runs/step-{step}", model, optimizer, loader=loader, step=step, keep=2)
     """
-    check_objects("save_checkpoint", folder, model, optimizer)
-    model = without_compilation(model)
-    background = Background.of(model)
+    run = Run.of("save_checkpoint", folder, model, optimizer)
+    background = Background.of(run.model)
     background.wait()
     target = Path(os.path.abspath(folder))
     objects = Objects(loader=loader, scheduler=scheduler, scaler=scaler, extra=extra)
     if scheduler is None and optimizer is not None:
         _warn_of_scheduler(optimizer)
-    runtime = runtime_or_single(model)
     # The ranks agree in a thread on what each of them writes. Memory of other devices is too scarce to wait for that.
-    plans_later = asynchronous and device_of(model).type == "cpu"
+    plans_later = asynchronous and run.device.type == "cpu"
 
     def prepare() -> RankState:
-        mesh, states = mesh_of(model, runtime), {"step": step, **_checked(objects, step, keep)}
+        run.check()
+        states = {"step": step, **_checked(objects, step, keep)}
         with reading_shards():
-            own = RankState.of(model, optimizer, runtime, mesh, states)
+            own = RankState.of(run, optimizer, states)
             return own.as_of_now() if plans_later else own
 
-    own = runtime.succeed_before_save(prepare)
+    own = run.runtime.succeed_before_save(prepare)
     with reading_shards():
         memory = background.memory if asynchronous else None
-        job = SaveJob(target, own, keep=keep, lineage=Lineage.of(model), memory=memory)
+        job = SaveJob(target, own, keep=keep, lineage=Lineage.of(run.model), memory=memory)
         if not plans_later:
             job.plan(None)
             succeed_together(job.check)

@@ -17,9 +17,8 @@ from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.format.open_checkpoint import uncovered
 from meshwright.checkpoint.format.part_files import CHUNK, FileRecord, PartIndex, check_header, file_names
 from meshwright.checkpoint.format.random_state import check_random_state
-from meshwright.checkpoint.format.run_tensors import optimizer_manifest
 from meshwright.checkpoint.one_device.blocks import numel
-from meshwright.checkpoint.one_device.optimizer_manifest import master_key, state_key
+from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
 from meshwright.checkpoint.one_device.safetensors_file import memory_of, read_header
 from meshwright.errors import CheckpointError
 from meshwright.progress import Progress
@@ -174,7 +173,7 @@ def _inconsistencies(manifest: Manifest) -> Iterator[Damage]:
     """Yield what is wrong with the states in the manifest."""
     if manifest.optimizer is None:
         return
-    described = optimizer_manifest(manifest.optimizer)
+    described = OptimizerManifest(**manifest.optimizer)
     expected = [state_key(name, key) for name, keys in described.tensors.items() for key in keys]
     for key in (*expected, *map(master_key, described.masters)):
         if key not in manifest.tensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class OptimizerManifest:
         tensors: the keys of each parameter's state that is a tensor.
         values: each parameter's (encoded) state that is not a tensor.
         masters: the parameters whose float32 master weights were saved.
-        weight_map: the file of each tensor, as in an index of safetensors files.
+        weight_map: the file of each tensor, as in an index of safetensors files; empty in a checkpoint.
         format: the format of this file.
     """
 
@@ -61,7 +61,7 @@ class OptimizerManifest:
     tensors: dict[str, list[str]]
     values: dict[str, dict[str, Any]]
     masters: list[str]
-    weight_map: dict[str, str]
+    weight_map: dict[str, str] = field(default_factory=dict)
     format: str = _FORMAT
 
     def write(self, folder: Path) -> None:
