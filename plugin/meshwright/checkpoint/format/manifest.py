@@ -24,7 +24,6 @@ from meshwright.schema import (
     LARGEST,
     Check,
     anything,
-    equal,
     integer,
     maybe,
     one_of,
@@ -137,6 +136,11 @@ def _is_config(value: Any) -> bool:
         return False
 
 
+def _mesh(value: Any, field: str) -> None:
+    table(_SIZE, names=KEY)(value, field)
+    that("the sizes of at most 64 axes", lambda sizes: len(sizes) <= 64)(value, field)
+
+
 _FIELDS: Mapping[str, Check] = {
     "step": maybe(integer()),
     "written": integer(0, LAST_TIME),
@@ -153,15 +157,17 @@ _FIELDS: Mapping[str, Check] = {
     "model_config": maybe(record({}, dict.fromkeys(CONFIG_NAMES, that("the text of a table", _is_config)))),
     "files": table(record({"bytes": integer(0, LARGEST), "digest": text("[0-9a-f]{32}")})),
 }
-_CHECK = record({"format": equal(FORMAT), "ranks": _SIZE, "mesh": table(_SIZE, names=KEY), **_FIELDS}, FIELDS)
-_CHECK_1 = record({"format": equal(_FORMAT_1), **dict.fromkeys(_AXES_1, _SIZE), **_FIELDS}, FIELDS)
+_CHECKS = {
+    FORMAT: record({"format": anything, "ranks": _SIZE, "mesh": _mesh, **_FIELDS}, FIELDS),
+    _FORMAT_1: record({"format": anything, **dict.fromkeys(_AXES_1, _SIZE), **_FIELDS}, FIELDS),
+}
 
 
 def _from_json(found: Any, path: Path) -> Manifest:
-    is_first = isinstance(found, dict) and found.get("format") == _FORMAT_1
-    require(found, _CHECK_1 if is_first else _CHECK, path)
-    del found["format"]
-    if is_first:
+    require(found, table(anything), path)
+    require(found.get("format"), one_of(_CHECKS), f"{path}: its 'format'")
+    require(found, _CHECKS[found["format"]], path)
+    if is_first := found.pop("format") == _FORMAT_1:
         found["mesh"] = {axis: found.pop(axis) for axis in _AXES_1}
         found["ranks"] = math.prod(found["mesh"].values())
     # Names are made only if there are that many files, since a hostile manifest may claim a huge number of ranks.
