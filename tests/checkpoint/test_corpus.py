@@ -53,10 +53,8 @@ def load(name: str, source: str, folder: Path, scratch: Path) -> None:
         return
     state = {f"state/{n}/{key}" for n in manifest["shapes"] for key in ("exp_avg", "exp_avg_sq")}
     masters = {f"master/{n}" for n in manifest["shapes"]} if "zero" in name and name.endswith("bf16") else set()
-    assert (
-        found.keys()
-        == {f"weights/{n}" for n in ("lm_head.weight", *dict(program.model.named_parameters()))} | state | masters
-    )
+    weights = {f"weights/{n}" for n in ("lm_head.weight", *dict(program.model.named_parameters()))}
+    assert found.keys() == weights | state | masters
     for key, value in found.items():
         first = key.replace("lm_head", "model.embed_tokens")
         assert torch.equal(value.float(), values(first, value.shape)), key

@@ -16,6 +16,7 @@ from meshwright.checkpoint.files.lineage import Lineage, Mark
 from meshwright.checkpoint.format.assign_writes import Held
 from meshwright.checkpoint.format.background import Background
 from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
+from meshwright.checkpoint.format.load_weights import take_over_weights
 from meshwright.checkpoint.format.loaded_line import show_loaded
 from meshwright.checkpoint.format.manifest import NAME
 from meshwright.checkpoint.format.object_states import check_states, load_states
@@ -124,6 +125,7 @@ def load_checkpoint(
 
         def read() -> ReadState:
             _read_weights(runtime, weights, saved)
+            take_over_weights(runtime)  # before the state is read, which overwrites masters in place
             if state is None:
                 return {}
             saved.read_over(state[0])
@@ -132,7 +134,6 @@ def load_checkpoint(
         used, weights, state = succeed_together(check)
         progress.start(sum(_own_bytes(tensor, run) for tensor in weights.tensors.values()))
         loaded = succeed_together(read)
-        _take_over_weights(runtime)
         if state is not None:
             set_state(*state, loaded)
     objects = {name: given[name] for name in used & given.keys()}
@@ -291,10 +292,3 @@ def _read_weights(runtime: Runtime, weights: _Weights, saved: _SavedState) -> No
             runtime.weights.set_part(target, saved.elements(name, tensor.held, target.dtype, shape))
         else:
             saved.overwrite(target.data, name, tensor.held)
-
-
-def _take_over_weights(runtime: Runtime) -> None:
-    if runtime.weights is not None:
-        runtime.weights.release()
-    for bucket in runtime.zero.sharded if runtime.zero is not None else ():
-        bucket.weights.refresh()

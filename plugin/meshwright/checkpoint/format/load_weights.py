@@ -21,7 +21,7 @@ from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
-from meshwright.optim.runtime import find_runtime
+from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.row_layout import is_held, record_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
@@ -74,11 +74,16 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
                         tensor.data.copy_(value)
 
     succeed_together(read)
-    if weights is not None:
-        weights.release()
-    if runtime is not None and runtime.zero is not None:
-        for bucket in runtime.zero.sharded:
-            bucket.weights.refresh()
+    if runtime is not None:
+        take_over_weights(runtime)
+
+
+def take_over_weights(runtime: Runtime) -> None:
+    """Make weights that were read into a model valid: drop gathered copies, and set ZeRO's master weights from them."""
+    if runtime.weights is not None:
+        runtime.weights.release()
+    for bucket in runtime.zero.sharded if runtime.zero is not None else ():
+        bucket.weights.refresh()
 
 
 def _read_weight(files: WeightFiles, name: str, tensor: Tensor, *, is_sharded: bool) -> Tensor:
