@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.checkpoint.format.background import Background
-from meshwright.checkpoint.format.host_memory import HostMemory
 from meshwright.checkpoint.format.part_files import RankPart, Source
-from meshwright.checkpoint.format.snapshot import Snapshot
+from meshwright.checkpoint.format.snapshot import HostMemory, Snapshot
 from meshwright.checkpoint.one_device.blocks import Block
 from meshwright.checkpoint.one_device.safetensors_file import memory_of
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.format.host_memory import HostMemory
+from meshwright.checkpoint.format.snapshot import HostMemory
 from meshwright.compiling import without_compilation
 from meshwright.errors import PeerFailedError
 from meshwright.faults.guard import active_guard

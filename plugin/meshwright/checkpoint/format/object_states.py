@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.checkpoint.format.manifest import Manifest
-from meshwright.checkpoint.one_device.optimizer_manifest import decode
+from meshwright.checkpoint.one_device.optimizer_manifest import decode, kind_of
 from meshwright.errors import CheckpointError
 from meshwright.schema import Check, anything, integer, listed, number, require, shown, table, that
 
@@ -97,8 +97,10 @@ def _check_kind(saved: Any, own: Any, where: str, *, may_be_infinite: bool = Fal
     """Check that a value, and those in it, are of the same kinds as the object's, and that numbers are finite."""
     if saved is None or own is None:
         return
-    if _kind(saved) != _kind(own):
-        raise CheckpointError(f"{where} is {shown(saved)}, and a {_kind(own)} in this program; load another checkpoint")
+    if kind_of(saved) != kind_of(own):
+        raise CheckpointError(
+            f"{where} is {shown(saved)}, and a {kind_of(own)} in this program; load another checkpoint"
+        )
     if type(saved) in (int, float) and not (may_be_infinite and math.isinf(saved)):
         require(saved, number(), where)
     pairs: Iterable[tuple[Any, Any]] = ()
@@ -131,13 +133,3 @@ def load_states(path: Path, manifest: Manifest, objects: Mapping[str, Any]) -> N
 def _is_number(value: Any) -> bool:
     """Whether a value is a number, or a tensor with one, as torch's schedulers keep rates that are tensors."""
     return type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "truth value"
-    if isinstance(value, int | float | Tensor):
-        return "number"
-    if isinstance(value, list | tuple):
-        return "sequence"
-    return "table" if isinstance(value, Mapping) else type(value).__name__

@@ -21,7 +21,7 @@ from meshwright.checkpoint.files.digested_json import digest
 from meshwright.checkpoint.files.reading import read_exactly, read_into, reading
 from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
 from meshwright.checkpoint.format.assign_writes import copies
-from meshwright.checkpoint.one_device.blocks import Block, numel, packed
+from meshwright.checkpoint.one_device.blocks import Block, copy_blocks, numel, packed
 from meshwright.checkpoint.one_device.safetensors_file import MAX_HEADER, file_header, memory_of
 from meshwright.errors import CheckpointError
 from meshwright.schema import LARGEST, anything, equal, integer, listed, record, require, row, shown, table, text
@@ -54,7 +54,7 @@ class Source:
         staging = torch.empty(min(step, total), dtype=self.dtype, device=values.device)
         for start in range(0, total, step):
             stop = min(start + step, total)
-            _copy(staging, values, [b.swapped() for b in copies(self.held, self.share, start, stop)])
+            copy_blocks(staging, values, [b.swapped() for b in copies(self.held, self.share, start, stop)])
             yield staging[: stop - start].cpu()
 
     def copy_to(self, target: Tensor) -> None:
@@ -63,10 +63,10 @@ class Source:
         blocks = [b.swapped() for b in copies(self.held, self.share, 0, len(target))]
         if values.is_cuda:
             on_device = torch.empty_like(target, device=values.device)
-            _copy(on_device, values, blocks)
+            copy_blocks(on_device, values, blocks)
             target.copy_(on_device, non_blocking=True)
         else:
-            _copy(target, values, blocks)
+            copy_blocks(target, values, blocks)
 
     def flat(self) -> Tensor:
         """Return the elements that the rank holds, 1-d."""
@@ -149,14 +149,6 @@ class RankPart:
     def in_order(self) -> list[str]:
         """Return the keys in the order of the file: wide dtypes first, so that every tensor is aligned."""
         return sorted(self.sources, key=lambda key: -self.sources[key].dtype.itemsize)
-
-
-def _copy(target: Tensor, source: Tensor, blocks: list[Block]) -> None:
-    """Copy blocks whose ``local`` is a position in ``target``, and whose ``whole`` is one in ``source``; both 1-d."""
-    for b in blocks:
-        size = (b.count, b.length)
-        to = target.as_strided(size, (b.local_stride, 1), target.storage_offset() + b.local)
-        to.copy_(source.as_strided(size, (b.whole_stride, 1), source.storage_offset() + b.whole))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +257,7 @@ class PartIndex:
                         f"{piece.start + start * size} on, are not what was saved; load another checkpoint"
                     )
                 if not is_direct:
-                    _copy(target, staging[: stop - start].to(target.device), found)
+                    copy_blocks(target, staging[: stop - start].to(target.device), found)
                 yield count, len(memory)
 
 

@@ -24,6 +24,7 @@ from meshwright.checkpoint.format.run import Run, RunTensor, held_like
 from meshwright.checkpoint.format.snapshot import as_of_now
 from meshwright.checkpoint.one_device.blocks import Block
 from meshwright.checkpoint.one_device.optimizer_manifest import master_key, state_key
+from meshwright.checkpoint.one_device.safetensors_file import Form
 from meshwright.checkpoint.one_device.save_optimizer import (
     State,
     describe_optimizer,
@@ -35,7 +36,6 @@ from meshwright.checkpoint.one_device.save_optimizer import (
     saved_tensors,
     tensor_forms,
 )
-from meshwright.checkpoint.one_device.streamed_files import Form
 from meshwright.optim.state_parts import OptimizerParts, parts_of
 from meshwright.plan.config import ParallelPlan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def save_checkpoint(
     background = Background.of(run.model)
     background.wait()
     target = Path(os.path.abspath(folder))
-    objects = Objects(loader=loader, scheduler=scheduler, scaler=scaler, extra=extra)
+    objects = {"loader": loader, "scheduler": scheduler, "scaler": scaler}
     if scheduler is None and optimizer is not None:
         _warn_of_scheduler(optimizer)
     # The ranks agree in a thread on what each of them writes. Memory of other devices is too scarce to wait for that.
@@ -90,7 +90,7 @@ def save_checkpoint(
 
     def prepare() -> RankState:
         run.check()
-        states = {"step": step, **_checked(objects, step, keep)}
+        states = {"step": step, **_checked(objects, extra, step, keep)}
         with reading_shards():
             own = RankState.of(run, optimizer, states)
             return own.as_of_now() if plans_later else own
@@ -113,16 +113,6 @@ def save_checkpoint(
     return target
 
 
-@dataclass(frozen=True, kw_only=True)
-class Objects:
-    """The objects of a program whose state goes into a checkpoint; None for those that it does not have."""
-
-    loader: Any
-    scheduler: Any
-    scaler: Any
-    extra: Any
-
-
 def _warn_of_scheduler(optimizer: Optimizer) -> None:
     """Warn on the first rank, once per line that saves, if a scheduler that is not saved changes the learning rate."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -135,17 +125,14 @@ def _warn_of_scheduler(optimizer: Optimizer) -> None:
         )
 
 
-def _checked(objects: Objects, step: int | None, keep: int | None) -> dict[str, Any]:
-    """The states of the objects as JSON."""
+def _checked(objects: Mapping[str, Any], extra: Any, step: int | None, keep: int | None) -> dict[str, Any]:
+    """The states of the objects, of which some may be None, as JSON."""
     if step is not None and (type(step) is not int or not 0 <= step <= LARGEST_COUNT):
         raise CheckpointError(f"step={step!r} must be a whole number from 0 to {LARGEST_COUNT}")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"keep={keep!r} must be a whole number of at least 1: the last good checkpoint is kept")
-    states: dict[str, Any] = {"extra": objects.extra}
-    for name in ("scheduler", "scaler"):
-        value = getattr(objects, name)
-        states[name] = None if value is None else encode(_state_of(value, name), name)
-    states["loader"] = None if objects.loader is None else _state_of(objects.loader, "loader")
+    states: dict[str, Any] = {name: _state_of(value, name) for name, value in objects.items()}
+    states |= {name: encode(states[name], name) for name in ("scheduler", "scaler")} | {"extra": extra}
     for name in ("extra", "loader"):
         try:
             copied = json.loads(json.dumps(states[name], allow_nan=False))
@@ -160,6 +147,8 @@ def _checked(objects: Objects, step: int | None, keep: int | None) -> dict[str, 
 
 
 def _state_of(value: Any, name: str) -> Any:
+    if value is None:
+        return None
     if not callable(getattr(value, "state_dict", None)) or not callable(getattr(value, "load_state_dict", None)):
         advice = "; pass the loader that to_distributed returned" if name == "loader" else ""
         raise CheckpointError(f"{name}={type(value).__name__} has no state_dict and load_state_dict{advice}")

@@ -11,11 +11,10 @@ from pathlib import Path
 from meshwright.checkpoint.files.lineage import Lineage
 from meshwright.checkpoint.files.staged_folder import StagedFolder
 from meshwright.checkpoint.format.checkpoint_folders import commit, keep_newest, stage
-from meshwright.checkpoint.format.host_memory import HostMemory
 from meshwright.checkpoint.format.manifest import Manifest
 from meshwright.checkpoint.format.part_files import FileRecord, RankPart
 from meshwright.checkpoint.format.rank_state import RankState
-from meshwright.checkpoint.format.snapshot import Snapshot
+from meshwright.checkpoint.format.snapshot import HostMemory, Snapshot
 from meshwright.faults.together import Meeting, attempt, exchange_together, on_first_rank, raise_if_any
 from meshwright.parallel.shard_reads import reading_shards
 

@@ -10,9 +10,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.format.host_memory import HostMemory
 from meshwright.checkpoint.format.part_files import RankPart, Source
 from meshwright.checkpoint.one_device.blocks import numel
+
+
+class HostMemory:
+    """Memory of one save at a time, which stays allocated between saves: new memory is several times slower."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return that many bytes, pinned where CUDA is in use; what the last call returned is overwritten."""
+        if len(self._bytes) != num_bytes:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # frees the old bytes before it allocates new ones
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
+        return self._bytes
 
 
 class Snapshot:

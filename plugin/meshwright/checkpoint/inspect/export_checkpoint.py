@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,8 @@ from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
 from meshwright.checkpoint.format.load_weights import CheckpointWeights
 from meshwright.checkpoint.format.model_config import ties_weights, with_dtype
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
-from meshwright.checkpoint.one_device.safetensors_file import Entry, SafetensorsWriter, ShardSlice
-from meshwright.checkpoint.one_device.streamed_files import Form, parse_bytes, split
+from meshwright.checkpoint.one_device.safetensors_file import Form, SafetensorsWriter, ShardSlice, num_bytes
+from meshwright.checkpoint.one_device.streamed_files import index_of, parse_bytes, split
 from meshwright.errors import CheckpointError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -119,22 +119,17 @@ def _common_dtype(forms: dict[str, Form]) -> str | None:
 
 
 def _write_weights(folder: Path, forms: dict[str, Form], weights: CheckpointWeights, most: int) -> None:
-    sizes = {name: Entry(*form, start=0).num_bytes for name, form in forms.items()}
-    files = split("model", sizes, most)
+    names = split("model", {name: num_bytes(form) for name, form in forms.items()}, most)
+    files = {file: {name: forms[name] for name in inside} for file, inside in names.items()}
     with weights.progress as progress:
         progress.title = f"exporting {weights.source.name}"
         progress.start(sum(weights.entries[name][1].num_bytes for name in forms))
-        for file, names in files.items():
-            with SafetensorsWriter(folder / file, {name: forms[name] for name in names}) as writer:
-                for name in names:
+        for file, inside in files.items():
+            with SafetensorsWriter(folder / file, inside) as writer:
+                for name in inside:
                     writer.write(_read(weights, name, forms[name][0]))
     if len(files) > 1:
-        count = sum(torch.Size(shape).numel() for _, shape in forms.values())
-        index = {
-            "metadata": {"total_parameters": count, "total_size": sum(sizes.values())},
-            "weight_map": {name: file for file, names in files.items() for name in names},
-        }
-        disk.write_file(folder / _INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+        disk.write_file(folder / _INDEX, index_of(files, sum(math.prod(shape) for _, shape in forms.values())).encode())
 
 
 def _read(weights: CheckpointWeights, name: str, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from meshwright.checkpoint.format.checkpoint_folders import absent_files, checkp
 from meshwright.checkpoint.format.manifest import Manifest
 from meshwright.checkpoint.format.part_files import file_names
 from meshwright.checkpoint.inspect.inspect_checkpoint import Damage, Inspection
-from meshwright.checkpoint.one_device.safetensors_file import Entry
+from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes
 from meshwright.errors import CheckpointError
 from meshwright.plan.text import format_plan
 
@@ -114,7 +114,7 @@ def _contents(manifest: Manifest, random: list[str]) -> dict[str, Any]:
     }
 
 
-def _tensors(forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Any]:
+def _tensors(forms: Mapping[str, Form]) -> dict[str, Any]:
     return {
         "tensors": len(forms),
         "elements": sum(torch.Size(shape).numel() for _, shape in forms.values()),
@@ -123,8 +123,8 @@ def _tensors(forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[s
     }
 
 
-def _bytes(forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> int:
-    return sum(Entry(*form, start=0).num_bytes for form in forms.values())
+def _bytes(forms: Mapping[str, Form]) -> int:
+    return sum(map(num_bytes, forms.values()))
 
 
 def _keys(encoded: Any) -> list[str] | None:

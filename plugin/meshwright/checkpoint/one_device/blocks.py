@@ -1,4 +1,4 @@
-"""Arithmetic of the parts in which a tensor is held, saved and read, without tensors or processes.
+"""Arithmetic of the parts in which a tensor is held, saved and read, without processes.
 
 A part maps positions in some flat storage (a rank's shard, a slice of it under ZeRO, a piece of a file) to positions in
 the flattened one-device tensor. Both sides are strided, so that a shard along any dim is one block per span of rows,
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+
+from torch import Tensor
 
 from meshwright.parallel.row_layout import RowLayout, Span
 
@@ -106,6 +108,14 @@ def overlap(here: Iterable[Block], there: Sequence[Block]) -> Iterator[Block]:
 def numel(blocks: Iterable[Block]) -> int:
     """Return the number of elements of a part."""
     return sum(block.numel for block in blocks)
+
+
+def copy_blocks(target: Tensor, source: Tensor, blocks: Iterable[Block]) -> None:
+    """Copy blocks whose ``local`` is a position in ``target``, and whose ``whole`` is one in ``source``; both 1-d."""
+    for b in blocks:
+        size = (b.count, b.length)
+        to = target.as_strided(size, (b.local_stride, 1), target.storage_offset() + b.local)
+        to.copy_(source.as_strided(size, (b.whole_stride, 1), source.storage_offset() + b.whole))
 
 
 def _shared(mine: Block, other: Block) -> Iterator[Block]:

@@ -11,7 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, decode, master_key, state_key
+from meshwright.checkpoint.one_device.optimizer_manifest import (
+    OptimizerManifest,
+    decode,
+    kind_of,
+    master_key,
+    state_key,
+)
 from meshwright.errors import CheckpointError
 from meshwright.optim.state_parts import OptimizerParts, Part
 from meshwright.schema import shown
@@ -154,11 +160,4 @@ def _check_options(
 
 
 def _kind(value: Any) -> str:
-    """The kind of an option's value: numbers and tensors of one number may stand for each other."""
-    if isinstance(value, bool):
-        return "truth value"
-    if isinstance(value, int | float | Tensor):
-        return "number"
-    if isinstance(value, tuple | list):
-        return f"sequence of {len(value)}"
-    return type(value).__name__
+    return f"sequence of {len(value)}" if isinstance(value, tuple | list) else kind_of(value)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.checkpoint.one_device.blocks import between, copy_blocks, shard
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.messages import wait_for_message
 from meshwright.optim.runtime import Runtime
@@ -106,27 +107,5 @@ def _hop(piece: Tensor, source: int, axis: Axis) -> None:
 
 def _place(full: Tensor, piece: Tensor, layout: RowLayout, rank: int, start: int) -> None:
     """Write a piece of a rank's flattened shard, from position ``start`` on, into the full tensor, without padding."""
-    shape = full.shape or torch.Size([1])
-    inner = shape[layout.dim + 1 :].numel()
-    table = full.view(-1, shape[layout.dim] * inner)
-    width = layout.local_size * inner  # the shard has as many rows as the table, of this width
-    for rows, columns, block in _rectangles(piece, start, width):
-        offset = 0
-        for first, last in layout.spans[rank]:
-            low, high = max(offset, columns.start), min(offset + (last - first) * inner, columns.stop)
-            if low < high:
-                shift = first * inner - offset
-                table[rows, low + shift : high + shift] = block[:, low - columns.start : high - columns.start]
-            offset += (last - first) * inner
-
-
-def _rectangles(piece: Tensor, start: int, width: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Split a run of a flattened table into at most three rectangles: the end of a row, whole rows, a row's start."""
-    taken = 0
-    while taken < len(piece):
-        row, column = divmod(start + taken, width)
-        height = max(1, (len(piece) - taken) // width) if column == 0 else 1
-        reach = min(width - column, len(piece) - taken)
-        block = piece[taken : taken + height * reach].view(height, reach)
-        yield slice(row, row + height), slice(column, column + reach), block
-        taken += height * reach
+    blocks = between(shard(full.shape or (1,), layout, rank), start, start + len(piece))
+    copy_blocks(full.view(-1), piece, (block.swapped() for block in blocks))

@@ -247,3 +247,14 @@ def decode(value: Any) -> Any:
     if kind == "table":
         return {key: decode(x) for key, x in items}
     return {"tuple": tuple, "list": list}[kind](decode(x) for x in items)
+
+
+def kind_of(value: Any) -> str:
+    """Return the kind of a decoded value; numbers and tensors of one number may stand for each other."""
+    if isinstance(value, bool):
+        return "truth value"
+    if isinstance(value, int | float | Tensor):
+        return "number"
+    if isinstance(value, list | tuple):
+        return "sequence"
+    return "table" if isinstance(value, Mapping) else type(value).__name__

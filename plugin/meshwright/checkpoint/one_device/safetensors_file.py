@@ -49,6 +49,14 @@ _STAGING = 4 * 2**20  # bytes whose dtype is converted at a time
 Run = tuple[int, int, int]  # first element in the file, first element in the shard, number of elements
 
 
+Form = tuple[torch.dtype, tuple[int, ...]]
+
+
+def num_bytes(form: Form) -> int:
+    """Return the number of bytes of a tensor with this dtype and shape."""
+    return math.prod(form[1]) * form[0].itemsize
+
+
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a file, whose data begins at byte ``start``."""
@@ -59,7 +67,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return num_bytes((self.dtype, self.shape))
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -246,7 +254,7 @@ def _read(file: BinaryIO, offset: int, memory: memoryview) -> None:
     read_into(file.fileno(), Path(file.name), offset, memory)
 
 
-def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+def file_header(tensors: Mapping[str, Form]) -> tuple[bytes, dict[str, int]]:
     """Return the bytes before the tensors of a file, and the byte at which each tensor starts.
 
     Args:
@@ -255,7 +263,7 @@ def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> t
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, start = {}, 0
     for name, (dtype, shape) in tensors.items():
-        stop = start + Entry(dtype, shape, 0).num_bytes
+        stop = start + num_bytes((dtype, shape))
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         starts[name], start = start, stop
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -273,7 +281,7 @@ class SafetensorsWriter:
             writer.write(torch.zeros(2, 3))
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
+    def __init__(self, path: Path, tensors: Mapping[str, Form]):
         self._expected = list(tensors.values())
         header, _ = file_header(tensors)
         self._file = disk.NewFile(path)

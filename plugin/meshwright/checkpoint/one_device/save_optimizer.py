@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.one_device.gather_tensor import assemble, is_first
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, encode, master_key, state_key
-from meshwright.checkpoint.one_device.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
+from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes
+from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, parse_bytes, split, stream
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.faults.every_rank import on_every_rank
@@ -73,7 +74,7 @@ def save_optimizer(
     most = succeed_together(lambda: parse_bytes(max_shard_size))
     folder = Path(directory)
     stem = on_first_rank(lambda: _new_stem(folder))
-    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (dtype, shape) in forms.items()}
+    sizes = {name: num_bytes(form) for name, form in forms.items()}
     files = {file: {name: forms[name] for name in names} for file, names in split(stem, sizes, most).items() if names}
     manifest = succeed_together(lambda: describe_optimizer(found, state, encoded_groups(found), files))
 

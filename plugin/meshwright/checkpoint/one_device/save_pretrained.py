@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.one_device.gather_tensor import is_first
 from meshwright.checkpoint.one_device.replaced_model import ModelReplacement, WeightNames
-from meshwright.checkpoint.one_device.safetensors_file import ShardSlice, read_header, read_rows
-from meshwright.checkpoint.one_device.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
+from meshwright.checkpoint.one_device.safetensors_file import Form, ShardSlice, num_bytes, read_header, read_rows
+from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, index_of, parse_bytes, split, stream
 from meshwright.checkpoint.one_device.whole_tensors import gather_full, gather_state
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank
@@ -114,12 +113,10 @@ class _Files:
     Args:
         names: the names of the weight files.
         files: the names of each file's tensors, in order.
-        index: the content of the index; None if there is one file.
     """
 
     names: WeightNames
     files: dict[str, list[str]]
-    index: dict[str, Any] | None
 
 
 def _save_streamed(model: Any, runtime: Runtime, save_pretrained: Callable[..., Any], call: dict[str, Any]) -> bool:
@@ -135,6 +132,14 @@ def _save_streamed(model: Any, runtime: Runtime, save_pretrained: Callable[..., 
         found = _plan(model, save_pretrained, {**call, "save_directory": replacement.path}, most)
         return None if found is None else asdict(found)
 
+    def finish() -> None:
+        assert written is not None and replacement is not None
+        written.close()
+        if len(files) > 1:
+            text = index_of(files, sum(global_shape(p).numel() for p in model.parameters()))
+            (replacement.path / plan.names.index).write_text(text, encoding="utf-8")
+        replacement.commit(plan.names)
+
     try:
         fields = on_first_rank(start)
         if fields is None:
@@ -147,20 +152,11 @@ def _save_streamed(model: Any, runtime: Runtime, save_pretrained: Callable[..., 
             assert replacement is not None
             written = StreamedFiles(replacement.path, files, f"writing {call['save_directory']}")
         stream(files, lambda name: gather_full(state[name], runtime), written)
-        on_first_rank(lambda: _finish(plan, written, replacement))
+        on_first_rank(finish)
         return True
     finally:
         if replacement is not None:
             replacement.close()
-
-
-def _finish(plan: _Files, written: StreamedFiles | None, replacement: ModelReplacement | None) -> None:
-    assert written is not None and replacement is not None
-    written.close()
-    if plan.index is not None:
-        text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
-        (replacement.path / plan.names.index).write_text(text, encoding="utf-8")
-    replacement.commit(plan.names)
 
 
 def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any], most: int) -> _Files | None:
@@ -172,14 +168,8 @@ def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any],
     stem, kept = written
     # Wide dtypes first, so that every tensor is aligned in its file.
     ordered = sorted((name for name in state if name in kept), key=lambda name: -state[name].element_size())
-    sizes = {name: _num_bytes(state[name]) for name in ordered}
-    files = split(stem, sizes, most)
-    index = None
-    if len(files) > 1:
-        count = sum(global_shape(p).numel() for p in model.parameters())
-        metadata = {"total_parameters": count, "total_size": sum(sizes.values())}
-        index = {"metadata": metadata, "weight_map": {name: file for file, inside in files.items() for name in inside}}
-    return _Files(WeightNames(stem, WeightNames.of(call.get("variant")).index), files, index)
+    files = split(stem, {name: num_bytes(_form(state[name])) for name in ordered}, most)
+    return _Files(WeightNames(stem, WeightNames.of(call.get("variant")).index), files)
 
 
 def _save_stand_ins(
@@ -215,7 +205,3 @@ def _save_stand_ins(
 
 def _form(x: Tensor) -> Form:
     return x.dtype, tuple(global_shape(x))
-
-
-def _num_bytes(x: Tensor) -> int:
-    return global_shape(x).numel() * x.element_size()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from meshwright.checkpoint.one_device.safetensors_file import SafetensorsWriter
+from meshwright.checkpoint.one_device.safetensors_file import Form, SafetensorsWriter, num_bytes
 from meshwright.faults.together import wait_for_first_rank
 from meshwright.progress import Progress
 
-Form = tuple[torch.dtype, tuple[int, ...]]
 Files = Mapping[str, Mapping[str, Form]]  # file name -> its tensors, in order
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -47,6 +46,14 @@ def split(stem: str, sizes: dict[str, int], most: int) -> dict[str, list[str]]:
     return {f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts, 1)}
 
 
+def index_of(files: Files, parameters: int) -> str:
+    """Return the text of the index of several files, as ``save_pretrained`` writes it for a model's ``parameters``."""
+    size = sum(num_bytes(form) for inside in files.values() for form in inside.values())
+    metadata = {"total_parameters": parameters, "total_size": size}
+    weight_map = {name: file for file, inside in files.items() for name in inside}
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+
+
 class StreamedFiles:
     """The files on the writing rank. ``close`` raises the first error, since until then the other ranks are sending.
 
@@ -62,7 +69,7 @@ class StreamedFiles:
         self._writer: SafetensorsWriter | None = None
         self._progress = Progress(title)
         forms = (form for forms in files.values() for form in forms.values())
-        self._progress.start(sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in forms))
+        self._progress.start(sum(map(num_bytes, forms)))
 
     def open(self, file: str) -> None:
         """Start the next file."""
