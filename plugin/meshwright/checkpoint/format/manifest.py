@@ -88,11 +88,6 @@ class Manifest:
     model_config: dict[str, str] | None
     files: dict[str, FileRecord]
 
-    def is_of_mesh(self, ranks: int, sizes: Mapping[str, int]) -> bool:
-        """Whether as many ranks saved it, over axes of these sizes; an axis of one rank is none."""
-        saved, present = ({axis: size for axis, size in each.items() if size > 1} for each in (self.mesh, sizes))
-        return (self.ranks, saved) == (ranks, present)
-
     def write(self, folder: Path) -> None:
         """Write the manifest of a folder, and flush it to the disk."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -49,7 +49,9 @@ class OpenCheckpoint:
             index: the rank's index among the ranks that load.
             ranks, mesh: the number of these ranks, and the sizes of their axes by name.
         """
-        return self.parts[index if self.manifest.is_of_mesh(ranks, mesh) else 0].random
+        saved, present = ({axis: n for axis, n in sizes.items() if n > 1} for sizes in (self.manifest.mesh, mesh))
+        is_same = (self.manifest.ranks, saved) == (ranks, present)
+        return self.parts[index if is_same else 0].random
 
 
 def uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[tuple[str, str]]:
