@@ -28,6 +28,8 @@ from meshwright.checkpoint.one_device.blocks import Block, numel
 from meshwright.checkpoint.one_device.check_optimizer import check_fits
 from meshwright.checkpoint.one_device.load_optimizer import ReadState, read_state, set_state
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
+from meshwright.checkpoint.one_device.safetensors_file import storage
+from meshwright.checkpoint.one_device.weight_files import some
 from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
@@ -199,10 +201,9 @@ def _names(opened: OpenCheckpoint, tensors: dict[str, RunTensor], ties: dict[str
     used = set(names.values())
     problems += [f"{name.removeprefix('weights/')} is not in the model" for name in sorted(saved - used)]
     if problems:
-        shown = "\n  ".join(problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else []))
         raise CheckpointError(
-            f"{opened.folder} does not fit the model:\n  {shown}\nBuild the model that was saved, in the same dtype; "
-            "load_weights reads the weights alone, and converts them"
+            f"{opened.folder} does not fit the model:\n  {some(problems)}\nBuild the model that was saved, in the same "
+            "dtype; load_weights reads the weights alone, and converts them"
         )
     return names
 
@@ -264,8 +265,7 @@ class _SavedState:
     def elements(self, tensor: str, held: Held, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         """Read this rank's elements of a tensor, on the CPU; padding is zero."""
         blocks = held.part(self._run.place)
-        make = torch.zeros if numel(blocks) < shape.numel() else torch.empty
-        values = make(shape, dtype=dtype)
+        values = storage(shape, blocks, dtype)
         self._read(tensor, blocks, values)
         return values
 

@@ -145,8 +145,9 @@ class Run:
 
 def held_like(part: Part, dtype: torch.dtype, shape: tuple[int, ...], sizes: Sizes) -> Held:
     """Return how the ranks hold a tensor of an optimizer's state: like its parameter, if it has the shape of that."""
-    is_sharded = shape == tuple(part.record.global_shape)
-    return Held.of(dtype, shape, sizes, *((part.record, part.cut) if is_sharded else ()))
+    if shape != tuple(part.record.global_shape):
+        return Held.of(dtype, shape, sizes)
+    return Held.of(dtype, shape, sizes, part.record, part.cut)
 
 
 def _kind(value: Any) -> str:

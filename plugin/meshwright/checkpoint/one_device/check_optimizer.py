@@ -18,6 +18,7 @@ from meshwright.checkpoint.one_device.optimizer_manifest import (
     master_key,
     state_key,
 )
+from meshwright.checkpoint.one_device.weight_files import some
 from meshwright.errors import CheckpointError
 from meshwright.optim.state_parts import OptimizerParts, Part
 from meshwright.schema import shown
@@ -67,8 +68,9 @@ def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedStat
             if of_saved.get(name) != index
         ] or [f"the state has {len(saved)} parameter groups, the optimizer {len(found.groups)}"]
     if problems:
-        lines = "\n  ".join(problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else []))
-        raise CheckpointError(f"the optimizer state in {folder} does not fit this model and optimizer:\n  {lines}")
+        raise CheckpointError(
+            f"the optimizer state in {folder} does not fit this model and optimizer:\n  {some(problems)}"
+        )
     for index, (group, options) in enumerate(zip(found.optimizer.param_groups, manifest.groups, strict=True)):
         _check_options(folder, f"group {index}", group, options["options"], found.optimizer.defaults)
     _check_state_names(folder, manifest, found)

@@ -96,9 +96,7 @@ class WeightFiles:
         if lacking or others:
             raise CheckpointError(self._mismatch(lacking, others, list(state)))
         if unused := [name for name in self.entries if name not in state]:
-            logger.warning(
-                "%s has %d tensor(s) that the model lacks: %s", self.source, len(unused), _some(unused, ", ")
-            )
+            logger.warning("%s has %d tensor(s) that the model lacks: %s", self.source, len(unused), some(unused, ", "))
         return found
 
     def read(self, name: str, wanted: ShardSlice, dtype: torch.dtype) -> Tensor:
@@ -110,9 +108,9 @@ class WeightFiles:
     def _mismatch(self, lacking: list[str], others: list[str], expected: list[str]) -> str:
         parts = [f"{self.source} does not fit the model"]
         if lacking:
-            parts.append(f"it lacks {len(lacking)} parameter(s):\n  {_some(lacking)}")
+            parts.append(f"it lacks {len(lacking)} parameter(s):\n  {some(lacking)}")
         if others:
-            parts.append(f"{len(others)} tensor(s) have another shape:\n  {_some(others)}")
+            parts.append(f"{len(others)} tensor(s) have another shape:\n  {some(others)}")
         prefixes = {
             name[: -len(other)] for other in list(self.entries)[:1] for name in expected if name.endswith(other)
         }
@@ -131,7 +129,7 @@ def _of_files(parts: list[WeightFiles]) -> WeightFiles:
     for part in parts:
         if repeated := sorted(entries.keys() & part.entries.keys()):
             other = entries[repeated[0]][0]
-            raise CheckpointError(f"{other} and {part.source} both hold {_some(repeated, ', ')}; name one of them")
+            raise CheckpointError(f"{other} and {part.source} both hold {some(repeated, ', ')}; name one of them")
         entries |= part.entries
     if not parts:
         raise CheckpointError("there is no checkpoint in an empty list of files")
@@ -156,7 +154,7 @@ def _in_directory(directory: Path) -> Path:
         if pickles
         else ""
     )
-    raise CheckpointError(f"{directory} has no .safetensors file; it holds: {_some(names, ', ') or 'nothing'}{hint}")
+    raise CheckpointError(f"{directory} has no .safetensors file; it holds: {some(names, ', ') or 'nothing'}{hint}")
 
 
 def _indexed(index: Path) -> dict[str, tuple[Path, Entry]]:
@@ -165,14 +163,14 @@ def _indexed(index: Path) -> dict[str, tuple[Path, Entry]]:
     require(files, _WEIGHT_MAP, f"{index}: its 'weight_map'")
     assert files is not None
     if outside := sorted({file for file in files.values() if Path(file).name != file or "\0" in file}):
-        raise CheckpointError(f"the 'weight_map' of {index} lists files outside its own folder: {_some(outside, ', ')}")
+        raise CheckpointError(f"the 'weight_map' of {index} lists files outside its own folder: {some(outside, ', ')}")
     if absent := sorted({file for file in files.values() if not (index.parent / file).is_file()}):
-        raise CheckpointError(f"the 'weight_map' of {index} lists files that do not exist: {_some(absent, ', ')}")
+        raise CheckpointError(f"the 'weight_map' of {index} lists files that do not exist: {some(absent, ', ')}")
     for file in sorted(set(files.values())):
         _check_inside(index.parent, file)
     headers = {file: read_header(index.parent / file) for file in sorted(set(files.values()))}
     if lost := [f"{name} in {file}" for name, file in files.items() if name not in headers[file]]:
-        raise CheckpointError(f"{index} lists tensors that their files do not hold:\n  {_some(lost)}")
+        raise CheckpointError(f"{index} lists tensors that their files do not hold:\n  {some(lost)}")
     return {name: (index.parent / file, headers[file][name]) for name, file in files.items()}
 
 
@@ -190,6 +188,7 @@ def _check_inside(folder: Path, file: str) -> None:
         )
 
 
-def _some(names: list[str], separator: str = "\n  ") -> str:
+def some(names: list[str], separator: str = "\n  ") -> str:
+    """Return the first 20 of some names or lines, and the number of the others."""
     more = [f"... and {len(names) - 20} more"] if len(names) > 20 else []
     return separator.join([*names[:20], *more])
