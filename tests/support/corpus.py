@@ -1,8 +1,8 @@
 """Tiny checkpoints that earlier versions wrote, and what each of them must give, whichever version loads it.
 
-Every value follows from its name, so a load is compared with a formula and not with what another load gave. To add the
-files of a new format, run ``PYTHONPATH=.:tests python -m support.corpus tests/checkpoint/corpus/format_N``. Never write
-the files of an older one again.
+Every value follows from its name, so a load is compared with a formula and not with what another load gave. Before a
+change of the format, write files of the present one: ``PYTHONPATH=tests python -m support.corpus
+tests/checkpoint/corpus/format_N``. Files that are there stay as they are.
 """
 
 from __future__ import annotations
