@@ -6,6 +6,7 @@ All that a save changes on disk goes through these functions, so that the tests 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 from collections.abc import Callable
@@ -62,7 +63,8 @@ class NewFile:
     """
 
     def __init__(self, path: Path):
-        self._descriptor, self._unsynced = create(path), 0
+        self._file = io.FileIO(create(path), "w")  # which closes itself if a failed save forgets it
+        self._unsynced = 0
 
     def __enter__(self) -> NewFile:
         return self
@@ -72,18 +74,16 @@ class NewFile:
 
     def write(self, memory: memoryview | bytes) -> None:
         """Append all of some memory."""
-        write(self._descriptor, memory)
+        write(self._file.fileno(), memory)
         self._unsynced += len(memory)
         if self._unsynced >= _SYNC:
-            sync(self._descriptor)
+            sync(self._file.fileno())
             self._unsynced = 0
 
     def close(self) -> None:
         """Flush the file and close it."""
-        try:
-            sync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
+        with self._file:
+            sync(self._file.fileno())
 
 
 def write_file(path: Path, content: bytes) -> None:
