@@ -29,8 +29,8 @@ from benchmarks.environment import environment
 from benchmarks.summary import Ratio
 from benchmarks.workload import Workload
 from harness.torchrun import torchrun
-from meshwright.checkpoint import part_files
-from meshwright.checkpoint.background import Background
+from meshwright.checkpoint.format import part_files
+from meshwright.checkpoint.format.background import Background
 from meshwright.faults.guard import active_guard
 from meshwright.faults.interpose import observe
 

@@ -26,7 +26,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
+from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSource
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.optim.runtime import find_runtime

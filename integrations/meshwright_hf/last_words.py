@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from meshwright.checkpoint.folders import find_checkpoint, is_checkpoint
-from meshwright.checkpoint.launchers_note import SAVED_VARIABLE, noted
-from meshwright.checkpoint.seal import Seal
+from meshwright.checkpoint.files.launchers_note import SAVED_VARIABLE, noted
+from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint, is_checkpoint
+from meshwright.checkpoint.sealed.seal import Seal
 from meshwright.errors import CheckpointError
 from meshwright_hf.launch_job import Launch
 

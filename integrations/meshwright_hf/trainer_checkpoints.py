@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.checkpoint.lineage import Lineage, Mark
-from meshwright.checkpoint.loaded_line import show_loaded
-from meshwright.checkpoint.object_states import check_state_of
-from meshwright.checkpoint.seal import NAME as SEAL
-from meshwright.checkpoint.sealed_folder import check_seal, close_seal, sealed_folder
-from meshwright.checkpoint.stock_optimizer import load_stock_optimizer, read_pickle
+from meshwright.checkpoint.files.lineage import Lineage, Mark
+from meshwright.checkpoint.format.loaded_line import show_loaded
+from meshwright.checkpoint.format.object_states import check_state_of
+from meshwright.checkpoint.one_device.stock_optimizer import load_stock_optimizer, read_pickle
+from meshwright.checkpoint.sealed.seal import NAME as SEAL
+from meshwright.checkpoint.sealed.sealed_folder import check_seal, close_seal, sealed_folder
 from meshwright.data.loader import DistributedLoader
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together

@@ -9,13 +9,13 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from meshwright.checkpoint.lineage import UNNAMED, UNNUMBERED, Mark
-from meshwright.checkpoint.seal import NAME as SEAL
-from meshwright.checkpoint.seal import Seal
-from meshwright.checkpoint.sealed_folder import check_seal
-from meshwright.checkpoint.staging import remove_folder, restore_replaced
-from meshwright.checkpoint.stock_optimizer import check_pickle
-from meshwright.checkpoint.weight_files import WeightFiles
+from meshwright.checkpoint.files.lineage import UNNAMED, UNNUMBERED, Mark
+from meshwright.checkpoint.files.staged_folder import remove_visible_folder, restore_replaced
+from meshwright.checkpoint.one_device.stock_optimizer import check_pickle
+from meshwright.checkpoint.one_device.weight_files import WeightFiles
+from meshwright.checkpoint.sealed.seal import NAME as SEAL
+from meshwright.checkpoint.sealed.seal import Seal
+from meshwright.checkpoint.sealed.sealed_folder import check_seal
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
 from meshwright_hf.launch_job import RESTARTED_VARIABLE, RESUME_VARIABLE
@@ -126,7 +126,7 @@ def rotate(newest: Path, limit: int | None, best: str | None, run: str) -> None:
     removable = [path for path in ordered if os.path.abspath(path) not in protected]
     for path in removable[: max(len(ordered) - max(limit, len(protected)), 0)]:
         logger.info("removing the older checkpoint %s because of save_total_limit", path)
-        remove_folder(path)
+        remove_visible_folder(path)
 
 
 def _check(folder: Path) -> None:

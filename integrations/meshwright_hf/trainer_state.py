@@ -17,9 +17,9 @@ from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 import meshwright as mw
-from meshwright.checkpoint.random_state import check_states_of_others
-from meshwright.checkpoint.read_files import read_json
-from meshwright.checkpoint.stock_optimizer import read_pickle
+from meshwright.checkpoint.files.reading import read_json
+from meshwright.checkpoint.format.random_state import check_states_of_others
+from meshwright.checkpoint.one_device.stock_optimizer import read_pickle
 from meshwright.data.readers.base import MOST_EPOCHS
 from meshwright.data.shuffling import GENERATOR, decoded, encoded
 from meshwright.errors import CheckpointError

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from meshwright.mesh.siblings import write_stacks_on_signal
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.background import wait_for_checkpoints
-    from meshwright.checkpoint.load_checkpoint import Checkpoint, load_checkpoint
-    from meshwright.checkpoint.optimizer_state import save_optimizer
-    from meshwright.checkpoint.restore import load_optimizer, load_weights
-    from meshwright.checkpoint.save_checkpoint import save_checkpoint
-    from meshwright.checkpoint.save_weights import save_weights
-    from meshwright.checkpoint.whole_tensors import full_gradients, full_state_dict
+    from meshwright.checkpoint.format.background import wait_for_checkpoints
+    from meshwright.checkpoint.format.load_checkpoint import Checkpoint, load_checkpoint
+    from meshwright.checkpoint.format.load_weights import load_weights
+    from meshwright.checkpoint.format.save_checkpoint import save_checkpoint
+    from meshwright.checkpoint.one_device.load_optimizer import load_optimizer
+    from meshwright.checkpoint.one_device.save_optimizer import save_optimizer
+    from meshwright.checkpoint.one_device.save_weights import save_weights
+    from meshwright.checkpoint.one_device.whole_tensors import full_gradients, full_state_dict
     from meshwright.construct.deferred_init import deferred_init
     from meshwright.data.shard_dataloader import shard_dataloader
     from meshwright.data_parallel import DataParallel, fused_allreduce_gradients
@@ -51,13 +52,14 @@ if TYPE_CHECKING:
 # Module -> its public names. Names are imported on first use, so that the planner and the command line start without
 # importing torch.
 _HOMES = {
-    "checkpoint.whole_tensors": ("full_gradients", "full_state_dict"),
-    "checkpoint.optimizer_state": ("save_optimizer",),
-    "checkpoint.background": ("wait_for_checkpoints",),
-    "checkpoint.load_checkpoint": ("Checkpoint", "load_checkpoint"),
-    "checkpoint.restore": ("load_optimizer", "load_weights"),
-    "checkpoint.save_checkpoint": ("save_checkpoint",),
-    "checkpoint.save_weights": ("save_weights",),
+    "checkpoint.one_device.whole_tensors": ("full_gradients", "full_state_dict"),
+    "checkpoint.one_device.save_optimizer": ("save_optimizer",),
+    "checkpoint.format.background": ("wait_for_checkpoints",),
+    "checkpoint.format.load_checkpoint": ("Checkpoint", "load_checkpoint"),
+    "checkpoint.format.load_weights": ("load_weights",),
+    "checkpoint.one_device.load_optimizer": ("load_optimizer",),
+    "checkpoint.format.save_checkpoint": ("save_checkpoint",),
+    "checkpoint.one_device.save_weights": ("save_weights",),
     "plan.config": ("LoaderOptions", "ParallelPlan", "ToDistributedConfig"),
     "construct.deferred_init": ("deferred_init",),
     "data.shard_dataloader": ("shard_dataloader",),

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.checkpoint import own_run, snapshot
-from meshwright.checkpoint.own_run import OwnRun
+from meshwright.checkpoint.format import rank_state, snapshot
+from meshwright.checkpoint.format.rank_state import RankState
 from support.models import build, labels_for, tokens
 
 
@@ -44,11 +44,11 @@ def saved_after_mistakes(folder: str) -> list[str]:
 
     save(extra={"best": object()} if dist.get_rank() == 1 else {})
 
-    plan = OwnRun.planned
+    plan = RankState.planned
     if dist.get_rank() == 2:
-        OwnRun.planned = lambda *_: exec("raise MemoryError('none left')")  # type: ignore[method-assign]
+        RankState.planned = lambda *_: exec("raise MemoryError('none left')")  # type: ignore[method-assign]
     save()
-    OwnRun.planned = plan  # type: ignore[method-assign]
+    RankState.planned = plan  # type: ignore[method-assign]
 
     # A weight of rows that only the ranks 0 and 2 hold: 1 and 3 find nothing wrong in theirs.
     weight = model.model.layers[0].mlp.up_proj.weight.detach().as_subclass(torch.Tensor)
@@ -80,9 +80,9 @@ def bytes_in_the_snapshot(folder: str) -> tuple[int, int]:
         found.append(present())
         return present
 
-    own_run.as_of_now = as_of_now
+    rank_state.as_of_now = as_of_now
     mw.save_checkpoint(Path(folder) / "now", model, None, asynchronous=True)
-    own_run.as_of_now = snapshot.as_of_now
+    rank_state.as_of_now = snapshot.as_of_now
     mw.wait_for_checkpoints(model)
     return sum(x.nbytes for x in found), sum(p.nbytes for p in build("llama").parameters())
 

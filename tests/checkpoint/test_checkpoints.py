@@ -14,10 +14,10 @@ from test_optimizer_state import Training
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.checkpoint.loaded_line import loaded_line
-from meshwright.checkpoint.opened import Opened
-from meshwright.checkpoint.part_files import read_elements
-from meshwright.checkpoint.regions import Block
+from meshwright.checkpoint.format.loaded_line import loaded_line
+from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
+from meshwright.checkpoint.format.part_files import read_elements
+from meshwright.checkpoint.one_device.blocks import Block
 from meshwright.errors import CheckpointError
 from support.exact import Float64
 
@@ -76,7 +76,7 @@ def saved(pools: dict[int, Any], tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 def contents(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole."""
-    opened = Opened.read(folder)
+    opened = OpenCheckpoint.read(folder)
     found = {}
     for key, (dtype, shape) in opened.manifest.tensors.items():
         value = torch.zeros(torch.Size(shape).numel(), dtype=dtype)

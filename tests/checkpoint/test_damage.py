@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.checkpoint.lineage import FIELDS
-from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.checkpoint.part_files import digest
+from meshwright.checkpoint.files.digested_json import digest
+from meshwright.checkpoint.files.lineage import FIELDS
+from meshwright.checkpoint.format.manifest import NAME, Manifest
 from support.exact import Float64
 from support.models import build
 
@@ -135,9 +135,10 @@ MANIFESTS: dict[str, tuple[Any, str]] = {
     "another format": (having("format", "meshwright-checkpoint-9"), "'format'"),
     "a text as step": (having("step", "1"), "'step'"),
     "a negative time": (having("written", -1), "'written'"),
-    "no ranks": (having("dp", 0), "'dp'"),
-    "too many ranks": (having("tp", 10**9), "'tp'"),
-    "more ranks than files": (having("dp", 4), "files"),
+    "no ranks": (having("ranks", 0), "'ranks'"),
+    "too many ranks": (having("ranks", 10**9), "'ranks'"),
+    "more ranks than files": (having("ranks", 4), "files"),
+    "an axis without ranks": (having("mesh", {"dp": 0}), "'mesh'"),
     "a file outside": (lambda m: m["files"].update({"../a.json": m["files"].pop("part-00000.json")}), "files"),
     "an unknown dtype": (in_tensors(["F4", [97, 32]]), "'tensors'"),
     "a huge shape": (in_tensors(["F32", [10**30, 32]]), "'tensors'"),

@@ -27,20 +27,32 @@ from transformers import TrainerState
 
 import meshwright as mw
 from harness.programs import run_program
-from meshwright.checkpoint.lineage import Lineage
-from meshwright.checkpoint.object_states import check_state_of
-from meshwright.checkpoint.optimizer_manifest import decode, encode
-from meshwright.checkpoint.safetensors_file import SafetensorsWriter
-from meshwright.checkpoint.sealed_folder import check_seal, sealed_folder
+from meshwright.checkpoint.files.lineage import Lineage
+from meshwright.checkpoint.format.object_states import check_state_of
+from meshwright.checkpoint.one_device.optimizer_manifest import decode, encode
+from meshwright.checkpoint.one_device.safetensors_file import SafetensorsWriter
+from meshwright.checkpoint.sealed.sealed_folder import check_seal, sealed_folder
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh
 from meshwright.mesh.axes import Axis
 from meshwright_hf.trainer_state import check_trainer_state
 from support import edits
+from support.hostile import to_format_1
 
 BATCH = 10  # edits in one child
 FREE = {  # what a program may have written as it likes, and what decides nothing
-    "checkpoint.json": {"extra", "plan", "versions", "written", "step", "scheduler", "number", "run", "model_config"},
+    "checkpoint.json": {
+        "extra",
+        "plan",
+        "versions",
+        "written",
+        "step",
+        "scheduler",
+        "number",
+        "run",
+        "model_config",
+        "mesh",
+    },
     "optimizer.json": set(),
     "meshwright_seal.json": {"number", "run", "written", "launches", "open"},
 }
@@ -74,6 +86,13 @@ class Run:
     def save_checkpoint(self, folder: Path) -> None:
         mw.save_checkpoint(folder, self.model, self.optimizer, step=3, extra={"a": [1]}, **self.others())
 
+    def save_format_1(self, folder: Path) -> None:
+        self.save_checkpoint(folder)
+        to_format_1(folder)
+
+    def load_format_1(self, folder: Path) -> None:
+        self.load_checkpoint(folder)
+
     def load_checkpoint(self, folder: Path) -> None:
         mw.load_checkpoint(folder, self.model, self.optimizer, **self.others())
 
@@ -105,7 +124,9 @@ Edit = Callable[[Path, random.Random], tuple[str, edits.Path_, str]]
 # What is saved and loaded, and how it is edited.
 KINDS: dict[str, tuple[str, Edit]] = {
     "manifest": ("checkpoint", edits.edit_manifest),
+    "manifest of format 1": ("format_1", edits.edit_manifest),
     "index": ("checkpoint", edits.edit_index),
+    "index of format 1": ("format_1", edits.edit_index),
     "part": ("checkpoint", edits.edit_part),
     "optimizer": ("optimizer", edits.edit_optimizer),
     "optimizer's tensors": ("optimizer", edits.edit_header("optimizer-*.safetensors")),

@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 import meshwright as mw
-from meshwright.checkpoint import disk, part_files
-from meshwright.checkpoint.checkpoint_weights import CheckpointWeights
-from meshwright.checkpoint.export_checkpoint import export_checkpoint
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.files import disk
+from meshwright.checkpoint.format import part_files
+from meshwright.checkpoint.format.load_weights import CheckpointWeights
+from meshwright.checkpoint.format.manifest import Manifest
+from meshwright.checkpoint.inspect.export_checkpoint import export_checkpoint
 from meshwright.cli import app
 from support.construction import assert_equal, distribute, make
 from support.models import build

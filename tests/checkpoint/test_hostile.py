@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import meshwright as mw
 from harness.programs import run_program
 from meshwright.cli import app
-from support.hostile import CHECKPOINTS, FILE, MARK, OPTIMIZERS, WEIGHTS, safetensors, tensor
+from support.hostile import CHECKPOINTS, FILE, MARK, OPTIMIZERS, WEIGHTS, safetensors, tensor, to_format_1
 
 MEMORY = 64 * 2**20  # bytes beside those of the files, sparse ones of a terabyte aside
 CODE = {"os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class", "ctypes.dlopen"}
@@ -112,16 +112,23 @@ def program(place: str, kind: str) -> None:
     """Print what is wrong with each load of a hostile folder, as one line of JSON."""
     parent = Path(place)
     model, optimizer = objects()
+    is_checkpoint = kind.startswith("checkpoint")
+
+    def save_checkpoint(folder: Path) -> None:
+        mw.save_checkpoint(folder, model, optimizer, step=1)
+        if kind == "checkpoint of format 1":
+            to_format_1(folder)
+
     save, load, corpus = {
-        "checkpoint": (lambda to: mw.save_checkpoint(to, model, optimizer, step=1), load_checkpoint, CHECKPOINTS),
+        "checkpoint": (save_checkpoint, load_checkpoint, CHECKPOINTS),
         "weights": (lambda to: write_weights(to / FILE), load_weights, WEIGHTS),
         "optimizer": (lambda to: mw.save_optimizer(model, optimizer, to), load_optimizer, OPTIMIZERS),
-    }[kind]
+    }[kind.partition(" ")[0]]
     if kind == "weights":
         (parent / "whole").mkdir()
     save(parent / "whole")
     load(parent / "whole")  # what is not damaged loads, and all that is imported once is
-    if kind == "checkpoint":
+    if is_checkpoint:
         assert not run_command("inspect", parent / "whole")
         assert not run_command("export", parent / "whole")
     watch = Watch(parent / "case" / "outside")
@@ -134,7 +141,7 @@ def program(place: str, kind: str) -> None:
         before, start = peak(), time.monotonic()
         watch.seen, watch.is_on = [], True
         found = [problem] if (problem := attempt(load, folder)) else []
-        if kind == "checkpoint":
+        if is_checkpoint:
             failures = {command: run_command(command, folder) for command in ("inspect", "export")}
             found += [f"{command}: {text}" for command, text in failures.items() if text]
         watch.is_on = False
@@ -150,13 +157,13 @@ def program(place: str, kind: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is measured in /proc")
-@pytest.mark.parametrize("kind", ["checkpoint", "weights", "optimizer"])
+@pytest.mark.parametrize("kind", ["checkpoint", "checkpoint of format 1", "weights", "optimizer"])
 def test_nothing_hostile_gets_through(kind: str, tmp_path: Path) -> None:
     (outcome,) = run_program(program, 1, str(tmp_path), kind, timeout=200)
     lines = [json.loads(line[5:]) for line in outcome.output.splitlines() if line.startswith("CASE ")]
     wrong = [f"{name}: {'; '.join(found)}" for name, found, *_ in lines if found]
     assert not wrong, "\n".join(wrong)
-    corpus = {"checkpoint": CHECKPOINTS, "weights": WEIGHTS, "optimizer": OPTIMIZERS}[kind]
+    corpus = {"checkpoint": CHECKPOINTS, "weights": WEIGHTS, "optimizer": OPTIMIZERS}[kind.partition(" ")[0]]
     assert outcome.code == 0 and [name for name, *_ in lines] == list(corpus), outcome.output[-3000:]
 
 

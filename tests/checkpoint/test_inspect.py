@@ -15,11 +15,12 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import meshwright as mw
-from meshwright.checkpoint import part_files
-from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.checkpoint.opened import miscovered
-from meshwright.checkpoint.part_files import FileRecord, digest, file_names
-from meshwright.checkpoint.regions import Block
+from meshwright.checkpoint.files.digested_json import digest
+from meshwright.checkpoint.format import part_files
+from meshwright.checkpoint.format.manifest import NAME, Manifest
+from meshwright.checkpoint.format.open_checkpoint import miscovered
+from meshwright.checkpoint.format.part_files import FileRecord, file_names
+from meshwright.checkpoint.one_device.blocks import Block
 from meshwright.cli import app
 
 TENSORS, INDEX = file_names(0)

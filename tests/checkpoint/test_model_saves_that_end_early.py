@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import meshwright as mw
-from meshwright.checkpoint.weight_files import WeightFiles
+from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from support.construction import distribute, make
 from support.kills import STRIDE, counted, fingerprint, plain_names, try_faults
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.checkpoint import gather_tensor as assemble
-from meshwright.checkpoint.safetensors_file import SafetensorsWriter
+from meshwright.checkpoint.one_device import gather_tensor
+from meshwright.checkpoint.one_device.safetensors_file import SafetensorsWriter
 from meshwright.layout.row_layout import RowLayout
 from meshwright.optim.state_parts import parts_of
 from support.exact import Float64, relative_difference
@@ -344,7 +344,7 @@ def test_a_save_that_fails_leaves_the_last_one(saves: dict[str, Path], pools: di
 
 def peak_while_saving(plan: dict[str, Any], folder: Path) -> tuple[int, int]:
     """Bytes of full tensors and pieces that are alive at once, and the largest full tensor's."""
-    assemble._CHUNK = 2**10
+    gather_tensor._CHUNK = 2**10
     with Float64():
         training = Training(plan, vocab_size=1001)
         training.run(0, 1)
@@ -364,7 +364,7 @@ def peak_while_saving(plan: dict[str, Any], folder: Path) -> tuple[int, int]:
         with mock.patch.object(torch, "empty", counted):
             mw.save_optimizer(training.model, training.optimizer, folder)
     finally:
-        assemble._CHUNK = 4 * 2**20
+        gather_tensor._CHUNK = 4 * 2**20
     return peak, 8 * max(p.meshwright.shape.numel() for p in training.model.parameters())
 
 
@@ -388,7 +388,7 @@ def test_every_element_of_a_cut_tensor_finds_its_place(shape: tuple[int, ...], c
             for rank in range(2):
                 local = layout.take(full.reshape(shape or 1), rank).flatten()
                 for start in range(0, len(local), chunk):
-                    assemble._place(found, local[start : start + chunk], layout, rank, start)
+                    gather_tensor._place(found, local[start : start + chunk], layout, rank, start)
             assert torch.equal(found, full)
 
 

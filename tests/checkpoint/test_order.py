@@ -17,12 +17,13 @@ import torch
 from test_hostile import Small
 
 import meshwright as mw
-from meshwright.checkpoint import disk, lineage, part_files, staging
-from meshwright.checkpoint.folders import newest_checkpoint
-from meshwright.checkpoint.lineage import MAX_NUMBER, Lineage
-from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.checkpoint.seal import Seal
-from meshwright.checkpoint.sealed_folder import close_seal, sealed_folder
+from meshwright.checkpoint.files import disk, lineage, staged_folder
+from meshwright.checkpoint.files.lineage import MAX_NUMBER, Lineage
+from meshwright.checkpoint.format import part_files
+from meshwright.checkpoint.format.checkpoint_folders import newest_checkpoint
+from meshwright.checkpoint.format.manifest import NAME, Manifest
+from meshwright.checkpoint.sealed.seal import Seal
+from meshwright.checkpoint.sealed.sealed_folder import close_seal, sealed_folder
 from support.edits import write_manifest
 
 HOUR = 3600 * 10**9
@@ -51,7 +52,7 @@ def left(parent: Path) -> list[str]:
 
 def set_clock(patch: pytest.MonkeyPatch, hours: float) -> None:
     now = time.time_ns
-    patch.setattr("meshwright.checkpoint.own_run.time.time_ns", lambda: int(now() + hours * HOUR))
+    patch.setattr("meshwright.checkpoint.format.rank_state.time.time_ns", lambda: int(now() + hours * HOUR))
 
 
 def as_of_an_older_version(folder: Path) -> None:
@@ -155,9 +156,9 @@ def test_folders_of_a_save_in_progress_stay(host: str, tmp_path: Path, monkeypat
     """This host's are locked. Of another host, no lock is seen here: what was written to lately stays for a day."""
     with monkeypatch.context() as patch:
         if host == "another":
-            patch.setattr(staging, "_host", lambda: "0123abcd")
+            patch.setattr(staged_folder, "_host", lambda: "0123abcd")
             patch.setattr("fcntl.flock", lambda *_: None)
-        living = staging.Staging(tmp_path / "a", lambda _: True)
+        living = staged_folder.StagedFolder(tmp_path / "a", lambda _: True)
         (living.path / "part").write_text("half")
     job = Job(tmp_path)
     job.save(1)

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshwright as mw
-from meshwright.checkpoint import gather_tensor as assemble
-from meshwright.checkpoint.safetensors_file import SafetensorsWriter
+from meshwright.checkpoint.one_device import gather_tensor
+from meshwright.checkpoint.one_device.safetensors_file import SafetensorsWriter
 from support.construction import PLANS, assert_equal, distribute, make
 
 
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(pool2: Any, tmp_
 
 def largest_allocation_while_saving(path: Path, chunk: int) -> tuple[int, int]:
     """The most memory that is alive at once through this process's full tensors, and the largest of them, in bytes."""
-    assemble._CHUNK = chunk
+    gather_tensor._CHUNK = chunk
     model = distribute(make("llama", hidden_size=64, vocab_size=1001), tp=2)
     alive: dict[int, int] = {}
     peak = 0
@@ -123,11 +123,11 @@ def largest_allocation_while_saving(path: Path, chunk: int) -> tuple[int, int]:
         weakref.finalize(tensor, alive.pop, id(tensor))
         return tensor
 
-    assemble.torch.empty = counted
+    gather_tensor.torch.empty = counted
     try:
         model.save_pretrained(path)
     finally:
-        assemble.torch.empty = original
+        gather_tensor.torch.empty = original
     return peak, max(p.meshwright.shape.numel() * p.element_size() for p in model.parameters())
 
 

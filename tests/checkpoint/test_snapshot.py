@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.checkpoint.background import Background
-from meshwright.checkpoint.host_memory import HostMemory
-from meshwright.checkpoint.part_files import RankPart, Source
-from meshwright.checkpoint.regions import Block
-from meshwright.checkpoint.safetensors_file import memory_of
-from meshwright.checkpoint.snapshot import Snapshot
+from meshwright.checkpoint.format.background import Background
+from meshwright.checkpoint.format.part_files import RankPart, Source
+from meshwright.checkpoint.format.snapshot import HostMemory, Snapshot
+from meshwright.checkpoint.one_device.blocks import Block
+from meshwright.checkpoint.one_device.safetensors_file import memory_of
 
 
 def part(values: dict[str, Tensor]) -> RankPart:

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.checkpoint import safetensors_file
-from meshwright.checkpoint.safetensors_file import ShardSlice, read_header, read_rows
-from meshwright.checkpoint.weight_files import WeightFiles
+from meshwright.checkpoint.one_device import safetensors_file
+from meshwright.checkpoint.one_device.safetensors_file import ShardSlice, read_header, read_rows
+from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from meshwright.layout.row_layout import RowLayout
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
 from support.models import tokens
@@ -217,7 +217,7 @@ def test_a_file_that_one_rank_lacks_fails_on_every_rank(pool2: Any, tmp_path: Pa
 
 def fail_while_reading(path: Path) -> None:
     if torch.distributed.get_rank() == 1:
-        safetensors_file._read_exactly = lambda *_: (_ for _ in ()).throw(OSError("the disk is gone"))
+        safetensors_file.read_into = lambda *_: (_ for _ in ()).throw(OSError("the disk is gone"))
     model = make(how="meta")
     try:
         distribute(model, tp=2, weights=path)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.launchers import run_command
-from meshwright.checkpoint.launchers_note import note_saved
+from meshwright.checkpoint.files.launchers_note import note_saved
 from meshwright.cli import app
 from meshwright_hf.last_words import saves_noted
 from meshwright_hf.launch_job import RESUME_VARIABLE, Launch, misplaced_options, script_and_arguments

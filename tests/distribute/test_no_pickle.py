@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from meshwright.checkpoint.export_checkpoint import export_checkpoint
+from meshwright.checkpoint.inspect.export_checkpoint import export_checkpoint
 from meshwright.data.stream import ShardedStream
 from meshwright.mesh.axes import Axis
 from support.models import build

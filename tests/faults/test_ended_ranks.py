@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import meshwright as mw
 from harness.programs import mark_fault, run_program
-from meshwright.checkpoint import part_files
+from meshwright.checkpoint.format import part_files
 from meshwright.faults import equal_errors
 from meshwright.faults.equal_errors import is_first_to_say, say_equal_texts_once
 from support.ending import DP2, TIMEOUT, TP2, check, flat, trained, trainer

@@ -15,7 +15,7 @@ from accelerate.utils import ProjectConfiguration
 from test_accelerate import difference, reference
 
 import meshwright as mw
-from meshwright.checkpoint.sealed_folder import check_seal
+from meshwright.checkpoint.sealed.sealed_folder import check_seal
 from support.accelerated import ACCUMULATION, Run, Script, accelerator, exact, resume_script, run_script
 from support.kills import counted, endings, fingerprint, try_faults
 

@@ -19,7 +19,7 @@ SAVE = "torch.serialization calls pickle.Pickler"  # inside torch.save
 TRAINER = {
     SAVE,
     "meshwright_hf.trainer_checkpoints calls torch.save",  # training_args.bin, scheduler.pt
-    "meshwright.checkpoint.stock_optimizer calls torch.load(weights_only=True)",  # scheduler.pt
+    "meshwright.checkpoint.one_device.stock_optimizer calls torch.load(weights_only=True)",  # scheduler.pt
     "transformers.trainer calls torch.save",  # rng_state_*.pth
     "transformers.trainer calls torch.load(weights_only=True)",
 }
@@ -28,7 +28,8 @@ ACCELERATE = {
     "accelerate.checkpointing calls torch.save",  # random_states_*.pkl
     "accelerate.utils.other calls torch.save",  # scheduler.bin
     "accelerate.utils.other calls torch.load(weights_only=True)",
-    "meshwright.checkpoint.stock_optimizer calls torch.load(weights_only=True)",  # to check both before they are used
+    # To check both before they are used.
+    "meshwright.checkpoint.one_device.stock_optimizer calls torch.load(weights_only=True)",
 }
 WORKERS = {"multiprocessing", "torch.utils.data"}  # a DataLoader and its own worker processes
 

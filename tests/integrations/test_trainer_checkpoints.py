@@ -22,8 +22,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import meshwright as mw
-from meshwright.checkpoint.seal import Seal
-from meshwright.checkpoint.sealed_folder import check_seal
+from meshwright.checkpoint.sealed.seal import Seal
+from meshwright.checkpoint.sealed.sealed_folder import check_seal
 from meshwright_hf.launch_job import RESTARTED_VARIABLE
 from meshwright_hf.trainer_folders import checkpoint_to_resume
 from meshwright_hf.trainer_state import PROGRESS, Progress

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.manifest import NAME
-from meshwright.checkpoint.optimizer_manifest import NAME as OPTIMIZER
-from meshwright.checkpoint.part_files import digest
-from meshwright.checkpoint.seal import NAME as SEAL
+from meshwright.checkpoint.files.digested_json import digest
+from meshwright.checkpoint.format.manifest import NAME
+from meshwright.checkpoint.one_device.optimizer_manifest import NAME as OPTIMIZER
+from meshwright.checkpoint.sealed.seal import NAME as SEAL
 from support.hostile import INDEX, TENSORS
 
 Path_ = tuple[str | int, ...]

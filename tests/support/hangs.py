@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import meshwright as mw
 from harness.programs import FAULT, mark_fault
-from meshwright.checkpoint.part_files import RankPart
+from meshwright.checkpoint.format.part_files import RankPart
 from meshwright.distribute import to_distributed
 from meshwright_hf.network import free_port
 from support.ending import TIMEOUT

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.manifest import NAME
-from meshwright.checkpoint.part_files import digest
+from meshwright.checkpoint.files.digested_json import digest
+from meshwright.checkpoint.format.manifest import NAME
 
 Change = Callable[[Path], Any]
 TENSORS, INDEX = "part-00000.safetensors", "part-00000.json"
@@ -41,6 +41,16 @@ def manifest_of(change: Callable[[Any], Any]) -> Change:
         seal(folder, json.dumps(body).encode())
 
     return apply
+
+
+def to_format_1(folder: Path) -> None:
+    """Turn a checkpoint into one of the first format, whose manifest has the sizes of three axes as fields."""
+
+    def change(manifest: Any) -> None:
+        assert manifest["format"] == "meshwright-checkpoint-2" and manifest.pop("ranks")
+        manifest.update(format="meshwright-checkpoint-1", **manifest.pop("mesh"))
+
+    manifest_of(change)(folder)
 
 
 def seal(folder: Path, body: bytes) -> None:
@@ -171,7 +181,8 @@ CHECKPOINTS: dict[str, Change] = {
     "manifest: a file above": manifest_of(lambda m: m["files"].update({"../x.json": m["files"].pop(INDEX)})),
     "manifest: an absolute file": manifest_of(lambda m: m["files"].update({"/etc/passwd": m["files"].pop(INDEX)})),
     "manifest: a file with NUL": manifest_of(lambda m: m["files"].update({"a\0b": m["files"].pop(INDEX)})),
-    "manifest: a million ranks": manifest_of(lambda m: m.update(dp=2**20)),
+    "manifest: a million ranks": manifest_of(lambda m: m.update({"dp" if "dp" in m else "ranks": 2**20})),
+    "manifest: a mesh of 100,000 axes": manifest_of(lambda m: m.update(mesh=dict.fromkeys(map(str, range(10**5)), 1))),
     "manifest: a negative size": manifest_of(lambda m: m["files"][INDEX].update(bytes=-1)),
     "manifest: a shape beyond all memory": manifest_of(
         lambda m: m["tensors"].update({"weights/weight": ["F32", [2**59]]})

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import meshwright as mw
 from harness.programs import run_program
-from meshwright.checkpoint.folders import find_checkpoint
+from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
 from support.faulty_disk import FaultyDisk
 from support.models import build
 

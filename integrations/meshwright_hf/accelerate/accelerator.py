@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from meshwright.checkpoint.lineage import Lineage, Mark
-from meshwright.checkpoint.seal import NAME as SEAL
-from meshwright.checkpoint.sealed_folder import sealed_folder
+from meshwright.checkpoint.files.lineage import Lineage, Mark
+from meshwright.checkpoint.sealed.seal import NAME as SEAL
+from meshwright.checkpoint.sealed.sealed_folder import sealed_folder
 from meshwright.compiling import without_compilation
 from meshwright.data.nested import map_tensors
 from meshwright.layout.tensor_layout import is_held

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from meshwright.checkpoint.lineage import UNNAMED, Mark
-from meshwright.checkpoint.seal import NAME as SEAL
-from meshwright.checkpoint.seal import Seal
-from meshwright.checkpoint.sealed_folder import check_seal
-from meshwright.checkpoint.staging import remove_folder, restore_replaced
+from meshwright.checkpoint.files.lineage import UNNAMED, Mark
+from meshwright.checkpoint.files.staged_folder import remove_visible_folder, restore_replaced
+from meshwright.checkpoint.sealed.seal import NAME as SEAL
+from meshwright.checkpoint.sealed.seal import Seal
+from meshwright.checkpoint.sealed.sealed_folder import check_seal
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
 
@@ -84,7 +84,7 @@ def remove_oldest(accelerator: Accelerator, run: str) -> None:
         newest_last = sorted(own, key=lambda name: _is_whole(parent / name))
         for name in newest_last[:-limit]:
             logger.info("removing the older checkpoint %s because of total_limit", parent / name)
-            remove_folder(parent / name)
+            remove_visible_folder(parent / name)
 
     on_first_rank(remove)
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import safe_globals
 
 import meshwright as mw
-from meshwright.checkpoint.loaded_line import show_loaded
-from meshwright.checkpoint.object_states import check_state_of
-from meshwright.checkpoint.random_state import check_states_of_others
-from meshwright.checkpoint.read_files import read_json
-from meshwright.checkpoint.seal import NAME as SEAL
-from meshwright.checkpoint.stock_optimizer import check_pickle, load_stock_optimizer, read_pickle
+from meshwright.checkpoint.files.reading import read_json
+from meshwright.checkpoint.format.loaded_line import show_loaded
+from meshwright.checkpoint.format.object_states import check_state_of
+from meshwright.checkpoint.format.random_state import check_states_of_others
+from meshwright.checkpoint.one_device.stock_optimizer import check_pickle, load_stock_optimizer, read_pickle
+from meshwright.checkpoint.sealed.seal import NAME as SEAL
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import Watch, find_runtime, runtime_of

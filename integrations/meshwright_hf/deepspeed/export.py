@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.checkpoint.whole_tensors import full_state_dict as state_dict_of
+from meshwright.checkpoint.one_device.whole_tensors import full_state_dict as state_dict_of
 
 
 def full_state_dict(engine: Any) -> dict[str, Tensor]:

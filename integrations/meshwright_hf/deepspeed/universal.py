@@ -17,10 +17,10 @@ import torch
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION, AffinePiece, ParamAffineMap
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.gradients.zero.config import ZeroStageEnum
 from torch import Tensor, nn
 
-from meshwright.checkpoint.stock_optimizer import read_pickle
+from meshwright.checkpoint.one_device.stock_optimizer import read_pickle
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime

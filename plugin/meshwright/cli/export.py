@@ -49,7 +49,7 @@ def export(
     """
     try:
         # Imported here so that --help is fast.
-        from meshwright.checkpoint.export_checkpoint import DTYPES, export_checkpoint
+        from meshwright.checkpoint.inspect.export_checkpoint import DTYPES, export_checkpoint
 
         done = export_checkpoint(
             checkpoint,

@@ -46,9 +46,9 @@ def inspect(
 
 def _inspect(folder: Path, check: bool, json: bool) -> int:
     # Imported here so that --help is fast.
-    from meshwright.checkpoint.folders import find_checkpoint, is_checkpoint, newest_checkpoint
-    from meshwright.checkpoint.inspect_checkpoint import inspect_checkpoint
-    from meshwright.checkpoint.inspection_report import as_dict, as_text, listing, listing_lines
+    from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint, is_checkpoint, newest_checkpoint
+    from meshwright.checkpoint.inspect.inspect_checkpoint import inspect_checkpoint
+    from meshwright.checkpoint.inspect.inspection_report import as_dict, as_text, listing, listing_lines
     from meshwright.errors import CheckpointError
 
     if folder.exists() and not folder.is_dir():

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.checkpoint_weights import open_weights
-from meshwright.checkpoint.safetensors_file import ShardSlice, memory_of
-from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
+from meshwright.checkpoint.format.load_weights import open_weights
+from meshwright.checkpoint.one_device.safetensors_file import ShardSlice, memory_of
+from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSource
 from meshwright.construct.deferred_init import Recipe, forget_recipe, recipe_of
 from meshwright.construct.init_recording import Tape
 from meshwright.construct.rebuild_from_config import build_twin, meta_tensors

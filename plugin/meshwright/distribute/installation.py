@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.pretrained import export_with_full_weights
+from meshwright.checkpoint.one_device.save_pretrained import export_with_full_weights
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.distribute.copy_model import make_copyable
 from meshwright.faults.together import succeed_together

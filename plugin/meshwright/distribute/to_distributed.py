@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.checkpoint_weights import settled
+from meshwright.checkpoint.format.load_weights import settled
 from meshwright.choose.given_plan import config_with, given_plan, plan_in_model, source_of_plan
 from meshwright.choose.picked_plan import choose_plan
 from meshwright.construct.initial_weights import InitialWeights

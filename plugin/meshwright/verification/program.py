@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.checkpoint.whole_tensors import full_gradients, full_state_dict
+from meshwright.checkpoint.one_device.whole_tensors import full_gradients, full_state_dict
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import PlanError
 from meshwright.faults.together import values_of_all

@@ -1,0 +1,71 @@
+"""Reads a checkpoint's files. One that is missing, too short or not an ordinary file raises an error that names it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
+from meshwright.errors import CheckpointError
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[int]:
+    """Open a file of a checkpoint, which must be an ordinary file, for reading."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        yield descriptor
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path, *, allowance: int = 0) -> Any:
+    """Read a file of JSON, which must be an ordinary file.
+
+    Args:
+        path: the file.
+        allowance: bytes of memory that the content may take beyond ``MEMORY``.
+
+    Raises:
+        CheckpointError: if it cannot be read, is too large, or is not JSON (see ``parse_json``).
+    """
+    with reading(path) as descriptor:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{path} is not an ordinary file")
+        if (size := os.fstat(descriptor).st_size) > MEMORY + allowance:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, which no such file has")
+        content = read_exactly(descriptor, path, 0, size)
+    return parse_json(content, path, allowance=allowance)
+
+
+def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytearray:
+    """Read ``length`` bytes from ``offset`` on.
+
+    Raises:
+        CheckpointError: if the file ends earlier.
+    """
+    content = bytearray(length)
+    read_into(descriptor, path, offset, memoryview(content))
+    return content
+
+
+def read_into(descriptor: int, path: Path, offset: int, memory: memoryview) -> None:
+    """Fill some memory with the bytes from ``offset`` on.
+
+    Raises:
+        CheckpointError: if the file ends earlier.
+    """
+    while len(memory):
+        count = os.preadv(descriptor, [memory], offset)
+        if count == 0:
+            raise CheckpointError(f"{path} is damaged: it ends at byte {offset}, and more was saved")
+        memory, offset = memory[count:], offset + count

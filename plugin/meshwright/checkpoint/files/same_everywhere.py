@@ -1,0 +1,40 @@
+"""Compares what the ranks see at one path, since hosts without a shared disk may have different files there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from meshwright.errors import CheckpointError
+from meshwright.faults.together import exchange_together
+
+T = TypeVar("T")
+
+
+def read_same(folder: Path, read: Callable[[], tuple[T, str]]) -> T:
+    """Read the same files on all ranks; every rank must make the call.
+
+    Args:
+        folder: the folder of the files.
+        read: function that returns what it has read, and a digest of that.
+
+    Raises:
+        CheckpointError: on every rank, if a file is damaged on one of them, or their digests differ.
+    """
+    found, digests = exchange_together(read)
+    check_same(folder, digests)
+    return found
+
+
+def check_same(folder: Path, digests: list[str]) -> None:
+    """Check the digests that the ranks have of what they see in a folder.
+
+    Raises:
+        CheckpointError: if they differ; it names the ranks.
+    """
+    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+        raise CheckpointError(
+            f"rank(s) {', '.join(map(str, others))} see another checkpoint in {folder} than rank 0; copy one to every "
+            "host"
+        )

@@ -1,0 +1,1 @@
+"""The sharded format: all of a run in one folder, written and read by all ranks."""

@@ -1,0 +1,192 @@
+"""The checkpoints in a folder: which are whole, which is the newest, and which may be removed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import overload
+
+from meshwright.checkpoint.files.lineage import Lineage, Mark, begin_save
+from meshwright.checkpoint.files.staged_folder import (
+    StagedFolder,
+    about_to_be_replaced,
+    is_hidden,
+    locked,
+    remove_visible_folder,
+    replaced_folders,
+)
+from meshwright.checkpoint.format.manifest import NAME, Manifest
+from meshwright.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_PART = re.compile(r"part-\d{5,}\.(safetensors|json)")
+
+
+def stage(target: Path) -> StagedFolder:
+    """Start the save of a checkpoint, on the rank that commits it.
+
+    Raises:
+        CheckpointError: if ``target`` holds something that is not a checkpoint.
+    """
+    staging = StagedFolder(target, _is_ours)
+    begin_save(staging.target / NAME)
+    return staging
+
+
+def commit(staging: StagedFolder, manifest: Manifest, lineage: Lineage) -> Manifest:
+    """Make a checkpoint visible, once all of its files but the manifest are complete and on the disk.
+
+    Returns:
+        The manifest with its number and its run.
+
+    Raises:
+        CheckpointError: if a file of another rank is not there, or another program has saved to the folder meanwhile.
+        OSError: if the disk fails; the folder then has what it had before.
+    """
+    if absent := absent_files(staging.path, manifest):
+        raise CheckpointError(
+            f"rank 0 does not see {absent[0]}, which another rank wrote to {staging.path}: all hosts must save to one "
+            "shared file system"
+        )
+    with locked(staging.target.parent):
+        neighbours = (path / NAME for path in _all_folders(staging.target.parent))
+        mark = lineage.next(staging.target / NAME, neighbours)
+        manifest = replace(manifest, number=mark.number, run=mark.run)
+        manifest.write(staging.path)
+        staging.commit()
+    return manifest
+
+
+@overload
+def find_checkpoint(folder: Path) -> tuple[Path, Manifest]: ...
+@overload
+def find_checkpoint(folder: Path, *, missing_ok: bool) -> tuple[Path, Manifest] | None: ...
+def find_checkpoint(folder: Path, *, missing_ok: bool = False) -> tuple[Path, Manifest] | None:
+    """Return the folder itself if it is a checkpoint, otherwise the newest whole checkpoint in it.
+
+    Args:
+        folder: the folder.
+        missing_ok: whether to return None if the folder has no checkpoint at all.
+
+    Raises:
+        CheckpointError: if there is none, or none that is whole.
+    """
+    if is_checkpoint(folder):
+        return folder, _read_whole(folder)
+    if found := newest_checkpoint(folder):
+        return found
+    if (original := about_to_be_replaced(folder)) is not None:
+        return original, _read_whole(original)
+    if damaged := checkpoint_folders(folder):
+        raise CheckpointError(
+            f"no checkpoint in {folder} is whole: {', '.join(path.name for path in damaged)}; "
+            "`meshwright inspect` says what is wrong"
+        )
+    if missing_ok:
+        return None
+    raise CheckpointError(f"there is no checkpoint in {folder}; name a folder that meshwright.save_checkpoint wrote")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has files of a checkpoint, whole or not."""
+    try:
+        names = os.listdir(folder)
+    except OSError:  # a folder that cannot be read is not ours
+        return False
+    return any(name == NAME or _PART.fullmatch(name) for name in names)
+
+
+def checkpoint_folders(parent: Path) -> list[Path]:
+    """Return the checkpoints in a folder, whole or not, in the order of their names."""
+    paths = sorted(parent.iterdir()) if parent.is_dir() else []
+    return [p for p in paths if p.is_dir() and not p.is_symlink() and not is_hidden(p) and is_checkpoint(p)]
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Return the names in a folder that are not those of a checkpoint's files."""
+    return sorted(path.name for path in folder.iterdir() if path.name != NAME and not _PART.fullmatch(path.name))
+
+
+def newest_checkpoint(parent: Path) -> tuple[Path, Manifest] | None:
+    """Return the checkpoint in a folder that was saved last and is whole; None if there is none.
+
+    If the folder has checkpoints of several runs, a warning names the newest one of each.
+    """
+    marks = {path: Mark.of(path / NAME) for path in _all_folders(parent)}
+    newest: tuple[Path, Manifest] | None = None
+    for path in sorted(marks, key=lambda path: -marks[path].number):
+        # Those of older versions have no number, and neither have those whose first bytes are damaged.
+        if newest is not None and marks[path].number:
+            continue
+        try:
+            manifest = _read_whole(path)
+        except CheckpointError:
+            logger.warning("%s is not a whole checkpoint and is skipped; `meshwright inspect` says what is wrong", path)
+            continue
+        if newest is None or manifest.order > newest[1].order:
+            newest = path, manifest
+    if newest is not None:
+        runs: dict[str, Path] = {}
+        for path in sorted(marks, key=lambda path: marks[path].number):
+            runs[marks[path].run] = path
+        if others := [str(path) for run, path in runs.items() if run != newest[1].run]:
+            logger.warning(
+                "%s has checkpoints of %d runs. The one that was saved last is taken, %s. To go on with another run, "
+                "name its checkpoint instead: %s",
+                parent, len(others) + 1, newest[0], ", ".join(others[:5]),
+            )  # fmt: skip
+    return newest
+
+
+def keep_newest(parent: Path, count: int, run: str) -> None:
+    """Remove the whole checkpoints of a run from a folder, except its newest ``count`` and those with other files."""
+    whole = []
+    for path in _all_folders(parent):
+        if Mark.of(path / NAME).run != run:
+            continue  # another job's, which is not even read
+        try:
+            manifest = _read_whole(path)
+        except CheckpointError:
+            continue
+        if manifest.run == run and _is_ours(path):
+            whole.append((manifest.order, path))
+    for _, path in sorted(whole)[:-count]:
+        remove_visible_folder(path)
+
+
+def absent_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Return the files of a checkpoint that are missing or of another size."""
+    return [name for name, record in manifest.files.items() if _size(folder / name) != record.bytes]
+
+
+def _read_whole(folder: Path) -> Manifest:
+    manifest = Manifest.read(folder)
+    if absent := absent_files(folder, manifest):
+        raise CheckpointError(
+            f"{folder} is not whole: {len(absent)} file(s) are missing or have another size than when they were saved: "
+            f"{', '.join(absent[:5])}; load another checkpoint"
+        )
+    return manifest
+
+
+def _all_folders(parent: Path) -> list[Path]:
+    return [*checkpoint_folders(parent), *replaced_folders(parent)]
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether all that a folder holds are files of a checkpoint."""
+    try:
+        return folder.is_dir() and is_checkpoint(folder) and not foreign_files(folder)
+    except FileNotFoundError:  # another job has just removed it
+        return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return -1

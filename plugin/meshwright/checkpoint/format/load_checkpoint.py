@@ -1,0 +1,295 @@
+"""Load what ``save_checkpoint`` wrote, under any plan: each rank reads the elements that it needs, and checks them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint.files.lineage import Lineage, Mark
+from meshwright.checkpoint.format.assign_writes import Held
+from meshwright.checkpoint.format.background import Background
+from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
+from meshwright.checkpoint.format.load_weights import take_over_weights
+from meshwright.checkpoint.format.loaded_line import show_loaded
+from meshwright.checkpoint.format.manifest import NAME
+from meshwright.checkpoint.format.object_states import check_states, load_states
+from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint, open_together
+from meshwright.checkpoint.format.part_files import read_elements
+from meshwright.checkpoint.format.random_state import check_random_state, set_random_state
+from meshwright.checkpoint.format.run import Run, RunTensor, held_like
+from meshwright.checkpoint.one_device.blocks import Block, numel
+from meshwright.checkpoint.one_device.check_optimizer import check_fits
+from meshwright.checkpoint.one_device.load_optimizer import ReadState, read_state, set_state
+from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
+from meshwright.checkpoint.one_device.safetensors_file import storage
+from meshwright.checkpoint.one_device.weight_files import some
+from meshwright.errors import CheckpointError
+from meshwright.faults.every_rank import on_every_rank
+from meshwright.faults.together import on_first_rank, succeed_together
+from meshwright.optim.runtime import Runtime, Watch
+from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
+from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.shard_reads import reading_shards
+from meshwright.progress import Progress
+
+_COMPONENTS = ("optimizer", "loader", "scheduler", "scaler", "random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was loaded.
+
+    Args:
+        folder: its folder.
+        step: the step that was passed to ``save_checkpoint``; None if none was.
+        extra: the ``extra`` that was passed to ``save_checkpoint``.
+        plan: the fields of the plan under which it was saved; None for a model that was not distributed.
+    """
+
+    folder: Path
+    step: int | None
+    extra: Any
+    plan: dict[str, Any] | None
+
+
+@on_every_rank
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    loader: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ignore: Collection[str] = (),
+    missing_ok: bool = False,
+) -> Checkpoint | None:
+    """Load a checkpoint into the objects of a run, under the plan that saved it or another; every rank makes the call.
+
+    Each rank reads the parts of the files that it needs, and checks their digests. Under the plan that saved it, the
+    run continues bitwise as if it had never stopped. Under another plan the random states of all ranks become those of
+    the first rank. Rank 0 prints one line with the folder, the step and the plan that saved it.
+
+    Args:
+        folder: the folder of a checkpoint, or a folder of checkpoints, which stands for the newest whole one in it.
+        model: the model, distributed or not.
+        optimizer: its optimizer; None if the checkpoint has none.
+        loader, scheduler, scaler: the objects that were passed to ``save_checkpoint``.
+        ignore: components of the checkpoint that are not loaded: ``"optimizer"``, ``"loader"``, ``"scheduler"``,
+            ``"scaler"`` or ``"random"``. Anything else that is missing on either side is an error.
+        missing_ok: whether to return None, and change nothing, if there is no checkpoint in ``folder`` yet. If there
+            are checkpoints but none is whole, an error is raised nevertheless.
+
+    Returns:
+        What was loaded, with ``step`` and ``extra``.
+
+    Raises:
+        CheckpointError: if there is no whole checkpoint, a file is damaged, or it does not fit the objects. Before the
+            first tensor is read, the objects are unchanged. If reading fails part-way, some weights and some of the
+            optimizer's state are overwritten.
+
+    Example::
+
+        model, optimizer, loader = mw.to_distributed(model, optimizer, loader)
+        done = mw.load_checkpoint("runs", model, optimizer, loader=loader, missing_ok=True)
+        first_step = 0 if done is None else done.step
+    """
+    run = Run.of("load_checkpoint", folder, model, optimizer)
+    Background.of(run.model).wait()
+    succeed_together(run.check)
+    given = {"optimizer": optimizer, "loader": loader, "scheduler": scheduler, "scaler": scaler}
+    path = on_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
+    if path is None:
+        return None
+    opened = open_together(Path(path))
+    manifest = opened.manifest
+    runtime = run.runtime
+    random = opened.random_of(run.index, run.sizes.ranks, run.sizes.by_axis)
+    with Progress(f"reading {opened.folder.name}") as progress, reading_shards():
+        saved = _SavedState(opened, run, progress)
+
+        def check() -> tuple[set[str], _Weights, _Optimizer | None]:
+            used = _components(opened, given, ignore)
+            tensors, ties, objects = run.model_tensors()
+            weights = _Weights(tensors=tensors, objects=objects, names=_names(opened, tensors, ties))
+            if "random" in used:
+                check_random_state(random, run.device, str(opened.folder))
+            check_states(opened.folder / NAME, manifest, {name: given[name] for name in used & given.keys()})
+            if optimizer is None or "optimizer" not in used:
+                return used, weights, None
+            return used, weights, _checked_optimizer(run, optimizer, opened, saved)
+
+        def read() -> ReadState:
+            _read_weights(runtime, weights, saved)
+            take_over_weights(runtime)  # before the state is read, which overwrites masters in place
+            if state is None:
+                return {}
+            saved.read_over(state[0])
+            return read_state(*state, saved)
+
+        used, weights, state = succeed_together(check)
+        progress.start(sum(_own_bytes(tensor, run) for tensor in weights.tensors.values()))
+        loaded = succeed_together(read)
+        if state is not None:
+            set_state(*state, loaded)
+    objects = {name: given[name] for name in used & given.keys()}
+    succeed_together(lambda: load_states(opened.folder / NAME, manifest, objects))
+    if (streams := runtime.features.find(DropoutStreams)) is not None and manifest.streams is not None:
+        streams.load_state_dict(manifest.streams)
+    if "random" in used:
+        set_random_state(random, run.device)
+    if (watch := runtime.features.find(Watch)) is not None and manifest.step is not None:
+        watch.resumed(manifest.step)
+    Lineage.of(run.model).go_on_from(Mark(number=manifest.number, run=manifest.run))
+    show_loaded(opened.folder, step=manifest.step, plan=manifest.plan)
+    return Checkpoint(folder=opened.folder, step=manifest.step, extra=manifest.extra, plan=manifest.plan)
+
+
+def _find(folder: Path, missing_ok: bool) -> str | None:
+    found = find_checkpoint(folder, missing_ok=missing_ok)
+    return found and str(found[0])
+
+
+def _components(opened: OpenCheckpoint, given: dict[str, Any], ignore: Collection[str]) -> set[str]:
+    """The components to load: those that the checkpoint has and the program passes."""
+    if isinstance(ignore, str) or (unknown := [name for name in ignore if name not in _COMPONENTS]):
+        named = ignore if isinstance(ignore, str) else ", ".join(unknown)
+        raise CheckpointError(f"ignore={named!r} must be a list of {', '.join(map(repr, _COMPONENTS))}")
+    has = {name for name in given if getattr(opened.manifest, name) is not None}
+    passed = {name for name, value in given.items() if value is not None}
+    if lost := sorted(has - passed - set(ignore)):
+        raise CheckpointError(
+            f"{opened.folder} holds the state of {', '.join(lost)}, which load_checkpoint was not given: the "
+            f"resumed run would give other results. Pass {lost[0]}=..., or ignore=[{lost[0]!r}]"
+        )
+    if lost := sorted(passed - has - set(ignore)):
+        raise CheckpointError(
+            f"{opened.folder} was saved without the state of {', '.join(lost)}, so the resumed run would give other "
+            f"results. Load a checkpoint that was saved with {lost[0]}=..., or pass ignore=[{lost[0]!r}]"
+        )
+    return (passed | {"random"}) - set(ignore)
+
+
+def _names(opened: OpenCheckpoint, tensors: dict[str, RunTensor], ties: dict[str, str]) -> dict[str, str]:
+    """The checkpoint's key of each of the model's tensors.
+
+    Raises:
+        CheckpointError: if tensors are missing on either side, or differ in shape or dtype; it names them.
+    """
+    saved = {key for key in opened.manifest.tensors if key.startswith("weights/")}
+    aliases = {key: {key, *(tie for tie, first in ties.items() if first == key)} for key in tensors}
+    names, problems = {}, []
+    for key, tensor in tensors.items():
+        shown = key.removeprefix("weights/")
+        candidates = [opened.manifest.ties.get(alias, alias) for alias in sorted(aliases[key], key=lambda a: a != key)]
+        name = next((candidate for candidate in candidates if candidate in saved), None)
+        if name is None:
+            problems.append(f"{shown} is not in the checkpoint")
+            continue
+        names[key] = name
+        dtype, shape = opened.manifest.tensors[name]
+        if shape != tensor.held.shape:
+            problems.append(f"{shown}: {list(shape)} in the checkpoint, {list(tensor.held.shape)} in the model")
+        elif dtype != tensor.held.dtype:
+            problems.append(f"{shown}: {dtype} in the checkpoint, {tensor.held.dtype} in the model")
+    used = set(names.values())
+    problems += [f"{name.removeprefix('weights/')} is not in the model" for name in sorted(saved - used)]
+    if problems:
+        raise CheckpointError(
+            f"{opened.folder} does not fit the model:\n  {some(problems)}\nBuild the model that was saved, in the same "
+            "dtype; load_weights reads the weights alone, and converts them"
+        )
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """For each of the model's keys: how the ranks hold the tensor, the tensor itself, and its key in the checkpoint."""
+
+    tensors: dict[str, RunTensor]
+    objects: dict[str, Tensor]
+    names: dict[str, str]
+
+
+_Optimizer = tuple[OptimizerParts, OptimizerManifest]
+
+
+def _checked_optimizer(run: Run, optimizer: Optimizer, opened: OpenCheckpoint, saved: _SavedState) -> _Optimizer:
+    """Check that the checkpoint's optimizer is this one."""
+    found = parts_of(run.model, optimizer)
+    assert opened.manifest.optimizer is not None
+    described = OptimizerManifest(**opened.manifest.optimizer)
+    check_fits(opened.folder, described, saved, found)
+    return found, described
+
+
+def _own_bytes(tensor: RunTensor, run: Run) -> int:
+    return numel(tensor.held.part(run.place)) * tensor.held.dtype.itemsize
+
+
+class _SavedState:
+    """Reads this rank's elements of the tensors of a checkpoint."""
+
+    def __init__(self, opened: OpenCheckpoint, run: Run, progress: Progress):
+        self._opened, self._run, self._progress = opened, run, progress
+        self._present: dict[str, Tensor] = {}  # the optimizer's present tensors, by the checkpoint's keys
+
+    def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        return self._opened.manifest.tensors.get(tensor)
+
+    def read_over(self, found: OptimizerParts) -> None:
+        """From now on, read into the memory of an optimizer's state where it has the right form."""
+        for name, part in found.parts.items():
+            if part.key is not None:
+                self._present[master_key(name)] = part.key.detach()
+                state = found.optimizer.state.get(part.key, {})
+                self._present |= {state_key(name, key): x for key, x in state.items() if isinstance(x, Tensor)}
+
+    def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
+        saved_dtype, shape = self._opened.manifest.tensors[tensor]
+        assert part.key is not None
+        held = held_like(part, saved_dtype, shape, self._run.sizes)
+        own = part.key.shape if shape == tuple(part.record.shape) else torch.Size(shape)
+        present = self._present.get(tensor)
+        if present is None or present.device.type != "cpu" or (present.dtype, present.shape) != (dtype, own):
+            return self.elements(tensor, held, dtype, own)
+        self.overwrite(present, tensor, held)
+        return present
+
+    def elements(self, tensor: str, held: Held, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        """Read this rank's elements of a tensor, on the CPU; padding is zero."""
+        blocks = held.part(self._run.place)
+        values = storage(shape, blocks, dtype)
+        self._read(tensor, blocks, values)
+        return values
+
+    def overwrite(self, target: Tensor, tensor: str, held: Held) -> None:
+        """Read this rank's elements of a tensor into ``target``; padding becomes zero."""
+        blocks = held.part(self._run.place)
+        if target.is_cpu and target.is_contiguous() and numel(blocks) == target.shape.numel():
+            self._read(tensor, blocks, target)
+        else:
+            target.copy_(self.elements(tensor, held, target.dtype, target.shape))
+
+    def _read(self, tensor: str, blocks: list[Block], values: Tensor) -> None:
+        saved_dtype = self._opened.manifest.tensors[tensor][0]
+        read_elements(self._opened.parts, tensor, saved_dtype, values.view(-1), blocks, self._progress.add)
+
+
+def _read_weights(runtime: Runtime, weights: _Weights, saved: _SavedState) -> None:
+    for key, tensor in weights.tensors.items():
+        target, name = weights.objects[key], weights.names[key]
+        if runtime.mesh.pp.rank not in tensor.held.stages:
+            continue
+        if runtime.weights is not None and isinstance(target, nn.Parameter):
+            shape = runtime.weights.part(target)[0].shape
+            runtime.weights.set_part(target, saved.elements(name, tensor.held, target.dtype, shape))
+        else:
+            saved.overwrite(target.data, name, tensor.held)

@@ -1,0 +1,135 @@
+"""Checks and loads the saved states of a scheduler, a scaler and a loader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from meshwright.checkpoint.format.manifest import Manifest
+from meshwright.checkpoint.one_device.optimizer_manifest import decode, kind_of
+from meshwright.errors import CheckpointError
+from meshwright.schema import Check, anything, integer, listed, number, require, shown, table, that
+
+_RATES = listed(that("a number from 0 to 1e9", lambda value: _is_number(value) and 0 <= float(value) <= 1e9))
+# Entries of the states of torch's schedulers and its gradient scaler. Others must be of the kind that the object has.
+_RANGES: Mapping[str, Mapping[str, Check]] = {
+    "scheduler": {"base_lrs": _RATES, "_last_lr": _RATES, "last_epoch": integer(-1), "_step_count": integer()},
+    "scaler": {
+        "scale": number(1e-38, 3e38),  # a float32, by which gradients are divided
+        "growth_factor": number(1, 1e9),
+        "backoff_factor": number(1e-9, 1),
+        "growth_interval": integer(1),
+        "_growth_tracker": integer(),
+    },
+}
+# The options of torch's schedulers. Classes of other programs may use these names for something else.
+_OF_TORCH: Mapping[str, Check] = {
+    **dict.fromkeys(("max_lrs", "min_lrs"), _RATES),
+    **dict.fromkeys(("gamma", "eta_min", "factor", "start_factor", "end_factor", "power"), number(0, 1e9)),
+    **dict.fromkeys(("step_size", "T_max", "T_0", "T_i", "T_mult", "total_steps", "total_size"), number(1)),
+    **dict.fromkeys(("num_bad_epochs", "cooldown_counter", "patience", "cooldown"), integer()),
+}
+_MAY_BE_INFINITE = ("best", "mode_worse")  # of ReduceLROnPlateau, before it has seen a metric
+
+
+def check_states(path: Path, manifest: Manifest, objects: Mapping[str, Any]) -> None:
+    """Check the states in a manifest against the objects that they will be loaded into, which stay as they are.
+
+    Args:
+        path: the file of the manifest.
+        manifest: the manifest.
+        objects: the objects, by their names in the manifest.
+
+    Raises:
+        CheckpointError: if a state is of another kind of object, or an entry has a wrong type or range. The message
+            names the file and the entry.
+    """
+    for name in _RANGES.keys() & objects.keys():
+        saved = decode(getattr(manifest, name))
+        check_state_of(name, saved, objects[name], f"{path}: its {name!r}")
+    check = getattr(objects.get("loader"), "check_state_dict", None)
+    if callable(check):
+        try:
+            check(manifest.loader)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: 'loader': {error}") from error
+
+
+def check_state_of(name: str, saved: Any, into: Any, where: str) -> None:
+    """Check the saved state of a scheduler or a scaler against the object that it will be loaded into.
+
+    Args:
+        name: ``"scheduler"`` or ``"scaler"``.
+        saved: the state.
+        into: the object.
+        where: the file and the place in it, for messages.
+
+    Raises:
+        CheckpointError: if it is of another kind of object, or an entry has a wrong type or range. The message names
+            the file and the entry.
+    """
+    require(saved, table(anything), where)
+    own = into.state_dict()
+    # torch's schedulers take every entry as an attribute: it would replace a method, or the optimizer.
+    for key in sorted(saved.keys() - own.keys()):
+        if name == "scheduler" and (key == "optimizer" or callable(getattr(into, key, None))):
+            raise CheckpointError(
+                f"{where} has {shown(key)}, which no {type(into).__name__} saves; load another checkpoint"
+            )
+    ranges = {**_RANGES[name], **(_OF_TORCH if type(into).__module__ == LRScheduler.__module__ else {})}
+    inner = getattr(into, "_schedulers", None) if name == "scheduler" else None
+    for key in sorted(saved.keys() & own.keys()):
+        if isinstance(inner, list) and key == "_schedulers" and isinstance(saved[key], list | tuple):
+            for index, (state, scheduler) in enumerate(zip(saved[key], inner, strict=False)):
+                check_state_of(name, state, scheduler, f"{where}, {key!r}[{index}]")
+        elif key in ranges and own[key] is not None:
+            require(saved[key], ranges[key], f"{where}, {key!r}")
+        else:
+            _check_kind(saved[key], own[key], f"{where}, {key!r}", may_be_infinite=key in _MAY_BE_INFINITE)
+
+
+def _check_kind(saved: Any, own: Any, where: str, *, may_be_infinite: bool = False) -> None:
+    """Check that a value, and those in it, are of the same kinds as the object's, and that numbers are finite."""
+    if saved is None or own is None:
+        return
+    if kind_of(saved) != kind_of(own):
+        raise CheckpointError(
+            f"{where} is {shown(saved)}, and a {kind_of(own)} in this program; load another checkpoint"
+        )
+    if type(saved) in (int, float) and not (may_be_infinite and math.isinf(saved)):
+        require(saved, number(), where)
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(saved, Mapping):
+        pairs = ((value, own[key]) for key, value in saved.items() if key in own)
+    elif isinstance(saved, list | tuple):
+        pairs = zip(saved, own, strict=False)
+    for value, present in pairs:
+        _check_kind(value, present, where)
+
+
+def load_states(path: Path, manifest: Manifest, objects: Mapping[str, Any]) -> None:
+    """Give objects the states that :func:`check_states` has checked.
+
+    Raises:
+        CheckpointError: if an object does not take its state.
+    """
+    for name in ("scheduler", "scaler", "loader"):
+        if name in objects:
+            saved = getattr(manifest, name)
+            try:
+                objects[name].load_state_dict(saved if name == "loader" else decode(saved))
+            except Exception as error:  # of any program's own class
+                raise CheckpointError(
+                    f"{path}: the {type(objects[name]).__name__} does not take the state of '{name}': "
+                    f"{type(error).__name__}: {error}. Load a checkpoint of the same program, or pass ignore=[{name!r}]"
+                ) from error
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number, or a tensor with one, as torch's schedulers keep rates that are tensors."""
+    return type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)

@@ -1,0 +1,335 @@
+"""The two files that each rank writes in a checkpoint, and the reading of what another rank needs of them.
+
+``part-00003.safetensors`` holds the elements that rank 3 writes, as a 1-d tensor for each tensor that it has a part of.
+``part-00003.json``, its index, says which elements these are, and has a digest for each chunk of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.files import disk
+from meshwright.checkpoint.files.digested_json import digest
+from meshwright.checkpoint.files.reading import read_exactly, read_into, reading
+from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
+from meshwright.checkpoint.format.assign_writes import copies
+from meshwright.checkpoint.one_device.blocks import Block, copy_blocks, numel, packed
+from meshwright.checkpoint.one_device.safetensors_file import MAX_HEADER, file_header, memory_of
+from meshwright.errors import CheckpointError
+from meshwright.schema import LARGEST, anything, equal, integer, listed, record, require, row, shown, table, text
+
+# Bytes under one digest: a rank that needs some of them reads them all. It is a part of the format: another size needs
+# another FORMAT.
+CHUNK = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The part of one tensor that a rank writes.
+
+    Args:
+        dtype: its dtype.
+        values: function that returns the elements that the rank holds, in any shape.
+        held: which elements of the tensor these are.
+        share: those that it writes; their storage is the tensor in its file.
+    """
+
+    dtype: torch.dtype
+    values: Callable[[], Tensor]
+    held: list[Block]
+    share: list[Block]
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Yield what is written, chunk by chunk on the CPU; each chunk is valid until the next."""
+        values, total = self.flat(), numel(self.share)
+        step = CHUNK // self.dtype.itemsize
+        staging = torch.empty(min(step, total), dtype=self.dtype, device=values.device)
+        for start in range(0, total, step):
+            stop = min(start + step, total)
+            copy_blocks(staging, values, [b.swapped() for b in copies(self.held, self.share, start, stop)])
+            yield staging[: stop - start].cpu()
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copy what is written to ``target``, which is 1-d; on CUDA, the copy may still be running."""
+        values = self.flat()
+        blocks = [b.swapped() for b in copies(self.held, self.share, 0, len(target))]
+        if values.is_cuda:
+            on_device = torch.empty_like(target, device=values.device)
+            copy_blocks(on_device, values, blocks)
+            target.copy_(on_device, non_blocking=True)
+        else:
+            copy_blocks(target, values, blocks)
+
+    def flat(self) -> Tensor:
+        """Return the elements that the rank holds, 1-d."""
+        return self.values().contiguous().view(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """A file of a checkpoint as its manifest records it.
+
+    Args:
+        bytes: its size.
+        digest: the digest of the whole file; for a safetensors file, the digest of its header.
+    """
+
+    bytes: int
+    digest: str
+
+
+def file_names(place: int) -> tuple[str, str]:
+    """Return the names of the tensor file and the index of one place."""
+    return f"part-{place:05d}.safetensors", f"part-{place:05d}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """What one rank writes.
+
+    Args:
+        place: the rank's place on the mesh.
+        sources: what it writes of each tensor, by the keys of the tensors.
+        random: function that returns the rank's random state, as JSON.
+    """
+
+    place: int
+    sources: Mapping[str, Source]
+    random: Callable[[], Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes of tensors."""
+        return sum(numel(source.share) * source.dtype.itemsize for source in self.sources.values())
+
+    def write(self, folder: Path, on_write: Callable[[int], None]) -> dict[str, FileRecord]:
+        """Write this rank's files, and flush them to the disk.
+
+        Args:
+            folder: the folder of the checkpoint that is being written.
+            on_write: function that is called with the number of bytes after each write.
+
+        Returns:
+            The records of the files by name.
+        """
+        name, index_name = file_names(self.place)
+        ordered = self.in_order()
+        forms = {key: (self.sources[key].dtype, (numel(self.sources[key].share),)) for key in ordered}
+        header, starts = file_header(forms)
+        tensors: dict[str, Any] = {}
+        size = len(header)
+        with disk.NewFile(folder / name) as file:
+            file.write(header)
+            for key in ordered:
+                digests = []
+                for chunk in self.sources[key].chunks():
+                    memory = memory_of(chunk)
+                    digests.append(digest(memory))
+                    file.write(memory)
+                    on_write(len(memory))
+                    size += len(memory)
+                blocks = [[b.whole, b.length, b.count, b.whole_stride] for b in self.sources[key].share]
+                tensors[key] = {"start": starts[key], "blocks": blocks, "digests": digests}
+        record = {"place": self.place, "random": self.random(), "tensors": tensors}
+        index = json.dumps(record, separators=(",", ":")).encode()
+        disk.write_file(folder / index_name, index)
+        return {
+            name: FileRecord(bytes=size, digest=digest(header)),
+            index_name: FileRecord(bytes=len(index), digest=digest(index)),
+        }
+
+    def in_order(self) -> list[str]:
+        """Return the keys in the order of the file: wide dtypes first, so that every tensor is aligned."""
+        return sorted(self.sources, key=lambda key: -self.sources[key].dtype.itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """The part of one tensor in one file: the elements of ``blocks``, from byte ``start`` on, with their digests."""
+
+    start: int
+    blocks: list[Block]
+    digests: list[str]
+
+    def chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int, str]]:
+        """Yield the first element, the end and the digest of each chunk."""
+        total, step = numel(self.blocks), CHUNK // dtype.itemsize
+        for start, expected in zip(range(0, total, step), self.digests, strict=True):
+            yield start, min(start + step, total), expected
+
+    def has_digests(self, dtype: torch.dtype) -> bool:
+        """Whether there is one digest per chunk."""
+        return len(self.digests) == -(-numel(self.blocks) // (CHUNK // dtype.itemsize))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartIndex:
+    """The index of one rank's files.
+
+    Args:
+        path: the tensor file.
+        random: the rank's random state.
+        pieces: what the tensor file has, by the keys of the tensors.
+    """
+
+    path: Path
+    random: Any
+    pieces: dict[str, Piece]
+
+    @staticmethod
+    def read(folder: Path, place: int, files: Mapping[str, FileRecord]) -> PartIndex:
+        """Read an index, and check it and the header of its tensor file against their digests.
+
+        Raises:
+            CheckpointError: if a file is missing or damaged; it names the file.
+        """
+        index = PartIndex.without_header(folder, place, files)
+        check_header(index.path, files[index.path.name])
+        return index
+
+    @staticmethod
+    def without_header(folder: Path, place: int, files: Mapping[str, FileRecord]) -> PartIndex:
+        """Read an index, and check it against its digest.
+
+        Raises:
+            CheckpointError: if the index is missing or damaged; it names the file.
+        """
+        name, index_name = file_names(place)
+        path = folder / index_name
+        entry = files[index_name]
+        if entry.bytes > MEMORY:
+            raise CheckpointError(f"{path} is damaged: it has {entry.bytes} bytes, which no index has")
+        index = parse_json(_checked(path, entry, entry.bytes), path)
+        require(index, record({"place": equal(place), "random": anything, "tensors": table(_PIECE)}), path)
+        pieces = index["tensors"]
+        for key, value in pieces.items():  # in place: two tables would take twice the memory
+            pieces[key] = _piece(value, path, key)
+        return PartIndex(path=folder / name, random=index["random"], pieces=pieces)
+
+    def read_into(self, key: str, dtype: torch.dtype, target: Tensor, wanted: list[Block]) -> Iterator[tuple[int, int]]:
+        """Read the wanted elements of a tensor, and check their chunks against the digests.
+
+        Args:
+            key: the key of the tensor; without a piece of it here, nothing is read.
+            dtype: the dtype of the tensor.
+            target: 1-d storage of the elements.
+            wanted: the elements that are wanted, with their positions in ``target``.
+
+        Yields:
+            The numbers of elements and of bytes of each chunk that was read.
+
+        Raises:
+            CheckpointError: if the file is damaged; it names the file and the tensor.
+        """
+        piece = self.pieces.get(key)
+        if piece is None or not (found := copies(wanted, piece.blocks, 0, numel(piece.blocks))):
+            return
+        if not piece.has_digests(dtype):
+            raise CheckpointError(f"{self.path} is damaged: {key} has {len(piece.digests)} digests, not one per chunk")
+        size = dtype.itemsize
+        staging = torch.empty(min(CHUNK // size, numel(piece.blocks)), dtype=dtype)
+        staged, direct, run = memory_of(staging), memoryview(b""), None
+        if target.is_cpu and target.dtype == dtype and target.is_contiguous() and len(found) == found[0].count == 1:
+            run = found[0]  # its chunks are read in place: on the CPU, copying costs as much as reading
+            direct = memory_of(target)[run.local * size : (run.local + run.length) * size]
+        with reading(self.path) as descriptor:
+            for start, stop, expected in piece.chunks(dtype):
+                is_direct = run is not None and run.whole <= start and stop <= run.whole + run.length
+                if run is not None and is_direct:
+                    memory, count = direct[(start - run.whole) * size : (stop - run.whole) * size], stop - start
+                else:
+                    found = copies(wanted, piece.blocks, start, stop)
+                    memory, count = staged[: (stop - start) * size], numel(found)
+                if not count:
+                    continue
+                read_into(descriptor, self.path, piece.start + start * size, memory)
+                if digest(memory) != expected:
+                    raise CheckpointError(
+                        f"{self.path} is damaged: {len(memory)} bytes of {key}, from byte "
+                        f"{piece.start + start * size} on, are not what was saved; load another checkpoint"
+                    )
+                if not is_direct:
+                    copy_blocks(target, staging[: stop - start].to(target.device), found)
+                yield count, len(memory)
+
+
+def read_elements(
+    parts: list[PartIndex],
+    key: str,
+    dtype: torch.dtype,
+    target: Tensor,
+    held: list[Block],
+    on_read: Callable[[int], None],
+) -> None:
+    """Read a rank's part of a tensor into ``target``, which is 1-d and may have another dtype.
+
+    Args:
+        parts: the indexes of all places.
+        key, dtype: the key of the tensor, and its dtype in the files.
+        target: the storage of the part; positions that the part does not have, such as padding, are left as they are.
+        held: which elements the part has.
+        on_read: function that is called with the number of bytes after each read.
+
+    Raises:
+        CheckpointError: if files are damaged, or some elements are in none of them.
+    """
+    found = 0
+    for part in parts:
+        for count, num_bytes in part.read_into(key, dtype, target, held):
+            found += count
+            on_read(num_bytes)
+    if found != numel(held):
+        raise CheckpointError(
+            f"{parts[0].path.parent} has {found} of the {numel(held)} elements of {key} that this rank needs, so it is "
+            "not whole; load another checkpoint"
+        )
+
+
+_POSITION, _COUNT = integer(0, LARGEST), integer(1, LARGEST)
+_BLOCK = row(_POSITION, _COUNT, _COUNT, _POSITION)
+# Each block is looked at for each chunk that is read. A tensor of a checkpoint has a few, even under uneven plans.
+_PIECE = record(
+    {"start": _POSITION, "blocks": listed(_BLOCK, least=1, most=2**12), "digests": listed(text("[0-9a-f]{32}"))}
+)
+
+
+def _piece(value: dict[str, Any], path: Path, key: str) -> Piece:
+    blocks = [
+        Block(0, whole, length, count, length, whole_stride) for whole, length, count, whole_stride in value["blocks"]
+    ]
+    if any(b.count > 1 and b.whole_stride < b.length for b in blocks):
+        raise CheckpointError(f"{path} is damaged: runs of {shown(key)} overlap; load another checkpoint")
+    return Piece(start=value["start"], blocks=packed(blocks), digests=value["digests"])
+
+
+def check_header(path: Path, record: FileRecord) -> None:
+    """Check the size and the header of a tensor file.
+
+    Raises:
+        CheckpointError: if the file is missing, or its size or header is not what was saved; the message names it.
+    """
+    with reading(path) as descriptor:
+        length = int.from_bytes(read_exactly(descriptor, path, 0, 8), "little")
+    if length > min(record.bytes - 8, MAX_HEADER):
+        raise CheckpointError(f"{path} is damaged: its header does not fit into the file")
+    _checked(path, record, 8 + length)
+
+
+def _checked(path: Path, record: FileRecord, length: int) -> bytearray:
+    """Return the first bytes of a file, after checking the file's size and the digest of these bytes."""
+    with reading(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        content = read_exactly(descriptor, path, 0, length) if size == record.bytes else bytearray()
+    if size != record.bytes:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {record.bytes} were saved")
+    if digest(content) != record.digest:
+        raise CheckpointError(f"{path} is damaged: its first {length} bytes are not those that were saved")
+    return content

@@ -1,0 +1,236 @@
+"""What one rank has of a run at the time of a save, and what it writes once it knows what the others have."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint.files.lineage import LAST_TIME
+from meshwright.checkpoint.format.assign_writes import Held, Place, Sizes, assign_writes
+from meshwright.checkpoint.format.manifest import Manifest
+from meshwright.checkpoint.format.model_config import model_config
+from meshwright.checkpoint.format.part_files import RankPart, Source
+from meshwright.checkpoint.format.random_state import Random, random_state
+from meshwright.checkpoint.format.run import Run, RunTensor, held_like
+from meshwright.checkpoint.format.snapshot import as_of_now
+from meshwright.checkpoint.one_device.blocks import Block
+from meshwright.checkpoint.one_device.optimizer_manifest import master_key, state_key
+from meshwright.checkpoint.one_device.safetensors_file import Form
+from meshwright.checkpoint.one_device.save_optimizer import (
+    State,
+    describe_optimizer,
+    encoded_groups,
+    new_state,
+    of_all,
+    own_state,
+    own_text,
+    saved_tensors,
+    tensor_forms,
+)
+from meshwright.optim.state_parts import OptimizerParts, parts_of
+from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.plan.config import ParallelPlan
+
+_LIBRARIES = ("meshwright", "torch", "transformers", "accelerate", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptimizer:
+    """What this rank has of an optimizer at one moment.
+
+    Args:
+        found: its parts.
+        state: a description of this rank's state.
+        groups: the names and the encoded options of each group.
+        values: function that returns this rank's elements of each tensor, by the tensor's key in files.
+    """
+
+    found: OptimizerParts
+    state: State
+    groups: list[dict[str, Any]]
+    values: dict[str, Callable[[], Tensor]]
+
+    @staticmethod
+    def of(model: nn.Module, optimizer: Optimizer) -> RankOptimizer:
+        """Look at an optimizer.
+
+        Raises:
+            OptimizerMismatchError: if it belongs to another model.
+            CheckpointError: if an engine holds its state, or options or state are neither numbers nor tensors.
+        """
+        found = parts_of(model, optimizer)
+        state, values = own_state(found), {}
+        for name, part in found.parts.items():
+            if part.key is None:
+                continue
+            if part.has_master:
+                values[master_key(name)] = part.key.detach
+            for key, described in state.get(name, {}).items():
+                if isinstance(described, tuple):
+                    values[state_key(name, key)] = found.optimizer.state[part.key][key].detach
+        return RankOptimizer(found=found, state=state, groups=encoded_groups(found), values=values)
+
+    def tensors(self, state: State, sizes: Sizes, device: torch.device) -> dict[str, RunTensor]:
+        """Return the tensors of the optimizer's state, by key.
+
+        Args:
+            state: the description of the state of all ranks.
+            sizes: the sizes of the mesh.
+            device: the device of elements that have no state yet.
+        """
+        sources = saved_tensors(self.found, state)
+        tensors: dict[str, RunTensor] = {}
+        for key, form in tensor_forms(self.found, state).items():
+            part = self.found.parts[sources[key][0]]
+            held = held_like(part, *form, sizes)
+            values = self.values.get(key) or functools.partial(new_state, part, form[0], device)
+            tensors[key] = RunTensor(held=held, values=values)
+        return tensors
+
+    def fields(self, state: State) -> dict[str, Any]:
+        """Return the rest of the state of all ranks as JSON."""
+        described = vars(describe_optimizer(self.found, state, self.groups, {}))
+        return {name: value for name, value in described.items() if name not in ("weight_map", "format")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """What this rank has of a run.
+
+    The call that saves only makes one of these. All that is derived from it, which takes several times longer, can be
+    computed in a thread, while training goes on.
+
+    Args:
+        sizes, place: the sizes of the mesh, and the rank's place on it.
+        device: the device of the model.
+        weights: the model's tensors by key.
+        ties: the key of each tied weight's values by its other keys.
+        optimizer: what the rank has of the optimizer; None without one.
+        random: function that returns the rank's random states.
+        config: function that returns the model's configuration files.
+        plan: the plan of the model; None if it was not distributed.
+        states: the rest of the manifest, the same on all ranks.
+    """
+
+    sizes: Sizes
+    place: Place
+    device: torch.device
+    weights: dict[str, RunTensor]
+    ties: dict[str, str]
+    optimizer: RankOptimizer | None
+    random: Callable[[], Random]
+    config: Callable[[], dict[str, str] | None]
+    plan: ParallelPlan | None
+    states: dict[str, Any]
+
+    @staticmethod
+    def of(run: Run, optimizer: Optimizer | None, states: dict[str, Any]) -> RankState:
+        """Look at a run and its optimizer.
+
+        Raises:
+            OptimizerMismatchError: if the optimizer belongs to another model.
+            CheckpointError: if a checkpoint cannot hold a tensor of the model, or the optimizer's state or options.
+        """
+        weights, ties, _ = run.model_tensors()
+        streams = run.runtime.features.find(DropoutStreams)
+        return RankState(
+            sizes=run.sizes,
+            place=run.place,
+            device=run.device,
+            weights=weights,
+            ties=ties,
+            optimizer=None if optimizer is None else RankOptimizer.of(run.model, optimizer),
+            random=random_state(run.device),
+            config=model_config(run.model),
+            plan=run.runtime.plan,
+            states={**states, "streams": None if streams is None else streams.state_dict()},
+        )
+
+    def as_of_now(self) -> RankState:
+        """Return the run with the present values of all tensors, whatever the program writes to them later."""
+        weights = {
+            key: replace(tensor, values=as_of_now(tensor.values))
+            if self.place.pp in tensor.held.stages  # the others are empty, and would become whole
+            else tensor
+            for key, tensor in self.weights.items()
+        }
+        if self.optimizer is None:
+            return replace(self, weights=weights)
+        values = {key: as_of_now(values) for key, values in self.optimizer.values.items()}
+        return replace(self, weights=weights, optimizer=replace(self.optimizer, values=values))
+
+    def text(self) -> str:
+        """Return what :meth:`planned` needs of each rank."""
+        return "" if self.optimizer is None else own_text(self.optimizer.found, self.optimizer.state)
+
+    def planned(self, texts: list[str]) -> tuple[RankPart, Callable[[], Manifest]]:
+        """Return what this rank writes, and a function that returns the manifest without the records of the files.
+
+        Args:
+            texts: the texts of all ranks.
+        """
+        tensors, fields = dict(self.weights), None
+        if self.optimizer is not None:
+            found, state = of_all(self.optimizer.found, texts)
+            optimizer = replace(self.optimizer, found=found)
+            tensors |= optimizer.tensors(state, self.sizes, self.device)
+            fields = optimizer.fields(state)
+
+        forms = {key: (tensor.held.dtype, tensor.held.shape) for key, tensor in tensors.items()}
+        rest = replace(self, weights={}, optimizer=None)  # so that tensors are freed as soon as they are copied
+        part = RankPart(place=self.sizes.index(self.place), sources=self._sources(tensors), random=self.random)
+        return part, functools.partial(rest._manifest, forms, fields)
+
+    def _sources(self, tensors: dict[str, RunTensor]) -> dict[str, Source]:
+        """What this rank writes."""
+        own = _own_shares(tuple((key, tensor.held) for key, tensor in tensors.items()), self.sizes, self.place)
+        return {
+            key: Source(dtype=tensors[key].held.dtype, values=tensors[key].values, held=held, share=share)
+            for key, (held, share) in own.items()
+        }
+
+    def _manifest(self, forms: dict[str, Form], fields: dict[str, Any] | None) -> Manifest:
+        return Manifest(
+            written=min(time.time_ns(), LAST_TIME),
+            versions=dict(_versions()),
+            plan=None if self.plan is None else asdict(self.plan),
+            ranks=self.sizes.ranks,
+            mesh=self.sizes.by_axis,
+            tensors=forms,
+            ties=self.ties,
+            optimizer=fields,
+            model_config=self.config(),
+            files={},
+            **self.states,
+        )
+
+
+# This is the same at each save of a run, and takes longer to compute than all else before the copy.
+@functools.lru_cache(maxsize=1)
+def _own_shares(
+    tensors: tuple[tuple[str, Held], ...], sizes: Sizes, place: Place
+) -> dict[str, tuple[list[Block], list[Block]]]:
+    """For each tensor that this rank writes a part of: the elements that it holds, and those that it writes."""
+    held = dict(tensors)
+    own = assign_writes(held, sizes)[sizes.index(place)]
+    return {key: (held[key].part(place), share) for key, share in own.items()}
+
+
+@functools.cache  # reading them takes longer than any other preparation of a save
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

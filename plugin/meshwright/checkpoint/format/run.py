@@ -1,0 +1,154 @@
+"""The run that is saved or loaded: its model, this rank's place on its mesh, and how the ranks hold its tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.checkpoint.format.assign_writes import Held, Place, Sizes
+from meshwright.checkpoint.one_device.safetensors_file import DTYPES
+from meshwright.compiling import without_compilation
+from meshwright.errors import CheckpointError
+from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.mesh.axes import Mesh
+from meshwright.optim.engine_state import check_no_engine
+from meshwright.optim.runtime import Runtime, device_of, find_runtime
+from meshwright.optim.state_parts import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTensor:
+    """One tensor of a run.
+
+    Args:
+        held: how the ranks hold it.
+        values: function that returns this rank's elements, in any shape.
+    """
+
+    held: Held
+    values: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A model, distributed or not, as a checkpoint sees it.
+
+    Args:
+        model: the model, without what ``torch.compile`` puts around it.
+        runtime: its runtime, or one of a single rank.
+        device: its device.
+        sizes, place: the sizes of its mesh, and this rank's place on it.
+    """
+
+    model: nn.Module
+    runtime: Runtime
+    device: torch.device
+    sizes: Sizes
+    place: Place
+
+    @staticmethod
+    def of(call: str, folder: Any, model: Any, optimizer: Any) -> Run:
+        """Look at the first three arguments of ``save_checkpoint`` or ``load_checkpoint``.
+
+        Raises:
+            CheckpointError: if one has the type of another; the message names it and their order.
+        """
+        wrong = None
+        if not isinstance(folder, str | os.PathLike):
+            wrong = f"folder is {_kind(folder)}, not a path"
+        elif not isinstance(model, nn.Module):
+            wrong = f"model is {_kind(model)}, not a module"
+        elif optimizer is not None and not hasattr(optimizer, "param_groups"):  # engines wrap theirs in other classes
+            wrong = f"optimizer is {_kind(optimizer)}, not an optimizer"
+        if wrong is not None:
+            raise CheckpointError(f"{wrong}; write mw.{call}(folder, model, optimizer, ...)")
+        model = without_compilation(model)
+        runtime = find_runtime(model) or Runtime(mesh=Mesh())
+        return Run(
+            model=model,
+            runtime=runtime,
+            device=device_of(model),
+            sizes=Sizes(pp=runtime.mesh.pp.size, dp=runtime.mesh.tokens.size, tp=runtime.mesh.tp.size),
+            place=Place(pp=runtime.mesh.pp.rank, dp=runtime.mesh.tokens.rank, tp=runtime.mesh.tp.rank),
+        )
+
+    @property
+    def index(self) -> int:
+        """This rank's index among the files of a checkpoint."""
+        return self.sizes.index(self.place)
+
+    def check(self) -> None:
+        """Check that a checkpoint can hold the run.
+
+        Raises:
+            CheckpointError: if an engine holds the model's state, or several processes the model, and it is not
+                distributed over them.
+        """
+        check_no_engine(self.model)
+        ranks = self.sizes.ranks
+        # If the process group is gone, compare_before_save says so.
+        processes = dist.get_world_size() if dist.is_initialized() else ranks
+        if ranks != processes:
+            raise CheckpointError(
+                f"the model is distributed over {ranks} of {processes} processes, but a checkpoint needs all of them; "
+                "pass the model that to_distributed returned"
+            )
+
+    def model_tensors(self) -> tuple[dict[str, RunTensor], dict[str, str], dict[str, Tensor]]:
+        """Return the model's parameters and persistent buffers.
+
+        Returns:
+            The tensors by key, the key of each tied weight's values by its other keys, and the model's own tensor
+            objects by key.
+        """
+        tensors: dict[str, RunTensor] = {}
+        ties: dict[str, str] = {}
+        objects: dict[str, Tensor] = {}
+        first: dict[int, str] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            key = f"weights/{name}"
+            if not isinstance(tensor, Tensor):
+                raise CheckpointError(
+                    f"{name} of the model's state_dict is a {type(tensor).__name__}, and a checkpoint holds its "
+                    "tensors only. Save it as extra=..."
+                )
+            if tensor.dtype not in DTYPES.values() or tensor.layout is not torch.strided:
+                raise CheckpointError(
+                    f"{name} of the model's state_dict is {tensor.dtype}, {tensor.layout}, which safetensors files do "
+                    "not hold. Register it with persistent=False, or convert it"
+                )
+            if id(tensor) in first:
+                ties[key] = first[id(tensor)]
+                continue
+            first[id(tensor)] = key
+            objects[key] = tensor
+            tensors[key] = self._tensor(tensor)
+        return tensors, ties, objects
+
+    def _tensor(self, tensor: Tensor) -> RunTensor:
+        record, weights = getattr(tensor, "meshwright", None), self.runtime.weights
+        if not isinstance(record, TensorLayout):
+            held = Held.of(tensor.dtype, tensor.shape, self.sizes)
+        elif weights is not None and isinstance(tensor, nn.Parameter):
+            held = Held.of(tensor.dtype, record.shape, self.sizes, record, weights.part(tensor)[1])
+            return RunTensor(held=held, values=lambda: weights.part(tensor)[0].detach())
+        else:
+            held = Held.of(tensor.dtype, record.shape, self.sizes, record)
+        return RunTensor(held=held, values=lambda: tensor.detach().reshape(-1))
+
+
+def held_like(part: Part, dtype: torch.dtype, shape: tuple[int, ...], sizes: Sizes) -> Held:
+    """Return how the ranks hold a tensor of an optimizer's state: like its parameter, if it has the shape of that."""
+    if shape != tuple(part.record.shape):
+        return Held.of(dtype, shape, sizes)
+    return Held.of(dtype, shape, sizes, part.record, part.cut)
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"

@@ -1,0 +1,1 @@
+"""Files as one device has them: safetensors of whole weights, and the state of an optimizer."""

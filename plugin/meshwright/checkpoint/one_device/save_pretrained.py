@@ -1,0 +1,209 @@
+"""``model.save_pretrained`` of a distributed model: one-device files, streamed tensor by tensor."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.one_device.gather_tensor import is_first
+from meshwright.checkpoint.one_device.replaced_model import ModelReplacement, WeightNames
+from meshwright.checkpoint.one_device.safetensors_file import Form, ShardSlice, num_bytes, read_header, read_rows
+from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, index_of, parse_bytes, split, stream
+from meshwright.checkpoint.one_device.whole_tensors import gather_full, gather_state
+from meshwright.faults.every_rank import on_every_rank
+from meshwright.faults.together import on_first_rank
+from meshwright.layout.tensor_layout import global_shape
+from meshwright.optim.runtime import Runtime, runtime_of
+from meshwright.optim.state_dicts import StateDictCalls
+from meshwright.parallel.method_override import MethodOverride
+from meshwright.roles.adapters import wrapped
+
+
+def export_with_full_weights(model: nn.Module) -> None:
+    """Make ``model.save_pretrained`` write one-device weights from rank 0; every rank must then call it.
+
+    A plain save of a transformers model is streamed: rank 0 never holds more than one full tensor beside its own
+    shard. If ``state_dict`` is passed, it is written instead. With ``push_to_hub``, or if the parameters have other
+    names on disk than in the model, rank 0 gathers the whole model first. For a PEFT model it gathers only the
+    adapters.
+    """
+    if (save_pretrained := getattr(model, "save_pretrained", None)) is not None:
+        object.__setattr__(model, "save_pretrained", _FullSave(save_pretrained, model))
+
+
+class _FullSave(MethodOverride):
+    """The method that replaces a model's ``save_pretrained`` and writes whole weights."""
+
+    def __init__(self, method: Callable[..., Any], model: nn.Module):
+        super().__init__(method)
+        self.model = model
+
+    def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        self.save_pretrained(save_directory, *args, **kwargs)
+
+    @on_every_rank
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save the model; every rank must make the call."""
+        model, save_pretrained = self.model, self.method
+        runtime = runtime_of(model)
+        call = _bind(save_pretrained, save_directory, *args, **kwargs)
+        has_weights = on_first_rank(lambda: call.get("state_dict") is not None)
+        if not has_weights:
+            runtime.compare_before_save()
+            if _can_stream(model) and _save_streamed(model, runtime, save_pretrained, call):
+                return
+            kwargs = {**kwargs, "state_dict": gather_state(model, _saved_by(model))}
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", Path(save_directory).name)
+        calls = runtime.features.find(StateDictCalls) or StateDictCalls()
+        with calls.reading_names():  # the method may still read names from modules' state dicts
+            on_first_rank(lambda: _save_given(lambda path: save_pretrained(path, *args, **kwargs), call))
+
+
+def _save_given(save: Callable[[Path], object], call: dict[str, Any]) -> None:
+    """Run transformers' own save with whole weights, on the rank that writes."""
+    replacement = ModelReplacement(Path(call["save_directory"]))
+    try:
+        save(replacement.path)
+        replacement.commit(WeightNames.of(call.get("variant")))
+    finally:
+        replacement.close()
+
+
+def _bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name, including defaults."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    rest = bound.arguments.pop("kwargs", {})
+    return {**bound.arguments, **rest}
+
+
+def _saved_by(model: Any) -> dict[str, Tensor]:
+    """Return the tensors that ``save_pretrained`` may write; with adapters, only adapters, embedding and head."""
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if wrapped(model) is None:
+        return state
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    vocabulary = {id(p) for module in ends if module is not None for p in module.parameters()}
+    return {
+        name: x
+        for name, x in state.items()
+        if x.requires_grad or id(x) in vocabulary or "lora_" in name or name.endswith(".bias")
+    }
+
+
+def _can_stream(model: nn.Module) -> bool:
+    """Return whether this is a plain transformers model, whose files are known."""
+    kinds = {kind.__name__: kind for kind in type(model).__mro__}
+    stock = getattr(kinds.get("PreTrainedModel"), "save_pretrained", None)
+    if stock is None or type(model).save_pretrained is not stock:  # type: ignore[attr-defined]
+        return False
+    is_plain = not getattr(model, "_hf_peft_config_loaded", False) and getattr(model, "hf_quantizer", None) is None
+    return is_plain and all(isinstance(x, Tensor) for x in model.state_dict(keep_vars=True).values())
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Which tensors go into which file.
+
+    Args:
+        names: the names of the weight files.
+        files: the names of each file's tensors, in order.
+    """
+
+    names: WeightNames
+    files: dict[str, list[str]]
+
+
+def _save_streamed(model: Any, runtime: Runtime, save_pretrained: Callable[..., Any], call: dict[str, Any]) -> bool:
+    """Write the weights tensor by tensor, if transformers' method would write them as they are; return whether."""
+    replacement: ModelReplacement | None = None
+
+    def start() -> dict[str, Any] | None:
+        nonlocal replacement
+        if call["push_to_hub"] or call.get("distributed_checkpoint") or not call["is_main_process"]:
+            return None
+        most = parse_bytes(call["max_shard_size"])
+        replacement = ModelReplacement(Path(call["save_directory"]))
+        found = _plan(model, save_pretrained, {**call, "save_directory": replacement.path}, most)
+        return None if found is None else asdict(found)
+
+    def finish() -> None:
+        assert written is not None and replacement is not None
+        written.close()
+        if len(files) > 1:
+            text = index_of(files, sum(global_shape(p).numel() for p in model.parameters()))
+            (replacement.path / plan.names.index).write_text(text, encoding="utf-8")
+        replacement.commit(plan.names)
+
+    try:
+        fields = on_first_rank(start)
+        if fields is None:
+            return False
+        plan = _Files(**{**fields, "names": WeightNames(**fields["names"])})
+        state = model.state_dict(keep_vars=True)
+        files = {file: {name: _form(state[name]) for name in names} for file, names in plan.files.items()}
+        written = None
+        if is_first(runtime):
+            assert replacement is not None
+            written = StreamedFiles(replacement.path, files, f"writing {call['save_directory']}")
+        stream(files, lambda name: gather_full(state[name], runtime), written)
+        on_first_rank(finish)
+        return True
+    finally:
+        if replacement is not None:
+            replacement.close()
+
+
+def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any], most: int) -> _Files | None:
+    """Let transformers' own method write all files but the weights; return how to stream these, None if impossible."""
+    state = model.state_dict(keep_vars=True)
+    written = _save_stand_ins(state, save_pretrained, call)
+    if written is None:
+        return None
+    stem, kept = written
+    # Wide dtypes first, so that every tensor is aligned in its file.
+    ordered = sorted((name for name in state if name in kept), key=lambda name: -state[name].element_size())
+    files = split(stem, {name: num_bytes(_form(state[name])) for name in ordered}, most)
+    return _Files(WeightNames(stem, WeightNames.of(call.get("variant")).index), files)
+
+
+def _save_stand_ins(
+    state: dict[str, Tensor], save_pretrained: Callable[..., Any], call: dict[str, Any]
+) -> tuple[str, set[str]] | None:
+    """Let transformers' own method save a few numbers for each tensor; return its file's stem and the names in it.
+
+    The method drops tied names and the tensors that the model excludes from its files, as ``from_pretrained`` expects.
+    If it also renames or converts a tensor, the result is None.
+    """
+    # Each stand-in has its tensor's number of dims, all of different sizes, and its own value, to show any conversion.
+    numbers = {id(x): number for number, x in enumerate(state.values())}
+    stand_ins = {
+        id(x): torch.full(tuple(range(1, len(global_shape(x)) + 1)), float(numbers[id(x)])) for x in state.values()
+    }
+    names = {name: stand_ins[id(x)] for name, x in state.items()}
+    try:
+        save_pretrained(**{**call, "state_dict": dict(names), "max_shard_size": "1TB"})
+    except (RuntimeError, ValueError, TypeError):
+        return None  # the method converts whole tensors; it raises any other error again in the real save
+    written = list(Path(call["save_directory"]).glob("*.safetensors"))
+    if len(written) != 1:
+        return None
+    entries = read_header(written[0])
+    with written[0].open("rb", buffering=0) as file:
+        for name, entry in entries.items():
+            values = read_rows(file, entry, ShardSlice(), entry.dtype, lambda _: None)
+            if name not in names or not torch.equal(values, names[name]):
+                return None
+    written[0].unlink()
+    return written[0].stem, set(entries)
+
+
+def _form(x: Tensor) -> Form:
+    return x.dtype, tuple(global_shape(x))

@@ -1,0 +1,194 @@
+"""A checkpoint of whole weights in safetensors files, checked against a model and read shard by shard."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.files.reading import read_json
+from meshwright.checkpoint.one_device.safetensors_file import Entry, ShardSlice, read_header, read_rows
+from meshwright.errors import CheckpointError
+from meshwright.layout.tensor_layout import global_shape
+from meshwright.progress import Progress
+from meshwright.schema import require, table, text
+
+logger = logging.getLogger(__name__)
+
+# A .safetensors file, an index of several, a directory with either, or the files themselves.
+WeightSource = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+_SINGLE = "model.safetensors"
+_WEIGHT_MAP = table(text(most=4096))
+_INDEX = ".safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The files of a checkpoint, and which of them holds which tensor.
+
+    Args:
+        source: the path that the user named.
+        entries: the file of each tensor, by name, and the tensor's place in it.
+        progress: the progress bar, which counts the bytes read.
+    """
+
+    source: Path
+    entries: Mapping[str, tuple[Path, Entry]]
+    progress: Progress
+
+    @staticmethod
+    def open(source: WeightSource) -> WeightFiles:
+        """Find the files and read their headers.
+
+        Args:
+            source: a .safetensors file, an index of several, a directory with either, or the files themselves.
+
+        Raises:
+            CheckpointError: if a file or tensor is missing, damaged, or of another format; the message says which.
+        """
+        if not isinstance(source, str | os.PathLike):
+            return _of_files([WeightFiles.open(file) for file in source])
+        path = Path(source)
+        if path.is_dir():
+            path = _in_directory(path)
+            _check_inside(path.parent, path.name)
+        if path.suffix in _PICKLES:
+            raise CheckpointError(
+                f"{path} is a pickle file, which is not read because loading it could run code. Load it where you "
+                "trust it and write it again with model.save_pretrained(...), which writes safetensors"
+            )
+        if not path.is_file():
+            raise CheckpointError(f"there is no checkpoint at {path}; name a .safetensors file, its index, or a folder")
+        if path.suffix == ".json":
+            entries = _indexed(path)
+        else:
+            entries = {name: (path, entry) for name, entry in read_header(path).items()}
+        return WeightFiles(Path(source), entries, Progress(f"reading {path.name}"))
+
+    def names_for(self, model: nn.Module) -> dict[int, str]:
+        """Check the checkpoint against a model; return the checkpoint's name of each model tensor, by ``id``.
+
+        The checkpoint may have a tied parameter under any of its names. Buffers that the checkpoint lacks are left out.
+
+        Raises:
+            CheckpointError: if parameters are missing or tensors have another shape; the message lists them.
+        """
+        found: dict[int, str] = {}
+        missing: dict[int, str] = {}
+        others = []
+        state = model.state_dict(keep_vars=True)
+        for name, tensor in state.items():
+            if name in self.entries:
+                shape = self.entries[name][1].shape
+                if shape != tuple(global_shape(tensor)):
+                    others.append(f"{name}: {list(shape)} in the checkpoint, {list(global_shape(tensor))} in the model")
+                found.setdefault(id(tensor), name)
+            elif isinstance(tensor, nn.Parameter):
+                missing.setdefault(id(tensor), name)
+        lacking = [name for key, name in missing.items() if key not in found]
+        if lacking or others:
+            raise CheckpointError(self._mismatch(lacking, others, list(state)))
+        if unused := [name for name in self.entries if name not in state]:
+            logger.warning("%s has %d tensor(s) that the model lacks: %s", self.source, len(unused), some(unused, ", "))
+        return found
+
+    def read(self, name: str, wanted: ShardSlice, dtype: torch.dtype) -> Tensor:
+        """Read this rank's shard of a tensor, or a part of it, to the CPU, and no other bytes."""
+        path, entry = self.entries[name]
+        with path.open("rb", buffering=0) as file:
+            return read_rows(file, entry, wanted, dtype, self.progress.add)
+
+    def _mismatch(self, lacking: list[str], others: list[str], expected: list[str]) -> str:
+        parts = [f"{self.source} does not fit the model"]
+        if lacking:
+            parts.append(f"it lacks {len(lacking)} parameter(s):\n  {some(lacking)}")
+        if others:
+            parts.append(f"{len(others)} tensor(s) have another shape:\n  {some(others)}")
+        prefixes = {
+            name[: -len(other)] for other in list(self.entries)[:1] for name in expected if name.endswith(other)
+        }
+        if lacking and (prefix := next(iter(prefixes), "")):
+            parts.append(
+                f"its names lack the prefix {prefix!r}, so it holds the bare decoder: load it with the decoder's "
+                "class, and save the whole model with save_pretrained(...)"
+            )
+        return "\n".join(parts)
+
+
+def _of_files(parts: list[WeightFiles]) -> WeightFiles:
+    if len(parts) == 1:
+        return parts[0]
+    entries: dict[str, tuple[Path, Entry]] = {}
+    for part in parts:
+        if repeated := sorted(entries.keys() & part.entries.keys()):
+            other = entries[repeated[0]][0]
+            raise CheckpointError(f"{other} and {part.source} both hold {some(repeated, ', ')}; name one of them")
+        entries |= part.entries
+    if not parts:
+        raise CheckpointError("there is no checkpoint in an empty list of files")
+    folder = parts[0].source.parent
+    return WeightFiles(folder, entries, Progress(f"reading {folder.name}"))
+
+
+def _in_directory(directory: Path) -> Path:
+    names = sorted(entry.name for entry in directory.iterdir())
+    if _SINGLE in names:
+        return directory / _SINGLE
+    for kind in (_INDEX, ".safetensors"):
+        found = [name for name in names if name.endswith(kind)]
+        if len(found) == 1:
+            return directory / found[0]
+        if found:
+            raise CheckpointError(f"{directory} has several checkpoints: {', '.join(found)}; name one of the files")
+    pickles = [name for name in names if Path(name).suffix in _PICKLES]
+    hint = (
+        f"; {', '.join(pickles)} looks like a pickle file, which is not read because loading it could run code: write "
+        "it again with model.save_pretrained(...), which writes safetensors"
+        if pickles
+        else ""
+    )
+    raise CheckpointError(f"{directory} has no .safetensors file; it holds: {some(names, ', ') or 'nothing'}{hint}")
+
+
+def _indexed(index: Path) -> dict[str, tuple[Path, Entry]]:
+    found = read_json(index.resolve())
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    require(files, _WEIGHT_MAP, f"{index}: its 'weight_map'")
+    assert files is not None
+    if outside := sorted({file for file in files.values() if Path(file).name != file or "\0" in file}):
+        raise CheckpointError(f"the 'weight_map' of {index} lists files outside its own folder: {some(outside, ', ')}")
+    if absent := sorted({file for file in files.values() if not (index.parent / file).is_file()}):
+        raise CheckpointError(f"the 'weight_map' of {index} lists files that do not exist: {some(absent, ', ')}")
+    for file in sorted(set(files.values())):
+        _check_inside(index.parent, file)
+    headers = {file: read_header(index.parent / file) for file in sorted(set(files.values()))}
+    if lost := [f"{name} in {file}" for name, file in files.items() if name not in headers[file]]:
+        raise CheckpointError(f"{index} lists tensors that their files do not hold:\n  {some(lost)}")
+    return {name: (index.parent / file, headers[file][name]) for name, file in files.items()}
+
+
+def _check_inside(folder: Path, file: str) -> None:
+    """Check that a file is in its folder, and no link to a file elsewhere.
+
+    The cache of the Hugging Face hub links a snapshot's files to the ``blobs`` folder beside the snapshots.
+    """
+    place, real = folder.resolve(), (folder / file).resolve()
+    homes = [place, place.parent.parent / "blobs"] if place.parent.name == "snapshots" else [place]
+    if not any(real.is_relative_to(home) for home in homes):
+        raise CheckpointError(
+            f"{folder / file} is a link to {real}, outside its folder; name that file itself, or a list of files, if "
+            "you trust the link"
+        )
+
+
+def some(names: list[str], separator: str = "\n  ") -> str:
+    """Return the first 20 of some names or lines, and the number of the others."""
+    more = [f"... and {len(names) - 20} more"] if len(names) > 20 else []
+    return separator.join([*names[:20], *more])

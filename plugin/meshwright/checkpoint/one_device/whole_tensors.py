@@ -1,0 +1,141 @@
+"""Gather whole tensors on rank 0, under one-device names and in one-device shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.one_device.gather_tensor import assemble, is_first
+from meshwright.compiling import without_compilation
+from meshwright.faults.every_rank import on_every_rank
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import layout_of
+from meshwright.optim.runtime import Runtime, device_of, find_runtime, runtime_of
+from meshwright.parallel.collectives import maximum
+from meshwright.parallel.shard_reads import reading_shards
+
+
+@on_every_rank
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the one-device state dict of a distributed model, on the CPU of rank 0; other ranks get an empty dict.
+
+    Every rank must make the call. A tied weight appears under each of its names. The dict holds the whole
+    model in rank 0's memory; ``model.save_pretrained`` writes the model without holding it whole.
+
+    Example::
+
+        weights = mw.full_state_dict(model)
+        if dist.get_rank() == 0:
+            torch.save(weights, "model.pt")
+    """
+    model = without_compilation(model)
+    if (runtime := find_runtime(model)) is not None:
+        runtime.compare_before_save()
+    return gather_state(model, model.state_dict(keep_vars=True))
+
+
+def gather_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gather some of a model's tensors as :func:`full_state_dict` does."""
+    runtime = find_runtime(model)
+    if runtime is None:
+        return {name: value.detach().cpu().clone() for name, value in state.items()}
+    full: dict[str, Tensor] = {}
+    done: dict[int, Tensor | None] = {}
+    for name, value in state.items():
+        if id(value) not in done:
+            whole = gather_full(value, runtime)
+            # A tensor that is not sharded belongs to the model, so the user gets a copy.
+            done[id(value)] = whole.cpu().clone() if whole is not None and whole.shape == value.shape else whole
+        if (whole := done[id(value)]) is not None:
+            full[name] = whole
+    return full
+
+
+@on_every_rank
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the one-device gradients of a distributed model, on the CPU of rank 0; other ranks get an empty dict.
+
+    Every rank must make the call. Parameters without a gradient are left out; a tied parameter appears under its
+    first name.
+
+    Raises:
+        ValueError: if the model is not distributed, or the last backward pass ran under ``no_sync``.
+    """
+    model = without_compilation(model)
+    runtime = runtime_of(model)
+    runtime.check_own("full_gradients", "it may have reduced or freed them already")
+    runtime.gradients.check_synced()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    full: dict[str, Tensor] = {}
+    local_ones = _local_gradients(runtime)
+    for parameter, local in local_ones if runtime.mesh.pp.size == 1 else _of_all_stages(model, local_ones, runtime):
+        whole = _gather(local, parameter, runtime)
+        if whole is not None:
+            full[names[id(parameter)]] = whole.cpu().clone() if whole.shape == local.shape else whole
+    return {name: full[name] for name in names.values() if name in full}
+
+
+def _local_gradients(runtime: Runtime) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter's gradient of its TP shard; ZeRO's slices are gathered over dp, one bucket at a time."""
+    sharded_ones: set[int] = set()
+    if runtime.gradients.zero is not None:
+        runtime.gradients.zero.settle()
+        sharded_ones = {id(parameter) for parameter in runtime.gradients.zero.parameters}
+        for sharded in runtime.gradients.zero.sharded:
+            for parameter, gradient in sharded.bucket.segments(sharded.gather_gradients()):
+                if _has_any(parameter, runtime):
+                    yield parameter, gradient
+    for parameter in runtime.gradients.parameters:
+        if id(parameter) not in sharded_ones and parameter.grad is not None:
+            yield parameter, parameter.grad.as_subclass(Tensor)
+
+
+def _of_all_stages(
+    model: nn.Module, local_ones: Iterator[tuple[nn.Parameter, Tensor]], runtime: Runtime
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter that has a gradient on some pipeline stage, in the order of the model."""
+    local = {id(parameter): gradient for parameter, gradient in local_ones}
+    parameters = list(model.parameters())
+    have = torch.tensor([float(id(p) in local) for p in parameters], device=device_of(model))
+    for parameter, has_one in zip(parameters, maximum(have, runtime.mesh.pp).tolist(), strict=True):
+        if has_one:
+            yield parameter, local.get(id(parameter), torch.empty(0, dtype=parameter.dtype))
+
+
+def _has_any(parameter: nn.Parameter, runtime: Runtime) -> bool:
+    """Return whether any data-parallel rank has a gradient for a parameter."""
+    return bool(maximum(torch.tensor(float(parameter.grad is not None), device=parameter.device), runtime.mesh.tokens))
+
+
+def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
+    """Return a distributed model's whole parameter or buffer on rank 0, None elsewhere; every rank must make the call.
+
+    A sharded tensor is returned in new memory on the CPU, any other tensor as it is.
+    """
+    with reading_shards():
+        return _gather_full(value, runtime)
+
+
+def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
+    if isinstance(value, nn.Parameter):
+        if runtime.weights is not None:
+            part, cut = runtime.weights.part(value)
+            return assemble(part, layout_of(value), cut, runtime)
+        engine = runtime.gradients.engine
+        if engine is None or engine.materialise is None:
+            return _gather(value.detach(), value, runtime)
+        with engine.materialise(value):
+            whole = _gather(value.detach(), value, runtime)
+            return None if whole is None else whole.cpu().clone()
+    return value.detach() if is_first(runtime) else None
+
+
+def _gather(local: Tensor, parameter: nn.Parameter, runtime: Runtime) -> Tensor | None:
+    """Gather a whole tensor from local tensors that have the shape of a parameter's shards."""
+    record = layout_of(parameter)
+    cut = RowLayout.replicated(local.numel(), runtime.mesh.tokens.size)
+    # What stands in for a parameter of another pipeline stage has no memory, and would get some if it were reshaped.
+    part = local.reshape(-1) if record.is_held else torch.empty(0, dtype=local.dtype)
+    return assemble(part, record, cut, runtime)

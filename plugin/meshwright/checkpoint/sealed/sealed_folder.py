@@ -1,0 +1,228 @@
+"""Checkpoints of other programs' files: a folder that exists whole or not at all, with a seal that lists its files.
+
+The seal has the size and the digests of every file in the folder. It is written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+import xxhash
+
+from meshwright.checkpoint.files import disk
+from meshwright.checkpoint.files.digested_json import digest_in
+from meshwright.checkpoint.files.lineage import LAST_TIME, Lineage, begin_save
+from meshwright.checkpoint.files.reading import reading
+from meshwright.checkpoint.files.same_everywhere import check_same
+from meshwright.checkpoint.files.staged_folder import StagedFolder, locked
+from meshwright.checkpoint.sealed.seal import CHUNK, NAME, Seal, holds_only_what_was_sealed, sizes_in
+from meshwright.errors import CheckpointError, PeerFailedError
+from meshwright.faults.together import on_first_rank, raise_if_any, succeed_together, texts_of_all
+
+_READ = 2**20
+
+
+@contextlib.contextmanager
+def sealed_folder(
+    target: Path,
+    *,
+    lineage: Lineage,
+    launch: str = "",
+    is_ours: Callable[[Path], bool] | None = None,
+    is_open: bool = False,
+) -> Iterator[Path]:
+    """Yield a hidden folder that gets the name ``target`` when the block ends; every rank must enter it.
+
+    An error on any rank is raised on every rank, and ``target`` then is what it was before. In the block, an error
+    must not leave other ranks in a collective.
+
+    Args:
+        target: the folder that is made, or replaced.
+        lineage: the run.
+        launch: the launch that has started this rank; empty without one.
+        is_ours: function that returns whether a folder may be replaced; None for folders with a seal and no other
+            files than the sealed ones.
+        is_open: whether programs will add files to the folder, until :func:`close_seal`.
+
+    Raises:
+        CheckpointError: if ``target`` holds other files, another program has saved to it meanwhile, or hosts do not
+            share the disk.
+        OSError: if a rank cannot write.
+    """
+    staging: StagedFolder | None = None
+
+    def start() -> str:
+        nonlocal staging
+        staging = StagedFolder(target, is_ours or holds_only_what_was_sealed)
+        begin_save(staging.target / NAME)
+        return str(staging.path)
+
+    def commit(files: dict[str, tuple[int, list[str]]]) -> None:
+        assert staging is not None
+        for path in staging.path.rglob("*"):
+            if path.is_dir():
+                disk.sync_folder(path)
+        with locked(staging.target.parent):
+            neighbours = (path / NAME for path in staging.target.parent.iterdir())
+            mark = lineage.next(staging.target / NAME, neighbours)
+            Seal(
+                number=mark.number,
+                run=mark.run,
+                launches=launches,
+                written=min(time.time_ns(), LAST_TIME),
+                is_open=is_open,
+                files=files,
+            ).write(staging.path)
+            staging.commit()
+        if is_open:
+            _TIMES[staging.target] = _times(staging.target)
+
+    try:
+        path = Path(on_first_rank(start))
+        failure: Exception | None = None
+        try:
+            yield path
+        except (PeerFailedError, dist.DistError):
+            raise
+        except Exception as error:
+            failure = error
+        succeed_together(lambda: raise_if_any(failure))
+        launches = sorted({*texts_of_all(launch)} - {""})
+        files = _digested(path, on_first_rank(lambda: sorted(sizes_in(path).items())))
+        on_first_rank(lambda: commit(files))
+    finally:
+        if staging is not None:
+            staging.close()
+
+
+def close_seal(folder: Path) -> None:
+    """Bring the seal of an open folder up to date with what programs have added and changed, and close it.
+
+    Every rank must make the call. A folder that has been removed is left alone.
+    """
+    found = on_first_rank(lambda: _changes(folder))
+    if found is None:
+        return
+    sizes, unchanged = found
+    files = {name: record for name, record in unchanged.items() if name in sizes}
+    files |= _digested(folder, sorted((name, size) for name, size in sizes.items() if name not in files))
+
+    def replace() -> None:
+        dataclasses.replace(Seal.read(folder), is_open=False, files=files).write(folder)
+        disk.sync_folder(folder)
+
+    on_first_rank(replace)
+
+
+def _changes(folder: Path) -> tuple[dict[str, int], dict[str, tuple[int, list[str]]]] | None:
+    """Return the sizes of a folder's files, and the records of those that were not changed since the seal."""
+    if not folder.is_dir():
+        return None
+    seal, sizes, times = Seal.read(folder), sizes_in(folder), _times(folder)
+    before = _TIMES.pop(folder.resolve(), {})
+    return sizes, {
+        name: record
+        for name, record in seal.files.items()
+        if sizes.get(name) == record[0] and times.get(name) == before.get(name, "")
+    }
+
+
+# When each file of an open folder was written, to find those that change. They are compared for equality only: the
+# clock may go back in between.
+_TIMES: dict[Path, dict[str, tuple[int, int]]] = {}
+
+
+def _times(folder: Path) -> dict[str, tuple[int, int]]:
+    found = ((name, (folder / name).lstat()) for name in sizes_in(folder))
+    return {name: (status.st_mtime_ns, status.st_ino) for name, status in found}
+
+
+def check_seal(folder: Path) -> None:
+    """Check that every file of a sealed folder is what was saved; every rank must make the call, and reads a share.
+
+    Raises:
+        CheckpointError: on every rank alike, if files are missing, truncated, changed, renamed or foreign; it names
+            the first of them.
+    """
+
+    def compare() -> list[str]:
+        seal = Seal.read(folder)
+        if problems := seal.problems(folder):
+            return problems
+        shared = _share([(name, size) for name, (size, _) in sorted(seal.files.items())])
+        return [
+            f"{folder / name} is damaged: its bytes from {start} on are not what was saved"
+            for name, start, stop in shared
+            if _digest_of(folder / name, start, stop) != seal.files[name][1][start // CHUNK]
+        ]
+
+    found, seen = [], ""
+    try:
+        found = compare()
+        seen = digest_in(folder / NAME) if not found else ""
+    except (CheckpointError, OSError) as error:
+        found = [str(error)]
+    answers = [json.loads(text) for text in texts_of_all(json.dumps([found, seen]))]
+    if problems := [problem for problems, _ in answers for problem in problems]:
+        problems = list(dict.fromkeys(problems))
+        shown = "; ".join(problems[:5] + ([f"and {len(problems) - 5} more"] if len(problems) > 5 else []))
+        raise CheckpointError(f"{folder} is not whole: {shown}. Load another checkpoint")
+    check_same(folder, [other for _, other in answers])
+
+
+def _digested(folder: Path, sizes: list[tuple[str, int]]) -> dict[str, tuple[int, list[str]]]:
+    """Flush files of a folder to the disk and digest them, each rank a share."""
+
+    def own() -> dict[str, dict[int, str]]:
+        digests: dict[str, dict[int, str]] = {}
+        for name, start, stop in _share(sizes):
+            if not (folder / name).exists():
+                raise CheckpointError(
+                    f"a rank does not see {folder / name}, which rank 0 sees: all hosts must save to one shared file "
+                    "system"
+                )
+            if start == 0:
+                disk.sync_file(folder / name)
+            digests.setdefault(name, {})[start] = _digest_of(folder / name, start, stop)
+        return digests
+
+    texts = texts_of_all(json.dumps(succeed_together(own)))
+    found: dict[str, dict[int, str]] = {name: {} for name, _ in sizes}
+    for text in texts:
+        for name, digests in json.loads(text).items():
+            found[name] |= {int(start): value for start, value in digests.items()}
+    return {name: (size, [found[name][start] for start in sorted(found[name])]) for name, size in sizes}
+
+
+def _share(sizes: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
+    """Return this rank's share of all chunks: a contiguous run of them."""
+    chunks = [
+        (name, start, min(start + CHUNK, size)) for name, size in sizes for start in range(0, max(size, 1), CHUNK)
+    ]
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    total = sum(stop - start for _, start, stop in chunks)
+    own, passed = [], 0
+    for name, start, stop in chunks:
+        if min(passed * ranks // max(total, 1), ranks - 1) == rank:
+            own.append((name, start, stop))
+        passed += stop - start
+    return own
+
+
+def _digest_of(path: Path, start: int, stop: int) -> str:
+    hasher = xxhash.xxh3_128()
+    with reading(path) as descriptor:
+        while start < stop:
+            part = os.pread(descriptor, min(_READ, stop - start), start)
+            if not part:
+                raise CheckpointError(f"{path} is damaged: it ends at byte {start}, and {stop} bytes were saved")
+            hasher.update(part)
+            start += len(part)
+    return hasher.hexdigest()
