@@ -25,6 +25,7 @@ from harness.server import fork_context
 
 START_TIMEOUT = 180.0  # seconds for the server's imports, on a busy machine
 STACKS_TIME = 1.0  # seconds for the workers to write their stacks
+END_TIMEOUT = 5.0  # seconds for a worker to end by itself
 
 
 class WorkerError(Exception):
@@ -118,12 +119,12 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers; a later run starts new ones."""
-        for process in self._workers:
-            process.kill()
-        for process in self._workers:
-            process.join()
         for connection in self._connections:
-            connection.close()
+            connection.close()  # upon which a worker ends by itself, so that `make coverage` counts what it ran
+        for process in self._workers:
+            process.join(END_TIMEOUT)
+            process.kill()
+            process.join()
         self._workers, self._connections, self._store = [], [], None
 
     def _collect(self, timeout: float) -> dict[int, Result | Failure]:
