@@ -20,7 +20,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    DiffLlamaConfig,
     LlamaConfig,
 )
 
@@ -310,8 +309,6 @@ def refusals() -> dict[str, str]:
 
     odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
     record("heads", lambda: plan(traits=odd, context="ulysses"))
-    pairs = AutoModelForCausalLM.from_config(DiffLlamaConfig(**SIZES))
-    record("heads in pairs", lambda: mw.to_distributed(pairs, plan=mw.ParallelPlan(cp=2)))
     record("dropout in a ring", lambda: plan(traits={"attention_dropout": 0.1}, context="ring"))
     engine = mw.ToDistributedConfig(plan=mw.ParallelPlan(cp=2), engine="DeepSpeed")
     record("an engine", lambda: mw.to_distributed(build("llama"), config=engine))
@@ -333,7 +330,6 @@ def refusals() -> dict[str, str]:
 
 
 WORDS = {
-    "heads in pairs": "Use data parallelism",
     "heads": "context='gather' or 'ring'",
     "an engine": "use cp=1",
     "dropout in a ring": "attention_dropout to 0",

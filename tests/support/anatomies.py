@@ -109,4 +109,4 @@ def collate(rows: list[Sample]) -> Sample:
 
 
 def loader(name: str, *, rows: int = 4, steps: int = 3) -> Any:
-    return DataLoader(samples(name, rows * steps), batch_size=rows, collate_fn=collate)  # type: ignore[arg-type]
+    return DataLoader(samples(name, rows * steps), batch_size=rows, collate_fn=collate)
