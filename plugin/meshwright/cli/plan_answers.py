@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from meshwright.cli.pages import check_pages
 from meshwright.cli.plan_inputs import Question
 from meshwright.errors import PlanError
 
@@ -52,6 +53,8 @@ class Outputs:
             raise PlanError(f"--emit {self.emit} prints a file; leave out {'--json' if self.json else '--trace'}")
         if self.stage is not None and not self.trace:
             raise PlanError(f"--stage {self.stage} is the rank of the pipeline that is traced; write --trace too")
+        if self.html is not None:
+            check_pages()
         for option, path in (("--save", self.save), ("--html", self.html)):  # before a search, which may take minutes
             if path is not None and not path.parent.is_dir():
                 raise PlanError(

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.pages import check_pages
+
 
 def report(
     run: Annotated[Path, typer.Argument(help="Folder that was passed as logging_dir, or the meshwright.jsonl in it.")],
@@ -27,10 +29,11 @@ def report(
       meshwright report runs/first
       meshwright report runs/first --output first.html
     """
-    # Imported here so that --help is fast.
-    from meshwright.monitor.report import write_report
-
     try:
+        check_pages()
+        # Imported here so that --help is fast.
+        from meshwright.monitor.report import write_report
+
         path = output or (run if run.is_dir() else run.parent) / "report.html"
         write_report(run, path)
         typer.echo(f"wrote {path}")
