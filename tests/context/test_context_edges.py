@@ -338,8 +338,8 @@ WORDS = {
     "cache": "use_cache",
     "a mask of its own": "position_ids",
     "the last logits": "logits_to_keep",
-    "hidden states": "Turn the option off",
-    "attention maps": "Turn the option off",
+    "hidden states": "turn the option off",
+    "attention maps": "turn the option off",
     "logits": "gather_logits=True",
     "torch's clipping": "no error",  # whole gradients on every rank
     "a tuple": "return_dict",

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import meshwright as mw
+from harness.torchrun import ROOT
+from meshwright.parallel.refused_arguments import table
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 
@@ -126,7 +128,12 @@ def ask_for_internals(option: str) -> None:
 @pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions"])
 def test_internals_are_refused_by_name(option: str, pool2: Any) -> None:
     for kind, message in pool2.run_expecting_error(ask_for_internals, option):
-        assert kind == "ValueError" and option in message
+        assert kind == "PlanError" and option in message and "tp=1" in message
+
+
+def test_the_table_of_refused_arguments_is_in_the_docs() -> None:
+    text = (ROOT / "docs/support.md").read_text()
+    assert "\n".join(table()) in text
 
 
 def dropout_masks(plan: dict[str, Any]) -> dict[str, list[torch.Tensor]]:

@@ -296,7 +296,7 @@ WORDS = {
     "stages that do not add up": "add up",
     "deepspeed": "pp=1",
     "own loss": "pass labels",
-    "hidden states": "Turn the option off",
+    "hidden states": "turn the option off",
     "cache": "use_cache",
     "generate": "save_pretrained",
     "copy": "pp=1",

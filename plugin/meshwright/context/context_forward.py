@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from meshwright.context.region import ContextRegion
 from meshwright.errors import PlanError
+from meshwright.mesh.axes import Mesh
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.method_override import MethodOverride, RefusedMethod
+from meshwright.parallel.refused_arguments import check_arguments
 from meshwright.parallel.tensor_guards import UnreadableTensor
 
 
@@ -22,6 +24,7 @@ class ContextForward(MethodOverride):
     Args:
         decoder: the decoder, whose forward this object replaces.
         region: the region in which each rank has its own tokens.
+        mesh: the axes.
         has_token_loss: whether the head and the loss take each token by itself, as those of a causal LM do. Otherwise
             the tokens are joined after the final norm.
         joins_logits: a function that returns whether the logits of a pass are joined, given whether the pass is one of
@@ -32,18 +35,19 @@ class ContextForward(MethodOverride):
         self,
         decoder: nn.Module,
         region: ContextRegion,
+        mesh: Mesh,
         *,
         has_token_loss: bool,
         joins_logits: Callable[[bool], bool],
     ):
         super().__init__(decoder.forward)
-        self.decoder, self.region = decoder, region
+        self.decoder, self.region, self.mesh = decoder, region, mesh
         self.has_token_loss, self.joins_logits = has_token_loss, joins_logits
         self.signature = inspect.signature(decoder.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch = arguments(self.signature, args, kwargs)
-        check_parted(batch)
+        check_arguments(self.decoder, batch, self.mesh, "cp")
         if "use_cache" in self.signature.parameters:
             batch["use_cache"] = False  # each rank would have the keys and values of its own tokens only
         tokens = next((x for n in ("input_ids", "inputs_embeds") if (x := batch.get(n)) is not None), None)
@@ -91,36 +95,6 @@ class PartedLogits(UnreadableTensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "PartedLogits(not gathered: see ToDistributedConfig.gather_logits)"
-
-
-def check_parted(batch: dict[str, Any]) -> None:
-    """Raise for arguments that a decoder cannot take if its tokens are cut over cp.
-
-    Args:
-        batch: the arguments of the decoder's forward.
-
-    Raises:
-        PlanError: if there is such an argument; the message says what to pass instead.
-    """
-    for name in ("past_key_values", "use_cache"):
-        if batch.get(name) not in (None, False):
-            raise PlanError(
-                f"{name} cannot be used under ParallelPlan.cp > 1, since each rank has the keys and values of its own "
-                "tokens; save the model and generate on one device, or use cp=1"
-            )
-    kept = batch.get("logits_to_keep", 0)
-    if isinstance(kept, Tensor) or kept:
-        raise PlanError(
-            "logits_to_keep cannot be used under ParallelPlan.cp > 1, since each rank has the logits of its own "
-            "tokens; leave it out and read outputs.logits[:, -n:] in eval mode"
-        )
-    mask = batch.get("attention_mask")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise PlanError(
-            f"attention_mask {shape} cannot be cut for ParallelPlan.cp > 1; pass one of shape [rows, tokens], or "
-            "position_ids that begin anew for each document"
-        )
 
 
 def refuse_generating_parts(model: nn.Module) -> None:

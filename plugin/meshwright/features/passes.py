@@ -70,7 +70,6 @@ def watch_passes(build: Build) -> None:
         uneven=uneven,
         hooked=runtime.features.add(hooked),
         statistics=BatchStatistics(build.decoder, lambda: runtime.plan),
-        refuses_internals=build.tensor_structure is not None or build.context is not None,
         shares_weights=runtime.weights is not None,
         gathers_towers=runtime.weights is not None and bool(build.towers),
         longest=LongestPosition(build.decoder, runtime.mesh.tokens, is_split=build.is_split),

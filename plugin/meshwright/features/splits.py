@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
-from meshwright.context.context_forward import ContextForward, check_parted
+from meshwright.context.context_forward import ContextForward
 from meshwright.context.region import ContextRegion
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.features.build import Build
@@ -35,6 +35,7 @@ def part_tokens(build: Build) -> None:
     build.decoder.forward = ContextForward(
         build.decoder,
         runtime.features.add(region),
+        runtime.mesh,
         has_token_loss=build.is_causal_lm,
         joins_logits=lambda trains: (
             runtime.logits.in_training or (not trains and (not is_staged or runtime.logits.in_evaluation))
@@ -57,8 +58,7 @@ def run_in_parts(build: Build) -> None:
         kind=build.cut.order.output_kind, pp=runtime.mesh.pp, last=build.cut.last_rank, device=build.device
     )
     region = runtime.features.find(SequenceRegion)
-    checks = {} if build.context is None else {"check": check_parted}
-    build.decoder.forward = PipelineForward(build.decoder, pipeline, runtime, outputs, region, **checks)
+    build.decoder.forward = PipelineForward(build.decoder, pipeline, runtime, outputs, region)
 
 
 def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:

@@ -27,6 +27,7 @@ from meshwright.parallel.longest_position import LongestPosition
 from meshwright.parallel.mixed_rows import BatchStatistics
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.padded_rows import PaddedRows
+from meshwright.parallel.refused_arguments import check_arguments
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.tensor_guards import ShardedLogits
 from meshwright.parallel.uneven_batches import UnevenBatches
@@ -50,7 +51,6 @@ class ForwardState:
         uneven: the check for uneven batches, used for losses of an unknown kind.
         hooked: the search for the program's hooks inside the model, since a loss may be computed from what they record.
         statistics: the check for layers that would use the statistics of a part of the batch.
-        refuses_internals: whether requests for hidden states or attention maps raise, since a rank has only its share.
         shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
         longest: the longest position of the batch, for modules that depend on it.
         layers: the model's layers, which ``torch.compile(model)`` compiles.
@@ -70,7 +70,6 @@ class ForwardState:
     uneven: UnevenBatches
     hooked: HookedModules
     statistics: BatchStatistics
-    refuses_internals: bool
     shares_weights: bool = False
     gathers_towers: bool = False
     longest: LongestPosition
@@ -111,8 +110,7 @@ class ForwardState:
         self.statistics.check()
         trains = module.training and torch.is_grad_enabled()
         self._writes.begin(trains=trains)
-        if self.refuses_internals:
-            _refuse_internals(module, kwargs)
+        check_arguments(module, kwargs, self.mesh, "tp", "cp")
         kwargs = without_fillers_targets(kwargs)
         inputs = arguments(self._signatures[module], args, kwargs)
         enter_pass(inputs.values())
@@ -237,14 +235,3 @@ def arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return next((x.device for x in (*args, *kwargs.values()) if torch.is_tensor(x)), torch.device("cpu"))
-
-
-def _refuse_internals(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    for option in ("output_hidden_states", "output_attentions"):
-        value = kwargs.get(option)  # PEFT passes None
-        if getattr(getattr(model, "config", None), option, False) if value is None else value:
-            raise ValueError(
-                f"{option}=True is not available under tensor or context parallelism: each rank has only its own "
-                "heads, and under sequence and context parallelism only its own tokens. Turn the option off, or run "
-                "the model on one device"
-            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.mean_over_ranks import TARGETS
 from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.refused_arguments import check_arguments
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.split_batch import split_batch
 from meshwright.parallel.split_forward import check_inputs, count_micro_batches
@@ -109,7 +109,6 @@ class PipelineForward(MethodOverride):
         runtime: the model's runtime, with its loss and the hooks that it watches.
         outputs: makes what the call returns.
         region: the region of sequence parallelism, if there is one.
-        check: a function that raises for arguments that the forward would refuse, so that all stages raise.
     """
 
     def __init__(
@@ -119,12 +118,10 @@ class PipelineForward(MethodOverride):
         runtime: Any,
         outputs: StageOutputs,
         region: SequenceRegion | None,
-        check: Callable[[dict[str, Any]], None] = lambda _: None,
     ):
         super().__init__(decoder.forward)
         self.decoder, self.pipeline, self.runtime, self.outputs = decoder, pipeline, runtime, outputs
         self.loss, self.hooked = runtime.features.find(BatchLoss), runtime.features.find(HookedModules)
-        self.check = check
         self.signature = inspect.signature(decoder.forward)
         cut = pipeline.cut
         self.stages = Stages(cut, self.method, region, runtime.mesh.cp.size)
@@ -171,20 +168,7 @@ class PipelineForward(MethodOverride):
                 "model's own: pass labels, as in model(**batch, labels=labels).loss. For a loss of your own, use "
                 "pp=1; to read outputs without training, call the model under torch.no_grad()"
             )
-        for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-            wanted = batch.get(name)
-            if getattr(getattr(self.decoder, "config", None), name, False) if wanted is None else wanted:
-                raise PlanError(
-                    f"{name}=True is not available under ParallelPlan.pp={self.runtime.mesh.pp.size}, since each rank "
-                    "has only the layers of its stage. Turn the option off, or use pp=1"
-                )
-        for name in ("past_key_values", "use_cache"):
-            if batch.get(name) not in (None, False):
-                raise PlanError(
-                    f"{name} cannot be used under ParallelPlan.pp > 1, since each rank has only the keys and values of "
-                    "its stage; save the model and generate on one device, or use pp=1"
-                )
-        self.check(batch)
+        check_arguments(self.decoder, batch, self.runtime.mesh, "pp", "cp")
         if not trains:
             return
         check_inputs(batch)

@@ -1,0 +1,134 @@
+"""What a forward pass cannot take under a plan: one table of arguments, by the axis whose ranks would each have a part.
+
+docs/support.md prints the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.errors import PlanError
+from meshwright.mesh.axes import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Arguments that a decoder's forward cannot take under one axis of a plan.
+
+    Args:
+        axis: the axis, if it has more than one rank.
+        arguments: the names of the arguments.
+        reason: why they cannot be taken.
+        cure: what to do instead.
+        is_given: whether a value of an argument asks for it.
+        is_option: whether the model's config may set the argument too.
+    """
+
+    axis: str
+    arguments: tuple[str, ...]
+    reason: str
+    cure: str
+    is_given: Callable[[Any], bool] = bool
+    is_option: bool = False
+
+
+def _is_no_padding_mask(mask: Any) -> bool:
+    return mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
+
+
+_INTERNALS = ("output_hidden_states", "output_attentions")
+_OWN_HEADS = "each rank has only its own heads, and under sequence parallelism only its own tokens"
+_GENERATE = "save the model and generate on one device"
+
+REFUSALS = (
+    Refusal(axis="tp", arguments=_INTERNALS, reason=_OWN_HEADS, cure="turn the option off", is_option=True),
+    Refusal(
+        axis="cp",
+        arguments=_INTERNALS,
+        reason="each rank has only its own tokens",
+        cure="turn the option off",
+        is_option=True,
+    ),
+    Refusal(
+        axis="cp",
+        arguments=("past_key_values", "use_cache"),
+        reason="each rank has the keys and values of its own tokens",
+        cure=_GENERATE,
+        is_given=lambda value: value not in (None, False),
+    ),
+    Refusal(
+        axis="cp",
+        arguments=("logits_to_keep",),
+        reason="each rank has the logits of its own tokens",
+        cure="leave it out and read outputs.logits[:, -n:] in eval mode",
+        is_given=lambda kept: isinstance(kept, Tensor) or bool(kept),
+    ),
+    Refusal(
+        axis="cp",
+        arguments=("attention_mask",),
+        reason="a mask that is not of shape [rows, tokens] cannot be cut",
+        cure="pass one of this shape, or position_ids that begin anew for each document",
+        is_given=_is_no_padding_mask,
+    ),
+    Refusal(
+        axis="pp",
+        arguments=(*_INTERNALS, "output_router_logits"),
+        reason="each rank has only the layers of its stage",
+        cure="turn the option off",
+        is_option=True,
+    ),
+    Refusal(
+        axis="pp",
+        arguments=("past_key_values", "use_cache"),
+        reason="each rank has only the keys and values of its stage",
+        cure=_GENERATE,
+        is_given=lambda value: value not in (None, False),
+    ),
+)
+
+
+def check_arguments(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, *axes: str) -> None:
+    """Raise if a forward pass is given an argument that it cannot take under an axis with more than one rank.
+
+    Args:
+        model: the model, whose config may set an option.
+        batch: the arguments by name.
+        mesh: the axes.
+        axes: the names of the axes to look at.
+
+    Raises:
+        PlanError: if there is such an argument; the message says why, and what to do instead.
+    """
+    sizes = {name: getattr(mesh, name).size for name in axes}
+    config = getattr(model, "config", None)
+    for refusal in REFUSALS:
+        if sizes.get(refusal.axis, 1) == 1:
+            continue
+        for name in refusal.arguments:
+            value = batch.get(name)  # PEFT passes None
+            if value is None and refusal.is_option:
+                value = getattr(config, name, False)
+            if refusal.is_given(value):
+                raise PlanError(
+                    f"{_shown(name, value)} cannot be used under ParallelPlan.{refusal.axis}={sizes[refusal.axis]}: "
+                    f"{refusal.reason}. To go on, {refusal.cure}, or use {refusal.axis}=1"
+                )
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{name} {tuple(value.shape)}"
+    return f"{name}={value}" if isinstance(value, bool | int) else name
+
+
+def table() -> Iterator[str]:
+    """Yield the rows of the table in docs/support.md."""
+    yield "| argument of the model | under | why | instead |"
+    yield "|---|---|---|---|"
+    for refusal in REFUSALS:
+        names = ", ".join(f"`{name}`" for name in refusal.arguments)
+        yield f"| {names} | {refusal.axis} | {refusal.reason} | {refusal.cure}, or use {refusal.axis}=1 |"
