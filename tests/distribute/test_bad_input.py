@@ -185,7 +185,7 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
     "not a decoder": (
         lambda: call(torch.nn.Linear(2, 2), tp=2),
         "PlanError",
-        r"no stack of equal decoder layers",
+        r"no stack of decoder layers",
     ),
     "a tie of two roles": (tied_in_two_ways, "PlanError", r"one tied parameter"),
     "an embedding that counts its tokens": (
