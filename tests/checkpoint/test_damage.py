@@ -156,7 +156,7 @@ MANIFESTS: dict[str, tuple[Any, str]] = {
     "state of an unknown form": (having("scheduler", {"what": {"a": 1}}), "scheduler"),
     "no scheduler": (having("scheduler", None), "scheduler"),
     "a list as loader": (having("loader", [1]), "'loader'"),
-    "a list": (lambda m: m.clear(), "lacks"),
+    "no fields": (lambda m: m.clear(), "'format'"),
 }
 
 

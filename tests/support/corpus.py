@@ -40,6 +40,7 @@ PLANS: dict[str, dict[str, Any]] = {
 SAVED = (*PLANS, "dp2_zero1_bf16")  # the last one has master weights
 STEP, EXTRA, STREAMS = 3, {"epoch": 1, "notes": [None, "ü", 0.1]}, {"seed": 7, "training": 5, "evaluation": 2}
 SCALE, RATES = 2.0**10, [0.25, 0.125]
+MASTER = 1 + 2**-12  # by which a master weight differs from the weight, to which it is rounded
 # An uneven vocabulary, one key head for two ranks, a tied weight and a dropout, which has streams of its own.
 TRAITS = {
     "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 1,
@@ -56,11 +57,11 @@ def ranks_of(name: str) -> int:
 
 
 def values(key: str, shape: Any) -> Tensor:
-    """The elements of a tensor of a checkpoint: whole numbers that every dtype holds; those of masters lie between."""
+    """The elements of a tensor of a checkpoint: whole numbers that every dtype holds, except those of masters."""
     kind, _, name = key.partition("/")
     key = f"weights/{name}" if kind == "master" else key
     found = (torch.arange(torch.Size(shape).numel()) * 7 + zlib.crc32(key.encode())) % 251
-    return found.view(shape).float() + (2**-10 if kind == "master" else 0)
+    return found.view(shape).float() * (MASTER if kind == "master" else 1)
 
 
 class Program:
@@ -104,7 +105,7 @@ class Program:
     def set_masters(self) -> None:
         for part in parts_of(self.model, self.optimizer).parts.values():
             if part.has_master and part.key is not None:
-                part.key.data.add_(2**-10)
+                part.key.data.mul_(MASTER)
 
     def others(self) -> dict[str, Any]:
         return {"scheduler": self.scheduler, "scaler": self.scaler, "loader": self.loader}
