@@ -11,7 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import meshwright as mw
+
+pytestmark = pytest.mark.quick
 
 PUBLIC = {
     "AlreadyDistributedError",

@@ -239,6 +239,7 @@ def test_the_report_says_what_the_band_means(fields: dict[str, object], remarks:
     assert sum(words in text for words in said) == len(remarks)
 
 
+@pytest.mark.crossing
 def test_two_processes_measure_and_plan(tmp_path: Path) -> None:
     path, config = tmp_path / "profile.json", tmp_path / "config.json"
     config.write_text(

@@ -19,6 +19,7 @@ from safetensors import safe_open
 import meshwright as mw
 from meshwright.parallel.compile_options import check_compile_options
 from support.models import build, labels_for, tokens
+from support.tiers import crossing
 
 TOLERANCE = 1e-10
 LAYERS = 9  # more than the 8 variants of one function that dynamo compiles before it gives up with a warning
@@ -103,7 +104,7 @@ def check(pool: Any, plan: str, how: str, *, tolerance: float = TOLERANCE, **opt
     return compiled[0][1]
 
 
-@pytest.mark.parametrize("how", ["layers", "model", "each layer"])
+@pytest.mark.parametrize("how", ["layers", crossing("model"), crossing("each layer")])
 def test_one_graph_between_two_collectives(how: str, pool2: Any) -> None:
     graphs = check(pool2, "tp2+sp", how, layers=LAYERS)
     # Each layer has four collectives (gather and reduce of two blocks), and regions of four kinds between them. All
@@ -121,6 +122,7 @@ def test_one_graph_between_two_collectives(how: str, pool2: Any) -> None:
         assert 0 < variants < LAYERS * (2 if name.startswith("norm") else 1), (name, graphs)
 
 
+@pytest.mark.crossing
 @pytest.mark.parametrize(
     "plan",
     ["dp2 zero1", "cp2", "pp2 mb2", "tp2+sp recompute=full", "tp2+sp ga2"],
@@ -129,6 +131,7 @@ def test_other_plans(plan: str, pool2: Any) -> None:
     check(pool2, plan, "layers")
 
 
+@pytest.mark.crossing
 @pytest.mark.parametrize(
     ("plan", "how", "family"),
     [
@@ -140,6 +143,7 @@ def test_plans_of_four_ranks(plan: str, how: str, family: str, pool4: Any) -> No
     check(pool4, plan, how, family=family, layers=1)
 
 
+@pytest.mark.crossing
 @pytest.mark.parametrize(
     ("plan", "how"),
     [
@@ -154,6 +158,7 @@ def test_a_compiled_model_of_other_plans(plan: str, how: str, pool2: Any) -> Non
     check(pool2, plan, how, layers=2 if "pp2" in plan else 1)
 
 
+@pytest.mark.crossing
 @pytest.mark.parametrize("how", ["model before", "layers before"])
 def test_layers_that_cannot_be_compiled_run_eagerly(how: str, pool2: Any) -> None:
     plain = pool2.run(trained, "dp2 zero3", "nothing")
@@ -194,12 +199,14 @@ def test_a_call_that_raises_leaves_the_model_compiled() -> None:
     assert model.model.layers[0] is compiled and layer._compiled_call_impl is None
 
 
+@pytest.mark.crossing
 def test_generated_code(pool2: Any) -> None:
     # Llama's norms compute in float32 whatever the model's dtype, and generated code sums them in another order. The
     # tests above hold the graphs themselves to 1e-10.
     check(pool2, "tp2+sp", "layers", layers=1, backend="inductor", tolerance=1e-7)
 
 
+@pytest.mark.crossing
 def test_dropout_draws_the_masks_of_an_eager_model(pool2: Any) -> None:
     check(pool2, "tp2", "layers", attention_dropout=0.2)
 

@@ -20,6 +20,7 @@ def losses(program: Any, world_size: int, *args: Any) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", outcomes[0].output)]
 
 
+@pytest.mark.crossing
 def test_a_plain_loop_goes_on_under_another_plan(tmp_path: Path) -> None:
     whole = losses(plain_loop.main, 1, 20, tmp_path / "one")
     parts = losses(plain_loop.main, 2, 10, tmp_path / "two") + losses(plain_loop.main, 1, 20, tmp_path / "two")
@@ -29,6 +30,7 @@ def test_a_plain_loop_goes_on_under_another_plan(tmp_path: Path) -> None:
     assert parts == pytest.approx(whole, abs=3e-4)
 
 
+@pytest.mark.crossing
 def test_adapters_are_tuned_and_go_on_in_one_process(tmp_path: Path) -> None:
     first = run_program(finetune_lora.main, 2, 20, tmp_path, timeout=240)
     second = run_program(finetune_lora.main, 1, 40, tmp_path, timeout=240)

@@ -17,6 +17,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 from support.accelerated import Run, resume_script, run_script
 from support.parity import pool_for
+from support.tiers import crossing, crossings
 
 PLANS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -58,10 +59,11 @@ FLOAT32 = ["dp2xtp2+sp+zero1", "pp2xcp2+zero1"]
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *(pytest.param(name, torch.float64, id=f"{name}-float64") for name in PLANS),
-        *(pytest.param(name, torch.float32, id=f"{name}-float32") for name in FLOAT32),
-    ],
+    crossings(
+        [*((name, torch.float64) for name in PLANS), *((name, torch.float32) for name in FLOAT32)],
+        but=[("dp2xtp2+sp+zero1", torch.float64)],
+    ),
+    ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_twenty_steps_equal_one_process(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     plan = PLANS[name]
@@ -91,13 +93,13 @@ def test_a_scheduler_that_counts_processes_would_be_caught(pool2: Any) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("dp2xtp2+sp+zero1", "dp2xtp2+sp+zero1"),
+        crossing("dp2xtp2+sp+zero1", "dp2xtp2+sp+zero1"),
         ("dp2", "dp2xtp2+sp+zero1"),
-        ("dp2+zero3", "dp2xtp2+sp+zero2"),
-        ("dp2xtp2+sp+zero2", "dp2xtp2+sp+zero3"),
-        ("pp2", "tp2"),
+        crossing("dp2+zero3", "dp2xtp2+sp+zero2"),
+        crossing("dp2xtp2+sp+zero2", "dp2xtp2+sp+zero3"),
+        crossing("pp2", "tp2"),
         ("dp2", "pp2xdp2+zero1"),
-        ("pp2xcp2+zero1", "cp2"),
+        crossing("pp2xcp2+zero1", "cp2"),
     ],
     ids=[
         "same plan", "on twice the ranks", "from stage 3", "to stage 3", "from pp2", "to pp2", "from pp2 x cp2",

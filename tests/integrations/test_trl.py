@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from meshwright_hf.trl_trainers import check_last_batch
 from support.preference import columns, evaluate, make, run
+from support.tiers import crossing, quick
 from support.trainers import fresh_accelerate
 
 pytest.importorskip("trl", reason="the environment of the oldest versions has no TRL")
@@ -58,20 +59,20 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
-        ("sft", TP2_SP),
-        ("sft", DP2),
-        ("sft", {"cp": 2, "context": "ring"}),
-        ("dpo", {"cp": 2}),
-        ("kto", {"cp": 2}),
-        ("reward", {"cp": 2}),
+        crossing("sft", TP2_SP),
+        crossing("sft", DP2),
+        crossing("sft", {"cp": 2, "context": "ring"}),
+        crossing("dpo", {"cp": 2}),
+        crossing("kto", {"cp": 2}),
+        crossing("reward", {"cp": 2}),
         ("sft", ALL),
-        ("dpo", ZERO3),
+        quick("dpo", ZERO3),
         ("kto", TP2_SP),
-        ("kto", ZERO3),
+        crossing("kto", ZERO3),
         ("reward", ZERO3),
-        ("reward", TP2_SP),
-        ("grpo", ZERO3),
-        ("rloo", DP2),
+        crossing("reward", TP2_SP),
+        crossing("grpo", ZERO3),
+        crossing("rloo", DP2),
     ],
     ids=str,
 )

@@ -14,6 +14,8 @@ from meshwright.parallel.head_layout import HeadLayout
 from meshwright.parallel.row_layout import RowLayout, expanded
 from meshwright.parallel.tensor_parallel import _WideNorm
 
+pytestmark = pytest.mark.quick
+
 
 def rows_of(layout: RowLayout, rank: int) -> torch.Tensor:
     return expanded(layout.copies(rank), torch.empty(0, dtype=torch.int64))

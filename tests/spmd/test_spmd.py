@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,6 +26,7 @@ from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import Role
 from meshwright.spmd import check_plan
 from meshwright.spmd.types import Kind, Typed, TypeMismatch, join
+from support.tiers import crossings
 
 PLANS = {
     "tp2": mw.ParallelPlan(tp=2),
@@ -39,8 +41,13 @@ PLANS = {
 FAMILIES = ("llama", "phi3", "falcon", "gpt2", "qwen3", "olmo2", "gemma2", "bloom", "minicpm3", "gpt_bigcode")
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    crossings(
+        itertools.product(FAMILIES, PLANS),
+        but=[*(("llama", plan) for plan in PLANS), *((family, "tp2+sp") for family in FAMILIES)],
+    ),
+)
 def test_nothing_is_found_in_a_family(family: str, plan: str) -> None:
     assert check_plan(lambda: build(family).float(), PLANS[plan]) == []
 
@@ -158,6 +165,7 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str, st
 }  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(fault: str) -> None:
     model, plant, plan, where, what = FAULTS[fault]
