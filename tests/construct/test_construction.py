@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from pathlib import Path
@@ -18,6 +17,7 @@ from meshwright.construct.deferred_init import recipe_of
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
 from support.logs import logged
 from support.models import FAMILIES, SIZES, labels_for, tokens
+from support.parity import crossed
 from support.reference import make_optimizer
 from support.tiers import crossing, crossings
 
@@ -45,7 +45,7 @@ def built_and_trained(family: str, how: str, plan: dict[str, Any], **overrides: 
 @pytest.mark.parametrize(
     ("family", "plan_name"),
     crossings(
-        itertools.product(FAMILIES, PLANS),
+        crossed(FAMILIES, PLANS),
         but=[("gemma2", "dp2xtp2+sp+zero1"), ("phi3", "tp2")],
         quick=[("llama", "dp2xtp2+sp+zero1")],
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -22,7 +23,8 @@ from support.tiers import crossings
 # No thread of Python runs in these, and only in the first does the kernel's signal reach code that writes the stack.
 ENDED_BY_THE_KERNEL = ("gil", "stop")
 BY_EITHER = ("loop", "worker", "gil", "stop")  # places where it matters whether rank 0 hangs, which has the referee
-EVERYWHERE = ("before the call", "loop", "stop")  # places where it matters who started the ranks
+EVERYWHERE = ("before the call", "stop")  # places where it matters who started the ranks
+BY_ONE_LAUNCHER = {"set-up": "launch", "worker": "torchrun", "end": "plain", "gil": "torchrun"}
 IN_TIME = TIMEOUT + 5
 TORCHRUN_ENDS = 15.0  # seconds that torchrun may take on a busy machine after all ranks have ended
 
@@ -80,12 +82,7 @@ def test_rank_0_is_stopped_before_the_guard_runs() -> None:
 @pytest.mark.parametrize(
     ("place", "start"),
     crossings(
-        [
-            (place, start)
-            for number, place in enumerate(PLACES)
-            for turn, start in enumerate(STARTS)
-            if place in EVERYWHERE or turn == number % len(STARTS)
-        ],
+        [*itertools.product(EVERYWHERE, STARTS), *BY_ONE_LAUNCHER.items()],
         but=[("set-up", "launch")],
     ),
 )

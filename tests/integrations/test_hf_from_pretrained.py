@@ -7,7 +7,6 @@ sum, and three AdamW steps divide tiny differences by tiny moments.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import shutil
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.gradient_buckets import Bucket
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
+from support.parity import crossed
 from support.reference import LENGTH, ROWS, Result, dataset, make_optimizer
 from support.replicas import uncompared
 from support.tiers import crossings
@@ -133,7 +133,7 @@ ASKED: dict[str, tuple[dict[str, int], dict[str, Any] | None]] = {
 @pytest.mark.parametrize(
     ("checkpoint", "name"),
     crossings(
-        itertools.product(CHECKPOINTS, ASKED),
+        crossed(CHECKPOINTS, ASKED),
         but=[
             ("qwen3, several files", "dp2xtp2, zero1 later"),
             ("llama, tied, one kv head", "pp2xtp2, other micro-batches later"),

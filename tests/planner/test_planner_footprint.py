@@ -27,6 +27,7 @@ from meshwright.planner.memory import peak_memory
 from meshwright.planner.shapes import describe
 from meshwright.tracing.trace import Trace, trace_step
 from support.models import FAMILIES, SIZES
+from support.parity import crossed
 from support.tiers import crossing, crossings
 
 ROWS, LENGTH = 3, 130
@@ -78,9 +79,10 @@ CONTEXT: dict[str, dict[str, Any]] = {
 PLANS |= CONTEXT
 REDUCED = [plan for plan in PLANS if "+reduce" in plan]
 PLAIN = [plan for plan in PLANS if plan not in (*CONTEXT, *REDUCED, "tp2+sp+recompute(2)")]
-CASES = [(family, plan, torch.float32) for family in FAMILIES for plan in PLAIN if plan != "dp2+zero3+micro"]
-CASES += [(family, plan, torch.bfloat16) for family in ("llama", "gemma2") for plan in PLAIN if "+sp+zero3" not in plan]
-CASES += [("gemma2", "dp2xtp2+sp+zero3", torch.bfloat16), ("olmo2", "dp2+zero3+micro", torch.float32)]
+CASES = [(*pair, torch.float32) for pair in crossed(FAMILIES, [plan for plan in PLAIN if plan != "dp2+zero3+micro"])]
+CASES += [("gemma2", plan, torch.bfloat16) for plan in PLAIN]
+CASES += [("gemma2", "tp2+sp+recompute", torch.float32), ("llama", "dp2+zero3+micro", torch.bfloat16)]
+CASES += [("olmo2", "dp2+zero3+micro", torch.float32)]
 CASES += [("llama", plan, torch.float32) for plan in (*CONTEXT, *REDUCED)]
 CASES += [("llama", plan, torch.bfloat16) for plan in REDUCED if "zero" in plan]
 CASES += [(family, "tp2+sp+recompute(2)", torch.bfloat16) for family in ("llama", "olmo2")]
