@@ -1,4 +1,4 @@
-"""The worker pools that every distributed test of the session shares, and the tiers of the tests."""
+"""The worker pools that every distributed test of the session shares."""
 
 import os
 from collections.abc import Iterator
@@ -9,8 +9,6 @@ import torch
 from hypothesis import settings
 
 from harness import WorkerPool, preloaded
-from quick_tier import QUICK
-from tiers import CROSSINGS, belongs, matches
 
 
 @pytest.fixture(scope="session")
@@ -53,19 +51,3 @@ def pytest_configure(config: pytest.Config) -> None:
     if own := sorted(os.sched_getaffinity(0))[number :: worker["workercount"]]:
         os.sched_setaffinity(0, own)
         torch.set_num_threads(len(own))  # more threads than cores would wait for each other
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each test the mark of its tier, and refuse a pattern that fits no test of its file."""
-    for mark, tier in (("crossing", CROSSINGS), ("quick", QUICK)):
-        unused = {file: set(patterns) for file, patterns in tier.items()}
-        for item in items:
-            found = matches(item.nodeid.partition("::")[2], tier.get(item.path.name, ()))
-            if belongs(found):
-                item.add_marker(mark)
-            unused.get(item.path.name, set()).difference_update(found)
-        # Some files or tests that were asked for are no evidence about the others.
-        is_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-        if is_all and (stale := {file: rest for file, rest in unused.items() if rest}):
-            raise pytest.UsageError(f"tests/tiers.py has patterns for `{mark}` that fit no test: {stale}")

@@ -11,9 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from packaging.version import Version
 
 import meshwright as mw
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
 

@@ -212,15 +212,16 @@ def test_samples_outlast_the_time_for_which_one_process_keeps_a_core(
     assert sample_seconds(probes, seconds=seconds, is_crowded=is_crowded) == pytest.approx(sample)
 
 
-def test_a_sample_repeats_a_short_run_until_it_is_full() -> None:
-    runs = {"a": 0}
+def test_a_sample_repeats_a_short_run_until_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, length = 0, 2**-10  # seconds of a run by a clock that only runs move
 
     def run() -> None:
-        runs["a"] += 1
-        time.sleep(0.001)
+        nonlocal runs
+        runs += 1
 
-    measure([Probe(kind="a", make=lambda: run)], torch.device("cpu"), seconds=0, sample=0.05)
-    assert 3 * 10 < runs["a"] <= 3 * 51 + 2  # three rounds of at most 50 runs; a busy machine sleeps for longer
+    monkeypatch.setattr(time, "perf_counter", lambda: runs * length)
+    measure([Probe(kind="a", make=lambda: run)], torch.device("cpu"), seconds=0, sample=64 * length)
+    assert runs == 3 * (1 + 64) + 1  # in each of three rounds a run to warm up and the sample; first, one is measured
 
 
 @pytest.mark.parametrize(
@@ -239,6 +240,7 @@ def test_the_report_says_what_the_band_means(fields: dict[str, object], remarks:
     assert sum(words in text for words in said) == len(remarks)
 
 
+@pytest.mark.crossing
 def test_two_processes_measure_and_plan(tmp_path: Path) -> None:
     path, config = tmp_path / "profile.json", tmp_path / "config.json"
     config.write_text(

@@ -29,6 +29,7 @@ from meshwright.checkpoint.inspect.export_checkpoint import export_checkpoint
 from meshwright.cli import app
 from support.construction import assert_equal, distribute, make
 from support.models import build
+from support.tiers import crossing
 
 TIED = {"tie_word_embeddings": True}
 FULL = {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3}
@@ -52,7 +53,7 @@ def exported(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "dtype", "overrides"),
-    [("llama", torch.float32, TIED), ("gemma2", torch.bfloat16, {}), ("phi3", torch.bfloat16, {})],
+    [("llama", torch.float32, TIED), crossing("gemma2", torch.bfloat16, {}), ("phi3", torch.bfloat16, {})],
     ids=["llama-tied", "gemma2-bf16", "phi3-bf16"],
 )
 def test_from_pretrained_gives_the_weights_bitwise(

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from support.real_kills import Saves
+from support.tiers import crossing
 
 
 @pytest.mark.parametrize(
     ("victim", "place"),
-    [(0, 0.97), (0, 0.5), (1, 0.4)],
+    [crossing(0, 0.97), (0, 0.5), crossing(1, 0.4)],
     ids=["after the rename", "in rank 0's files", "in rank 1's files"],
 )
 def test_a_killed_save_leaves_the_old_or_the_new(victim: int, place: float, tmp_path: Path) -> None:

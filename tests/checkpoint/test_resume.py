@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from support.models import build, labels_for, tokens
+from support.tiers import crossings
 
 # `make resumes` trains more steps, under more plans.
 STEPS = int(os.environ.get("MESHWRIGHT_RESUME_STEPS", "6"))
@@ -128,7 +129,10 @@ def pools(pool2: Any, pool4: Any) -> dict[int, Any]:
 
 
 @pytest.mark.timeout(300 if STEPS == 6 else 1200)
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name",
+    crossings(PLANS, only=["tp2+sp", "dp2xtp2+zero1", "dp2+zero3, recompute, workers"], quick=["dp2"]),
+)
 def test_a_resumed_run_is_equal_to_the_bit(name: str, pools: dict[int, Any], tmp_path: Path) -> None:
     pool = pools[size(PLANS[name])]
     wrong = pool.run(resumed_at_each_step, name, tmp_path, timeout=200 if STEPS == 6 else 900)
@@ -146,6 +150,7 @@ def without(component: str, folder: Path) -> list[bool]:
     return found
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("component", ["optimizer", "loader", "scheduler", "random"])
 def test_each_component_matters(component: str, pool2: Any, tmp_path: Path) -> None:
     assert pool2.run(without, component, tmp_path)[0] == [True, False]

@@ -26,6 +26,7 @@ def saved(family: str, plan: dict[str, Any], path: Path, options: dict[str, Any]
     distribute(make(family, how="deferred", **overrides), **plan).save_pretrained(path, **options)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}, {"variant": "fp32"}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
 def test_saved_files_are_those_of_stock(family: str, options: dict[str, Any], pool2: Any, tmp_path: Path) -> None:

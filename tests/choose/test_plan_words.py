@@ -21,6 +21,8 @@ from meshwright.plan.schedule import SCHEDULES
 from meshwright.plan.text import format_plan, parse_plan
 from meshwright.planner.candidate import Candidate
 
+pytestmark = pytest.mark.quick
+
 sizes = st.integers(1, 4096)
 contexts = st.one_of(
     st.just({}),

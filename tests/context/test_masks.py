@@ -14,6 +14,8 @@ from meshwright.context import attention
 from meshwright.context.masks import ContextMask
 from meshwright.parallel.sequence_parts import Run
 
+pytestmark = pytest.mark.quick
+
 LENGTH = 23
 PACKED = torch.cat([torch.arange(4), torch.arange(9), torch.arange(10)])
 INPUTS: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.errors import LoaderError
 from meshwright.mesh.axes import Axis
+from support.tiers import crossing
 
 
 def axes(tp: int) -> tuple[Axis, Axis]:
@@ -82,7 +83,7 @@ def read(kind: str, size: int, batch_size: int, tp: int, workers: int = 0, seed:
 KINDS = ["sequential", "shuffled", "generator", "weighted", "datasets", "stream", "list"]
 
 
-@pytest.mark.parametrize(("size", "batch_size"), [(12, 4), (13, 4), (7, 3), (1, 4), (9, 5)])
+@pytest.mark.parametrize(("size", "batch_size"), [crossing(12, 4), (13, 4), crossing(7, 3), (1, 4), (9, 5)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_are_those_of_one_device(kind: str, size: int, batch_size: int, pool4: Any) -> None:
     torch.manual_seed(0)  # the first rank's state; the other ranks have others

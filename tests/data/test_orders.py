@@ -115,6 +115,7 @@ def distributed(program: Program, dp: int, *, resumes: bool = False) -> tuple[An
     return tuple([pair[i] for pair in made] for i in (0, 1))  # type: ignore[return-value]
 
 
+@pytest.mark.quick
 @settings(max_examples=40, deadline=None, phases=FAST)
 @given(program=programs, dp=st.integers(1, 3))
 def test_the_orders_of_one_device(program: Program, dp: int) -> None:

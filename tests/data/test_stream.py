@@ -99,6 +99,7 @@ def make_shards(chooser: random.Random, count: int, most: int) -> list[list[int]
     return [list(itertools.islice(numbers, chooser.choice([0, 1, chooser.randrange(most)]))) for _ in range(count)]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", range(60))
 def test_batches_do_not_depend_on_the_mesh(case: int) -> None:
     chooser = random.Random(case)

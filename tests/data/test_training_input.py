@@ -20,6 +20,7 @@ from meshwright.data.packing import Packing
 from meshwright_hf.datasets import TokenCollator, pack_dataset
 from support.loading import Numbers
 from support.models import build
+from support.tiers import crossing
 
 LENGTH, ROWS = 6, 37
 
@@ -57,7 +58,7 @@ def train(kind: str, state: Any, limit: int | None, batch_size: int, workers: in
     return trained, loader.state_dict()
 
 
-@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("kind", [crossing("map"), "stream"])
 def test_training_goes_on_with_another_plan_batch_size_and_workers(kind: str, pool4: Any) -> None:
     """Each sample is trained on once in the epoch, though it is left in the middle of an accumulation window."""
     first = pool4.run(train, kind, None, 3, 5, 1, dp=4)
@@ -117,7 +118,7 @@ def reading_program(how: str) -> None:
 
 
 DEATHS = [
-    ("raises", "the file of row 20 is gone"),
+    crossing("raises", "the file of row 20 is gone"),
     ("killed", r"DataLoader worker \(pid.*(killed|exited unexpectedly)"),
 ]
 

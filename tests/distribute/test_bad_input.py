@@ -16,6 +16,8 @@ from meshwright.parallel.mixed_rows import check_embeddings
 from support.models import build
 from support.reference import make_optimizer
 
+pytestmark = pytest.mark.quick
+
 
 def call(model: Any = None, optimizer: Any = None, *, device_num: Any = None, **plan: Any) -> None:
     config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))

@@ -21,6 +21,8 @@ from meshwright.planner.shapes import describe
 from meshwright.roles import plan_for
 from support.models import build
 
+pytestmark = pytest.mark.quick
+
 DATA = TensorDataset(torch.zeros(8, 4, dtype=torch.int64))
 LOADER = DataLoader(DATA, batch_size=4)
 MODEL = nn.Linear(4, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.models import build, labels_for, tokens
 from support.reference import make_optimizer
 from support.scenarios import one_step
 from support.short_programs import Plan, batches, distribute, weights_of, worst
+from support.tiers import crossings
 
 SP = {"tp": 2, "sequence_parallel": True}
 
@@ -79,6 +81,13 @@ def share_layer(model: Any) -> None:
 
 
 SHARED = {change.__name__: change for change in (share_blocks, share_projections, share_layer)}
+SHARED_UNDER: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "sp": {**SP, "recompute": "full"},
+    "pp2": {"pp": 2, "gradient_accumulation_steps": 2},
+    "cp2": {"cp": 2, "recompute": "full"},
+    "zero3": {"dp": 2, "zero_stage": 3},
+}
 
 
 def with_shared_modules(plan: Plan, name: str, folder: str | None = None) -> dict[str, torch.Tensor]:
@@ -103,19 +112,15 @@ def with_shared_modules(plan: Plan, name: str, folder: str | None = None) -> dic
     return weights_of(model, plan)
 
 
-@pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize(
-    "plan",
-    [
-        {"tp": 2},
-        {**SP, "recompute": "full"},
-        {"pp": 2, "gradient_accumulation_steps": 2},
-        {"cp": 2, "recompute": "full"},
-        {"dp": 2, "zero_stage": 3},
-    ],
-    ids=["tp2", "sp", "pp2", "cp2", "zero3"],
+    ("plan_name", "name"),
+    crossings(
+        itertools.product(SHARED_UNDER, SHARED),
+        only=[(plan_name, "share_projections") for plan_name in ("sp", "cp2", "zero3")],
+    ),
 )
-def test_modules_that_layers_share(plan: dict[str, Any], name: str, pool2: Any, tmp_path: Path) -> None:
+def test_modules_that_layers_share(plan_name: str, name: str, pool2: Any, tmp_path: Path) -> None:
+    plan = SHARED_UNDER[plan_name]
     if name == "share_layer" and plan.get("pp", 1) > 1:
         with pytest.raises(WorkerError, match=r"model\.layers\.0 and model\.layers\.1 are one module"):
             pool2.run(with_shared_modules, plan, name)

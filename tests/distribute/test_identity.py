@@ -16,6 +16,8 @@ from support.logs import logged
 from support.models import build
 from support.short_programs import ZERO, Plan, batches, distribute, weights_of, worst
 
+pytestmark = pytest.mark.quick
+
 TP2, SP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
 DP2 = {"dp": 2}
 

@@ -18,6 +18,7 @@ from support.models import FAMILIES
 from support.parity import TOLERANCE, crossed, largest_differences, pool_for, reference
 from support.reference import Result, run_distributed
 from support.replicas import uncompared
+from support.tiers import crossing, crossings
 
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2": ({"tp": 2}, {}),
@@ -30,7 +31,14 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "plan_name"), crossed(FAMILIES, PLANS))
+@pytest.mark.parametrize(
+    ("family", "plan_name"),
+    crossings(
+        crossed(FAMILIES, PLANS),
+        but=[*(("llama", plan_name) for plan_name in PLANS), ("gemma2", "dp2xtp2+sp+zero3")],
+        quick=[("llama", "tp2+sp"), ("llama", "dp2xtp2+sp+zero3"), ("qwen3", "dp2xtp2+sp+zero1")],
+    ),
+)
 def test_equals_one_process_in_float64(family: str, plan_name: str, request: pytest.FixtureRequest) -> None:
     plan, overrides = PLANS[plan_name]
     ranks = pool_for(plan, request).run(run_distributed, family, torch.float64, plan, **overrides)
@@ -40,6 +48,7 @@ def test_equals_one_process_in_float64(family: str, plan_name: str, request: pyt
     assert all(rank.losses == ranks[0].losses and rank.norms == ranks[0].norms for rank in ranks)
 
 
+@pytest.mark.crossing
 @pytest.mark.parametrize(
     ("family", "plan_name"),
     crossed(["llama", "gemma2"], [name for name in PLANS if "zero3" not in name]),  # those are in test_zero.py
@@ -60,7 +69,7 @@ def largest_loss_difference(actual: Result, expected: Result) -> float:
     return max(abs(a - b) / b for a, b in zip(actual.losses, expected.losses, strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("family", [crossing("qwen3"), "olmo2"])
 def test_no_sync_gives_the_same_numbers(family: str, request: pytest.FixtureRequest) -> None:
     plan, _ = PLANS["dp2xtp2+sp+zero1"]
     ranks = pool_for(plan, request).run(run_distributed, family, torch.float64, plan, use_no_sync=True)
@@ -83,6 +92,7 @@ def test_forgetting_to_sum_norm_gradients_would_be_caught(family: str, pool2: An
     assert largest_differences(ranks[0], reference(family))["gradients"] > 1e-2
 
 
+@pytest.mark.crossing
 def test_losses_in_float32_would_show_it_too(pool2: Any) -> None:
     options = {"steps": 20, "accumulation": 1, "lr": 1e-3}
     ranks = pool2.run(
@@ -97,6 +107,7 @@ def run_with_mean_of_means(family: str) -> Result:
         return run_distributed(family, torch.float64, {"dp": 2})
 
 
+@pytest.mark.quick
 def test_a_mean_of_means_would_be_caught(pool2: Any) -> None:
     ranks = pool2.run(run_with_mean_of_means, "llama")
     differences = largest_differences(ranks[0], reference("llama"))

@@ -18,6 +18,7 @@ from conformance.random_programs.summary import MARKS, table
 from conformance.random_programs.traits import TRAITS
 from harness import WorkerPool
 from harness.messages import Failure
+from support.tiers import crossings
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("plan", PROGRAMS)
+@pytest.mark.parametrize("plan", crossings(PROGRAMS, but=["tp2", "dp2 zero3", "pp2x2 mb1"], quick=["dp2"]))
 def test_a_random_program_is_equal_or_told(plan: str, pools: dict[int, Any]) -> None:
     outcome = judge(program(*PROGRAMS[plan], plan=plan), pools)
     assert not outcome.is_fault, f"{outcome.verdict}: {outcome.program}\n{outcome.why}\n{outcome.details}"
@@ -74,7 +75,13 @@ FOUND: dict[str, tuple[Program, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize(
+    "plant",
+    crossings(
+        PLANTS,
+        only=["a hang", "an error on one rank", "loss of all ranks scaled", "a rank says another loss"],
+    ),
+)
 def test_a_planted_fault_is_found(plant: str, pools: dict[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if plant == "a hang":  # Meshwright's own timeout, three times this, would end a program whose ranks wait
         monkeypatch.setattr("conformance.random_programs.compare.TIMEOUT", 2.0)
@@ -156,7 +163,7 @@ CHANGE = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted({trait.kind for trait in TRAITS.values()}))
+@pytest.mark.parametrize("kind", crossings(sorted({trait.kind for trait in TRAITS.values()}), but=["rope"]))
 def test_each_trait_is_valid_on_one_process(kind: str) -> None:
     plain = run(program(), distributed=False)
     for trait in TRAITS.values():

@@ -12,6 +12,7 @@ import pytest
 
 from harness import preloaded
 from support.docs_blocks import ROOT, Block, DocsError, PageRun, blocks_of
+from support.tiers import crossings
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = {path.name: blocks_of(path.name, path.read_text()) for path in FILES}
@@ -43,6 +44,12 @@ PARSED_ONLY = {
     "benchmarks.referee": "sleeps for half a minute; tests/faults/test_referee.py checks what it measures",
     "--num_machines": "needs two machines; tests/cli/test_launch_hosts.py makes two and launches over them",
 }
+# Pages that run whole programs, which other tests run too.
+WHOLE_PROGRAMS = [
+    "CONTRIBUTING.md", "accelerate.md", "calibration.md", "checkpoints.md", "compile.md", "context.md", "cuda.md",
+    "data.md", "deepspeed.md", "gaps.md", "launching.md", "lora.md", "pipeline.md", "plan_70b.md", "planner.md",
+    "pretraining.md", "primitives.md", "questions.md", "trainer.md", "transformers.md", "verify.md",
+]  # fmt: skip
 ADDED = {
     "calibrate": (["--seconds", "1"], "measures for 100 seconds unless told otherwise"),
     "run_clm.py": (["--use_cpu"], "is what the page adds on a CPU, below the command"),
@@ -78,7 +85,9 @@ def runnable(blocks: list[Block]) -> list[Block]:
     return [block for block in blocks if block.language != "text" or block.is_output]
 
 
-@pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if runnable(blocks)])
+@pytest.mark.parametrize(
+    "page", crossings([page for page, blocks in BLOCKS.items() if runnable(blocks)], only=WHOLE_PROGRAMS)
+)
 def test_the_blocks_of_a_page_run(page: str, run: Run) -> None:
     assert run(BLOCKS[page]).done == runnable(BLOCKS[page])
 

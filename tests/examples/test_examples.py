@@ -1,34 +1,19 @@
-"""The examples of a training script: the numbers of one process, and a run that is taken up by another plan."""
+"""The example of adapters, whose run is taken up by another plan, and the length of the examples."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from examples import finetune_lora, plain_loop
+from examples import finetune_lora
 from harness.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 
 
-def losses(program: Any, world_size: int, *args: Any) -> list[float]:
-    outcomes = run_program(program, world_size, *args, timeout=240)
-    assert all(outcome.code == 0 for outcome in outcomes), outcomes
-    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", outcomes[0].output)]
-
-
-def test_a_plain_loop_goes_on_under_another_plan(tmp_path: Path) -> None:
-    whole = losses(plain_loop.main, 1, 20, tmp_path / "one")
-    parts = losses(plain_loop.main, 2, 10, tmp_path / "two") + losses(plain_loop.main, 1, 20, tmp_path / "two")
-    # float32 and 20 steps: sums in another order differ by about 1e-6; the print has 4 digits. Without the state of
-    # the optimizer or of the loader the second half would be off by more than 0.01.
-    assert len(whole) == 2 and whole[1] < whole[0] < 5.55
-    assert parts == pytest.approx(whole, abs=3e-4)
-
-
+@pytest.mark.crossing
 def test_adapters_are_tuned_and_go_on_in_one_process(tmp_path: Path) -> None:
     first = run_program(finetune_lora.main, 2, 20, tmp_path, timeout=240)
     second = run_program(finetune_lora.main, 1, 40, tmp_path, timeout=240)

@@ -46,6 +46,7 @@ def losses(outcomes: list[Outcome]) -> dict[int, list[float]]:
     return {int(step): [float(loss), float(validation)] for step, loss, validation in lines}
 
 
+@pytest.mark.crossing
 def test_a_killed_run_goes_on_under_another_plan(data: Path, tmp_path: Path) -> None:
     whole = losses(run_program(pretrain, 1, data, tmp_path / "one", {}, timeout=240))
     assert whole.keys() == {10, 20}

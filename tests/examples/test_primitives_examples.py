@@ -66,6 +66,7 @@ def test_a_program_equals_one_process(request, name, world_size, lines_by_rank):
             assert line in output
 
 
+@pytest.mark.crossing
 def test_torchrun_starts_a_program():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "6"]
     command += ["-m", "examples.primitives.mesh_order"]
@@ -76,6 +77,7 @@ def test_torchrun_starts_a_program():
     assert "whole: equal to one process" in result.stdout
 
 
+@pytest.mark.crossing
 def test_the_table_of_who_reads_what():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = subprocess.run(

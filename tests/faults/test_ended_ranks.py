@@ -20,6 +20,7 @@ from meshwright.checkpoint.format import part_files
 from meshwright.faults import equal_errors
 from meshwright.faults.equal_errors import is_first_to_say, say_equal_texts_once
 from support.ending import DP2, TIMEOUT, TP2, check, flat, trained, trainer
+from support.tiers import crossing
 
 
 def failing(plan: mw.ParallelPlan) -> None:
@@ -169,7 +170,7 @@ def test_a_killed_rank_ends_all_of_a_larger_mesh():
         check(outcomes[rank], r"rank 3 \(host .*dp=1 tp=1\): its process ended abruptly", within=5)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, crossing(1)])
 def test_a_stopped_rank_ends_the_others_within_the_timeout_and_5_seconds(victim):
     outcomes = run_program(signalled, 2, signal.SIGSTOP, victim, may_remain=(victim,))
     assert outcomes[victim].code == -signal.SIGKILL  # a launcher's SIGTERM would not have ended it
@@ -221,7 +222,7 @@ def ends_apart(last: int) -> None:
         print("saved", flush=True)
 
 
-@pytest.mark.parametrize(("last", "is_child"), [(0, False), (1, False), (0, True)], ids=["0", "1", "child"])
+@pytest.mark.parametrize(("last", "is_child"), [(0, False), crossing(1, False), (0, True)], ids=["0", "1", "child"])
 def test_a_rank_that_finishes_later_is_left_in_peace(last, is_child):
     outcomes = run_program(ends_apart, 2, last, is_child=is_child)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
@@ -263,6 +264,7 @@ for step in range(10):
 """
 
 
+@pytest.mark.crossing
 def test_torchrun_ends_with_the_cause(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

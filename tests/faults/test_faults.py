@@ -14,6 +14,7 @@ import meshwright as mw
 from harness.programs import mark_fault, run_program
 from support.ending import DP2, TIMEOUT, TP2, check, flat, trainer
 from support.models import build, labels_for, tokens
+from support.tiers import crossing
 
 
 def differing_collective(first, second) -> None:
@@ -94,6 +95,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_collectives_that_differ_are_named_before_they_run(case):
     first, second, message = DIFFERENT[case]
@@ -164,10 +166,10 @@ def alone(what: str, ends: bool) -> None:
 
 ALONE = [
     ("save_checkpoint", False),
-    ("save_checkpoint", True),
-    ("save_pretrained", False),
+    crossing("save_checkpoint", True),
+    crossing("save_pretrained", False),
     ("full_state_dict", False),
-    ("generate", False),
+    crossing("generate", False),
     ("the model", False),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -17,23 +18,28 @@ from meshwright.mesh import process_group
 from meshwright_hf.network import free_port
 from support.ending import TIMEOUT, check, flat
 from support.hangs import PLACES, STARTS, hangs, hold_the_gil, run_script, stop_here
+from support.tiers import crossings
 
 # No thread of Python runs in these, and only in the first does the kernel's signal reach code that writes the stack.
 ENDED_BY_THE_KERNEL = ("gil", "stop")
 BY_EITHER = ("loop", "worker", "gil", "stop")  # places where it matters whether rank 0 hangs, which has the referee
-EVERYWHERE = ("before the call", "loop", "stop")  # places where it matters who started the ranks
+EVERYWHERE = ("before the call", "stop")  # places where it matters who started the ranks
+BY_ONE_LAUNCHER = {"set-up": "launch", "worker": "torchrun", "end": "plain", "gil": "torchrun"}
 IN_TIME = TIMEOUT + 5
 TORCHRUN_ENDS = 15.0  # seconds that torchrun may take on a busy machine after all ranks have ended
 
 
 @pytest.mark.parametrize(
     ("place", "victim"),
-    [
-        (place, victim)
-        for number, place in enumerate(PLACES)
-        for victim in range(2)
-        if place != "before the call" and (place in BY_EITHER or victim == number % 2)
-    ],
+    crossings(
+        [
+            (place, victim)
+            for number, place in enumerate(PLACES)
+            for victim in range(2)
+            if place != "before the call" and (place in BY_EITHER or victim == number % 2)
+        ],
+        but=[("loop", 1), ("worker", 0), ("gil", 0)],
+    ),
 )
 def test_a_program_that_hangs_ends(place: str, victim: int) -> None:
     """Without a launcher: nobody but the rank itself and the kernel can end it."""
@@ -75,12 +81,10 @@ def test_rank_0_is_stopped_before_the_guard_runs() -> None:
 
 @pytest.mark.parametrize(
     ("place", "start"),
-    [
-        (place, start)
-        for number, place in enumerate(PLACES)
-        for turn, start in enumerate(STARTS)
-        if place in EVERYWHERE or turn == number % len(STARTS)
-    ],
+    crossings(
+        [*itertools.product(EVERYWHERE, STARTS), *BY_ONE_LAUNCHER.items()],
+        but=[("set-up", "launch")],
+    ),
 )
 def test_a_script_that_hangs_ends_however_it_was_started(start: str, place: str, preloaded_python: Path) -> None:
     """The launcher has ended too, and found the right rank; a rank that has not made the call writes its stack too."""

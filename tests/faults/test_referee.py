@@ -12,6 +12,8 @@ from meshwright.faults.collective_log import LENGTH, Log, describe, first_differ
 from meshwright.faults.referee import AGREED, Post, Referee
 from meshwright.faults.wishes import Wishes
 
+pytestmark = pytest.mark.quick
+
 
 def referee(ranks: int, timeout: float = 10.0) -> Referee:
     made = Referee(timeout)

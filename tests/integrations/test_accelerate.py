@@ -17,19 +17,20 @@ from accelerate.scheduler import AcceleratedScheduler
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 from support.accelerated import Run, resume_script, run_script
 from support.parity import pool_for
+from support.tiers import crossing, crossings
 
-PLANS: dict[str, dict[str, Any]] = {
+TWENTY: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
-    "dp2": {"dp": 2},
     "dp2xtp2+sp+zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
-    "pp2": {"pp": 2, "gradient_accumulation_steps": 2},
     "pp2xdp2+zero1": {"pp": 2, "dp": 2, "zero_stage": 1, "gradient_accumulation_steps": 2},
-    "cp2": {"cp": 2, "context": "ring"},
     "cp2xdp2+zero1": {"cp": 2, "dp": 2, "zero_stage": 1},
     "pp2xtp2+sp": {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "zb-h1", "micro_batch_size": 1},
     "pp2xcp2+zero1": {"pp": 2, "cp": 2, "context": "ring", "zero_stage": 1, "micro_batch_size": 1},
 }
-ZERO: dict[str, dict[str, Any]] = {
+PLANS = TWENTY | {
+    "dp2": {"dp": 2},
+    "pp2": {"pp": 2, "gradient_accumulation_steps": 2},
+    "cp2": {"cp": 2, "context": "ring"},
     "dp2xtp2+sp+zero2": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 2},
     "dp2+zero3": {"dp": 2, "zero_stage": 3},
     "dp2xtp2+sp+zero3": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3},
@@ -52,16 +53,14 @@ def difference(actual: Run, expected: Run) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-# float32 repeats what float64 proves, so two plans of several axes are enough.
-FLOAT32 = ["dp2xtp2+sp+zero1", "pp2xcp2+zero1"]
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *(pytest.param(name, torch.float64, id=f"{name}-float64") for name in PLANS),
-        *(pytest.param(name, torch.float32, id=f"{name}-float32") for name in FLOAT32),
-    ],
+    crossings(
+        # float32 repeats what float64 proves, so one plan of several axes is enough.
+        [*((name, torch.float64) for name in TWENTY), ("dp2xtp2+sp+zero1", torch.float32)],
+        but=[("dp2xtp2+sp+zero1", torch.float64)],
+    ),
+    ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_twenty_steps_equal_one_process(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     plan = PLANS[name]
@@ -91,13 +90,13 @@ def test_a_scheduler_that_counts_processes_would_be_caught(pool2: Any) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("dp2xtp2+sp+zero1", "dp2xtp2+sp+zero1"),
+        crossing("dp2xtp2+sp+zero1", "dp2xtp2+sp+zero1"),
         ("dp2", "dp2xtp2+sp+zero1"),
-        ("dp2+zero3", "dp2xtp2+sp+zero2"),
-        ("dp2xtp2+sp+zero2", "dp2xtp2+sp+zero3"),
-        ("pp2", "tp2"),
+        crossing("dp2+zero3", "dp2xtp2+sp+zero2"),
+        crossing("dp2xtp2+sp+zero2", "dp2xtp2+sp+zero3"),
+        crossing("pp2", "tp2"),
         ("dp2", "pp2xdp2+zero1"),
-        ("pp2xcp2+zero1", "cp2"),
+        crossing("pp2xcp2+zero1", "cp2"),
     ],
     ids=[
         "same plan", "on twice the ranks", "from stage 3", "to stage 3", "from pp2", "to pp2", "from pp2 x cp2",
@@ -107,7 +106,7 @@ def test_resume_goes_on_with_the_same_numbers(
     before: str, after: str, tmp_path: Any, request: pytest.FixtureRequest
 ) -> None:
     # In the middle of an epoch. The script's own weights are one off, so that what is not loaded would show.
-    first, second = (PLANS | ZERO)[before], (PLANS | ZERO)[after]
+    first, second = PLANS[before], PLANS[after]
     expected = reference(torch.float64, first.get("dp", 1))
     whole = pool_for(first, request).run(run_script, first, torch.float64, save_after=7, directory=tmp_path)[0]
     assert difference(whole, expected) <= 1e-10

@@ -6,6 +6,7 @@ Tolerance 1e-10 relative in float64, where only the order of sums differs; see t
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import os
@@ -29,10 +30,12 @@ from support.exact import Float64
 from support.models import build
 from support.recipes import Curve, accumulation_for_causal_lms, clm_no_trainer
 from support.reference import make_optimizer
+from support.tiers import crossing, crossings, quick
 
 TP2, DP2_ZERO1 = {"tp": 2}, {"dp": 2, "zero_stage": 1}
 SP_DP_ZERO = {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1}
 PP_DP = {"pp": 2, "dp": 2, "micro_batch_size": 1}
+HOWS = {"activate": TP2, "class": SP_DP_ZERO, "launched": DP2_ZERO1}
 TOLERANCE = 1e-10
 SCRIPTS = {"no_trainer": clm_no_trainer, "accumulation": accumulation_for_causal_lms}
 
@@ -77,12 +80,15 @@ def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
 
 
-@pytest.mark.parametrize(("how", "plan"), [("activate", TP2), ("class", SP_DP_ZERO), ("launched", DP2_ZERO1)])
-@pytest.mark.parametrize("max_train_steps", [5, None], ids=["steps", "epochs"])
+@pytest.mark.parametrize(
+    ("max_train_steps", "how"),
+    crossings(itertools.product([5, None], HOWS), but=[(5, "activate"), (None, "launched")]),
+)
 def test_a_stock_schedule_ends_where_it_should(
-    how: str, plan: dict[str, Any], max_train_steps: int | None, request: pytest.FixtureRequest
+    max_train_steps: int | None, how: str, request: pytest.FixtureRequest
 ) -> None:
     """Row 35: the learning rate falls to 0 with the last step, whether lengths are times num_processes or not."""
+    plan = HOWS[how]
     dp = plan.get("dp", 1)
     expected = reference("no_trainer", max_train_steps=max_train_steps)
     assert expected.rates[-1] == 0 < expected.rates[-2], "the schedule has an end to miss"
@@ -92,7 +98,7 @@ def test_a_stock_schedule_ends_where_it_should(
         assert rank.difference(expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("before", "after"), [(DP2_ZERO1, TP2), (TP2, DP2_ZERO1)], ids=["to tp2", "to dp2"])
+@pytest.mark.parametrize(("before", "after"), [crossing(DP2_ZERO1, TP2), (TP2, DP2_ZERO1)], ids=["to tp2", "to dp2"])
 def test_a_stock_schedule_goes_on_under_another_dp(
     before: dict[str, Any], after: dict[str, Any], pool2: Any, tmp_path: Any
 ) -> None:
@@ -137,7 +143,12 @@ def test_a_stock_accelerator_warns_of_a_schedule_of_another_number(plan: dict[st
 
 @pytest.mark.parametrize(
     ("how", "plan"),
-    [("prepare", DP2_ZERO1), ("prepare", TP2), ("class", SP_DP_ZERO), ("class", PP_DP)],
+    [
+        crossing("prepare", DP2_ZERO1),
+        crossing("prepare", TP2),
+        quick("class", SP_DP_ZERO),
+        crossing("class", PP_DP),
+    ],
     ids=["dp2", "tp2", "dp2xtp2", "pp2xdp2"],
 )
 def test_the_accumulation_recipe_counts_each_row_once(

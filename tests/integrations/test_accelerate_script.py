@@ -29,6 +29,7 @@ from meshwright_hf.accelerate import activate, deactivate, prepare
 from support.accelerated import accelerator, dataset, forget
 from support.models import build, tokens
 from support.reference import make_optimizer
+from support.tiers import crossing
 
 TP2, DP2 = {"tp": 2}, {"dp": 2}
 PP2 = {"pp": 2, "gradient_accumulation_steps": 2}
@@ -204,7 +205,7 @@ def train_in_bf16(plan: dict[str, Any] | None) -> list[float]:
         return losses
 
 
-@pytest.mark.parametrize("plan", [{"tp": 2, "sequence_parallel": True}, PP2], ids=["tp2", "pp2"])
+@pytest.mark.parametrize("plan", [crossing({"tp": 2, "sequence_parallel": True}), PP2], ids=["tp2", "pp2"])
 def test_bf16_autocast_trains_as_in_one_process(plan: dict[str, Any], pool2: Any) -> None:
     # 5e-3: bf16 has 8 bits, so that products are rounded by up to 4e-3, and other sums round in another place.
     losses, expected = pool2.run(train_in_bf16, plan)[0], train_in_bf16(None)
@@ -344,6 +345,7 @@ def run_example(*arguments: str) -> str:
     return output.getvalue()
 
 
+@pytest.mark.crossing
 def test_the_example_trains_and_goes_on_under_another_plan(pool4: Any, pool2: Any, tmp_path: Any) -> None:
     first, *others = pool4.run(run_example, "--tp", "2", "--dp", "2", "--state", str(tmp_path))
     assert set(others) == {""}
@@ -373,6 +375,7 @@ def launch(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.crossing
 @pytest.mark.parametrize("script", ["test_script", "test_sync"])
 def test_accelerates_own_scripts_pass_on_our_runtime(script: str) -> None:
     # Every model that they prepare is data-parallel by a plan, in place of DDP; other objects are accelerate's.

@@ -24,6 +24,7 @@ from harness import WorkerPool
 from harness.programs import run_program
 from support import engine_hosts, engines
 from support.reference import Result, run_reference
+from support.tiers import crossings
 
 TOLERANCE = 1e-5
 TP2_SP_DP2 = {"tp": 2, "sequence_parallel": True, "dp": 2}
@@ -57,7 +58,7 @@ def differences(curve: engines.Curve, expected: Result, part: str = "all") -> tu
 OTHER_PLANS = {1: {"dp": 2, "tp": 2}, 2: {"tp": 4, "sequence_parallel": True}, 3: {"dp": 4}}
 
 
-@pytest.mark.parametrize("stage", OTHER_PLANS)
+@pytest.mark.parametrize("stage", crossings(OTHER_PLANS, but=[3]))
 def test_a_stage_equals_one_process_and_its_checkpoints_resume(stage: int, pool4: Any, tmp_path: Path) -> None:
     ranks = pool4.run(engines.run_with_checkpoints, TP2_SP_DP2, OTHER_PLANS[stage], stage, str(tmp_path), timeout=250)
     found = ranks[0]
@@ -109,7 +110,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], int, dict[str, Any], dict[str, Any]]] 
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", crossings(VARIANTS, but=["stage 3, everything offloaded, the configuration's AdamW"]))
 def test_equals_one_process_with(name: str, pool4: Any) -> None:
     plan, stage, config, model = VARIANTS[name]
     settings = engines.config_for(stage, plan.get("dp", 1), **config)
@@ -190,6 +191,7 @@ def run_example(folder: str) -> None:
     deepspeed_zero3.main()
 
 
+@pytest.mark.crossing
 def test_the_example_runs_and_ends_well(tmp_path: Path) -> None:
     outcomes = run_program(run_example, 2, str(tmp_path), timeout=200)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].output

@@ -20,6 +20,8 @@ from meshwright_hf.deepspeed.mpu import check_norms, holds_first
 from meshwright_hf.deepspeed.universal import affine_map
 from support.models import FAMILIES, build
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 PLAN = mw.ParallelPlan(dp=2, tp=2)
 

@@ -18,6 +18,8 @@ from meshwright.cli import app
 from meshwright_hf import doctor, versions
 from meshwright_hf.versions import TESTED, UntestedVersionWarning, place, warn_outside_range
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 
 

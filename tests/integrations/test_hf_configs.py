@@ -23,6 +23,8 @@ from meshwright.roles.registry import plan_for
 from meshwright_hf import distributed_config
 from support.models import build, tokens
 
+pytestmark = pytest.mark.quick
+
 SP = DistributedConfig(tp_size=1, enable_sequence_parallel=True)
 
 

@@ -21,6 +21,7 @@ from meshwright.data.stream import ShardedStream
 from meshwright.errors import PeerFailedError
 from meshwright.mesh.axes import Axis
 from meshwright_hf.datasets import TokenCollator, TokenRows, dataset_shards, pack_dataset, unsplit
+from support.tiers import crossing
 
 SHUFFLED = {"shuffle": True, "buffer_size": 24, "lanes": 6, "seed": 5}
 
@@ -70,7 +71,7 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["memory", "files"])
+@pytest.mark.parametrize("kind", ["memory", crossing("files")])
 def test_ranks_and_workers_change_in_mid_epoch(kind: str, folder: str, pool2: Any, pool4: Any) -> None:
     """4 ranks of 0 workers, then 2 of 2, then 1 of 3: the batches of one process."""
     source = folder if kind == "files" else None

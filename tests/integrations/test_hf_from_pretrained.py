@@ -27,8 +27,10 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.gradient_buckets import Bucket
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
+from support.parity import crossed
 from support.reference import LENGTH, ROWS, Result, dataset, make_optimizer
 from support.replicas import uncompared
+from support.tiers import crossings
 from support.traffic import Traffic
 
 TOLERANCE = 1e-10
@@ -128,8 +130,17 @@ ASKED: dict[str, tuple[dict[str, int], dict[str, Any] | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    crossings(
+        crossed(CHECKPOINTS, ASKED),
+        but=[
+            ("qwen3, several files", "dp2xtp2, zero1 later"),
+            ("llama, tied, one kv head", "pp2xtp2, other micro-batches later"),
+        ],
+        quick=[("llama, tied, one kv head", "tp2")],
+    ),
+)
 def test_equals_one_process(
     checkpoint: str, name: str, checkpoints: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -28,12 +28,13 @@ from meshwright_hf.launch_job import RESTARTED_VARIABLE
 from meshwright_hf.trainer_folders import checkpoint_to_resume
 from meshwright_hf.trainer_state import PROGRESS, Progress
 from support.kills import counted, endings, fingerprint, try_faults
+from support.tiers import crossing
 from support.trainers import Rows, Run, arguments, fresh_accelerate, make_trainer, run_trainer
 
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
 
 
-@pytest.mark.parametrize("plan", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero_stage": 3}], ids=str)
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"tp": 2}, crossing({"dp": 2, "zero_stage": 3})], ids=str)
 def test_a_stock_checkpoint_comes_with_its_optimizer(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
     """Tolerance 1e-5: see test_trainer.py. Without the optimizer's state the losses differ by more than 1e-3."""
     run_trainer(tmp_path, **SAVING)

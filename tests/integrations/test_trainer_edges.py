@@ -17,6 +17,7 @@ import meshwright as mw
 import meshwright_hf
 from meshwright.plan.flat_offsets import flat_offsets
 from support.models import build
+from support.tiers import crossing
 from support.trainers import Rows, arguments, fresh_accelerate
 
 
@@ -75,7 +76,7 @@ def use_oddly(output_dir: Path, plan: dict[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("plan", [{"tp": 2}, {"dp": 2}, {"pp": 2, "micro_batch_size": 1}], ids=str)
+@pytest.mark.parametrize("plan", [crossing({"tp": 2}), {"dp": 2}, {"pp": 2, "micro_batch_size": 1}], ids=str)
 def test_odd_uses_equal_one_process(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
     found = pool2.run(use_oddly, tmp_path / "planned", plan, timeout=280)[0]
     expected = use_oddly(tmp_path / "one", None)
@@ -116,8 +117,10 @@ def train_what_is_distributed(output_dir: Path, plan: dict[str, Any], *, is_load
         return [log["loss"] for log in logs], [log["grad_norm"] for log in logs], state
 
 
-@pytest.mark.parametrize("is_loaded", [True, False], ids=["as it was loaded", "with its optimizer"])
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize(
+    ("zero_stage", "is_loaded"), [crossing(1, True), (1, False), (3, True), crossing(3, False)],
+    ids=["1-as it was loaded", "1-with its optimizer", "3-as it was loaded", "3-with its optimizer"],
+)  # fmt: skip
 def test_a_model_that_is_distributed_already_trains_by_its_plan(
     zero_stage: int, is_loaded: bool, pool2: Any, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from support.models import build
+from support.tiers import crossing
 from support.trainers import Run, run_trainer
 
 TP2_SP, DP2_ZERO1 = {"tp": 2, "sequence_parallel": True}, {"dp": 2, "zero_stage": 1}
@@ -38,7 +39,7 @@ def run_adapted(output_dir: Path, plan: dict[str, Any] | None) -> tuple[Run, Run
     return whole, run_trainer(output_dir, plan, resume=str(output_dir / "checkpoint-3"), **options)
 
 
-@pytest.mark.parametrize("plan", [TP2_SP, DP2_ZERO1, PP2], ids=str)
+@pytest.mark.parametrize("plan", [crossing(TP2_SP), crossing(DP2_ZERO1), PP2], ids=str)
 def test_an_adapter_trains_and_is_resumed(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
     whole, resumed = pool2.run(run_adapted, tmp_path / "planned", plan, timeout=200)[0]
     expected = run_trainer(tmp_path / "one", max_steps=6, extra={"model_init": adapted})
@@ -47,7 +48,7 @@ def test_an_adapter_trains_and_is_resumed(plan: dict[str, Any], pool2: Any, tmp_
     assert (resumed.losses, resumed.norms) == (whole.losses, whole.norms)
 
 
-@pytest.mark.parametrize("plan", [TP2_SP, DP2_ZERO1], ids=str)
+@pytest.mark.parametrize("plan", [crossing(TP2_SP), DP2_ZERO1], ids=str)
 def test_a_compiled_model_keeps_the_numbers(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
     # The graphs are traced and differentiated ahead of time, and run without code generation, which takes minutes.
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3, "evaluated": 5}
@@ -58,7 +59,7 @@ def test_a_compiled_model_keeps_the_numbers(plan: dict[str, Any], pool2: Any, tm
     assert run.metrics["eval_loss"] == pytest.approx(expected.metrics["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("plan", [TP2_SP, DP2_ZERO1, PP2], ids=str)
+@pytest.mark.parametrize("plan", [TP2_SP, crossing(DP2_ZERO1), PP2], ids=str)
 def test_bf16_autocast_is_as_close_to_one_process_as_bf16_is_exact(
     plan: dict[str, Any], pool2: Any, tmp_path: Path
 ) -> None:

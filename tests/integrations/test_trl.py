@@ -16,9 +16,10 @@ import pytest
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-import meshwright as mw
 from meshwright_hf.trl_trainers import check_last_batch
+from support.parity import pool_for
 from support.preference import columns, evaluate, make, run
+from support.tiers import crossing, quick
 from support.trainers import fresh_accelerate
 
 pytest.importorskip("trl", reason="the environment of the oldest versions has no TRL")
@@ -58,20 +59,17 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
-        ("sft", TP2_SP),
-        ("sft", DP2),
-        ("sft", {"cp": 2, "context": "ring"}),
-        ("dpo", {"cp": 2}),
-        ("kto", {"cp": 2}),
-        ("reward", {"cp": 2}),
+        crossing("sft", {"cp": 2, "context": "ring"}),
+        crossing("dpo", {"cp": 2}),
+        crossing("kto", {"cp": 2}),
+        crossing("reward", {"cp": 2}),
         ("sft", ALL),
-        ("dpo", ZERO3),
+        quick("dpo", ZERO3),
         ("kto", TP2_SP),
-        ("kto", ZERO3),
+        crossing("kto", ZERO3),
         ("reward", ZERO3),
-        ("reward", TP2_SP),
-        ("grpo", ZERO3),
-        ("rloo", DP2),
+        crossing("grpo", ZERO3),
+        crossing("rloo", DP2),
     ],
     ids=str,
 )
@@ -79,10 +77,9 @@ def test_a_trainer_equals_one_process(
     kind: str, plan: dict[str, Any], one: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """The fused head reads the head's weight, which is sharded; KTO pairs a batch's rows; GRPO (row 25) gathers."""
-    pool = request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
     expected = reference(kind, one)
     assert len({logs["grad_norm"] for logs in expected}) == len(expected) == 4
-    for logs in pool.run(run, kind, tmp_path, plan, **OPTIONS[kind], timeout=280):
+    for logs in pool_for(plan, request).run(run, kind, tmp_path, plan, **OPTIONS[kind], timeout=280):
         for actual, wanted in zip(logs, expected, strict=True):
             for key in COMPARED[kind]:
                 assert actual[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-7), key

@@ -13,9 +13,18 @@ import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.reference import make_optimizer
+from support.tiers import crossing, crossings
 
 ZERO = {"dp": 2, "zero_stage": 1}
 SP = {"tp": 2, "sequence_parallel": True}
+OPTIMIZERS: list[tuple[type, dict[str, Any]]] = [
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+    (torch.optim.Adam, {"maximize": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+    (torch.optim.Adagrad, {}),
+]
 
 
 def batch(step: int = 0) -> dict[str, torch.Tensor]:
@@ -81,20 +90,15 @@ def assert_equal_training(pool: Any, plan: dict[str, Any], *args: Any, **kwargs:
     assert worst < 1e-10, worst
 
 
-@pytest.mark.parametrize("plan", [ZERO, SP, {"dp": 2}])
 @pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.AdamW, {"fused": True}),
-        (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
-        (torch.optim.Adam, {"maximize": True}),
-        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-        (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
-        (torch.optim.Adagrad, {}),
-    ],
+    ("optimizer", "options", "plan"),
+    crossings(
+        [(*each, plan) for each in OPTIMIZERS for plan in (ZERO, SP, {"dp": 2})],
+        but=[(*each, plan) for each, plan in zip(OPTIMIZERS, [SP, {"dp": 2}, ZERO] * 2, strict=True)],
+    ),
 )
 def test_optimizers_keep_their_semantics(
-    plan: dict[str, Any], optimizer: type, options: dict[str, Any], pool2: Any
+    optimizer: type, options: dict[str, Any], plan: dict[str, Any], pool2: Any
 ) -> None:
     assert_equal_training(pool2, plan, optimizer, **options)
 
@@ -115,7 +119,7 @@ def test_every_way_to_zero_gradients(zero_grad: str, pool2: Any) -> None:
     assert_equal_training(pool2, ZERO, zero_grad=zero_grad)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [crossing(1.0), 3.0, math.inf])
 def test_other_norms(norm_type: float, pool4: Any) -> None:
     assert_equal_training(pool4, {**SP, **ZERO}, norm_type=norm_type, clip=0.05)
 

@@ -13,6 +13,7 @@ import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.reference import make_optimizer
+from support.tiers import crossing
 
 TP2 = {"tp": 2}
 SP2 = {"tp": 2, "sequence_parallel": True}
@@ -50,6 +51,7 @@ def refusals(plan: dict[str, Any]) -> dict[str, str | None]:
     return said
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("plan", [TP2, SP2, *STAGES], ids=str)
 def test_a_part_of_the_state_is_never_given_out(plan: dict[str, Any], pool2: Any) -> None:
     """Row 7: what one rank saves by ``torch.save(model.state_dict())`` all would load as their own."""
@@ -95,12 +97,14 @@ def loaded_then_trained(kind: str, plan: dict[str, Any] | None) -> dict[str, Ten
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
-        ("plain", TP2),
+        crossing("plain", TP2),
         ("tied", SP2),
         ("fused", SP2),
         ("adapters", SP2),
-        *(("plain", plan) for plan in STAGES[1:]),
-        ("tied", STAGES[3]),
+        crossing("plain", STAGES[1]),
+        crossing("plain", STAGES[2]),
+        ("plain", STAGES[3]),
+        crossing("tied", STAGES[3]),
         ("few key heads", {"tp": 4, "sequence_parallel": True}),
         ("tied", {"dp": 2, "tp": 2, "zero_stage": 3}),
     ],

@@ -15,6 +15,7 @@ import meshwright as mw
 from support.exact import Float64
 from support.models import build
 from support.short_programs import Plan, batches, distribute, weights_of, worst
+from support.tiers import crossing, crossings
 
 ZERO = [{"dp": 2, "zero_stage": stage} for stage in (1, 2, 3)]
 SP = {"tp": 2, "sequence_parallel": True}
@@ -73,11 +74,11 @@ def set_trained(model: nn.Module, is_trained: Callable[[str], bool]) -> None:
 
 
 PLANS = [
-    {"dp": 2},
-    {"tp": 2},
+    crossing({"dp": 2}),
+    crossing({"tp": 2}),
     SP,
-    *ZERO,
-    {"dp": 2, "gradient_accumulation_steps": 2},
+    *crossings(ZERO, but=[ZERO[1]]),
+    crossing({"dp": 2, "gradient_accumulation_steps": 2}),
     {"dp": 2, "gradient_accumulation_steps": 2, "zero_stage": 1},
     {"dp": 2, "micro_batch_size": 1, "zero_stage": 3},
 ]
@@ -89,7 +90,7 @@ def test_gradual_unfreezing(plan: dict[str, Any], pool2: Any) -> None:
     assert worst(pool2.run(unfreeze_gradually, plan)[0], reference()) < 1e-9
 
 
-@pytest.mark.parametrize("plan", [{"dp": 2}, *ZERO], ids=str)
+@pytest.mark.parametrize("plan", [crossing({"dp": 2}), crossing(ZERO[0]), *ZERO[1:]], ids=str)
 def test_gradual_unfreezing_with_accumulation_and_zeros(plan: dict[str, Any], pool2: Any) -> None:
     """Rows 5 and 29: gradients that are zeroed and not dropped go on as zeros, so AdamW moves frozen parameters."""
     expected = reference(2, False)
@@ -98,6 +99,7 @@ def test_gradual_unfreezing_with_accumulation_and_zeros(plan: dict[str, Any], po
         assert worst(pool2.run(unfreeze_gradually, plan, 2, use_no_sync, False)[0], expected) < 1e-9
 
 
+@pytest.mark.quick
 def test_four_ranks(pool4: Any) -> None:
     """Row 5, with weights that are shards over tp and parts over dp."""
     plan = {"dp": 2, **SP, "zero_stage": 3}

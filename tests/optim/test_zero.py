@@ -26,6 +26,7 @@ from support.exact import Float64, relative_difference
 from support.models import FAMILIES, SIZES, build, labels_for, tokens
 from support.parity import TOLERANCE, largest_differences, pool_for, reference
 from support.reference import run_distributed, run_reference
+from support.tiers import crossing, crossings
 
 TP2_DP2 = {"dp": 2, "tp": 2, "sequence_parallel": True}
 
@@ -65,7 +66,7 @@ def test_a_forward_without_backward_is_forgotten(pool2: Any) -> None:
     assert pool2.run(outlives_a_forward_without_backward) == [False, False]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", crossings(CASES, only=[], quick=["stage 2"]))
 def test_equals_one_process_in_float64(case: str, request: pytest.FixtureRequest) -> None:
     plan, overrides, options = CASES[case]
     ranks = pool_for(plan, request).run(run_distributed, "qwen3", torch.float64, plan, **options, **overrides)
@@ -74,6 +75,7 @@ def test_equals_one_process_in_float64(case: str, request: pytest.FixtureRequest
     assert all(rank.losses == ranks[0].losses and rank.norms == ranks[0].norms for rank in ranks)
 
 
+@pytest.mark.crossing
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_losses_and_norms_over_20_steps(stage: int, pool4: Any) -> None:
     options = {"steps": 20, "accumulation": 1, "lr": 1e-3}
@@ -192,7 +194,7 @@ def train_and_export(folder: str, plan: dict[str, Any], weights: str | None) -> 
     }
 
 
-@pytest.mark.parametrize("plan", [{"dp": 2, "zero_stage": 3}, {**TP2_DP2, "zero_stage": 3}], ids=str)
+@pytest.mark.parametrize("plan", [crossing({"dp": 2, "zero_stage": 3}), {**TP2_DP2, "zero_stage": 3}], ids=str)
 def test_in_and_out(plan: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     model = build("llama", tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "in")

@@ -27,6 +27,8 @@ from support.replicas import (
     rows,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def backward_once(kind: str, **options: Any) -> Gradients:
     model = net(kind, seed=dist.get_rank())  # the first rank's weights count

@@ -15,6 +15,7 @@ import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.short_programs import Plan, distribute, losses_of, weights_of, worst
+from support.tiers import crossing
 
 LENGTH = 10
 SIZES = (4, 3, 1)  # rows of a batch: as many on each rank, one more on one of two, and a filler on one of two
@@ -88,7 +89,7 @@ DP = {"dp": 2}
     ("program", "plan"),
     [
         ("contrastive", DP),
-        ("contrastive", {**DP, "zero_stage": 1}),
+        crossing("contrastive", {**DP, "zero_stage": 1}),
         ("contrastive", {**DP, "zero_stage": 3}),
         ("advantages", {**DP, "zero_stage": 2}),
         ("centred", DP),
@@ -101,7 +102,9 @@ def test_all_rows_of_the_batch(program: str, plan: dict[str, Any], pool2: Any) -
 
 
 @pytest.mark.parametrize(
-    "plan", [{**DP, "tp": 2}, {**DP, "tp": 2, "sequence_parallel": True}, {"dp": 4, "zero_stage": 1}], ids=str
+    "plan",
+    [crossing({**DP, "tp": 2}), {**DP, "tp": 2, "sequence_parallel": True}, crossing({"dp": 4, "zero_stage": 1})],
+    ids=str,
 )
 def test_all_rows_of_the_batch_on_two_axes(plan: dict[str, Any], pool4: Any) -> None:
     """With dp=4, batches of 3 rows and of 1 have fillers too."""
@@ -124,7 +127,7 @@ def with_logits(plan: Plan) -> dict[str, Tensor]:
     return {n: p.grad for n, p in model.named_parameters()} if plan is None else mw.full_gradients(model)
 
 
-@pytest.mark.parametrize("plan", [{**DP, "cp": 2}, {**DP, "tp": 2}], ids=str)
+@pytest.mark.parametrize("plan", [{**DP, "cp": 2}, crossing({**DP, "tp": 2})], ids=str)
 def test_logits_of_all_rows(plan: dict[str, Any], pool4: Any) -> None:
     """float64: 1e-10 for other orders of sums."""
     found, expected = pool4.run(with_logits, plan)[0], with_logits(None)

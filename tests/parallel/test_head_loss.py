@@ -32,6 +32,7 @@ from meshwright.tracing.traced_memory import LiveBytes
 from support.exact import Float64, relative_difference
 from support.fused_loss import counting_fused_losses
 from support.models import SIZES, build, labels_for, tokens
+from support.tiers import crossings
 
 ROWS, LENGTH = 3, 12
 HEADS: dict[str, tuple[type, type, dict[str, Any]]] = {  # scale, divisor, bias
@@ -131,7 +132,7 @@ TWO_RANKS: dict[str, tuple[dict[str, Any], slice]] = {
 }
 
 
-@pytest.mark.parametrize("case", TWO_RANKS)
+@pytest.mark.parametrize("case", crossings(TWO_RANKS, but=["tp2+sp", "dp2 zero3"]))
 def test_heads_on_two_ranks(case: str, pool2: Any) -> None:
     """97 words over two ranks are 49 and 48, and 36 tokens are no multiple of five."""
     plan, heads = TWO_RANKS[case]

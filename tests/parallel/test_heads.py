@@ -27,6 +27,7 @@ import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import SIZES, tokens
 from support.short_programs import Plan, distribute, losses_of
+from support.tiers import crossing
 from support.trainers import Run, run_trainer
 
 LENGTH = 10
@@ -114,7 +115,7 @@ def assert_equal(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [{"dp": 2}, {"dp": 2, "zero_stage": 2}, {"dp": 2, "zero_stage": 3}, {"dp": 2, "micro_batch_size": 1}],
+    [{"dp": 2}, crossing({"dp": 2, "zero_stage": 2}), {"dp": 2, "zero_stage": 3}, {"dp": 2, "micro_batch_size": 1}],
     ids=str,
 )
 def test_heads_split_over_data_parallel_ranks(plan: dict[str, Any], pool2: Any) -> None:
@@ -123,7 +124,9 @@ def test_heads_split_over_data_parallel_ranks(plan: dict[str, Any], pool2: Any) 
     assert_equal(pool2.run(train, plan, heads, timeout=300), train(None, heads))
 
 
-@pytest.mark.parametrize("plan", [{"tp": 2}, {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "plan", [crossing({"tp": 2}), {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2}], ids=str
+)
 def test_heads_over_tensor_parallel_ranks(plan: dict[str, Any], pool2: Any) -> None:
     """A head for sequences, tokens or spans is one small layer, which each rank has whole."""
     heads = [head for head in MODELS if head != "choices"]
@@ -165,7 +168,7 @@ def train_by_trainer(output_dir: Path, head: str, plan: dict[str, Any] | None, *
     return run_trainer(output_dir, plan, extra=extra, evaluated=7, num_train_epochs=2, **options)
 
 
-@pytest.mark.parametrize("head", ["sequences", "tokens"])
+@pytest.mark.parametrize("head", [crossing("sequences"), "tokens"])
 def test_heads_in_the_trainer(head: str, pool2: Any, tmp_path: Path) -> None:
     """Row 6: the logged loss and norm are those of one process, as are evaluations, with rows that do not divide."""
     expected = train_by_trainer(tmp_path, head, None)

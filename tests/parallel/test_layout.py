@@ -15,6 +15,8 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.head_layout import HeadLayout
 from meshwright.parallel.tensor_parallel import _WideNorm
 
+pytestmark = pytest.mark.quick
+
 
 def rows_of(layout: RowLayout, rank: int) -> torch.Tensor:
     return expanded(layout.copies(rank), torch.empty(0, dtype=torch.int64))

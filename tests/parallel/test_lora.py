@@ -95,6 +95,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     assert max(worst.values()) < 1e-10, max(worst.items(), key=lambda item: item[1])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_equals_one_process(plan: str, pool2: Any, pool4: Any) -> None:
     pool = pool4 if "x" in plan else pool2

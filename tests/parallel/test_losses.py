@@ -15,6 +15,8 @@ from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.short_programs import Plan, distribute, losses_of
 
+pytestmark = pytest.mark.quick
+
 SP = {"tp": 2, "sequence_parallel": True}
 DP = {"dp": 2}
 ROWS, LENGTH, WINDOW = 4, 12, 2

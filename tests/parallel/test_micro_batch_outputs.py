@@ -12,6 +12,8 @@ import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 
+pytestmark = pytest.mark.quick
+
 SP2 = {"tp": 2, "sequence_parallel": True}
 
 

@@ -16,6 +16,8 @@ import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, tokens
 
+pytestmark = pytest.mark.quick
+
 SP2 = {"tp": 2, "sequence_parallel": True}
 ZERO3 = {"dp": 2, "zero_stage": 3}
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -15,6 +15,7 @@ from harness.torchrun import ROOT
 from meshwright.parallel.refused_arguments import table
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
+from support.tiers import crossing, quick
 
 SP = {"tp": 2, "sequence_parallel": True}
 
@@ -115,7 +116,7 @@ def generate(family: str, plan: dict[str, Any] | None, **options: Any) -> list[l
 
 
 @pytest.mark.parametrize("plan", [{"tp": 2}, SP])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", [quick("llama"), crossing("qwen3"), "phi3"])
 def test_generate(family: str, plan: dict[str, Any], pool2: Any) -> None:
     expected = generate(family, None)
     assert pool2.run(generate, family, plan) == [expected, expected]
@@ -212,7 +213,7 @@ def shards_joined(family: str, plan: dict[str, Any], **overrides: Any) -> dict[s
     return mw.full_state_dict(distributed(family, plan, **overrides))
 
 
-@pytest.mark.parametrize("family", ["phi3", "gemma2", "olmo2"])
+@pytest.mark.parametrize("family", ["phi3", crossing("gemma2"), crossing("olmo2")])
 def test_initial_weights_are_bitwise_those_of_one_process(family: str, pool2: Any, pool4: Any) -> None:
     expected = build(family).state_dict()
     for pool, plan in ((pool2, SP), (pool4, {"tp": 2, "dp": 2, "zero_stage": 1}), (pool4, {"tp": 4})):

@@ -13,6 +13,7 @@ from meshwright.plan.schedule import SCHEDULES, most_held, rank_operations
 from support.stage_memory import holding
 from support.stage_messages import Messages, computed_messages
 from support.staged_model import Sizes
+from support.tiers import crossing, crossings
 
 MICRO_BATCHES = 16  # far more than any rank holds, except under gpipe
 
@@ -28,8 +29,8 @@ def messages_of_a_step(schedule: str, sizes: Sizes) -> Messages:
     return messages
 
 
-@pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("p", [crossing(2), 4])
+@pytest.mark.parametrize("schedule", crossings(SCHEDULES, but=["1f1b", "interleaved", "zbv"]))
 def test_messages_of_a_step(schedule: str, p: int, request: pytest.FixtureRequest) -> None:
     sizes = Sizes(micro_batches=2 * p)
     found = request.getfixturevalue(f"pool{p}").run(messages_of_a_step, schedule, sizes)
@@ -51,7 +52,7 @@ def held_in_a_step(schedule: str, sizes: Sizes) -> Any:
     return steps[-1]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", crossings(SCHEDULES, but=["1f1b", "zbv"]))
 def test_bytes_that_a_rank_holds(schedule: str, pool4: Any) -> None:
     sizes = Sizes(micro_batches=MICRO_BATCHES)
     v = sizes.plan(schedule, 4).stages_per_rank

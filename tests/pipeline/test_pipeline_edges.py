@@ -26,6 +26,7 @@ from meshwright.parallel.shard_reads import reading_shards
 from meshwright.pipeline.links import Links
 from support.exact import Float64
 from support.models import build, labels_for, tokens
+from support.tiers import crossing
 
 PLAN = {"pp": 2, "gradient_accumulation_steps": 2}
 
@@ -77,7 +78,7 @@ def dropout_masks(plan: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    "plan", [PLAN, {**PLAN, "recompute": "full"}, {**PLAN, "cp": 2}], ids=["kept", "recomputed", "cp2"]
+    "plan", [PLAN, {**PLAN, "recompute": "full"}, crossing({**PLAN, "cp": 2})], ids=["kept", "recomputed", "cp2"]
 )
 def test_no_two_stages_draw_the_same_masks(plan: dict[str, Any], request: pytest.FixtureRequest) -> None:
     results = pool_of(plan, request).run(dropout_masks, plan)
@@ -102,7 +103,7 @@ def gradients_of(plan: dict[str, Any]) -> dict[str, torch.Tensor]:
         return mw.full_gradients(model)
 
 
-@pytest.mark.parametrize("plan", [PLAN, {**PLAN, "cp": 2}], ids=["pp2", "pp2 x cp2"])
+@pytest.mark.parametrize("plan", [PLAN, crossing({**PLAN, "cp": 2})], ids=["pp2", "pp2 x cp2"])
 def test_recomputation_replays_the_masks(plan: dict[str, Any], request: pytest.FixtureRequest) -> None:
     pool = pool_of(plan, request)
     kept, recomputed = (pool.run(gradients_of, {**plan, "recompute": kind})[0] for kind in ("none", "full"))
@@ -161,7 +162,7 @@ def partly_in_half(plan: dict[str, Any] | None) -> tuple[list[float], dict[str, 
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", crossing("zbv")])
 def test_stages_may_hand_over_different_dtypes(schedule: str, request: pytest.FixtureRequest) -> None:
     plan = {"pp": 2 if schedule == "zbv" else 4, "schedule": schedule, "gradient_accumulation_steps": 2}
     results = request.getfixturevalue(f"pool{plan['pp']}").run(partly_in_half, plan)

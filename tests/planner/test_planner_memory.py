@@ -21,6 +21,8 @@ from meshwright.planner.memory import (
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Space
 
+pytestmark = pytest.mark.quick
+
 SEVEN = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
 EIGHT = dataclasses.replace(SEVEN, name="8B", kv_heads=8, ffn=14336, vocab=128256)
 JOB = Job(seq_len=2048, global_batch=8)

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import Pipeline, pipeline_events, pipeline_time
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
+from support.tiers import crossings
 
 WEIGHTS = (0.2126, 0.7152, 0.0722)  # of red, green and blue in the luminance
 SVG = "{http://www.w3.org/2000/svg}"
@@ -53,14 +55,17 @@ def find(shape: ModelShape, gpus: int, batch: int, *, seq: int = 8192, future: b
     return search(Space(shape=shape, cluster=cluster, job=job, allow_future=future))
 
 
-@pytest.fixture(scope="module", params=["7B", "70B", "70B pipeline", "405B"])
+SEARCHES: dict[str, Callable[[], Search]] = {
+    "7B": lambda: find(SEVEN, 8, 64, seq=4096),
+    "70B": lambda: find(SEVENTY, 64, 512),
+    "70B pipeline": lambda: find(SEVENTY, 64, 512, future=True),
+    "405B": lambda: find(HUGE, 16384, 2048, future=True),
+}
+
+
+@pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> Search:
-    return {
-        "7B": lambda: find(SEVEN, 8, 64, seq=4096),
-        "70B": lambda: find(SEVENTY, 64, 512),
-        "70B pipeline": lambda: find(SEVENTY, 64, 512, future=True),
-        "405B": lambda: find(HUGE, 16384, 2048, future=True),
-    }[request.param]()
+    return SEARCHES[request.param]()
 
 
 def tree(content: object) -> ElementTree.Element:
@@ -71,6 +76,7 @@ def listed(found: Search) -> list[Listed]:
     return listed_plans(found, *pareto(found))
 
 
+@pytest.mark.parametrize("found", crossings(SEARCHES, but=["7B", "70B pipeline"]), indirect=True)
 def test_the_table_has_the_choices_and_other_kinds_of_plans(found: Search) -> None:
     points, front = pareto(found)
     plans = listed_plans(found, points, front)
@@ -159,6 +165,7 @@ def test_events_take_the_time_of_the_pipeline_in_a_legal_order(schedule: str) ->
             assert event.start >= ends[dataclasses.replace(operation, kind=Kind.FORWARD)] - 1e-9
 
 
+@pytest.mark.parametrize("found", crossings(SEARCHES, but=["7B", "70B pipeline"]), indirect=True)
 def test_no_plan_is_better_than_the_front(found: Search) -> None:
     points, front = pareto(found)
     model = StepModel(found.shape, found.cluster, HardwareProfile(name="catalogue").coefficients)
@@ -172,6 +179,7 @@ def test_no_plan_is_better_than_the_front(found: Search) -> None:
     assert front[-1].time == pytest.approx(found.choices[0].time.total)
 
 
+@pytest.mark.parametrize("found", crossings(SEARCHES, but=["7B"]), indirect=True)
 def test_the_page_is_well_formed_and_needs_nothing_else(found: Search) -> None:
     content = page(found, changed=())
     root = tree(content)

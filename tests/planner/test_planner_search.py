@@ -17,6 +17,7 @@ from meshwright.planner.search import Search, search
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
+from support.tiers import crossing
 
 EIGHT = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
 HUGE = dataclasses.replace(EIGHT, name="405B", layers=126, hidden=16384, heads=128, ffn=53248)
@@ -33,7 +34,7 @@ def find(
 
 
 @pytest.mark.parametrize("allow_future", [False, True])
-@pytest.mark.parametrize(("shape", "gpus"), [(TINY, 4), (EIGHT, 8), (EIGHT, 16)])
+@pytest.mark.parametrize(("shape", "gpus"), [(TINY, 4), crossing(EIGHT, 8), (EIGHT, 16)])
 def test_no_legal_plan_that_fits_is_faster(shape: ModelShape, gpus: int, allow_future: bool) -> None:
     """Against brute force over the whole space, first-n recompute aside: neither pruning changes the answer."""
     found = find(shape, gpus=gpus, seq=4096, batch=16, allow_future=allow_future)
@@ -51,6 +52,7 @@ def test_no_legal_plan_that_fits_is_faster(shape: ModelShape, gpus: int, allow_f
     assert found.choices[0].time.total <= best * (1 + 1e-12)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("allow_future", [False, True])
 def test_choices_are_legal_ranked_and_fit(allow_future: bool) -> None:
     found = find(allow_future=allow_future)
@@ -94,7 +96,7 @@ def test_every_pruned_axis_has_a_reason() -> None:
     [
         (EIGHT, 1, "rtx-4090", "--gpus"),
         (EIGHT, 1, "a100-80", "--gpus"),
-        (HUGE, 64, "h100-sxm", "--gpus"),
+        crossing(HUGE, 64, "h100-sxm", "--gpus"),
         (HUGE, 16, "h100-sxm", "--gpus"),
     ],
 )
@@ -151,7 +153,7 @@ def test_ties_are_those_within_noise() -> None:
     assert all((c.time.total <= first * (1 + explain.TIE)) == (i < tied) for i, c in enumerate(found.choices))
 
 
-@pytest.mark.parametrize("prefer_less", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("prefer_less", [crossing(0.3), 0.5, crossing(0.7)])
 def test_a_smaller_budget_never_makes_a_plan_faster(prefer_less: float) -> None:
     whole = find()
     part = find(budget=prefer_less * whole.budget)

@@ -19,6 +19,8 @@ from meshwright.planner.simulate import Pipeline, pipeline_time
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
+pytestmark = pytest.mark.quick
+
 SHAPE = ModelShape(
     name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256
 )  # fmt: skip

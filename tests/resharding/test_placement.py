@@ -16,22 +16,23 @@ from torch.distributed.tensor import DTensor
 import meshwright as mw
 from meshwright import Partial, ProcessMesh, Replicate, Shard
 from support.placements import Case, joined, lacking, placements_of, reduced, shard_of
+from support.tiers import crossing, crossings
 
 LINE = ProcessMesh([0, 1, 2, 3])
 SQUARE = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 SHAPES = [(8, 4), (7, 5), (3, 1), (2, 0)]  # even; uneven; shorter than an axis of 4; nothing at all
 
 # Source and target: disjoint, overlapping, another shape, smaller, larger, in another order.
-CROSSINGS = [
-    (ProcessMesh([0, 1]), ProcessMesh([2, 3])),
-    (ProcessMesh([0, 1, 2]), ProcessMesh([1, 2, 3])),
-    (LINE, SQUARE),
-    (SQUARE, LINE),
-    (ProcessMesh([2]), LINE),
-    (LINE, ProcessMesh([1, 3])),
-    (LINE, ProcessMesh([3, 1, 0, 2])),
+MESHES = [
+    crossing(ProcessMesh([0, 1]), ProcessMesh([2, 3])),
+    crossing(ProcessMesh([0, 1, 2]), ProcessMesh([1, 2, 3])),
+    crossing(LINE, SQUARE),
+    crossing(SQUARE, LINE),
+    crossing(ProcessMesh([2]), LINE),
+    crossing(LINE, ProcessMesh([1, 3])),
+    crossing(LINE, ProcessMesh([3, 1, 0, 2])),
     (ProcessMesh([2, 0]), ProcessMesh([1, 3, 2])),
-    (ProcessMesh([[3, 1], [0, 2]]), ProcessMesh([[1], [2]])),
+    crossing(ProcessMesh([[3, 1], [0, 2]]), ProcessMesh([[1], [2]])),
 ]
 
 
@@ -109,19 +110,21 @@ def check(table: list[Case], ranks: list[list[tuple[Tensor, Tensor, tuple[Any, .
             assert sum(sent) == 8 * lacking(case), case
 
 
-@pytest.mark.parametrize("mesh", [LINE, ProcessMesh([3, 1, 0, 2])], ids=repr)
+@pytest.mark.parametrize("mesh", [crossing(LINE), ProcessMesh([3, 1, 0, 2])], ids=repr)
 def test_every_pair_on_one_axis(pool4, mesh):
     table = cases(mesh, mesh)
     check(table, pool4.run(move_all, table))
 
 
-@pytest.mark.parametrize(("shape", "every"), [((8, 4), 1), ((7, 5), 1), ((7, 5), 4), ((3, 1), 7)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "every"), [crossing((7, 5), 1), crossing((8, 4), 5), ((7, 5), 4), crossing((3, 1), 7)], ids=str
+)
 def test_every_pair_on_two_axes(pool4, shape, every):
     table = cases(SQUARE, SQUARE, [shape])[::every]  # each pair, or a sample of the pairs
     check(table, pool4.run(move_all, table, timeout=240))
 
 
-@pytest.mark.parametrize(("source", "target"), CROSSINGS, ids=repr)
+@pytest.mark.parametrize(("source", "target"), MESHES, ids=repr)
 def test_every_pair_across_meshes(pool4, source, target):
     shapes = SHAPES if source.ndim + target.ndim == 2 else [(7, 5)]
     table = cases(source, target, shapes)
@@ -175,6 +178,7 @@ def shard_many_kinds() -> None:
     assert mw.reshard(mw.reshard(number, mesh, [Partial("max")]), LINE, [Replicate()]).to_local().item() == 3.5
 
 
+@pytest.mark.quick
 def test_lists_numbers_and_negative_dims(pool4):
     pool4.run(shard_many_kinds)
 
@@ -193,7 +197,7 @@ def move_dtype(dtype: torch.dtype, placements: Sequence[Any]) -> bool:
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.bfloat16, torch.float16, torch.complex64]
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint16], ids=str)
+@pytest.mark.parametrize("dtype", crossings([*DTYPES, torch.uint16], but=[torch.bfloat16, torch.uint16]), ids=str)
 def test_every_dtype_moves_bit_by_bit(pool4, dtype):
     assert all(pool4.run(move_dtype, dtype, [Shard(0), Shard(1)]))
     assert all(pool4.run(move_dtype, dtype, [Shard(1), Replicate()]))
@@ -391,6 +395,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.quick
 def test_bad_input_fails_on_every_rank_alike(pool4):
     for rank, messages in enumerate(pool4.run(call_wrongly)):
         assert messages.keys() == EXPECTED.keys()

@@ -20,6 +20,8 @@ from meshwright.resharding.regions import Layout, within
 from meshwright.resharding.transfer import plan, traffic, without_partial
 from support.placements import EVERY, Case, lacking, shard_of
 
+pytestmark = pytest.mark.quick
+
 SHAPES = st.lists(st.integers(0, 9), min_size=2, max_size=3).map(tuple)
 
 

@@ -15,6 +15,7 @@ from meshwright.roles import plan_for
 from support.decoder import HEADS, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, VOCAB, make_decoder
 from support.exact import Float64
 from support.models import build
+from support.tiers import crossing
 
 STEPS, ROWS = 3, 4
 
@@ -60,7 +61,7 @@ def compare(ranks: list[Any]) -> None:
     assert max((weights[name] - start[name]).abs().max() for name in weights) > 1e-2
 
 
-@pytest.mark.parametrize("plan", ["dp2", "tp2", "tp2+sp", "dp2 zero1", "dp2 zero3"])
+@pytest.mark.parametrize("plan", [crossing("dp2"), crossing("tp2"), "tp2+sp", crossing("dp2 zero1"), "dp2 zero3"])
 def test_its_training_is_that_of_one_process(plan: str, pool2: Any) -> None:
     compare(pool2.run(trained, plan=plan))
 

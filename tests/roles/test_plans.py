@@ -37,6 +37,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gets_the_roles_that_are_written_by_hand(family: str) -> None:
     model = build(family)
@@ -151,6 +152,7 @@ def own_model_step(plan: dict[str, Any] | None) -> tuple[float, dict[str, Tensor
     return loss.item(), mw.full_gradients(model)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}])
 def test_a_class_nobody_has_seen_equals_one_process(plan: dict[str, Any], pool2: Any) -> None:
     loss, expected = own_model_step(None)

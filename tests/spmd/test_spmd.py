@@ -25,6 +25,8 @@ from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import Role
 from meshwright.spmd import check_plan
 from meshwright.spmd.types import Kind, Typed, TypeMismatch, join
+from support.parity import crossed
+from support.tiers import crossings
 
 PLANS = {
     "tp2": mw.ParallelPlan(tp=2),
@@ -37,10 +39,16 @@ PLANS = {
 # Llama; queries, keys and values fused by kind and by group; Conv1D; norms of heads and of a sharded width; soft caps;
 # alibi; latent attention; one key head for all. `make families` checks all of them.
 FAMILIES = ("llama", "phi3", "falcon", "gpt2", "qwen3", "olmo2", "gemma2", "bloom", "minicpm3", "gpt_bigcode")
+EACH_ONCE = [*(("llama", plan) for plan in PLANS), *((family, "tp2+sp") for family in FAMILIES[1:])]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    crossings(
+        [*EACH_ONCE, *crossed(FAMILIES[1:], [plan for plan in PLANS if plan != "tp2+sp"])],
+        but=EACH_ONCE,
+    ),
+)
 def test_nothing_is_found_in_a_family(family: str, plan: str) -> None:
     assert check_plan(lambda: build(family).float(), PLANS[plan]) == []
 
@@ -155,6 +163,7 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str, st
 }  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(fault: str) -> None:
     model, plant, plan, where, what = FAULTS[fault]

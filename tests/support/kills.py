@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from meshwright.faults.together import texts_of_all
 from support.faulty_disk import FaultyDisk, KilledRank
+from support.tiers import crossing
 
 # Every how many steps of a save the tests of `make test-all` fail; `make kills` fails every one.
 STRIDE = int(os.environ.get("MESHWRIGHT_FAULT_STRIDE", "6"))
@@ -37,7 +38,8 @@ def endings(*few: tuple[str, bool]) -> list[Any]:
         for replaces in (False, True):
             is_few = (kind, replaces) in few and "MESHWRIGHT_FAULT_STRIDE" not in os.environ
             name = f"{kind}-{'over' if replaces else 'beside'} an older one-{'some' if is_few else 'many'} steps"
-            cases.append(pytest.param(kind, replaces, FEW if is_few else STRIDE, id=name))
+            case = kind, replaces, FEW if is_few else STRIDE
+            cases.append(pytest.param(*case, id=name) if is_few else crossing(*case, id=name))
     return cases
 
 

@@ -22,6 +22,7 @@ from meshwright.tracing.cuda_trace import CudaStep
 from meshwright.tracing.fake_cuda import why_unavailable
 from meshwright.tracing.host_waits import Issued
 from support.cuda_steps import FAULTS, PROGRAMS, WAITS
+from support.tiers import crossings
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
@@ -56,12 +57,29 @@ def found(preloaded_python: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         process.kill()  # also one that hangs
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    crossings(
+        PROGRAMS,
+        but=[
+            "dp2 zero3 bf16",
+            "dp2 of the rank's items",
+            "tp2+sp adapters with dropout, mask",
+            "dp2 tp2+sp zero1",
+            "cp2 ulysses autocast",
+            "cp2 ring",
+            "pp2 zb-h1",
+            "pp2 of the rank's items",
+            "tp2+sp olmo2",
+            "dp2 zero3 evaluation",
+        ],
+    ),
+)
 def test_a_step_waits_nowhere_and_its_collectives_fit(program: str, found: Callable[[str], list[str]]) -> None:
     assert found(program) == []
 
 
-@pytest.mark.parametrize("program", WAITS)
+@pytest.mark.parametrize("program", crossings(WAITS, only=["dp2 zero3 without some gradients"]))
 def test_a_rank_waits_once_for_a_bucket_without_some_gradients(program: str, found: Callable[[str], list[str]]) -> None:
     place = "optim/zero_optimizer.py" if "zero" in program else "parallel/gradient_sync.py"
     problems = [re.sub(r":\d+ ", " ", problem) for problem in found(program)]

@@ -15,6 +15,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.shapes import describe
 from meshwright.tracing.compare import model_on_meta, trace_and_compare
+from support.tiers import crossing
 
 CONFIG = {
     "model_type": "llama",
@@ -71,7 +72,7 @@ def test_every_line_agrees(config: Path, plan: Candidate) -> None:
         (Candidate(pp=2, schedule="zb-h1", shard=2, zero_stage=1, accumulation=4), 0, 0),
         (Candidate(pp=2, tp=2, sequence_parallel=True, accumulation=4, recompute="full"), None, 0),
         (Candidate(pp=2, accumulation=4, recompute="full", recomputed=1), 0, 0),
-        (Candidate(pp=2, cp=4, context="hybrid", ulysses=2, schedule="zb-h1", accumulation=4), 1, 4),
+        crossing(Candidate(pp=2, cp=4, context="hybrid", ulysses=2, schedule="zb-h1", accumulation=4), 1, 4),
         (Candidate(pp=2, cp=4, context="ring", shard=2, zero_stage=1, accumulation=4, recompute="full"), 0, 0),
     ],
     ids=["1f1b", "zb-h1", "the largest", "recompute of some", "cp, hybrid", "cp, ring"],

@@ -25,6 +25,7 @@ from meshwright.verification.smaller_plan import smaller_plan
 from meshwright_hf.short_model import ConfigFile, ShortModel, short_model
 from support import planted
 from support.models import SIZES, build
+from support.tiers import crossing
 
 TP = "tp2+sp"
 
@@ -67,6 +68,7 @@ def two_outputs(model: Any, batch: Any) -> torch.Tensor:
     return model(batch["input_ids"]).logits.pow(2).mean()
 
 
+@pytest.mark.quick
 def test_a_model_that_trains_as_on_one_device() -> None:
     """1e-9: only the order of sums differs, 1e-13; each planted fault below is above 1e-2."""
     stages: list[str] = []
@@ -98,9 +100,9 @@ def test_stages_that_train_as_on_one_device() -> None:
     ("factory", "kind", "name"),
     [
         (planted.norm_not_summed, "gradients: norms", "model.layers.1.input_layernorm.weight"),
-        (planted.bias_added_twice, "outputs", "model.layers.0.self_attn.o_proj"),
+        crossing(planted.bias_added_twice, "outputs", "model.layers.0.self_attn.o_proj"),
         (planted.wrong_fused_order, "outputs", "model.layers.0.self_attn.o_proj"),
-        (planted.uneven_heads, "outputs", "model.layers.0.self_attn.o_proj"),
+        crossing(planted.uneven_heads, "outputs", "model.layers.0.self_attn.o_proj"),
         (planted.hook_on_a_shard, "outputs", "model.layers.1.mlp.down_proj"),
         (planted.tie_not_summed, "gradients: ", "model.embed_tokens.weight"),
     ],

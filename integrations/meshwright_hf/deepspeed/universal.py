@@ -17,7 +17,7 @@ import torch
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION, AffinePiece, ParamAffineMap
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.gradients.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor, nn
 
 from meshwright.checkpoint.one_device.stock_optimizer import read_pickle
