@@ -13,6 +13,8 @@ from torch import nn
 
 import meshwright as mw
 from conformance.families.models import build
+from conformance.spmd import check_plan
+from conformance.spmd.types import Kind, Typed, TypeMismatch, join
 from meshwright.parallel import role_rows as rows
 from meshwright.parallel import structure
 from meshwright.parallel.block_boundary import BlockHooks
@@ -23,8 +25,6 @@ from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.vocab_parallel import VocabParallelHead
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import Role
-from meshwright.spmd import check_plan
-from meshwright.spmd.types import Kind, Typed, TypeMismatch, join
 
 PLANS = {
     "tp2": mw.ParallelPlan(tp=2),
