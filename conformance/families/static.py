@@ -12,7 +12,7 @@ from rich.progress import track
 
 import meshwright as mw
 from conformance.families.models import DENSE, build
-from meshwright.spmd import check_plan
+from conformance.spmd import check_plan
 
 PLANS = {
     "tp2": mw.ParallelPlan(tp=2),

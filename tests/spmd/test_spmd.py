@@ -13,6 +13,8 @@ from torch import nn
 
 import meshwright as mw
 from conformance.families.models import build
+from conformance.spmd import check_plan
+from conformance.spmd.types import Kind, Typed, TypeMismatch, join
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.parallel import role_rows as rows
@@ -23,8 +25,6 @@ from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.vocab_parallel import VocabParallelHead
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import Role
-from meshwright.spmd import check_plan
-from meshwright.spmd.types import Kind, Typed, TypeMismatch, join
 from support.parity import crossed
 from support.tiers import crossings
 

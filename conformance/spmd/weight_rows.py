@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from conformance.spmd.rules import names
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.roles.adapters import projection
 from meshwright.roles.projection import is_transposed
-from meshwright.spmd.rules import names
 
 Rows = tuple[int, ...]
 

@@ -1,5 +1,5 @@
 """A static check of a plan: which tensors of a step are replicated, sharded or partial sums over the tp axis."""
 
-from meshwright.spmd.check import Finding, check_plan
+from conformance.spmd.check import Finding, check_plan
 
 __all__ = ["Finding", "check_plan"]

@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from conformance.spmd.mode import Finding, TypeMode
+from conformance.spmd.stages import receiving
+from conformance.spmd.types import Kind
+from conformance.spmd.weight_rows import RowsRead, compare_rows
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.distribute.cuts import build_on_fake_rank
 from meshwright.distribute.installation import install, make_weights
@@ -29,10 +33,6 @@ from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import ShardingPlan, plan_for
 from meshwright.roles.adapters import without_wrappers
-from meshwright.spmd.mode import Finding, TypeMode
-from meshwright.spmd.stages import receiving
-from meshwright.spmd.types import Kind
-from meshwright.spmd.weight_rows import RowsRead, compare_rows
 from meshwright.tracing.fake_rank import foresee
 from meshwright.tracing.fake_world import fake_world
 

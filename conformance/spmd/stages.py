@@ -9,12 +9,12 @@ from unittest import mock
 
 from torch import Tensor
 
+from conformance.spmd.mode import TypeMode
+from conformance.spmd.types import Kind
 from meshwright.optim.runtime import Runtime
 from meshwright.pipeline.executor import Step
 from meshwright.pipeline.links import Receiver
 from meshwright.pipeline.weight_gradients import WeightGradients
-from meshwright.spmd.mode import TypeMode
-from meshwright.spmd.types import Kind
 
 
 @contextlib.contextmanager

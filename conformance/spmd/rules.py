@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.spmd.types import Kind, Typed, TypeMismatch, join
+from conformance.spmd.types import Kind, Typed, TypeMismatch, join
 
 TypeOf = Callable[[Any], Typed | None]
 
