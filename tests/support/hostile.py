@@ -171,6 +171,9 @@ CHECKPOINTS: dict[str, Change] = {
     "manifest: lr = inf": manifest_of(lambda m: m["optimizer"]["groups"][0]["options"].update(lr=float("inf"))),
     "manifest: lr = -1": manifest_of(lambda m: m["optimizer"]["groups"][0]["options"].update(lr=-1)),
     "manifest: lr = 1e300": manifest_of(lambda m: m["optimizer"]["groups"][0]["options"].update(lr=1e300)),
+    "manifest: a beta of 1": manifest_of(
+        lambda m: m["optimizer"]["groups"][0]["options"].update(betas={"tuple": [1, 0.999]})
+    ),
     "manifest: a state named __class__": manifest_of(lambda m: m["optimizer"]["values"]["weight"].update(__class__=1)),
     "manifest: a state that AdamW lacks": manifest_of(lambda m: m["optimizer"]["values"]["weight"].update(what=1)),
     "manifest: deep": lambda folder: seal(folder, b"[" * 500_000 + b"]" * 500_000),

@@ -57,11 +57,12 @@ def parse_json(content: bytearray, path: Path, *, allowance: int = 0) -> Any:
         )
     hooks: dict[str, Any] = {}
     if found := _LONG_NUMBER.search(content):  # perhaps in a text: only then is each number looked at
-        place = content[max(found.start() - 60, 0) : found.start()].decode(errors="replace")
+        end = max(content.rfind(b'":', 0, found.start()), 0)  # of the last name before it
+        name = content[content.rfind(b'"', 0, end) + 1 : end].decode(errors="replace")
 
         def short(digits: str) -> str:
             if len(digits) > _DIGITS:
-                raise ValueError(f"it has a number of {len(digits)} characters after {shown(place)}")
+                raise ValueError(f"it has a number of {len(digits)} characters after {shown(name)}")
             return digits
 
         hooks = {"parse_int": lambda digits: int(short(digits)), "parse_float": lambda digits: float(short(digits))}

@@ -163,7 +163,9 @@ _RATE = _ranged(number(0, 1e9))
 # Options of torch's optimizers and schedulers. Another option may be any finite number.
 _OPTIONS: Mapping[str, Check] = {
     **dict.fromkeys(("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "weight_decay", "eps", "momentum"), _RATE),
-    **dict.fromkeys(("betas", "alpha", "rho"), _ranged(number(0, 1))),
+    **dict.fromkeys(("alpha", "rho"), _ranged(number(0, 1))),
+    # With 1, Adam's correction of the bias divides by zero.
+    "betas": _ranged(that("a number from 0 up to 1", lambda value: type(value) in (int, float) and 0 <= value < 1)),
     **dict.fromkeys(
         ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "nesterov", "centered"),
         maybe(boolean),
