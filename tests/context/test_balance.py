@@ -20,6 +20,7 @@ from meshwright.parallel import sequence_parts
 from meshwright.parallel.sequence_parts import SequenceParts, _unevenness
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
+from support.short_programs import gradients_of
 
 CP = (2, 4, 8)
 LENGTHS = (4096, 8192, 16384, 32768)
@@ -125,9 +126,9 @@ def two_passes(plan: dict[str, Any] | None) -> tuple[dict[str, Tensor], list[Any
             of_copy = copy.deepcopy(model)(**packed(0)).loss  # while the model itself has parts of the other row
         losses.append(model.model(input_ids=packed(0)["input_ids"]).last_hidden_state.square().mean())
         sum(losses).backward()
-        gradients = mw.full_gradients(model) if plan else {n: p.grad for n, p in model.named_parameters()}
-        found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        return found | {f"loss {step}": x.detach() for step, x in enumerate([*losses, of_copy])}, dealt
+        return gradients_of(model, plan) | {
+            f"loss {step}": x.detach() for step, x in enumerate([*losses, of_copy])
+        }, dealt
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from meshwright.context.attend import as_autocast
 from support.contexts import METHODS, batch, distributed
 from support.exact import Float64, relative_difference
 from support.models import SIZES, build, tokens
+from support.short_programs import gradients_of
 from support.traffic import Traffic
 
 # ---- documents ------------------------------------------------------------------------------------------------------
@@ -101,8 +102,7 @@ def autocast_gradients(plan: dict[str, Any] | None, family: str) -> dict[str, Te
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(**batch()).loss
     loss.backward()
-    own = mw.full_gradients(model) if plan else {n: p.grad for n, p in model.named_parameters()}
-    return {"loss": loss.detach()} | {name: gradient for name, gradient in own.items() if gradient is not None}
+    return {"loss": loss.detach()} | gradients_of(model, plan)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -184,8 +184,7 @@ def gradients_of_other_losses(plan: dict[str, Any] | None, kind: str) -> dict[st
         found = {"loss": loss.detach()}
         if kind.startswith("embeddings"):
             found["inputs"] = embedded.grad
-        own = mw.full_gradients(model) if plan else {n: p.grad for n, p in model.named_parameters()}
-        return found | {name: gradient for name, gradient in own.items() if gradient is not None}
+        return found | gradients_of(model, plan)
 
 
 EMBEDDINGS = ["embeddings", "embeddings, own loss", "embeddings, computed", "embeddings, computed, own loss"]

@@ -15,15 +15,12 @@ from transformers import AutoModelForCausalLM
 import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, tokens
+from support.parity import pool_for
 from support.tiers import crossing, crossings, quick
 
 SP2 = {"tp": 2, "sequence_parallel": True}
 PLANS = [{"tp": 2}, SP2, *({"dp": 2, "zero_stage": stage} for stage in (0, 1, 2, 3))]
 FOUR = {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3}
-
-
-def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue("pool4" if plan.get("tp", 1) * plan.get("dp", 1) == 4 else "pool2")
 
 
 def start(plan: dict[str, Any] | None, **options: Any) -> tuple[Any, Any, Tensor]:

@@ -17,7 +17,7 @@ from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.reference import make_optimizer
 from support.scenarios import one_step
-from support.short_programs import Plan, batches, distribute, weights_of, worst
+from support.short_programs import Plan, batches, distribute, gradients_of, train, weights_of, worst
 from support.tiers import crossings
 
 SP = {"tp": 2, "sequence_parallel": True}
@@ -27,11 +27,7 @@ def tiny_vocabulary(plan: dict[str, Any] | None) -> dict[str, torch.Tensor]:
     """Five words over four ranks: the last rank holds none, and the padding word sits on the first."""
     ids = tokens(2, 6, vocab_size=5)
     with Float64():
-        model = build("llama", vocab_size=5).double()
-        if plan is not None:
-            model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
-        model(input_ids=ids, labels=ids).loss.backward()
-    return mw.full_gradients(model) if plan is not None else {n: p.grad for n, p in model.named_parameters()}
+        return train(build("llama", vocab_size=5).double(), plan, [{"input_ids": ids, "labels": ids}])[1]
 
 
 def test_a_rank_without_words(pool4: Any) -> None:
@@ -47,11 +43,10 @@ def two_forwards(plan: dict[str, Any] | None, checkpointing: bool) -> dict[str, 
         model = build("qwen3").double()
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        if plan is not None:
-            model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+        model, _, _ = distribute(plan, model)
         losses = [model(input_ids=(ids := tokens(2, n)), labels=labels_for(ids)).loss for n in (12, 8)]
         (losses[0] + losses[1]).backward()
-    return mw.full_gradients(model) if plan is not None else {n: p.grad for n, p in model.named_parameters()}
+    return gradients_of(model, plan)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -101,10 +96,7 @@ def with_shared_modules(plan: Plan, name: str, folder: str | None = None) -> dic
         model, optimizer, loader = distribute(plan, model, optimizer, batches(2))
         for batch in loader:
             model(**batch).loss.backward()
-            if plan is None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            else:
-                mw.clip_grad_norm_(model, 0.5)
+            mw.clip_grad_norm_(model, 0.5)
             optimizer.step()
             optimizer.zero_grad()
     if folder is not None:

@@ -16,7 +16,7 @@ from meshwright.parallel import mean_over_ranks as mean
 from meshwright.parallel.gradient_buckets import Bucket
 from support.models import FAMILIES
 from support.parity import TOLERANCE, crossed, largest_differences, pool_for, reference
-from support.reference import Result, run_distributed
+from support.reference import Result, train_family
 from support.replicas import uncompared
 from support.tiers import crossing, crossings
 
@@ -41,7 +41,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 )
 def test_equals_one_process_in_float64(family: str, plan_name: str, request: pytest.FixtureRequest) -> None:
     plan, overrides = PLANS[plan_name]
-    ranks = pool_for(plan, request).run(run_distributed, family, torch.float64, plan, **overrides)
+    ranks = pool_for(plan, request).run(train_family, family, torch.float64, plan, **overrides)
     differences = largest_differences(ranks[0], reference(family, **overrides))
     assert max(differences.values()) <= TOLERANCE, differences
     # Every rank reports the same global loss and norm, to the bit.
@@ -61,7 +61,7 @@ def test_losses_equal_one_process_in_float32_over_20_steps(
     # so small turns the rounding of a single process into 1e-4).
     plan, overrides = PLANS[plan_name]
     options = {"steps": 20, "accumulation": 1, "lr": 1e-3, **overrides}
-    ranks = pool_for(plan, request).run(run_distributed, family, torch.float32, plan, **options)
+    ranks = pool_for(plan, request).run(train_family, family, torch.float32, plan, **options)
     assert largest_loss_difference(ranks[0], reference(family, torch.float32, **options)) <= 1e-5
 
 
@@ -72,7 +72,7 @@ def largest_loss_difference(actual: Result, expected: Result) -> float:
 @pytest.mark.parametrize("family", [crossing("qwen3"), "olmo2"])
 def test_no_sync_gives_the_same_numbers(family: str, request: pytest.FixtureRequest) -> None:
     plan, _ = PLANS["dp2xtp2+sp+zero1"]
-    ranks = pool_for(plan, request).run(run_distributed, family, torch.float64, plan, use_no_sync=True)
+    ranks = pool_for(plan, request).run(train_family, family, torch.float64, plan, use_no_sync=True)
     differences = largest_differences(ranks[0], reference(family))
     assert max(differences.values()) <= TOLERANCE, differences
 
@@ -82,7 +82,7 @@ def run_without_summing_copies(
 ) -> Result:
     """The classic mistake: each rank keeps its own part of the norms' gradients."""
     with mock.patch.object(Bucket, "average_copies", lambda *_: None), uncompared():
-        return run_distributed(family, dtype, plan, **options)
+        return train_family(family, dtype, plan, **options)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -104,7 +104,7 @@ def test_losses_in_float32_would_show_it_too(pool2: Any) -> None:
 def run_with_mean_of_means(family: str) -> Result:
     """Another classic: each rank divides by its own count of tokens."""
     with mock.patch.object(mean, "all_gather", lambda x, axis: x.repeat(axis.size, 1)):
-        return run_distributed(family, torch.float64, {"dp": 2})
+        return train_family(family, torch.float64, {"dp": 2})
 
 
 @pytest.mark.quick

@@ -28,6 +28,7 @@ from meshwright_hf.accelerate import activate, deactivate
 from support.accelerated import dataset, forget
 from support.exact import Float64
 from support.models import build
+from support.parity import pool_for
 from support.recipes import Curve, accumulation_for_causal_lms, clm_no_trainer
 from support.reference import make_optimizer
 from support.tiers import crossing, crossings, quick
@@ -74,10 +75,6 @@ def run(script: str, plan: dict[str, Any] | None, how: str = "", dp: int = 1, **
 @functools.cache
 def reference(script: str, **options: Any) -> Curve:
     return run(script, None, **options)
-
-
-def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
 
 
 @pytest.mark.parametrize(

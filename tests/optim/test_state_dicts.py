@@ -12,16 +12,13 @@ from torch import Tensor
 import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
+from support.parity import pool_for
 from support.reference import make_optimizer
 from support.tiers import crossing
 
 TP2 = {"tp": 2}
 SP2 = {"tp": 2, "sequence_parallel": True}
 STAGES = [{"dp": 2, "zero_stage": stage} for stage in (0, 1, 2, 3)]
-
-
-def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue("pool4" if plan.get("tp", 1) * plan.get("dp", 1) == 4 else "pool2")
 
 
 def distribute(model: Any, plan: dict[str, Any], optimizer: Any = None) -> Any:

@@ -25,7 +25,7 @@ from meshwright.tracing.traced_memory import LiveBytes
 from support.exact import Float64, relative_difference
 from support.models import FAMILIES, SIZES, build, labels_for, tokens
 from support.parity import TOLERANCE, largest_differences, pool_for, reference
-from support.reference import run_distributed, run_reference
+from support.reference import train_family
 from support.tiers import crossing, crossings
 
 TP2_DP2 = {"dp": 2, "tp": 2, "sequence_parallel": True}
@@ -69,7 +69,7 @@ def test_a_forward_without_backward_is_forgotten(pool2: Any) -> None:
 @pytest.mark.parametrize("case", crossings(CASES, only=[], quick=["stage 2"]))
 def test_equals_one_process_in_float64(case: str, request: pytest.FixtureRequest) -> None:
     plan, overrides, options = CASES[case]
-    ranks = pool_for(plan, request).run(run_distributed, "qwen3", torch.float64, plan, **options, **overrides)
+    ranks = pool_for(plan, request).run(train_family, "qwen3", torch.float64, plan, **options, **overrides)
     differences = largest_differences(ranks[0], reference("qwen3", **overrides))
     assert max(differences.values()) <= TOLERANCE, differences
     assert all(rank.losses == ranks[0].losses and rank.norms == ranks[0].norms for rank in ranks)
@@ -79,7 +79,7 @@ def test_equals_one_process_in_float64(case: str, request: pytest.FixtureRequest
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_losses_and_norms_over_20_steps(stage: int, pool4: Any) -> None:
     options = {"steps": 20, "accumulation": 1, "lr": 1e-3}
-    ranks = pool4.run(run_distributed, "llama", torch.float32, {**TP2_DP2, "zero_stage": stage}, **options)
+    ranks = pool4.run(train_family, "llama", torch.float32, {**TP2_DP2, "zero_stage": stage}, **options)
     expected = reference("llama", torch.float32, **options)
     for ours, theirs in ((ranks[0].losses, expected.losses), (ranks[0].norms, expected.norms)):
         assert max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True)) <= 1e-5
@@ -93,19 +93,19 @@ def run_without_inner_micro_batches() -> Any:
     ReduceScatter.add = lambda *_: None  # type: ignore[method-assign]
     try:
         plan = {"dp": 2, "zero_stage": 3, "gradient_accumulation_steps": 2}
-        return run_distributed("llama", torch.float64, plan, steps=1)
+        return train_family("llama", torch.float64, plan, steps=1)
     finally:
         ReduceScatter.add = original  # type: ignore[method-assign]
 
 
 def test_forgetting_inner_micro_batches_would_be_caught(pool2: Any) -> None:
     ranks = pool2.run(run_without_inner_micro_batches)
-    expected = run_reference("llama", torch.float64, steps=1)
+    expected = train_family("llama", torch.float64, None, steps=1)
     assert largest_differences(ranks[0], expected)["gradients"] > 1e-2
 
 
 def run_in_bfloat16(stage: int) -> list[float]:
-    return run_distributed("llama", torch.bfloat16, {"dp": 2, "zero_stage": stage}, steps=8, lr=1e-4).losses
+    return train_family("llama", torch.bfloat16, {"dp": 2, "zero_stage": stage}, steps=8, lr=1e-4).losses
 
 
 def test_half_precision_has_the_masters_of_stage_1(pool2: Any) -> None:
@@ -368,8 +368,8 @@ def test_bad_input() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_process(stage: int) -> None:
-    result = run_distributed("llama", torch.float64, {"zero_stage": stage}, steps=2)
-    differences = largest_differences(result, run_reference("llama", torch.float64, steps=2))
+    result = train_family("llama", torch.float64, {"zero_stage": stage}, steps=2)
+    differences = largest_differences(result, train_family("llama", torch.float64, None, steps=2))
     assert max(differences.values()) <= TOLERANCE, differences
 
 

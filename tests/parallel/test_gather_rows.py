@@ -14,7 +14,7 @@ from torch import Tensor
 import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
-from support.short_programs import Plan, distribute, losses_of, weights_of, worst
+from support.short_programs import Plan, train, worst
 from support.tiers import crossing
 
 LENGTH = 10
@@ -64,19 +64,17 @@ def centred(model: Any, batch: dict[str, Tensor]) -> Tensor:
 PROGRAMS = {program.__name__: program for program in (contrastive, advantages, centred)}
 
 
-def train(plan: Plan, program: str) -> tuple[list[float], dict[str, Tensor]]:
+def run(plan: Plan, program: str) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and the weights after a step of SGD per batch."""
     with Float64():
         model: Any = build("llama").double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        model, optimizer, loader = distribute(plan, model, optimizer, make_batches())
-        losses = losses_of(model, optimizer, loader, PROGRAMS[program])
-    return losses, weights_of(model, plan)
+        return train(model, plan, make_batches(), optimizer, loss_of=PROGRAMS[program])
 
 
 def compare(ranks: list[Any], program: str) -> None:
     """float64: the plans differ in the order of sums only, by 1e-13; local rows alone differ by more than 1e-3."""
-    losses, weights = train(None, program)
+    losses, weights = run(None, program)
     for found, _ in ranks:
         assert found == pytest.approx(losses, rel=1e-10)
     assert worst(ranks[0][1], weights) < 1e-10
@@ -98,7 +96,7 @@ DP = {"dp": 2}
     ids=str,
 )
 def test_all_rows_of_the_batch(program: str, plan: dict[str, Any], pool2: Any) -> None:
-    compare(pool2.run(train, plan, program), program)
+    compare(pool2.run(run, plan, program), program)
 
 
 @pytest.mark.parametrize(
@@ -108,23 +106,21 @@ def test_all_rows_of_the_batch(program: str, plan: dict[str, Any], pool2: Any) -
 )
 def test_all_rows_of_the_batch_on_two_axes(plan: dict[str, Any], pool4: Any) -> None:
     """With dp=4, batches of 3 rows and of 1 have fillers too."""
-    compare(pool4.run(train, plan, "contrastive"), "contrastive")
+    compare(pool4.run(run, plan, "contrastive"), "contrastive")
 
 
 def with_logits(plan: Plan) -> dict[str, Tensor]:
     """Whole gradients of a loss on the gathered logits, beside the model's own."""
+
+    def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        outputs = model(**batch)
+        pooled = mw.gather_rows(outputs.logits.mean(1))
+        return outputs.loss + (pooled @ pooled.T).logsumexp(1).mean()
+
     with Float64():
         model: Any = build("llama").double()
         ids = tokens(3, LENGTH)
-        loader: Any = [{"input_ids": ids, "labels": ids}]
-        if plan is not None:
-            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), gather_logits=True)
-            model, _, loader = mw.to_distributed(model, None, loader, config=config)
-        for batch in loader:
-            outputs = model(**batch)
-            pooled = mw.gather_rows(outputs.logits.mean(1))
-            (outputs.loss + (pooled @ pooled.T).logsumexp(1).mean()).backward()
-    return {n: p.grad for n, p in model.named_parameters()} if plan is None else mw.full_gradients(model)
+        return train(model, plan, [{"input_ids": ids, "labels": ids}], loss_of=loss_of, gather_logits=True)[1]
 
 
 @pytest.mark.parametrize("plan", [{**DP, "cp": 2}, crossing({**DP, "tp": 2})], ids=str)

@@ -32,6 +32,7 @@ from meshwright.tracing.traced_memory import LiveBytes
 from support.exact import Float64, relative_difference
 from support.fused_loss import counting_fused_losses
 from support.models import SIZES, build, labels_for, tokens
+from support.short_programs import train
 from support.tiers import crossings
 
 ROWS, LENGTH = 3, 12
@@ -70,7 +71,7 @@ def loss_of(model: Any, batch: dict[str, Tensor], smoothing: float) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
 
 
-def train(plan: dict[str, Any] | None, cases: list[tuple[str, dict[str, Any]]], smoothing: float = 0.0) -> list[Any]:
+def run(plan: dict[str, Any] | None, cases: list[tuple[str, dict[str, Any]]], smoothing: float = 0.0) -> list[Any]:
     """For each case, the loss, the whole gradients and how often the fused loss ran, with chunks of five tokens."""
     results = []
     with counting_fused_losses(tokens_per_chunk=5) as runs, Float64():
@@ -78,21 +79,20 @@ def train(plan: dict[str, Any] | None, cases: list[tuple[str, dict[str, Any]]], 
             runs.clear()
             model: Any = make(family, **overrides).double()
             ids = tokens(ROWS, LENGTH)
-            batches: Any = [{"input_ids": ids, "labels": labels_for(ids)}]
-            if plan is not None:
-                config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
-                model, _, batches = mw.to_distributed(model, None, batches, config=config)
-            for batch in batches:
-                loss = loss_of(model, batch, smoothing)
-                (loss / 2).backward()  # a factor of the program's own
-            gradients = {n: p.grad for n, p in model.named_parameters()}
-            results.append((loss.item(), gradients if plan is None else mw.full_gradients(model), len(runs)))
+            # With a factor of the program's own.
+            (loss,), gradients = train(
+                model,
+                plan,
+                [{"input_ids": ids, "labels": labels_for(ids)}],
+                loss_of=lambda model, batch: loss_of(model, batch, smoothing) / 2,
+            )
+            results.append((loss, gradients, len(runs)))
     return results
 
 
 def assert_equal(cases: list[tuple[str, dict[str, Any]]], actual: list[Any], smoothing: float = 0.0) -> None:
     for case, (loss, gradients, runs), (expected_loss, expected, stock_runs) in zip(
-        cases, actual, train(None, cases, smoothing), strict=True
+        cases, actual, run(None, cases, smoothing), strict=True
     ):
         assert runs > stock_runs == 0, case
         # float64: only the order of sums differs; a chunk that counts twice is off by a fifth.
@@ -104,7 +104,7 @@ def assert_equal(cases: list[tuple[str, dict[str, Any]]], actual: list[Any], smo
 
 
 def test_heads_on_one_process() -> None:
-    assert_equal(CASES, train({}, CASES))
+    assert_equal(CASES, run({}, CASES))
 
 
 # A bias, a soft cap and a scale; 97 words, of which two ranks have 49 and 48, so that one column is padding.
@@ -112,14 +112,14 @@ SMOOTHED = [("phi", {}), ("gemma2", {}), ("cohere", {})]
 
 
 def test_smoothed_labels_on_one_process() -> None:
-    assert_equal(SMOOTHED, train({}, SMOOTHED, 0.1), 0.1)
+    assert_equal(SMOOTHED, run({}, SMOOTHED, 0.1), 0.1)
     # Without smoothing the loss is another one, so that a factor which is lost would be seen.
-    assert abs(train(None, SMOOTHED[:1])[0][0] / train(None, SMOOTHED[:1], 0.1)[0][0] - 1) > 1e-3
+    assert abs(run(None, SMOOTHED[:1])[0][0] / run(None, SMOOTHED[:1], 0.1)[0][0] - 1) > 1e-3
 
 
 @pytest.mark.parametrize("plan", [{"tp": 2, "sequence_parallel": True}, {"pp": 2, "gradient_accumulation_steps": 3}])
 def test_smoothed_labels_on_two_ranks(plan: dict[str, Any], pool2: Any) -> None:
-    first, last = pool2.run(train, plan, SMOOTHED, 0.1, timeout=300)
+    first, last = pool2.run(run, plan, SMOOTHED, 0.1, timeout=300)
     # Rank 0 has the gathered gradients; the head runs on the last rank.
     assert_equal(SMOOTHED, [(*a[:2], b[2]) for a, b in zip(first, last, strict=True)], 0.1)
 
@@ -136,7 +136,7 @@ TWO_RANKS: dict[str, tuple[dict[str, Any], slice]] = {
 def test_heads_on_two_ranks(case: str, pool2: Any) -> None:
     """97 words over two ranks are 49 and 48, and 36 tokens are no multiple of five."""
     plan, heads = TWO_RANKS[case]
-    assert_equal(CASES[heads], pool2.run(train, plan, CASES[heads], timeout=300)[0])
+    assert_equal(CASES[heads], pool2.run(run, plan, CASES[heads], timeout=300)[0])
 
 
 def distributed(**overrides: Any) -> tuple[Any, Any, dict[str, Tensor]]:

@@ -23,10 +23,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import SIZES, tokens
-from support.short_programs import Plan, distribute, losses_of
+from support.short_programs import Plan, train
 from support.tiers import crossing
 from support.trainers import Run, run_trainer
 
@@ -85,7 +84,7 @@ def make_batch(head: str, rows: int) -> dict[str, Tensor]:
     return {**batch, "labels": labels}
 
 
-def train(
+def run(
     plan: Plan, heads: list[str], sizes: tuple[int, ...] = (3, 1, 4)
 ) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     """For each head, the losses of batches with so many rows, and the whole gradients of their sum."""
@@ -94,10 +93,7 @@ def train(
         with Float64():
             torch.manual_seed(0)
             model: Any = MODELS[head]().double().train()
-            model, _, batches = distribute(plan, model, None, [make_batch(head, rows) for rows in sizes])
-            losses = losses_of(model, None, batches)
-            named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-            results[head] = losses, named if plan is None else mw.full_gradients(model)
+            results[head] = train(model, plan, [make_batch(head, rows) for rows in sizes])
     return results
 
 
@@ -121,7 +117,7 @@ def assert_equal(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 def test_heads_split_over_data_parallel_ranks(plan: dict[str, Any], pool2: Any) -> None:
     """Rows 17 and 18: with 3, 1 and 4 rows over two ranks the loss is the mean over the global batch."""
     heads = list(MODELS) if plan == {"dp": 2} else ["sequences", "tokens", "spans", "choices", "spans of GPT-2"]
-    assert_equal(pool2.run(train, plan, heads, timeout=300), train(None, heads))
+    assert_equal(pool2.run(run, plan, heads, timeout=300), run(None, heads))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +126,7 @@ def test_heads_split_over_data_parallel_ranks(plan: dict[str, Any], pool2: Any) 
 def test_heads_over_tensor_parallel_ranks(plan: dict[str, Any], pool2: Any) -> None:
     """A head for sequences, tokens or spans is one small layer, which each rank has whole."""
     heads = [head for head in MODELS if head != "choices"]
-    assert_equal(pool2.run(train, plan, heads, timeout=300), train(None, heads))
+    assert_equal(pool2.run(run, plan, heads, timeout=300), run(None, heads))
 
 
 class Labelled(Dataset):

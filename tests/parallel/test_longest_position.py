@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.parallel.longest_position import depends_on_longest
 from support.exact import Float64
 from support.models import build, tokens
-from support.short_programs import Plan, distribute, losses_of, weights_of, worst
+from support.short_programs import Plan, train, worst
 
 LENGTH = 12
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -50,14 +50,13 @@ def packed(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
 
-def train(plan: Plan, rope: str) -> tuple[list[float], dict[str, Tensor]]:
+def run(plan: Plan, rope: str) -> tuple[list[float], dict[str, Tensor]]:
     with Float64():
         model = model_with(rope).double()
         if plan is None:
             model.config.use_cache = False  # with it, stock transformers attends across documents
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, batches = distribute(plan, model, optimizer, [packed(step) for step in range(3)])
-        return losses_of(model, optimizer, batches), weights_of(model, plan)
+        return train(model, plan, [packed(step) for step in range(3)], optimizer)
 
 
 PLANS = [{"dp": 2}, {"gradient_accumulation_steps": 2, "tp": 2}, {"pp": 2, "gradient_accumulation_steps": 2}]
@@ -68,8 +67,8 @@ PLANS = [{"dp": 2}, {"gradient_accumulation_steps": 2, "tp": 2}, {"pp": 2, "grad
 )
 def test_packed_rows_have_the_frequencies_of_one_device(plan: dict[str, Any], rope: str, pool2: Any) -> None:
     """In float64, where only the order of sums differs; a rank's own longest position differs by 1e-6 and more."""
-    losses, weights = train(None, rope)
-    found = pool2.run(train, plan, rope)[0]
+    losses, weights = run(None, rope)
+    found = pool2.run(run, plan, rope)[0]
     assert found[0] == pytest.approx(losses, rel=1e-11)
     assert worst(found[1], weights) < 1e-10
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
+from support.short_programs import distribute, gradients_of
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
@@ -56,18 +57,15 @@ def train(
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         ids = [tokens(4, 11, seed=step) for step in range(STEPS)]
         batches: Any = [{"input_ids": x, "labels": labels_for(x)} for x in ids]
-        if plan is not None:
-            options = mw.ParallelPlan(**plan, recompute="full" if recompute else "none")
-            model, optimizer, batches = mw.to_distributed(
-                model, optimizer, batches, config=mw.ToDistributedConfig(plan=options)
-            )
+        options = None if plan is None else {**plan, "recompute": "full" if recompute else "none"}
+        model, optimizer, batches = distribute(options, model, optimizer, batches)
         found: dict[str, Tensor] = {}
         losses = []
         for batch in batches:
             loss = model(**batch).loss
             loss.backward()
             if not losses:
-                found |= {f"gradient of {n}": g for n, g in _gradients(model, plan).items()}
+                found |= {f"gradient of {n}": g for n, g in gradients_of(model, plan).items()}
             losses.append(loss.detach())
             mw.clip_grad_norm_(model, 0.5)
             optimizer.step()
@@ -79,12 +77,6 @@ def train(
         if folder is not None:
             model.save_pretrained(folder)
         return found | {"losses": torch.stack(losses)} | mw.full_state_dict(model)
-
-
-def _gradients(model: Any, plan: dict[str, Any] | None) -> dict[str, Tensor]:
-    if plan is not None:
-        return mw.full_gradients(model)
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -252,7 +244,7 @@ def second_adapter(plan: dict[str, Any] | None) -> dict[str, Tensor]:
             model, _, batches = mw.to_distributed(model, None, batches, config=config)
         for batch in batches:
             model(**batch).loss.backward()
-        found = {f"gradient of {name}": gradient for name, gradient in _gradients(model, plan).items()}
+        found = {f"gradient of {name}": gradient for name, gradient in gradients_of(model, plan).items()}
         model.eval()
         with model.disable_adapter():
             found["without"] = model(input_ids=tokens(2, 5)).logits.detach()

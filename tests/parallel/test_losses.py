@@ -13,7 +13,7 @@ from torch import Tensor
 import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
-from support.short_programs import Plan, distribute, losses_of
+from support.short_programs import Plan, gradients_of, train
 
 pytestmark = pytest.mark.quick
 
@@ -64,7 +64,7 @@ def accumulate(
                 return str(error)
             loss.backward()
             losses.append(loss.item())
-    return losses, {n: p.grad for n, p in model.named_parameters()} if plan is None else mw.full_gradients(model)
+    return losses, gradients_of(model, plan)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,7 @@ def train_with_another_index(plan: Plan) -> tuple[list[float], dict[str, Tensor]
         for rows in (1, 3):
             ids = tokens(rows, LENGTH, seed=rows)
             batches.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) % 3 == 0, 7)})
-        model, _, loader = distribute(plan, model, None, batches)
-        losses = losses_of(model, None, loader, lambda model, batch: model(**batch, ignore_index=7).loss)
-    return losses, {n: p.grad for n, p in model.named_parameters()} if plan is None else mw.full_gradients(model)
+        return train(model, plan, batches, loss_of=lambda model, batch: model(**batch, ignore_index=7).loss)
 
 
 @pytest.mark.parametrize("plan", [DP, {**DP, "zero_stage": 3}, {**DP, "micro_batch_size": 1}], ids=str)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
+from support.short_programs import distribute, gradients_of
 
 pytestmark = pytest.mark.quick
 
@@ -18,12 +18,8 @@ SP2 = {"tp": 2, "sequence_parallel": True}
 
 
 def program(plan: dict[str, Any] | None, **options: Any) -> tuple[Any, dict[str, Tensor]]:
-    model: Any = build("llama", use_cache=True).double()
     batch = {"input_ids": tokens(6, 12), "labels": labels_for(tokens(6, 12))}
-    if plan is not None:
-        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), **options)
-        model, _, loader = mw.to_distributed(model, None, [batch], config=config)
-        (batch,) = loader
+    model, _, (batch,) = distribute(plan, build("llama", use_cache=True).double(), None, [batch], **options)
     return model, batch
 
 
@@ -33,7 +29,7 @@ def hooked(plan: dict[str, Any] | None) -> dict[str, Tensor]:
         for parameter in model.parameters():
             parameter.register_hook(lambda grad: grad * 0.5)
         model(**batch).loss.backward()
-    return mw.full_gradients(model) if plan is not None else {n: p.grad for n, p in model.named_parameters()}
+    return gradients_of(model, plan)
 
 
 @pytest.mark.parametrize("plan", [SP2, *({"dp": 2, "zero_stage": stage} for stage in (0, 1, 2, 3))], ids=str)
@@ -56,8 +52,7 @@ def read(plan: dict[str, Any] | None, keeps: bool, use: str, **options: Any) -> 
             loss.backward()
             return logits.detach(), (logits.argmax(-1) == batch["input_ids"]).sum().item()
         loss.backward()
-        gradient = mw.full_gradients(model) if plan is not None else {n: p.grad for n, p in model.named_parameters()}
-        return loss.item(), logits.dtype, gradient.get("model.norm.weight")
+        return loss.item(), logits.dtype, gradients_of(model, plan).get("model.norm.weight")
 
 
 @pytest.mark.parametrize("plan", [{"dp": 2}, SP2, {"dp": 2, "zero_stage": 3}], ids=str)

@@ -18,7 +18,7 @@ import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.logs import logged
 from support.models import SIZES, build, labels_for, tokens
-from support.short_programs import next_words, smoothed
+from support.short_programs import next_words, smoothed, train
 
 DP = {"dp": 2}
 LENGTH = 12
@@ -48,31 +48,27 @@ def make_batches(program: str) -> list[dict[str, Tensor]]:
     return [{"input_ids": tokens(n, LENGTH, seed=n), "labels": labels_for(tokens(n, LENGTH, seed=n))} for n in (3, 4)]
 
 
-def train(plan: dict[str, Any] | None, program: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of two batches, accumulated, and whole gradients."""
+def run(plan: dict[str, Any] | None, program: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Half of the losses of two batches, accumulated, and whole gradients."""
+
+    def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        if program == "call":
+            labels = batch.pop("labels")
+            loss = smoothed(model(**batch).logits, labels)
+            if plan is not None:
+                loss = mw.global_mean(model, loss, count=(labels[:, 1:] != -100).sum())
+        else:
+            output = model(**batch)
+            loss = output if program == "rows" else output.loss
+        return loss / 2
+
     torch.manual_seed(0)
     with Float64():
         model: Any = (Regression() if program == "rows" else build("llama")).double().train()
         if program == "labels":
             model.loss_function = smoothed_loss_function
-        batches: Any = make_batches(program)
-        if plan is not None:
-            over: Any = {"call": None, "rows": "rows", "labels": next_words}[program]
-            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), loss_averages_over=over, gather_logits=True)
-            model, _, batches = mw.to_distributed(model, None, batches, config=config)
-        losses = []
-        for batch in batches:
-            if program == "call":
-                labels = batch.pop("labels")
-                loss = smoothed(model(**batch).logits, labels)
-                if plan is not None:
-                    loss = mw.global_mean(model, loss, count=(labels[:, 1:] != -100).sum())
-            else:
-                output = model(**batch)
-                loss = output if program == "rows" else output.loss
-            (loss / 2).backward()
-            losses.append(loss.item())
-    return losses, {n: p.grad for n, p in model.named_parameters()} if plan is None else mw.full_gradients(model)
+        over = {"call": None, "rows": "rows", "labels": next_words}[program]
+        return train(model, plan, make_batches(program), loss_of=loss_of, loss_averages_over=over, gather_logits=True)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +86,8 @@ def train(plan: dict[str, Any] | None, program: str) -> tuple[list[float], dict[
 )
 def test_a_loss_of_ones_own(program: str, plan: dict[str, Any], pool2: Any) -> None:
     """Row 17: by global_mean or loss_averages_over a loss is the mean of the global batch, in value and gradient."""
-    losses, gradients = train(None, program)
-    for rank in (ranks := pool2.run(train, plan, program)):
+    losses, gradients = run(None, program)
+    for rank in (ranks := pool2.run(run, plan, program)):
         # float64: only the order of sums differs. The mean of the ranks' means is off by more than 1e-3.
         assert rank[0] == pytest.approx(losses, rel=1e-12)
     for name, gradient in gradients.items():

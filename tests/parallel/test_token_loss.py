@@ -15,6 +15,7 @@ from meshwright.parallel.token_loss import calls_cross_entropy
 from support.exact import Float64, relative_difference
 from support.fused_loss import counting_fused_losses
 from support.models import labels_for, tokens
+from support.short_programs import train
 
 FAMILIES = (
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",
@@ -23,7 +24,12 @@ FAMILIES = (
 ROWS, LENGTH = 3, 12
 
 
-def train(plan: dict[str, Any] | None, families: tuple[str, ...], ignored: int = -100) -> list[Any]:
+def half_of_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The model's own loss, with a factor of the program's own."""
+    return model(**batch).loss / 2
+
+
+def run(plan: dict[str, Any] | None, families: tuple[str, ...], ignored: int = -100) -> list[Any]:
     """For each family, the loss, the whole gradients and how often the fused loss ran, with chunks of five tokens."""
     results = []
     with counting_fused_losses(tokens_per_chunk=5) as runs, Float64():
@@ -33,15 +39,9 @@ def train(plan: dict[str, Any] | None, families: tuple[str, ...], ignored: int =
             ids = tokens(ROWS, LENGTH)
             labels = labels_for(ids)
             assert (labels == -100).any()
-            batches: Any = [{"input_ids": ids, "labels": labels.masked_fill(labels == -100, ignored)}]
-            if plan is not None:
-                config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), loss_averages_over="labels")
-                model, _, batches = mw.to_distributed(model, None, batches, config=config)
-            for batch in batches:
-                loss = model(**batch).loss
-                (loss / 2).backward()  # a factor of the program's own
-            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-            results.append((loss.item(), gradients if plan is None else mw.full_gradients(model), len(runs)))
+            batches = [{"input_ids": ids, "labels": labels.masked_fill(labels == -100, ignored)}]
+            (loss,), gradients = train(model, plan, batches, loss_of=half_of_loss, loss_averages_over="labels")
+            results.append((loss, gradients, len(runs)))
     return results
 
 
@@ -57,22 +57,22 @@ def off_by(actual: Any, expected: Any) -> float:
 
 
 def check(actual: list[Any], families: tuple[str, ...]) -> None:
-    for family, found, expected in zip(families, actual, train(None, families), strict=True):
+    for family, found, expected in zip(families, actual, run(None, families), strict=True):
         assert found[2] == 1 and expected[2] == 0, family
         # float64: only the order of sums differs; a chunk that counts twice is off by a fifth.
         assert off_by(found, expected) < 1e-10, family
 
 
 def test_on_one_process() -> None:
-    check(train({}, FAMILIES), FAMILIES)
+    check(run({}, FAMILIES), FAMILIES)
 
 
 def test_wrong_answers_would_be_caught() -> None:
     """Labels that count although they are ignored, and the labels of the next token."""
-    (expected,) = train(None, ("bart",))
-    assert off_by(train({}, ("bart",), ignored=3)[0], expected) > 1e-3
+    (expected,) = run(None, ("bart",))
+    assert off_by(run({}, ("bart",), ignored=3)[0], expected) > 1e-3
     with mock.patch("meshwright.parallel.causal_lm_loss.valid_labels", lambda labels, _: (labels > -1000).sum()):
-        assert off_by(train({}, ("bart",))[0], expected) > 1e-3
+        assert off_by(run({}, ("bart",))[0], expected) > 1e-3
 
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ PLANS: dict[str, dict[str, Any]] = {
 def test_on_two_ranks(plan: str, pool2: Any) -> None:
     """97 words over two ranks are 49 and 48, three rows 2 and 1, and 36 tokens are no multiple of five."""
     families = FAMILIES if plan == "tp2+sp" else ("bart", "whisper")
-    found = pool2.run(train, PLANS[plan], families, timeout=300)[0]
+    found = pool2.run(run, PLANS[plan], families, timeout=300)[0]
     runs = PLANS[plan].get("gradient_accumulation_steps", 1)
     check([(loss, gradients, count / runs) for loss, gradients, count in found], families)
 

@@ -26,6 +26,8 @@ from meshwright.parallel.shard_reads import reading_shards
 from meshwright.pipeline.links import Links
 from support.exact import Float64
 from support.models import build, labels_for, tokens
+from support.parity import pool_for
+from support.short_programs import gradients_of
 from support.tiers import crossing
 
 PLAN = {"pp": 2, "gradient_accumulation_steps": 2}
@@ -81,7 +83,7 @@ def dropout_masks(plan: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]
     "plan", [PLAN, {**PLAN, "recompute": "full"}, crossing({**PLAN, "cp": 2})], ids=["kept", "recomputed", "cp2"]
 )
 def test_no_two_stages_draw_the_same_masks(plan: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    results = pool_of(plan, request).run(dropout_masks, plan)
+    results = pool_for(plan, request).run(dropout_masks, plan)
     losses, _ = results[0]
     assert losses[0] != losses[1] and all(own == losses for own, _ in results)
     for (_, first), (_, second) in itertools.combinations(results, 2):
@@ -90,11 +92,7 @@ def test_no_two_stages_draw_the_same_masks(plan: dict[str, Any], request: pytest
             assert len(first) == len(second) == 2 * 2 * 2  # 2 layers, 2 micro-batches, 2 passes
 
 
-def pool_of(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
-
-
-def gradients_of(plan: dict[str, Any]) -> dict[str, torch.Tensor]:
+def gradients_under(plan: dict[str, Any]) -> dict[str, torch.Tensor]:
     with Float64():
         torch.manual_seed(7)
         model = build("llama", num_hidden_layers=4, attention_dropout=0.3).double().train()
@@ -105,8 +103,8 @@ def gradients_of(plan: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("plan", [PLAN, crossing({**PLAN, "cp": 2})], ids=["pp2", "pp2 x cp2"])
 def test_recomputation_replays_the_masks(plan: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    pool = pool_of(plan, request)
-    kept, recomputed = (pool.run(gradients_of, {**plan, "recompute": kind})[0] for kind in ("none", "full"))
+    pool = pool_for(plan, request)
+    kept, recomputed = (pool.run(gradients_under, {**plan, "recompute": kind})[0] for kind in ("none", "full"))
     assert all(torch.equal(kept[name], recomputed[name]) for name in kept)  # the same operations on the same numbers
 
 
@@ -205,11 +203,7 @@ def with_its_own_loss(plan: dict[str, Any] | None) -> dict[str, torch.Tensor]:
         (rows,) = data
         loss = model(**rows).loss
         loss.backward()
-        found = {"loss": loss.detach()}
-        if plan is not None:
-            found |= mw.full_gradients(model)
-        else:
-            found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found = {"loss": loss.detach()} | gradients_of(model, plan)
         with torch.no_grad():
             found["evaluation"] = model.eval()(**rows).loss
         return found

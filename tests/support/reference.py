@@ -1,4 +1,4 @@
-"""Train a few steps in one process with stock torch and transformers, and with meshwright."""
+"""Train a few steps in one process with stock torch and transformers, or under a plan."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from support.exact import Float64
 from support.models import build, labels_for, tokens
+from support.short_programs import distribute, gradients_of, weights_of
 
 ROWS, LENGTH, STEPS, ACCUMULATION = 4, 12, 5, 2
 
@@ -45,41 +46,10 @@ def make_optimizer(
     return kind(groups, lr=lr, **options)
 
 
-def run_reference(
+def train_family(
     family: str,
     dtype: torch.dtype,
-    *,
-    steps: int = STEPS,
-    accumulation: int = ACCUMULATION,
-    lr: float = 1e-2,
-    **overrides: Any,
-) -> Result:
-    """One process, stock everything, global batches."""
-    mode = Float64() if dtype is torch.float64 else contextlib.nullcontext()
-    result = Result()
-    with mode:
-        model = build(family, **overrides).to(dtype)
-        optimizer = make_optimizer(model, lr=lr)
-        loader = DataLoader(dataset(steps * accumulation), batch_size=ROWS)
-        result.first_logits = _logits(model)
-        for i, batch in enumerate(loader):
-            loss = model(**batch).loss
-            (loss / accumulation).backward()
-            result.losses.append(loss.item())
-            if i % accumulation == accumulation - 1:
-                if not result.norms:
-                    result.first_gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
-                result.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-                optimizer.step()
-                optimizer.zero_grad()
-        result.weights = {n: w.clone() for n, w in model.state_dict().items()}
-    return result
-
-
-def run_distributed(
-    family: str,
-    dtype: torch.dtype,
-    plan: dict[str, Any],
+    plan: dict[str, Any] | None,
     *,
     steps: int = STEPS,
     accumulation: int = ACCUMULATION,
@@ -87,15 +57,19 @@ def run_distributed(
     use_no_sync: bool = False,
     **overrides: Any,
 ) -> Result:
-    """The same program with one call added; whole tensors on rank 0, losses on every rank."""
+    """Train with global batches: with stock everything in one process, or with one call added under a plan.
+
+    Returns:
+        Whole tensors on rank 0, losses and norms on every rank.
+    """
     mode = Float64() if dtype is torch.float64 else contextlib.nullcontext()
     result = Result()
     with mode:
         model = build(family, **overrides).to(dtype)
         optimizer = make_optimizer(model, lr=lr)
         loader = DataLoader(dataset(steps * accumulation), batch_size=ROWS)
-        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), gather_logits=plan.get("pp", 1) > 1)
-        model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
+        gathers = plan is not None and plan.get("pp", 1) > 1
+        model, optimizer, loader = distribute(plan, model, optimizer, loader, gather_logits=gathers)
         result.first_logits = _logits(model)
         for i, batch in enumerate(loader):
             is_last = i % accumulation == accumulation - 1
@@ -105,11 +79,11 @@ def run_distributed(
             result.losses.append(loss.item())
             if is_last:
                 if not result.norms:
-                    result.first_gradients = mw.full_gradients(model)
+                    result.first_gradients = gradients_of(model, plan)
                 result.norms.append(mw.clip_grad_norm_(model, 0.5).item())
                 optimizer.step()
                 optimizer.zero_grad()
-        result.weights = mw.full_state_dict(model)
+        result.weights = weights_of(model, plan)
     return result
 
 

@@ -23,23 +23,47 @@ def batches(steps: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids[i : i + 4], "labels": labels[i : i + 4]} for i in range(0, len(ids), 4)]
 
 
-def distribute(plan: Plan, model: nn.Module, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+def distribute(
+    plan: Plan, model: nn.Module, optimizer: Any = None, loader: Any = None, **config: Any
+) -> tuple[Any, Any, Any]:
     if plan is None:
         return model, optimizer, loader
-    return mw.to_distributed(model, optimizer, loader, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))
+    options = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), **config)
+    return mw.to_distributed(model, optimizer, loader, config=options)
 
 
-def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The model's own loss."""
-    loss: Tensor = model(**batch).loss
-    return loss
+def train(
+    model: nn.Module,
+    plan: Plan,
+    batches: Any,
+    optimizer: Any = None,
+    *,
+    loss_of: Callable[[Any, Any], Tensor] = lambda model, batch: model(**batch).loss,
+    **config: Any,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train on each batch, under a plan or as on one device.
+
+    Args:
+        model: the model, which is not distributed yet.
+        plan: the fields of the plan; None for one device.
+        batches: the global batches.
+        optimizer: the optimizer that steps after each batch; without one the gradients of the batches add up.
+        loss_of: the loss of a batch, by default the model's own.
+        config: further fields of the configuration.
+
+    Returns:
+        The losses of the batches, and whole tensors: the weights, or the gradients if there is no optimizer.
+    """
+    model, optimizer, loader = distribute(plan, model, optimizer, batches, **config)
+    losses = losses_of(model, optimizer, loader, loss_of)
+    return losses, gradients_of(model, plan) if optimizer is None else weights_of(model, plan)
 
 
 def losses_of(
     model: Any,
     optimizer: Any,
-    loader: Iterable[dict[str, Tensor]],
-    loss_of: Callable[[Any, dict[str, Tensor]], Tensor] = loss_of,
+    loader: Iterable[Any],
+    loss_of: Callable[[Any, Any], Tensor] = lambda model, batch: model(**batch).loss,
 ) -> list[float]:
     """Train on each batch, and return the losses; without an optimizer, gradients add up."""
     losses = []
@@ -55,6 +79,11 @@ def losses_of(
 
 def weights_of(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
     return {n: w.clone() for n, w in model.state_dict().items()} if plan is None else mw.full_state_dict(model)
+
+
+def gradients_of(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    found = {n: p.grad for n, p in model.named_parameters()} if plan is None else mw.full_gradients(model)
+    return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
 
 
 def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import meshwright as mw
 from support.exact import relative_difference
+from support.short_programs import gradients_of
 
 Batches = Callable[[], list[dict[str, Tensor]]]
 
@@ -53,7 +54,7 @@ def train_whole(
             found[f"logits in training {step}"] = _real(batch, output.logits.detach())
         if step % 2 == 0:
             if step == 0:
-                found |= {f"gradient of {name}": gradient for name, gradient in _gradients(model, plan).items()}
+                found |= {f"gradient of {name}": gradient for name, gradient in gradients_of(model, plan).items()}
             found[f"norm {step}"] = mw.clip_grad_norm_(model, 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -81,9 +82,3 @@ def _real(batch: dict[str, Tensor], logits: Tensor) -> Tensor:
     """The logits without those of padding, whose values mean nothing."""
     mask = batch.get("attention_mask")
     return logits if mask is None else logits[mask.bool()]
-
-
-def _gradients(model: Any, plan: dict[str, Any] | None) -> dict[str, Tensor]:
-    if plan is not None:
-        return mw.full_gradients(model)
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
