@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.distribute.installation import Installation
 from meshwright.faults import interpose
-from meshwright.faults.collective_log import Trace, describe
+from meshwright.faults.collective_log import CallTrace, describe
 from meshwright.plan.config import ParallelPlan
 from meshwright.plan.text import parse_plan
 from meshwright.tracing.fake_world import fake_world
@@ -33,7 +33,7 @@ class Recording:
     """Records each collective as the guard does, without other ranks to meet."""
 
     def __init__(self) -> None:
-        self.trace = Trace()
+        self.trace = CallTrace()
 
     def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.trace.add(tuple(dist.get_process_group_ranks(group)), describe(operation, args, kwargs))

@@ -37,7 +37,7 @@ from meshwright_hf.trainer_state import (
     SCHEDULER,
     STATE,
     STOCK_OPTIMIZER,
-    Progress,
+    TrainerProgress,
     check_random_state_of,
     encoded_draws,
     load_random_state_of_first,
@@ -159,7 +159,7 @@ class CheckpointMixin:
         mw.save_optimizer(self.model, self.optimizer, os.path.join(output_dir, OPTIMIZER))
         runtime, loader = self._runtime, self._train_loader
         streams = runtime.features.find(DropoutStreams)
-        progress = Progress(
+        progress = TrainerProgress(
             mesh=_sizes(runtime),
             global_batch=self._global_batch(),
             loader=None if loader is None else loader.state_dict(),
@@ -208,7 +208,7 @@ class CheckpointMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        progress = succeed_together(lambda: Progress.read(checkpoint))
+        progress = succeed_together(lambda: TrainerProgress.read(checkpoint))
         if progress is None:
             load_stock_optimizer(self.model, self.optimizer, os.path.join(checkpoint, STOCK_OPTIMIZER))
         else:
@@ -227,7 +227,7 @@ class CheckpointMixin:
         """Restore this rank's random state, or rank 0's if the mesh differs from the mesh of the save."""
         if checkpoint is None:
             return
-        runtime, progress = self._runtime, succeed_together(lambda: Progress.read(checkpoint))
+        runtime, progress = self._runtime, succeed_together(lambda: TrainerProgress.read(checkpoint))
         is_same_mesh = progress is None or progress.mesh == _sizes(runtime)
         if is_same_mesh and len(random_files(checkpoint)) == self.args.world_size:
             succeed_together(lambda: check_random_state_of(checkpoint, self.args.process_index))
@@ -241,7 +241,7 @@ class CheckpointMixin:
         checkpoint = kwargs.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
         if not checkpoint:
             return epoch, steps
-        progress = succeed_together(lambda: Progress.read(checkpoint))
+        progress = succeed_together(lambda: TrainerProgress.read(checkpoint))
         show_loaded(checkpoint, step=self.state.global_step, plan=None if progress is None else progress.plan)
         if self.args.ignore_data_skip:
             return epoch, steps
@@ -269,7 +269,7 @@ class CheckpointMixin:
         self._epoch_draws = torch.get_rng_state()
         if is_first and checkpoint and skipped and isinstance(loader, DistributedLoader):
             loader.set_epoch(kwargs["epoch"])
-            progress = succeed_together(lambda: Progress.read(checkpoint))
+            progress = succeed_together(lambda: TrainerProgress.read(checkpoint))
             if progress is not None and (draws := progress.draws()) is not None:
                 self._epoch_draws = draws
             state = None if progress is None else progress.loader

@@ -37,7 +37,7 @@ _RANDOM = re.compile(r"rng_state(_\d+)?\.pth")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class TrainerProgress:
     """The positions of the data and the dropout masks, which are equal on all ranks.
 
     Args:
@@ -62,7 +62,7 @@ class Progress:
         Path(folder, PROGRESS).write_text(text, encoding="utf-8")
 
     @staticmethod
-    def read(folder: str | Path) -> Progress | None:
+    def read(folder: str | Path) -> TrainerProgress | None:
         """Read ``meshwright_progress.json``; a checkpoint of the stock Trainer has none, and gives None.
 
         Raises:
@@ -75,7 +75,7 @@ class Progress:
         require(said, _PROGRESS, path)
         mesh = said["mesh"]
         # An earlier version had no pp.
-        return Progress(**{**said, "mesh": tuple(mesh) if len(mesh) > 2 else (1, *mesh)})
+        return TrainerProgress(**{**said, "mesh": tuple(mesh) if len(mesh) > 2 else (1, *mesh)})
 
     def draws(self) -> Tensor | None:
         """Return torch's random state when the epoch began."""
@@ -104,7 +104,7 @@ _PROGRESS = record(
 
 
 def encoded_draws(state: Tensor | None) -> str | None:
-    """Return a random state as :class:`Progress` keeps it."""
+    """Return a random state as :class:`TrainerProgress` keeps it."""
     return None if state is None else encoded(state)
 
 

@@ -18,7 +18,7 @@ _ENCODERS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class ModelKind:
     """A kind of model that is not a dense decoder.
 
     Args:
@@ -35,7 +35,7 @@ class Kind:
         return f"{self.what}: {self.why}; {self.instead}"
 
 
-def kind_of(config: Any) -> Kind | None:
+def kind_of(config: Any) -> ModelKind | None:
     """Return the kind of model that a config describes; None for a dense decoder or an unknown kind.
 
     Args:
@@ -51,19 +51,19 @@ def kind_of(config: Any) -> Kind | None:
     for part in parts:
         for name in _EXPERTS:
             if isinstance(count := part.get(name), int) and count > 1:
-                return Kind(
+                return ModelKind(
                     what=f"a mixture-of-experts model ({name}={count})",
                     why="neither tensor parallelism nor the planner supports experts yet",
                     instead="train it under other axes: plan='dp2', plan='dp2 zero3' or plan='pp2'",
                 )
     if fields.get("is_encoder_decoder") or fields.get("model_type") in _ENCODER_DECODERS:
-        return Kind(
+        return ModelKind(
             what=f"an encoder-decoder, not a decoder (model_type={fields.get('model_type')!r})",
             why="cross-attention and the encoder have no role in a decoder's plan",
             instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' if memory is short",
         )
     if modality := next((name for name in _MODALITIES if fields.get(name)), None):
-        return Kind(
+        return ModelKind(
             what=f"a multimodal model ({modality})",
             why="its towers beside the language model have no role in a sharding plan",
             instead=(
@@ -72,7 +72,7 @@ def kind_of(config: Any) -> Kind | None:
             ),
         )
     if fields.get("model_type") in _ENCODERS:
-        return Kind(
+        return ModelKind(
             what=f"an encoder, not a decoder (model_type={fields.get('model_type')!r})",
             why="a sharding plan has roles for decoders only",
             instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' if memory is short",

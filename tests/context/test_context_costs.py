@@ -18,7 +18,7 @@ from meshwright.context.attend import AttentionCall, attend_in_blocks
 from meshwright.context.attention import stock_attention
 from meshwright.context.key_exchange import WholeKeys
 from meshwright.context.masks import ContextMask
-from meshwright.parallel.sequence_parts import Run
+from meshwright.parallel.sequence_parts import TokenRun
 from support.contexts import METHODS, batch, distributed
 from support.exact import Float64, relative_difference
 from support.models import SIZES, build, tokens
@@ -74,10 +74,10 @@ def test_blocks_are_run_again_with_the_same_dropout(implementation: str) -> None
         )
         weights = torch.randn(2, 9, 8, 4, generator=generator, dtype=torch.float64)
         torch.manual_seed(1)
-        stock = call.run(*inputs, call.block(Run(0, 9), Run(0, 9), torch.float64))
+        stock = call.run(*inputs, call.block(TokenRun(0, 9), TokenRun(0, 9), torch.float64))
         expected = torch.autograd.grad((stock * weights).sum(), inputs)
         torch.manual_seed(1)
-        ours = attend_in_blocks(call, *inputs, (Run(0, 9),), WholeKeys(None))
+        ours = attend_in_blocks(call, *inputs, (TokenRun(0, 9),), WholeKeys(None))
         torch.manual_seed(2)  # what the program draws between forward and backward
         state = torch.get_rng_state()
         found = torch.autograd.grad((ours * weights).sum(), inputs)

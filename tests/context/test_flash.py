@@ -15,10 +15,14 @@ from meshwright.context.causal_blocks import Documents, causal_blocks
 from meshwright.context.flash import FlashCall, flash_attention, has_flash
 from meshwright.context.key_exchange import RingKeys, WholeKeys
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.sequence_parts import Run
+from meshwright.parallel.sequence_parts import TokenRun
 
 LENGTH = 24
-RUNS = {"one": (Run(0, 24),), "zigzag": (Run(0, 12), Run(12, 12)), "uneven": (Run(0, 3), Run(3, 17), Run(20, 4))}
+RUNS = {
+    "one": (TokenRun(0, 24),),
+    "zigzag": (TokenRun(0, 12), TokenRun(12, 12)),
+    "uneven": (TokenRun(0, 3), TokenRun(3, 17), TokenRun(20, 4)),
+}
 DOCUMENTS: dict[str, Documents] = {
     "plain": ((0,),),
     "packed": ((0, 5, 6, 12, 19),),

@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from meshwright.context import attention
 from meshwright.context.masks import ContextMask
-from meshwright.parallel.sequence_parts import Run
+from meshwright.parallel.sequence_parts import TokenRun
 
 pytestmark = pytest.mark.quick
 
@@ -45,9 +45,9 @@ def masks(inputs: dict[str, Any], *, window: bool) -> tuple[ContextMask, torch.T
 def test_blocks_are_those_of_transformers(kind: str, window: bool) -> None:
     own, stock = masks(INPUTS[kind], window=window)
     for start in range(0, LENGTH, 3):
-        queries = Run(start, min(3, LENGTH - start))
+        queries = TokenRun(start, min(3, LENGTH - start))
         wanted = stock[:, :, start : queries.stop]
-        assert torch.equal(own.block(queries, Run(0, LENGTH)).expand_as(wanted), wanted)
+        assert torch.equal(own.block(queries, TokenRun(0, LENGTH)).expand_as(wanted), wanted)
         low, high = own.visible(queries)
         assert not wanted[..., :low].any() and not wanted[..., high:].any()
         if kind != "padded":
@@ -57,8 +57,8 @@ def test_blocks_are_those_of_transformers(kind: str, window: bool) -> None:
 def test_documents_limit_the_range_without_measuring() -> None:
     """If transformers combined its masks otherwise, the range would be measured, which takes longer."""
     own, _ = masks(INPUTS["packed"], window=False)
-    assert own._derived(Run(15, 3)) == (13, 18) and own._derived(Run(2, 5)) == (0, 7)
+    assert own._derived(TokenRun(15, 3)) == (13, 18) and own._derived(TokenRun(2, 5)) == (0, 7)
     mixed, _ = masks(INPUTS["packed otherwise in each row"], window=False)
-    assert mixed._derived(Run(15, 3)) == (0, 18)
+    assert mixed._derived(TokenRun(15, 3)) == (0, 18)
     padded, _ = masks(INPUTS["padded"], window=False)
-    assert padded._derived(Run(15, 3)) == (0, 18)
+    assert padded._derived(TokenRun(15, 3)) == (0, 18)

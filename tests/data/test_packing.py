@@ -21,7 +21,7 @@ from meshwright.data.packed_dataset import (
     cu_seqlens,
     make_row,
 )
-from meshwright.data.packing import Packing, Piece, best_fit
+from meshwright.data.packing import DocumentPiece, Packing, best_fit
 from meshwright.data.shards import ListedShards
 from meshwright.data.stream import ShardedStream
 from meshwright.mesh.axes import Axis
@@ -48,7 +48,7 @@ def tokens(rows: Any) -> list[int]:
     return [token for row in rows for token in row["input_ids"].tolist() if token]
 
 
-def fill(rows: list[list[Piece]], length: int) -> float:
+def fill(rows: list[list[DocumentPiece]], length: int) -> float:
     return sum(piece.stop - piece.start for row in rows for piece in row) / (length * len(rows))
 
 
@@ -71,11 +71,11 @@ def test_fill_on_log_normal_lengths(strategy: Any, length: int, seed: int) -> No
 def test_best_fit_splits_only_what_is_longer_than_a_row() -> None:
     rows = best_fit([10, 0, 4, 3, 25], 10)
     assert rows == [
-        [Piece(0, 0, 10)],
-        [Piece(2, 0, 4), Piece(4, 20, 25)],
-        [Piece(3, 0, 3)],
-        [Piece(4, 0, 10)],
-        [Piece(4, 10, 20)],
+        [DocumentPiece(0, 0, 10)],
+        [DocumentPiece(2, 0, 4), DocumentPiece(4, 20, 25)],
+        [DocumentPiece(3, 0, 3)],
+        [DocumentPiece(4, 0, 10)],
+        [DocumentPiece(4, 10, 20)],
     ]
 
 
@@ -105,7 +105,7 @@ def test_a_state_of_other_rows_is_refused() -> None:
 
 def test_a_row_marks_the_borders() -> None:
     first = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
-    row = make_row([(Piece(0, 0, 3), first), (Piece(1, 2, 4), [1, 2, 8, 9])], Packing(6, multiple_of=4))
+    row = make_row([(DocumentPiece(0, 0, 3), first), (DocumentPiece(1, 2, 4), [1, 2, 8, 9])], Packing(6, multiple_of=4))
     assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
     assert row["labels"].tolist() == [-100, 6, 7, -100, 9, -100, -100, -100]
     assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]

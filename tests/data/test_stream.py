@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from meshwright.data.shards import LaneReader, ListedShards, as_source, shuffled, window_start
-from meshwright.data.stream import Rows, ShardedStream
+from meshwright.data.stream import ShardedStream, StreamRows
 from meshwright.data.stream_order import Lane, deal, next_batches
 from meshwright.errors import PeerFailedError
 from meshwright.mesh.axes import Axis
@@ -59,11 +59,11 @@ def read(
     steps: int | None = None,
     state: dict[str, Any] | None = None,
     **options: Any,
-) -> tuple[list[list[Rows]], dict[str, Any]]:
+) -> tuple[list[list[StreamRows]], dict[str, Any]]:
     """The rows of each rank and step, and the state after them."""
     group = Ranks(ranks)
 
-    def one(rank: int) -> tuple[list[Rows], dict[str, Any]]:
+    def one(rank: int) -> tuple[list[StreamRows], dict[str, Any]]:
         axis = Axis("dp", size=ranks, rank=rank)
         stream = ShardedStream(shards, dp=axis, gather=lambda value: group.gather(rank, value), **options)
         if state is not None:
@@ -80,7 +80,7 @@ def read(
     return [rows for rows, _ in results], states[0]
 
 
-def batches(rows: list[list[Rows]]) -> list[list[Any]]:
+def batches(rows: list[list[StreamRows]]) -> list[list[Any]]:
     """The samples of each batch that count, sorted; checks that steps are even and nobody's is empty."""
     assert len({len(of_rank) for of_rank in rows}) == 1
     found = []

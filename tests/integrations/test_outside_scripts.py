@@ -16,7 +16,7 @@ from conformance.outside_scripts.catalogue import SCRIPTS, Edit
 from conformance.outside_scripts.page import Row, Verdict, render
 from conformance.outside_scripts.running import Run, compare, edited, read_figures
 from conformance.outside_scripts.stand_ins.evaluate import load
-from meshwright.monitor.figures import RankFigures, Step, together
+from meshwright.monitor.figures import RankFigures, StepFigures, together
 
 NAMES = {"rows": 4, "warmup": 4}
 EQUAL = Run(error=None, passes=4, weights={"w": torch.tensor([1.0, -2.0])}, figures=[4.5, 0.01])
@@ -62,7 +62,7 @@ def test_the_verdict_of_two_runs(change: dict[str, Any], kind: str) -> None:
 
 def test_what_only_a_plan_logs_is_not_compared(tmp_path: Path) -> None:
     ranks = {rank: RankFigures(seconds=2.0, steps=4, tokens=8, flops=1.0, waited=rank, peak=5.0) for rank in range(2)}
-    logs = together(Step(step=4), ranks, row_copies=1, peak_flops=1e12).as_logs()
+    logs = together(StepFigures(step=4), ranks, row_copies=1, peak_flops=1e12).as_logs()
     assert {"mfu", "slowest_rank"} <= logs.keys()
     (tmp_path / "output").mkdir()
     state = {"log_history": [{"loss": 4.5, "step": 1, "train_runtime": 3.0, **logs}]}

@@ -26,7 +26,7 @@ from meshwright.checkpoint.sealed.seal import Seal
 from meshwright.checkpoint.sealed.sealed_folder import check_seal
 from meshwright_hf.launch_job import RESTARTED_VARIABLE
 from meshwright_hf.trainer_folders import checkpoint_to_resume
-from meshwright_hf.trainer_state import PROGRESS, Progress
+from meshwright_hf.trainer_state import PROGRESS, TrainerProgress
 from support.kills import counted, endings, fingerprint, try_faults
 from support.tiers import crossing
 from support.trainers import Rows, Run, arguments, fresh_accelerate, make_trainer, run_trainer
@@ -120,7 +120,7 @@ def test_a_resumed_run_says_what_it_has_loaded(saved: Path, tmp_path: Path, caps
 def test_a_mesh_without_stages_of_an_earlier_version(tmp_path: Path) -> None:
     said = {"mesh": [2, 1], "global_batch": 4, "loader": None, "epoch_draws": None, "streams": None}
     (tmp_path / PROGRESS).write_text(json.dumps(said))
-    read = Progress.read(tmp_path)
+    read = TrainerProgress.read(tmp_path)
     assert read is not None and read.mesh == (1, 2, 1)  # pp, dp, tp
 
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.monitor.card import Card, Comparison
 from meshwright.monitor.estimate import Estimate, Machine, candidate_of, estimate
-from meshwright.monitor.figures import Figures, RankFigures, Step, together
+from meshwright.monitor.figures import Figures, RankFigures, StepFigures, together
 from meshwright.monitor.terminal import say
 from meshwright.monitor.words import clock, line
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
@@ -55,7 +55,9 @@ def test_mfu_and_tokens_per_second_by_hand() -> None:
     shape = describe(build("llama").config)
     rows, length, dp, tp, peak = 3, 12, 2, 2, 1e9
     own = rank(tokens=4 * rows * length, flops=4 * rows * length * shape.flops(length), seconds=2.0, steps=4)
-    found = together(Step(step=8), dict.fromkeys(range(dp * tp), own), row_copies=tp, peak_flops=peak, max_steps=10)
+    found = together(
+        StepFigures(step=8), dict.fromkeys(range(dp * tp), own), row_copies=tp, peak_flops=peak, max_steps=10
+    )
     tokens = 4 * rows * length * dp  # ranks of tp share their rows
     assert found.tokens == tokens and found.tokens_per_second == tokens / 2.0
     assert found.mfu == pytest.approx(tokens * shape.flops(length) / 2.0 / (peak * dp * tp), rel=1e-12)
@@ -72,13 +74,13 @@ def test_mfu_and_tokens_per_second_by_hand() -> None:
 )
 def test_the_slowest_rank_is_the_one_that_waits_least(waited: Any, slowest: int | None, behind: float) -> None:
     ranks = {index: rank(waited=seconds) for index, seconds in enumerate(waited)}
-    found = together(Step(step=4), ranks, row_copies=1, peak_flops=None)
+    found = together(StepFigures(step=4), ranks, row_copies=1, peak_flops=None)
     assert found.slowest == slowest and found.behind == pytest.approx(behind)
     assert ("slowest_rank" in found.as_logs()) == (slowest is not None)
 
 
 def test_a_line_leaves_out_what_is_unknown() -> None:
-    found = together(Step(step=3, loss=math.nan), {0: rank(peak=2.0**29)}, row_copies=1, peak_flops=None)
+    found = together(StepFigures(step=3, loss=math.nan), {0: rank(peak=2.0**29)}, row_copies=1, peak_flops=None)
     text = line(found)
     assert text == "step 3  loss nan  200 tokens/s  200 per device  peak 512 MiB (rank 0)"
     beyond = line(found, max_steps=2)  # the program goes on after max_steps
@@ -236,7 +238,7 @@ def test_a_card_begins_on_a_line_of_its_own_beside_a_bar(monkeypatch: pytest.Mon
 
 
 def test_figures_are_numbers_for_a_tracker() -> None:
-    found = together(Step(step=4, loss=1.0), {0: rank(), 1: rank(waited=1.0)}, row_copies=1, peak_flops=1e12)
+    found = together(StepFigures(step=4, loss=1.0), {0: rank(), 1: rank(waited=1.0)}, row_copies=1, peak_flops=1e12)
     assert isinstance(found, Figures)
     assert all(isinstance(value, int | float) for value in found.as_logs().values())
     assert set(found.as_logs()) == {

@@ -26,7 +26,7 @@ from meshwright.errors import UnreadableTensorError
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
-from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, HeadLoss
+from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.cross_entropy import Words
 from meshwright.tracing.traced_memory import LiveBytes
 from support.exact import Float64, relative_difference
@@ -299,7 +299,7 @@ def test_a_graph_that_is_kept_runs_twice() -> None:
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     words = Words.of_columns(len(weight), vocab_size=len(weight), ignored=-100, axis=Axis("tp"))
-    what = HeadLoss(words=words, steps=(), dtype=hidden.dtype)
+    what = ChunkedLoss(words=words, steps=(), dtype=hidden.dtype)
     factor = torch.tensor(1 / len(targets))
     result: Tensor = ChunkedHeadLoss.apply(hidden, weight, None, targets, factor, what)
     return result

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.head_memory import model_on_meta, traced
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, HeadLoss
+from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.cross_entropy import Words
 from meshwright.plan.config import ParallelPlan
 from meshwright.tracing.fake_rank import traceable
@@ -24,7 +24,7 @@ def peak_of_the_head(dtype: torch.dtype) -> int:
         weight = torch.empty(WORDS, WIDTH, dtype=dtype, requires_grad=True)
         targets = torch.zeros(TOKENS, dtype=torch.int64)
         words = Words.of_columns(WORDS, vocab_size=WORDS, ignored=-100, axis=Axis("tp"))
-        what = HeadLoss(words=words, steps=(), dtype=dtype)
+        what = ChunkedLoss(words=words, steps=(), dtype=dtype)
         with LiveBytes([hidden, weight, targets]) as memory:
             before = memory.now
             ChunkedHeadLoss.apply(hidden, weight, None, targets, torch.ones(()), what).backward()

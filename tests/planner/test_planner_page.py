@@ -32,11 +32,11 @@ from meshwright.planner.page import page, write_page
 from meshwright.planner.page.draw import AXES, PALETTE
 from meshwright.planner.page.front import pareto
 from meshwright.planner.page.listing import Listed, listed_plans
-from meshwright.planner.page.settings import Settings, ranges
+from meshwright.planner.page.settings import PageSettings, ranges
 from meshwright.planner.page.style import style
 from meshwright.planner.search import Search, search
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.simulate import Pipeline, pipeline_events, pipeline_time
+from meshwright.planner.simulate import SimulatedPipeline, pipeline_events, pipeline_time
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 from support.tiers import crossings
@@ -92,7 +92,7 @@ def test_the_table_has_the_choices_and_other_kinds_of_plans(found: Search) -> No
 
 def test_a_setting_is_what_the_planner_says_of_that_job() -> None:
     found = find(SEVENTY, 64, 512)
-    settings = Settings(found=found, ranges=ranges(found))
+    settings = PageSettings(found=found, ranges=ranges(found))
     kinds: set[str] = set()
     for each in listed(found)[::3]:
         for setting in itertools.islice(settings.ranges.indices(), 7, None, 61):
@@ -132,7 +132,7 @@ def test_a_setting_is_what_the_planner_says_of_that_job() -> None:
 
 def test_the_reason_against_a_setting_has_its_numbers() -> None:
     found = find(SEVEN, 8, 64, seq=4096)
-    settings = Settings(found=found, ranges=ranges(found))
+    settings = PageSettings(found=found, ranges=ranges(found))
     plan = dataclasses.replace(found.choices[0].plan, shard=1, replicate=1, tp=8, zero_stage=0, pp=1, cp=1,
                                context="gather", ulysses=None, schedule="1f1b", chunks=1, stages=None)  # fmt: skip
     few = (settings.ranges.batches.index(64), 0, settings.ranges.gpus.index(4), 1)
@@ -147,7 +147,7 @@ def test_the_reason_against_a_setting_has_its_numbers() -> None:
 def test_events_take_the_time_of_the_pipeline_in_a_legal_order(schedule: str) -> None:
     count = 4 * chunks_of(schedule)
     times = [1.0, 1.5, 1.0, 1.2, 1.1, 0.9, 1.3, 1.0][:count]
-    pipeline = Pipeline(schedule=schedule, ranks=4, forward=tuple(times), input_grad=tuple(times[::-1]),
+    pipeline = SimulatedPipeline(schedule=schedule, ranks=4, forward=tuple(times), input_grad=tuple(times[::-1]),
                         weight_grad=tuple(times), transfer=0.1)  # fmt: skip
     events = list(pipeline_events(pipeline, 8))
     assert max(event.end for event in events) == pytest.approx(pipeline_time(pipeline, 8))
@@ -379,7 +379,7 @@ def test_a_reader_works_the_page_in_a_browser(tmp_path: Path) -> None:
     assert report["second"]["plan"] == plans[1].plan.label
     assert report["second"]["memory"] == gib(plans[1].memory.total)
     assert report["dot"]["plan"] in {each.plan.label for each in plans[1:]}
-    settings = Settings(found=found, ranges=ranges(found))
+    settings = PageSettings(found=found, ranges=ranges(found))
     planned = [values.index(at) for values, at in zip(
         vars(settings.ranges).values(), (512, 8192, 64, 1.0), strict=True
     )]  # fmt: skip
@@ -413,7 +413,7 @@ def test_the_browser_simulates_the_schedules_of_the_runtime(tmp_path: Path) -> N
     for schedule, p, v, m in cases:
         forward = [1 + 0.25 * (stage % 3) for stage in range(p * v)]
         backward, weight = [2 * value for value in forward], [0.75 * value for value in forward]
-        pipeline = Pipeline(schedule=schedule, ranks=p, forward=tuple(forward), input_grad=tuple(backward),
+        pipeline = SimulatedPipeline(schedule=schedule, ranks=p, forward=tuple(forward), input_grad=tuple(backward),
                             weight_grad=tuple(weight), transfer=0.125)  # fmt: skip
         both = [one + two for one, two in zip(backward, weight, strict=True)]
         times = {"F": forward, "B": both, "I": backward, "W": weight}

@@ -15,7 +15,7 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.hardware import Cluster, Coefficients, device
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.simulate import Pipeline, pipeline_time
+from meshwright.planner.simulate import SimulatedPipeline, pipeline_time
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
@@ -27,10 +27,10 @@ SHAPE = ModelShape(
 JOB = Job(seq_len=4096, global_batch=64)
 
 
-def even(schedule: str, ranks: int, chunks: int = 1, slow: Mapping[int, float] | None = None) -> Pipeline:
+def even(schedule: str, ranks: int, chunks: int = 1, slow: Mapping[int, float] | None = None) -> SimulatedPipeline:
     """F, I and W take one second on each rank, or ``slow`` times that on some virtual stages."""
     seconds = tuple((slow or {}).get(stage, 1.0) / chunks for stage in range(ranks * chunks))
-    return Pipeline(schedule=schedule, ranks=ranks, forward=seconds, input_grad=seconds, weight_grad=seconds)
+    return SimulatedPipeline(schedule=schedule, ranks=ranks, forward=seconds, input_grad=seconds, weight_grad=seconds)
 
 
 BUBBLES = [

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.optim.runtime import runtime_of
-from meshwright.tracing.trace import Step, Trace, trace_step
+from meshwright.tracing.trace import Trace, TracedStep, trace_step
 from meshwright.tracing.traced_memory import LiveBytes
 from support.models import FAMILIES, SIZES
 from support.parity import crossed
@@ -69,7 +69,7 @@ def measured(family: str, plan: dict[str, Any]) -> list[Trace]:
     try:
         with mock.patch.object(dist.Work, "wait", settled(dist.Work.wait)):
             for _ in range(REPEATS):
-                steps.append(Step(model, optimizer, runtime_of(model), ids).trace())
+                steps.append(TracedStep(model, optimizer, runtime_of(model), ids).trace())
                 optimizer.zero_grad()
     finally:
         gc.enable()

@@ -176,7 +176,7 @@ class PlannedAccelerator(Accelerator):
         """Return the one-device weights on rank 0 and an empty dict on other ranks; every rank makes the call."""
         if find_runtime(model) is None:
             return super().get_state_dict(model, unwrap)
-        return state.Pending(model) if self._is_saving else mw.full_state_dict(model)
+        return state.PendingState(model) if self._is_saving else mw.full_state_dict(model)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """Return the model itself, since only its forward is wrapped, for mixed precision; compiled or not."""

@@ -33,7 +33,7 @@ from meshwright_hf.accelerate.scheduler import PlannedScheduler
 PROGRESS = "meshwright.json"
 
 
-class Pending(dict[str, Tensor]):
+class PendingState(dict[str, Tensor]):
     """A placeholder for the weights of a planned model in accelerate's list of weights to save."""
 
     def __init__(self, model: nn.Module):
@@ -54,7 +54,7 @@ def without_planned_optimizers(accelerator: Accelerator) -> Iterator[None]:
 
 def take_weights(models: list[nn.Module], weights: list[dict[str, Tensor]], directory: str) -> None:
     """Write the weights of the planned models that earlier hooks left in the list, and remove them from the list."""
-    for weight in [weight for weight in weights if isinstance(weight, Pending)]:
+    for weight in [weight for weight in weights if isinstance(weight, PendingState)]:
         weights[:] = [other for other in weights if other is not weight]
         mw.save_weights(weight.model, _folder(models, weight.model, directory))
 

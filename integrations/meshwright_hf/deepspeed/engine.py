@@ -242,7 +242,7 @@ def _adapt(engine: Any, runtime: Runtime) -> None:
     for name in ("forward", "backward", "step"):
         setattr(engine, name, own_collectives()(getattr(engine, name)))
     if (watch := runtime.features.find(Watch)) is not None:
-        engine.step = _Watched(engine, engine.step, watch)
+        engine.step = _WatchedStep(engine, engine.step, watch)
     if engine.zero_optimization_partition_weights():
         adapt_universal_loading(engine.optimizer, runtime)
     if runtime.mesh.tp.size > 1:
@@ -251,7 +251,7 @@ def _adapt(engine: Any, runtime: Runtime) -> None:
         engine._zero3_consolidated_16bit_state_dict = lambda *_, **__: full_state_dict(engine)
 
 
-class _Watched:
+class _WatchedStep:
     """Runs an engine's ``step``, and reports each call that stepped the optimizer to ``watch``."""
 
     def __init__(self, engine: Any, step: Callable[..., Any], watch: Watch) -> None:

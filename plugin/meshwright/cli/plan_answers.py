@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from meshwright.cli.pages import check_pages
-from meshwright.cli.plan_inputs import Question
+from meshwright.cli.plan_inputs import PlanQuestion
 from meshwright.errors import PlanError
 
 if TYPE_CHECKING:
     from meshwright.planner.candidate import Candidate, Job
     from meshwright.planner.explain import Change
     from meshwright.planner.search import Search
-    from meshwright.planner.sweep import Row
+    from meshwright.planner.sweep import SweepRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Outputs:
                 raise PlanError(f"--{name} is about one plan, but {what} prints a table; leave one of them out")
 
 
-def answer_search(question: Question, outputs: Outputs) -> None:
+def answer_search(question: PlanQuestion, outputs: Outputs) -> None:
     """Print the fastest plans, and write the files that were asked for."""
     from meshwright.planner import explain
 
@@ -105,7 +105,7 @@ def _write_page(found: Search, outputs: Outputs, changed: Sequence[Change]) -> N
         write_page(found, outputs.html, changed=changed, model=str(outputs.model), progress=progress)
 
 
-def answer_own(question: Question, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:
+def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:
     """Print the estimates of the user's plans; return whether the first one fits."""
     from meshwright.planner import explain
     from meshwright.planner.formatting import gib
@@ -142,7 +142,7 @@ def answer_own(question: Question, outputs: Outputs, plans: Callable[[Job], list
     return is_fit
 
 
-def answer_sweep(question: Question, outputs: Outputs, name: str, values: Sequence[Any]) -> None:
+def answer_sweep(question: PlanQuestion, outputs: Outputs, name: str, values: Sequence[Any]) -> None:
     """Print a table with the best plan for each value of a setting."""
     from meshwright.planner.notes import batch_warning
     from meshwright.planner.sweep import row_of, sweep_dict
@@ -165,7 +165,7 @@ def answer_sweep(question: Question, outputs: Outputs, name: str, values: Sequen
             break
 
 
-def answer_days(question: Question, outputs: Outputs, days: float) -> None:
+def answer_days(question: PlanQuestion, outputs: Outputs, days: float) -> None:
     """Print the smallest cluster that trains on the tokens in a number of days, and the sizes below it."""
     from meshwright.planner.sweep import is_met, smallest_cluster, sweep_dict
 
@@ -197,7 +197,7 @@ def answer_days(question: Question, outputs: Outputs, days: float) -> None:
     )
 
 
-def _table(question: Question, swept: str, rows: Sequence[Row]) -> str:
+def _table(question: PlanQuestion, swept: str, rows: Sequence[SweepRow]) -> str:
     """Return a table over a setting, below a line with the model and the other settings."""
     from meshwright.planner.sweep import sweep_text
 

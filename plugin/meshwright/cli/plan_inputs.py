@@ -105,7 +105,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanQuestion:
     """The question to answer, apart from the settings that may have several values.
 
     Args:
@@ -165,7 +165,7 @@ def swept(values: dict[str, tuple[Any, ...]]) -> str | None:
 def question(
     model: Path, settings: Settings, *, memory: float, top: int, allow_future: bool, tokens: str | None,
     price: float | None,
-) -> Question:  # fmt: skip
+) -> PlanQuestion:  # fmt: skip
     """Return the question about a model.
 
     Raises:
@@ -177,7 +177,7 @@ def question(
 
     if tokens is None and price is not None:
         raise PlanError(f"--price {price:g} needs the tokens of the run; write --tokens 1T")
-    return Question(
+    return PlanQuestion(
         shape=describe(model),
         measured=HardwareProfile.load(settings.profile_path) if settings.profile_path else None,
         settings=settings,

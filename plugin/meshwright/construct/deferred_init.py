@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
-from meshwright.construct.init_recording import Tape, Window, reserve
+from meshwright.construct.init_recording import RecordedWindow, Tape, reserve
 
 _ATTRIBUTE = "_meshwright_recipe"
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
@@ -31,7 +31,7 @@ class Recipe:
     """
 
     tape: Tape
-    window: Window
+    window: RecordedWindow
     version: int = 0
 
     @property
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
         for number, reference in numbers.items():
             if not reference.expired():
                 storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-                window = Window(number, (storage.nbytes(),), (1,), 0, torch.uint8)
+                window = RecordedWindow(number, (storage.nbytes(),), (1,), 0, torch.uint8)
                 if self.tape.is_written(window):
                     window.on(storage).copy_(self.tape.replay(window))
 
@@ -218,10 +218,10 @@ class Recorder(TorchDispatchMode):
     def _is_deferred(self, x: Any) -> bool:
         return isinstance(x, Tensor) and _address(x) in self._storages
 
-    def _window(self, x: Tensor) -> Window:
+    def _window(self, x: Tensor) -> RecordedWindow:
         return _window(x, self._storages[x.untyped_storage()._cdata][0])
 
-    def _window_or_value(self, x: Tensor) -> Tensor | Window:
+    def _window_or_value(self, x: Tensor) -> Tensor | RecordedWindow:
         return self._window(x) if self._is_deferred(x) else x
 
 
@@ -254,8 +254,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def _window(x: Tensor, storage: int) -> Window:
-    return Window(storage, tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
+def _window(x: Tensor, storage: int) -> RecordedWindow:
+    return RecordedWindow(storage, tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
 
 
 def _on_meta(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ _OVERWRITING = frozenset(
 
 
 @dataclass(frozen=True)
-class Window:
+class RecordedWindow:
     """A strided view of one recorded storage; sizes, strides and offset in elements."""
 
     storage: int
@@ -42,7 +42,7 @@ class Window:
             return 0
         return (1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))) * self.dtype.itemsize
 
-    def alone(self) -> Window:
+    def alone(self) -> RecordedWindow:
         """Return the same window with offset 0, for a storage that holds only this window."""
         return dataclasses.replace(self, offset=0)
 
@@ -58,7 +58,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Operation:
+class RecordedOperation:
     """One recorded call.
 
     Args:
@@ -71,8 +71,8 @@ class Operation:
 
     function: Any
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    written: tuple[Window, ...]
-    created: tuple[Window, ...] = ()
+    written: tuple[RecordedWindow, ...]
+    created: tuple[RecordedWindow, ...] = ()
     draw: Draw | None = None
 
     def __str__(self) -> str:
@@ -80,15 +80,15 @@ class Operation:
         return f"{self.function} {shown} {self.written} {self.created} {self.draw}"
 
     @property
-    def hidden(self) -> Window | None:
+    def hidden(self) -> RecordedWindow | None:
         """The window that this operation overwrites without reading it, if any."""
         first = self.arguments[0][0] if self.arguments[0] else None
-        return first if self.function._schema.name in _OVERWRITING and isinstance(first, Window) else None
+        return first if self.function._schema.name in _OVERWRITING and isinstance(first, RecordedWindow) else None
 
-    def read(self) -> Iterator[Window]:
+    def read(self) -> Iterator[RecordedWindow]:
         skipped = self.hidden
         for leaf in tree_iter(self.arguments):
-            if isinstance(leaf, Window) and leaf is not skipped:
+            if isinstance(leaf, RecordedWindow) and leaf is not skipped:
                 yield leaf
 
 
@@ -102,18 +102,20 @@ class Tape:
 
     draws: bool = True
     sizes: list[int] = field(default_factory=list)  # bytes of each storage
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[RecordedOperation] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)  # generator states
 
     def add_storage(self, num_bytes: int) -> int:
         self.sizes.append(num_bytes)
         return len(self.sizes) - 1
 
-    def is_written(self, window: Window) -> bool:
+    def is_written(self, window: RecordedWindow) -> bool:
         """Return whether any recorded operation writes to the window's storage."""
         return any(window.storage == w.storage for op in self.operations for w in (*op.written, *op.created))
 
-    def record(self, function: Any, arguments: Any, written: Sequence[Window], created: Sequence[Window] = ()) -> None:
+    def record(
+        self, function: Any, arguments: Any, written: Sequence[RecordedWindow], created: Sequence[RecordedWindow] = ()
+    ) -> None:
         """Record an operation; if it draws random numbers and ``draws`` is set, advance the generator accordingly."""
         draw = None
         if torch.Tag.nondeterministic_seeded in function.tags:
@@ -121,25 +123,25 @@ class Tape:
             draw = Draw(len(self.states))
             self.states.append((given[0] if given else torch.default_generator).get_state())
         recorded = tree_map_only(Generator, lambda _: draw, tree_map_only(Tensor, _copy, arguments))
-        operation = Operation(function, recorded, tuple(written), tuple(created), draw)
+        operation = RecordedOperation(function, recorded, tuple(written), tuple(created), draw)
         if draw is not None and self.draws:
             # The operation runs on real values, since the values may decide how many numbers it draws.
-            args, kwargs = tree_map_only(Window, lambda w: self._scratch(w, operation), arguments)
+            args, kwargs = tree_map_only(RecordedWindow, lambda w: self._scratch(w, operation), arguments)
             function(*args, **kwargs)
         self.operations.append(operation)
 
-    def _scratch(self, window: Window, operation: Operation) -> Tensor:
+    def _scratch(self, window: RecordedWindow, operation: RecordedOperation) -> Tensor:
         return window.alone().on(reserve(window.num_bytes)) if window is operation.hidden else self.replay(window)
 
     @torch.no_grad()
-    def replay(self, window: Window) -> Tensor:
+    def replay(self, window: RecordedWindow) -> Tensor:
         """Compute the values that the recorded operations leave in a window, in new memory."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(leaf: Any) -> Any:
             if isinstance(leaf, Draw):
                 return Generator().set_state(self.states[leaf.state])
-            if not isinstance(leaf, Window):
+            if not isinstance(leaf, RecordedWindow):
                 return leaf
             if leaf.storage not in storages:
                 storages[leaf.storage] = reserve(self.sizes[leaf.storage])
@@ -159,7 +161,7 @@ class Tape:
         wanted: Tensor = tensor(window)
         return wanted
 
-    def _needed(self, window: Window) -> list[Operation]:
+    def _needed(self, window: RecordedWindow) -> list[RecordedOperation]:
         """Return the operations that a window's values depend on, in order."""
         storages, needed = {window.storage}, []
         for operation in reversed(self.operations):
@@ -173,7 +175,7 @@ class Tape:
             storages.update(w.storage for w in operation.read())
         return needed[::-1]
 
-    def _is_whole(self, window: Window) -> bool:
+    def _is_whole(self, window: RecordedWindow) -> bool:
         span = 1 + sum((n - 1) * s for n, s in zip(window.size, window.stride, strict=True))
         num_elements = torch.Size(window.size).numel()
         return span == num_elements and num_elements * window.dtype.itemsize == self.sizes[window.storage]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.context.causal_blocks import Documents
 from meshwright.context.key_exchange import WholeKeys
 from meshwright.context.masks import ContextMask, query_blocks
-from meshwright.parallel.sequence_parts import Run
+from meshwright.parallel.sequence_parts import TokenRun
 
 # An attention function of transformers: (module, query, key, value, mask, **options) -> (output [B, S, heads, d], ...).
 StockAttention = Callable[..., tuple[Tensor, Any]]
@@ -42,7 +42,7 @@ class AttentionCall:
     mask: ContextMask
     options: dict[str, Any]
 
-    def block(self, queries: Run, keys: Run, dtype: torch.dtype) -> Tensor:
+    def block(self, queries: TokenRun, keys: TokenRun, dtype: torch.dtype) -> Tensor:
         """Return the mask of a block in the form that the function takes."""
         mask = self.mask.block(queries, keys)
         if not self.is_additive:
@@ -91,7 +91,7 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def attend_in_blocks(
-    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, runs: tuple[Run, ...], keys: WholeKeys
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, runs: tuple[TokenRun, ...], keys: WholeKeys
 ) -> Tensor:
     """Return the attention of this rank's queries, ``[B, queries, heads, d]``.
 
@@ -112,7 +112,7 @@ class _AttendInBlocks(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: AttentionCall,
-        runs: tuple[Run, ...],
+        runs: tuple[TokenRun, ...],
         keys: WholeKeys,
         q: Tensor,
         k: Tensor,
@@ -127,7 +127,7 @@ class _AttendInBlocks(torch.autograd.Function):
         outputs = []
         for place, run in query_blocks(runs):
             low, high = call.mask.visible(run)
-            mask = call.block(run, Run(low, high - low), q.dtype)
+            mask = call.block(run, TokenRun(low, high - low), q.dtype)
             outputs.append(call.run(q[:, :, place], k[:, :, low:high], v[:, :, low:high], mask))
         return torch.cat(outputs, 1)
 
@@ -143,7 +143,7 @@ class _AttendInBlocks(torch.autograd.Function):
         with ctx.replay or contextlib.nullcontext(), ctx.autocast(), torch.enable_grad():
             for place, run in query_blocks(ctx.runs):
                 low, high = call.mask.visible(run)
-                mask = call.block(run, Run(low, high - low), q.dtype)
+                mask = call.block(run, TokenRun(low, high - low), q.dtype)
                 inputs = [x.detach().requires_grad_() for x in (q[:, :, place], k[:, :, low:high], v[:, :, low:high])]
                 others = [x.detach().as_subclass(Tensor).requires_grad_() for x in trained]
                 output = call.run_with(others, *inputs, mask)

@@ -24,7 +24,7 @@ from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.local_heads import LocalConfig
-from meshwright.parallel.sequence_parts import Run, SequenceParts
+from meshwright.parallel.sequence_parts import SequenceParts, TokenRun
 from meshwright.plan.config import ParallelPlan
 from meshwright.roles import Decoder
 
@@ -96,7 +96,7 @@ class ContextAttention:
         return self._exchange.to_tokens(parts, output)
 
     def _over(
-        self, call: AttentionCall, runs: tuple[Run, ...], keys: WholeKeys, q: Tensor, k: Tensor, v: Tensor
+        self, call: AttentionCall, runs: tuple[TokenRun, ...], keys: WholeKeys, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         flash = _flash_call(call, runs, keys, q, k, v)
         if flash is None:
@@ -113,7 +113,7 @@ class ContextAttention:
 
 
 def _flash_call(
-    call: AttentionCall, runs: tuple[Run, ...], keys: KeyExchange, q: Tensor, k: Tensor, v: Tensor
+    call: AttentionCall, runs: tuple[TokenRun, ...], keys: KeyExchange, q: Tensor, k: Tensor, v: Tensor
 ) -> FlashCall | None:
     """Return the same call for flash kernels; None if they cannot compute it."""
     documents = call.documents_alone

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.parallel.sequence_parts import Run
+from meshwright.parallel.sequence_parts import TokenRun
 
 Documents = tuple[tuple[int, ...], ...]  # by row, the place of each document's first token; or one entry for all
 
@@ -29,7 +29,7 @@ class CausalBlock:
     is_causal: bool
 
 
-def causal_blocks(documents: Documents, queries: Sequence[Run], keys: Sequence[Run]) -> list[CausalBlock]:
+def causal_blocks(documents: Documents, queries: Sequence[TokenRun], keys: Sequence[TokenRun]) -> list[CausalBlock]:
     """Return the blocks of some queries and keys, those on the diagonal first.
 
     Args:
@@ -38,7 +38,7 @@ def causal_blocks(documents: Documents, queries: Sequence[Run], keys: Sequence[R
         keys: where the keys lie. A run of keys either contains a whole run of queries, or does not overlap it.
 
     Example:
-        >>> blocks = causal_blocks(((0, 3),), [Run(0, 2), Run(2, 4)], [Run(0, 6)])
+        >>> blocks = causal_blocks(((0, 3),), [TokenRun(0, 2), TokenRun(2, 4)], [TokenRun(0, 6)])
         >>> [(b.queries.start, b.queries.stop, b.keys.start, b.keys.stop, b.is_causal) for b in blocks]
         [(0, 2, 0, 2, True), (2, 3, 2, 3, True), (3, 6, 3, 6, True), (2, 3, 0, 2, False)]
     """
@@ -79,14 +79,14 @@ def _joined(full: list[CausalBlock]) -> list[CausalBlock]:
     return joined
 
 
-def _placed(runs: Sequence[Run]) -> Iterator[tuple[int, Run]]:
+def _placed(runs: Sequence[TokenRun]) -> Iterator[tuple[int, TokenRun]]:
     offset = 0
     for run in runs:
         yield offset, run
         offset += run.size
 
 
-def _documents_in(run: Run, starts: tuple[int, ...]) -> Iterator[tuple[int, Run]]:
+def _documents_in(run: TokenRun, starts: tuple[int, ...]) -> Iterator[tuple[int, TokenRun]]:
     """Yield the documents with tokens in a run: where each starts, and its tokens in the run."""
     for number in range(bisect_right(starts, run.start) - 1, len(starts)):
         start = starts[number]
@@ -94,4 +94,4 @@ def _documents_in(run: Run, starts: tuple[int, ...]) -> Iterator[tuple[int, Run]
             return
         first = max(start, run.start)
         stop = run.stop if number + 1 == len(starts) else min(starts[number + 1], run.stop)
-        yield start, Run(first, stop - first)
+        yield start, TokenRun(first, stop - first)

@@ -15,7 +15,7 @@ from meshwright.context.record import AttentionSite, ContextRecord
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.sequence_parts import Run
+from meshwright.parallel.sequence_parts import TokenRun
 from meshwright.plan.config import ParallelPlan
 from meshwright.plan.context_methods import can_exchange, group_sizes
 
@@ -94,7 +94,7 @@ def _check_ring(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
     given = call.options.get("s_aux")
     sinks = next((x for x, own in zip(trained, call.trained, strict=True) if own is given), None)
     whole = call.run_with(trained, q, k, v, _mask(call))
-    ring = RingCall.of(call, RingKeys(Axis("cp"), ((Run(0, _LENGTH),),)), width=q.shape[-1])
+    ring = RingCall.of(call, RingKeys(Axis("cp"), ((TokenRun(0, _LENGTH),),)), width=q.shape[-1])
     own = ring_attention(ring, q, k, v, sinks)
     if unknown or not torch.allclose(own, whole, atol=_TOLERANCE, rtol=_TOLERANCE):
         raise PlanError(
@@ -130,5 +130,5 @@ def _example(site: AttentionSite) -> tuple[AttentionCall, Tensor, Tensor, Tensor
 
 
 def _mask(call: AttentionCall) -> Tensor:
-    run = Run(0, _LENGTH)
+    run = TokenRun(0, _LENGTH)
     return call.block(run, run, torch.get_default_dtype())

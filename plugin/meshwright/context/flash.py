@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.context.causal_blocks import CausalBlock, Documents, causal_blocks
 from meshwright.context.key_exchange import KeyExchange, WholeKeys
-from meshwright.parallel.sequence_parts import Run
+from meshwright.parallel.sequence_parts import TokenRun
 
 _WIDEST = 256  # channels of a head, on CUDA
 _ALIGNED = 8
@@ -36,11 +36,11 @@ class FlashCall:
     """
 
     keys: KeyExchange
-    runs: tuple[Run, ...]
+    runs: tuple[TokenRun, ...]
     documents: Documents
     scale: float
 
-    def blocks(self, keys: tuple[Run, ...]) -> list[CausalBlock]:
+    def blocks(self, keys: tuple[TokenRun, ...]) -> list[CausalBlock]:
         """Return the blocks that this rank's queries share with keys of some runs."""
         return _blocks(self.documents, self.runs, keys)
 
@@ -178,7 +178,7 @@ def _equals_plain_operations(device: torch.device, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     sizes = (1, 4, 32, 8), (1, 2, 32, 8), (1, 2, 32, 8), (1, 32, 4, 8)
     q, k, v, grad = (torch.randn(size, generator=generator).to(device, dtype).requires_grad_() for size in sizes)
-    scale, runs = 0.4, (Run(0, 16), Run(16, 16))
+    scale, runs = 0.4, (TokenRun(0, 16), TokenRun(16, 16))
     call = FlashCall(keys=WholeKeys(None), runs=runs, documents=((0,),), scale=scale)
     output = flash_attention(call, q, k, v)
     wide = [x.detach().float().requires_grad_() for x in (q, k, v)]

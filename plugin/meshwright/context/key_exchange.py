@@ -18,9 +18,9 @@ from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.messages import wait_for_message
 from meshwright.parallel.collectives import all_gather, reduce_scatter
-from meshwright.parallel.sequence_parts import Run, SequenceParts
+from meshwright.parallel.sequence_parts import SequenceParts, TokenRun
 
-Keys = tuple[tuple[Run, ...], Tensor, Tensor]  # places of tokens in the sequence, the tokens' keys and values
+Keys = tuple[tuple[TokenRun, ...], Tensor, Tensor]  # places of tokens in the sequence, the tokens' keys and values
 
 
 class KeyGradients(Protocol):
@@ -66,13 +66,13 @@ class WholeKeys:
 
     def round(self, k: Tensor, v: Tensor) -> Iterator[Keys]:
         k, v = self.gathered(k, v)
-        yield (Run(0, k.shape[2]),), k, v
+        yield (TokenRun(0, k.shape[2]),), k, v
 
     def gradients(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> KeyGradients:
-        return _WholeGradients(self.parts, k, v, dtype)
+        return _WholeKeyGradients(self.parts, k, v, dtype)
 
 
-class _WholeGradients:
+class _WholeKeyGradients:
     """The gradients of all keys and values, which one reduce-scatter brings to the ranks that hold them."""
 
     def __init__(self, parts: SequenceParts | None, k: Tensor, v: Tensor, dtype: torch.dtype):
@@ -103,7 +103,7 @@ class RingKeys:
     """
 
     axis: Axis
-    runs_of: tuple[tuple[Run, ...], ...]
+    runs_of: tuple[tuple[TokenRun, ...], ...]
 
     def round(self, k: Tensor, v: Tensor) -> Iterator[Keys]:
         axis, both = self.axis, torch.cat([k, v], -1).contiguous()

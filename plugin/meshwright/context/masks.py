@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.context.causal_blocks import Documents
-from meshwright.parallel.sequence_parts import Run, SequenceParts
+from meshwright.parallel.sequence_parts import SequenceParts, TokenRun
 
 BLOCK = 1024  # queries whose mask is materialised at a time
 _SHORTEST = 64  # mean tokens of a document below which one mask costs less than a block for each document
@@ -47,8 +47,8 @@ class ContextMask:
     is_vectorized: bool
     device: torch.device
     parts: SequenceParts | None = None
-    _visible: dict[Run, tuple[int, int]] = field(default_factory=dict)
-    _blind: dict[Run, Tensor] = field(default_factory=dict)
+    _visible: dict[TokenRun, tuple[int, int]] = field(default_factory=dict)
+    _blind: dict[TokenRun, Tensor] = field(default_factory=dict)
 
     @classmethod
     def causal(cls, *, rows: int, length: int) -> ContextMask:
@@ -70,7 +70,7 @@ class ContextMask:
         """Whether the mask is that of causal attention without a window."""
         return self.is_plain and (self.window is None or self.length <= self.window)
 
-    def visible(self, queries: Run) -> tuple[int, int]:
+    def visible(self, queries: TokenRun) -> tuple[int, int]:
         """Return a range of keys that holds all keys that the queries' attention depends on; never empty.
 
         For a mask that depends on values, such as packed documents, the host waits for the device, at most once for
@@ -80,7 +80,7 @@ class ContextMask:
             self._visible[queries] = self._derived(queries) or self._measured(queries)
         return self._visible[queries]
 
-    def _derived(self, queries: Run) -> tuple[int, int] | None:
+    def _derived(self, queries: TokenRun) -> tuple[int, int] | None:
         """Return the range as far as the mask's functions show it; None if they show nothing."""
         may_be_blind = self.averages_blind and self.padding is not None
         if not (self.is_plain or self._reach.is_causal) or may_be_blind:
@@ -134,8 +134,8 @@ class ContextMask:
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
         return torch.where(begins, places, 0).cummax(1).values
 
-    def _measured(self, queries: Run) -> tuple[int, int]:
-        seen = self.block(queries, Run(0, self.length))
+    def _measured(self, queries: TokenRun) -> tuple[int, int]:
+        seen = self.block(queries, TokenRun(0, self.length))
         blind = ~seen.any(-1)
         if self.averages_blind and bool(blind.any()):
             self._blind[queries] = blind
@@ -143,12 +143,12 @@ class ContextMask:
         places = seen.flatten(0, 2).any(0).nonzero()
         return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 1)
 
-    def blind(self, queries: Run) -> Tensor | None:
+    def blind(self, queries: TokenRun) -> Tensor | None:
         """Return which of the queries get the average of all values, ``[B or 1, 1, queries]``; None if none does."""
         self.visible(queries)
         return self._blind.get(queries)
 
-    def block(self, queries: Run, keys: Run) -> Tensor:
+    def block(self, queries: TokenRun, keys: TokenRun) -> Tensor:
         """Return the mask of a block, bool ``[B or 1, 1, queries, keys]``.
 
         Queries beyond the end of the sequence act as the last one.
@@ -213,12 +213,12 @@ def _reach_of(function: Any) -> _Reach:
     return _Reach(is_causal=is_causal, documents=documents, is_all=is_all)
 
 
-def query_blocks(runs: tuple[Run, ...]) -> list[tuple[slice, Run]]:
+def query_blocks(runs: tuple[TokenRun, ...]) -> list[tuple[slice, TokenRun]]:
     """Return the blocks of a rank's queries: where each lies among its own tokens, and in the sequence."""
     blocks, offset = [], 0
     for run in runs:
         for start in range(0, run.size, BLOCK):
             size = min(BLOCK, run.size - start)
-            blocks.append((slice(offset + start, offset + start + size), Run(run.start + start, size)))
+            blocks.append((slice(offset + start, offset + start + size), TokenRun(run.start + start, size)))
         offset += run.size
     return blocks

@@ -21,7 +21,7 @@ from torch import Tensor
 from meshwright.context.attend import AttentionCall, as_autocast
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask, query_blocks
-from meshwright.parallel.sequence_parts import Run
+from meshwright.parallel.sequence_parts import TokenRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,10 @@ class RingCall:
         )
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[TokenRun, ...]:
         return self.keys.runs_of[self.keys.axis.rank]
 
-    def blocks(self, runs: tuple[Run, ...]) -> Iterator[tuple[slice, slice, _BlockMask]]:
+    def blocks(self, runs: tuple[TokenRun, ...]) -> Iterator[tuple[slice, slice, _BlockMask]]:
         """Yield the blocks that keys of ``runs`` and this rank's queries share: queries, keys, and the mask.
 
         The keys are places among the tokens of ``runs``. A block without a visible pair is left out.
@@ -67,10 +67,10 @@ class RingCall:
                 start, stop = max(run.start, low), min(run.stop, high)
                 if start < stop:
                     keys = slice(offset + start - run.start, offset + stop - run.start)
-                    yield place, keys, self._mask(queries, Run(start, stop - start))
+                    yield place, keys, self._mask(queries, TokenRun(start, stop - start))
                 offset += run.size
 
-    def _mask(self, queries: Run, keys: Run) -> _BlockMask:
+    def _mask(self, queries: TokenRun, keys: TokenRun) -> _BlockMask:
         mask = self.mask
         window = mask.window is None or queries.stop - keys.start <= mask.window
         if mask.is_plain and keys.stop <= queries.start + 1 and window:

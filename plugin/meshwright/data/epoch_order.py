@@ -28,7 +28,7 @@ class InOrder:
         return list(range(start, stop))
 
 
-class Listed:
+class ListedOrder:
     """An order given as the sequence of indices that a sampler drew."""
 
     def __init__(self, indices: Sequence[Any]):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from meshwright.data.fingerprint import fingerprint
-from meshwright.data.packing import Packing, Piece, Place, num_tokens
+from meshwright.data.packing import DocumentPiece, PackedPlace, Packing, num_tokens
 from meshwright.data.shards import ListedShards, ShardedSource
 from meshwright.errors import CheckpointError
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX
@@ -63,7 +63,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             raise IndexError(f"row {row} is out of range for {len(self)} rows")
         row %= len(self)
         numbers = self._pieces[self._ends[row] : self._ends[row + 1]]
-        pieces = [Piece(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
+        pieces = [DocumentPiece(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
         return make_row([(piece, self.documents[piece.document]) for piece in pieces], self.packing)
 
 
@@ -117,14 +117,14 @@ class PackedRows:
 
     def __init__(self, documents: Iterable[Any] | Callable[[], Iterable[Any]], packing: Packing):
         self._documents, self._packing = ListedShards([documents]), packing
-        self._place = Place()
+        self._place = PackedPlace()
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         at = self._place
         for row, place in self._packing.packed(self._documents.open(0, at.document), at):
             self._place = place
             yield make_row(row, self._packing)
-        self._place = Place()
+        self._place = PackedPlace()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place where the next row begins, and the packing. The state holds no tokens."""
@@ -143,10 +143,10 @@ class PackedRows:
                     f"the state belongs to rows packed with {name}={shown(state['packing'][name])}, but this Packing "
                     f"has {name}={value}; to resume, pass the Packing of the run that saved the state"
                 )
-        self._place = Place(state["document"], state["token"], state["rows"])
+        self._place = PackedPlace(state["document"], state["token"], state["rows"])
 
 
-def make_row(pieces: Sequence[tuple[Piece, Any]], packing: Packing) -> dict[str, Tensor]:
+def make_row(pieces: Sequence[tuple[DocumentPiece, Any]], packing: Packing) -> dict[str, Tensor]:
     """Return the padded ``input_ids``, ``labels`` and ``position_ids`` of a row.
 
     Positions restart at 0 in each piece (a document or a part of one), so that attention can tell the pieces apart. A

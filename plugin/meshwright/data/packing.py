@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 Strategy = Literal["best_fit", "concatenate"]
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Tokens ``start`` to ``stop - 1`` of one document."""
 
     document: int
@@ -41,8 +41,8 @@ class Packing:
 
     Example:
         >>> Packing(length=8).rows([5, 2, 3, 4])
-        [[Piece(document=0, start=0, stop=5), Piece(document=2, start=0, stop=3)], \
-[Piece(document=1, start=0, stop=2), Piece(document=3, start=0, stop=4)]]
+        [[DocumentPiece(document=0, start=0, stop=5), DocumentPiece(document=2, start=0, stop=3)], \
+[DocumentPiece(document=1, start=0, stop=2), DocumentPiece(document=3, start=0, stop=4)]]
     """
 
     length: int
@@ -63,54 +63,52 @@ class Packing:
         """The number of tokens per row, padding included."""
         return math.ceil(self.length / self.multiple_of) * self.multiple_of
 
-    def rows(self, lengths: Iterable[int]) -> list[list[Piece]]:
+    def rows(self, lengths: Iterable[int]) -> list[list[DocumentPiece]]:
         """Return the pieces of every row, for documents of the given lengths."""
         documents = map(range, lengths)  # a range replaces each document, since only lengths matter
         return [[piece for piece, _ in row] for row, _ in self.packed(documents)]
 
-    def packed(
-        self, documents: Iterator[Any], at: Place | None = None
-    ) -> Iterator[tuple[list[tuple[Piece, Any]], Place]]:
+    def packed(self, documents: Iterator[Any], at: PackedPlace | None = None) -> Iterator[_Packed]:
         """Yield the pieces of each row with their documents, and the place where the next row begins.
 
         Args:
             documents: the documents from document ``at.document`` on.
             at: the place where the first row begins; None for the start.
         """
-        at = at or Place()
+        at = at or PackedPlace()
         pack = self._best_fit if self.strategy == "best_fit" else self._concatenated
         return pack(documents, at)
 
-    def _best_fit(self, documents: Iterator[Any], at: Place) -> Iterator[tuple[list[tuple[Piece, Any]], Place]]:
+    def _best_fit(self, documents: Iterator[Any], at: PackedPlace) -> Iterator[_Packed]:
         first, skip = at.document, at.rows
         while window := list(islice(documents, self.window)):
             rows = best_fit([num_tokens(document) for document in window], self.length)
             for number, row in enumerate(rows[skip:], skip + 1):
                 pieces = [(piece._replace(document=first + piece.document), window[piece.document]) for piece in row]
                 is_last = number == len(rows)
-                yield pieces, Place(first + len(window)) if is_last else Place(first, rows=number)
+                yield pieces, PackedPlace(first + len(window)) if is_last else PackedPlace(first, rows=number)
             first, skip = first + len(window), 0
 
-    def _concatenated(self, documents: Iterator[Any], at: Place) -> Iterator[tuple[list[tuple[Piece, Any]], Place]]:
-        row: list[tuple[Piece, Any]] = []
+    def _concatenated(self, documents: Iterator[Any], at: PackedPlace) -> Iterator[_Packed]:
+        row: list[tuple[DocumentPiece, Any]] = []
         room, start = self.length, at.token
         for number, document in enumerate(documents, at.document):
             stop = num_tokens(document)
             while start < stop:
-                piece = Piece(number, start, min(stop, start + room))
+                piece = DocumentPiece(number, start, min(stop, start + room))
                 row.append((piece, document))
                 room -= piece.stop - start
                 start = piece.stop
                 if not room:
-                    yield row, Place(number, token=start)
+                    yield row, PackedPlace(number, token=start)
                     row, room = [], self.length
             start = 0
         if row:
-            yield row, Place(row[-1][0].document, token=row[-1][0].stop)
+            yield row, PackedPlace(row[-1][0].document, token=row[-1][0].stop)
 
 
 @dataclass(frozen=True)
-class Place:
+class PackedPlace:
     """The place where the next row begins.
 
     Args:
@@ -124,7 +122,10 @@ class Place:
     rows: int = 0
 
 
-def best_fit(lengths: Sequence[int], length: int) -> list[list[Piece]]:
+_Packed = tuple[list[tuple[DocumentPiece, Any]], PackedPlace]  # the documents of a row, and where the next row begins
+
+
+def best_fit(lengths: Sequence[int], length: int) -> list[list[DocumentPiece]]:
     """Return rows of at most ``length`` tokens, packed by best fit with the longest documents first.
 
     A document goes into the row where it leaves the least room. Documents longer than a row are split, and the
@@ -132,11 +133,11 @@ def best_fit(lengths: Sequence[int], length: int) -> list[list[Piece]]:
     packing, training would see the long documents first.
     """
     pieces = [
-        Piece(document, start, min(start + length, tokens))
+        DocumentPiece(document, start, min(start + length, tokens))
         for document, tokens in enumerate(lengths)
         for start in range(0, tokens, length)
     ]
-    rows: list[list[Piece]] = []
+    rows: list[list[DocumentPiece]] = []
     room: list[tuple[int, int]] = []  # the tokens left in each row, and the row's number
     for piece in sorted(pieces, key=lambda piece: piece.start - piece.stop):
         tokens = piece.stop - piece.start

@@ -10,7 +10,7 @@ import torch
 from torch import Generator
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from meshwright.data.epoch_order import InOrder, Listed, Order, shuffled
+from meshwright.data.epoch_order import InOrder, ListedOrder, Order, shuffled
 from meshwright.data.global_batches import EqualBatches, ListedBatches
 from meshwright.data.shuffling import (
     GENERATOR,
@@ -130,7 +130,7 @@ class Sampling:
         if self.kind == "listed":
             sizes, indices = numbers[1 : 1 + numbers[0]], numbers[1 + numbers[0] :]
             batches = self._batches(len(indices)) if self.has_equal_batches else ListedBatches(sizes)
-            return Listed(indices), batches
+            return ListedOrder(indices), batches
         order: Order = InOrder()
         if self._shuffle:
             order = self._shuffle.begin(numbers, epoch) if numbers else self._shuffle.go_on()

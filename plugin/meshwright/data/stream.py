@@ -35,7 +35,7 @@ BLANK = 0  # the row that a rank takes if a batch has too few rows for all ranks
 
 
 @dataclass(frozen=True)
-class Rows:
+class StreamRows:
     """This rank's rows of one batch.
 
     Args:
@@ -170,7 +170,7 @@ class ShardedStream:
             for entry in state["lanes"]
         ]
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[StreamRows]:
         if not self._goes_on:
             self._lanes, self.samples = self._new_lanes(), 0
         self._goes_on = False
@@ -227,7 +227,7 @@ class ShardedStream:
                 lane.known, lane.ended = known, ended
                 lane.starts += [entry for entry in starts if entry > lane.starts[-1]]
 
-    def _hand_over(self, batches: list[list[int]], ahead: ReadAhead) -> Iterator[tuple[list[int], Rows]]:
+    def _hand_over(self, batches: list[list[int]], ahead: ReadAhead) -> Iterator[tuple[list[int], StreamRows]]:
         """Yield each planned batch with this rank's rows, after receiving the rows that other ranks have read."""
         rank = self.dp.rank
         owners = [[self._owner(lane) for lane in batch] for batch in batches]
@@ -253,7 +253,7 @@ class ShardedStream:
         for number, batch in enumerate(batches):
             share = shares[number][rank]
             rows = [samples[number, row] for row in share or [BLANK]]
-            yield batch, Rows(rows, is_blank=not share, total=len(batch))
+            yield batch, StreamRows(rows, is_blank=not share, total=len(batch))
 
     def _meet(self, message: dict[str, Any], ahead: ReadAhead | None = None) -> list[Any]:
         """Return the messages of all ranks. If reading failed on one rank, all ranks raise."""

@@ -38,7 +38,7 @@ class Log:
         return {str(first + i): what for i, what in enumerate(self._recent)}
 
 
-class Trace:
+class CallTrace:
     """The logs of all groups, and what the process did last."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults import exit_hooks, interpose, main_thread
-from meshwright.faults.collective_log import Trace, describe, describe_tensors, first_difference
+from meshwright.faults.collective_log import CallTrace, describe, describe_tensors, first_difference
 from meshwright.faults.deadline import Deadline
 from meshwright.faults.end_process import MARGIN, SPEAKS, end_children, end_process
 from meshwright.faults.every_rank import advice
@@ -61,7 +61,7 @@ class Guard:
         self._coordinates = coordinates
         self.step = 0
         self._steps: Counter[frozenset[int]] = Counter()  # by the ranks that train the model
-        self.trace = Trace()
+        self.trace = CallTrace()
         self._agreed: dict[tuple[str, tuple[int, ...]], int] = {}  # the step of the ranks' last meeting at each place
         self._world = weakref.ref(dist.group.WORLD)  # weak, so that the guard does not keep the group alive
         self._process = os.getpid()

@@ -58,12 +58,12 @@ class Observer(Protocol):
         """Return the error, with the reason added if it is a network error."""
 
 
-class _State(threading.local):
+class _InterposeState(threading.local):
     depth = 0  # of contexts of own_collectives
     waited = 0.0
 
 
-_state = _State()
+_state = _InterposeState()
 _observer: Observer | None = None
 
 

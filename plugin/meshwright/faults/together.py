@@ -19,7 +19,7 @@ from meshwright.mesh.process_group import wire_device
 T = TypeVar("T")
 
 
-class Meeting(Protocol):
+class Exchange(Protocol):
     """A way in which ranks exchange texts."""
 
     rank: int
@@ -31,7 +31,7 @@ class Meeting(Protocol):
         """Return rank 0's text on every rank; every rank must make the call."""
 
 
-def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T:
+def succeed_together(step: Callable[[], T], meeting: Exchange | None = None) -> T:
     """Run a step without communication on every rank. If the step fails on any rank, raise on all ranks.
 
     Args:
@@ -53,7 +53,7 @@ def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T
 
 
 def exchange_together(
-    step: Callable[[], tuple[T, str]], meeting: Meeting | None = None, *, group: Any = None
+    step: Callable[[], tuple[T, str]], meeting: Exchange | None = None, *, group: Any = None
 ) -> tuple[T, list[str]]:
     """Run a step without communication on every rank, and exchange the ranks' texts.
 
@@ -77,7 +77,7 @@ def exchange_together(
     return done[0], [other for other, _ in received]
 
 
-def on_first_rank(step: Callable[[], T], meeting: Meeting | None = None) -> T:
+def on_first_rank(step: Callable[[], T], meeting: Exchange | None = None) -> T:
     """Run a step on rank 0 alone, and return its result on every rank; if it fails, all ranks raise.
 
     Args:

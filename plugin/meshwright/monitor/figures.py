@@ -96,7 +96,7 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepFigures:
     """The values of the last step of an interval, as rank 0 knows them."""
 
     step: int
@@ -106,7 +106,7 @@ class Step:
 
 
 def together(
-    step: Step,
+    step: StepFigures,
     ranks: Mapping[int, RankFigures],
     *,
     row_copies: int,
@@ -124,7 +124,7 @@ def together(
 
     Example:
         >>> own = RankFigures(seconds=2.0, steps=4, tokens=800, flops=1e9, waited=0.0, peak=5.0)
-        >>> both = together(Step(step=4), {0: own, 1: own}, row_copies=2, peak_flops=5e8)
+        >>> both = together(StepFigures(step=4), {0: own, 1: own}, row_copies=2, peak_flops=5e8)
         >>> both.tokens_per_second, both.mfu
         (400.0, 0.5)
     """

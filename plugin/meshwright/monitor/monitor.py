@@ -23,7 +23,7 @@ from meshwright.monitor.estimate import Estimate, Machine, estimate
 from meshwright.monitor.figures import Figures
 from meshwright.monitor.host_values import HostValues
 from meshwright.monitor.records import VERSION, RunLog
-from meshwright.monitor.reporter import Pending, Reporter
+from meshwright.monitor.reporter import PendingRecord, Reporter
 from meshwright.monitor.step_observer import StepObserver
 from meshwright.monitor.terminal import say
 from meshwright.monitor.words import line
@@ -92,7 +92,7 @@ class Monitor(Watch):
         self.every, self.prints = every, prints
         self.latest: Figures | None = None
         self._number = next(_MONITORS)
-        self._sent: tuple[int, Pending | None] | None = None  # the steps before the last line, and that line
+        self._sent: tuple[int, PendingRecord | None] | None = None  # the steps before the last line, and that line
         self._max_steps = config.max_steps
         self._prepared, self._runtime = prepared, runtime
         self._device = device_of(model)
@@ -191,7 +191,7 @@ class Monitor(Watch):
     def _end_interval(self, loss: Tensor | None, norm: Tensor | None, lr: Any) -> None:
         self._send(HostValues({"loss": loss, "norm": norm, "lr": lr} if _rank() == 0 else {}))
 
-    def _send(self, values: HostValues) -> Pending | None:
+    def _send(self, values: HostValues) -> PendingRecord | None:
         """Send this rank's figures to rank 0; on rank 0, return the line that will be put together from them."""
         count = self.steps.steps
         if self._sent is not None and self._sent[0] == count:
@@ -202,7 +202,7 @@ class Monitor(Watch):
             self._runtime.guard.post(topic, own.as_message())
         pending = None
         if _rank() == 0:
-            pending = Pending(
+            pending = PendingRecord(
                 step=self.step,
                 count=count,
                 topic=topic,
@@ -273,7 +273,7 @@ class Monitor(Watch):
             is_cpu=self._device.type == "cpu",
         )
 
-    def _show(self, pending: Pending, figures: Figures) -> None:
+    def _show(self, pending: PendingRecord, figures: Figures) -> None:
         is_first, self.latest = self.latest is None, figures
         log = self._prepared.log
         if log is not None:

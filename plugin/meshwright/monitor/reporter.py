@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meshwright.faults.guard import Guard
-from meshwright.monitor.figures import Figures, RankFigures, Step, together
+from meshwright.monitor.figures import Figures, RankFigures, StepFigures, together
 from meshwright.monitor.host_values import HostValues
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _CLOSING = 2.0  # seconds that the end of the program waits for the last line
 
 
 @dataclass(eq=False)
-class Pending:
+class PendingRecord:
     """A line whose figures are on their way.
 
     Args:
@@ -47,7 +47,7 @@ class Pending:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-Show = Callable[[Pending, Figures], None]
+Show = Callable[[PendingRecord, Figures], None]
 
 
 class Reporter:
@@ -70,11 +70,11 @@ class Reporter:
     ) -> None:
         self._guard = guard
         self._row_copies, self._peak_flops = row_copies, peak_flops
-        self._queue: queue.SimpleQueue[tuple[Pending, Show] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[PendingRecord, Show] | None] = queue.SimpleQueue()
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
 
-    def put(self, pending: Pending, show: Show) -> None:
+    def put(self, pending: PendingRecord, show: Show) -> None:
         """Call ``show`` with a line as soon as its figures are there, in the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="meshwright-reporter", daemon=True)
@@ -107,7 +107,7 @@ class Reporter:
                 pending.done.set()
                 del item, pending, show
 
-    def _figures(self, pending: Pending) -> Figures:
+    def _figures(self, pending: PendingRecord) -> Figures:
         messages = {}
         if self._guard is not None and self._guard.is_current:
             messages = self._guard.take_posted(pending.topic, patience=PATIENCE)
@@ -117,7 +117,7 @@ class Reporter:
         while not pending.values.is_ready and time.monotonic() < until:
             time.sleep(_LOOK)
         return together(
-            Step(step=pending.step, **pending.values.numbers()),
+            StepFigures(step=pending.step, **pending.values.numbers()),
             ranks,
             row_copies=self._row_copies,
             peak_flops=self._peak_flops,

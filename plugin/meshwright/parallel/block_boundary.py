@@ -29,7 +29,7 @@ from meshwright.roles.projection import is_transposed
 
 
 @dataclass
-class _Pass:
+class _BlockPass:
     """One call of a block, from its entry to its end.
 
     Args:
@@ -54,7 +54,7 @@ class BlockHooks:
         self._name, self._is_whole_module = block.name, block.entries == (block.module,)
         self._names = tuple(inspect.signature(block.module.forward).parameters)
         self._is_checked = False
-        self._pass: _Pass | None = None
+        self._pass: _BlockPass | None = None
         self._head_inputs = None if block.heads is None else HeadInputs(block.module, block.heads, axis)
         self._regathered = RegatheredProjections(list(block.columns)) if sequence is not None else None
         columns = block.columns if self._is_whole_module else ()
@@ -100,7 +100,7 @@ class BlockHooks:
         elif self._regathered is not None:
             self._regathered.open(full, x, self.axis)
         is_checked_now = self._is_whole_module and not self._is_checked and not torch.compiler.is_compiling()
-        self._pass = _Pass(full if is_checked_now else None)
+        self._pass = _BlockPass(full if is_checked_now else None)
         return put_back(full)
 
     def _close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

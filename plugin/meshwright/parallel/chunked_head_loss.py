@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.cross_entropy import Words, at_least_float32, exponentials_, gradient_, refuse_second_order
-from meshwright.parallel.logit_steps import Step, run, run_backward
+from meshwright.parallel.logit_steps import LogitStep, run, run_backward
 from meshwright.plan.head_chunks import SUMMED_WORDS, head_chunk
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadLoss:
+class ChunkedLoss:
     """Describes what the head and the loss compute from hidden states.
 
     Args:
@@ -32,7 +32,7 @@ class HeadLoss:
     """
 
     words: Words
-    steps: tuple[Step, ...]
+    steps: tuple[LogitStep, ...]
     dtype: torch.dtype
 
 
@@ -57,7 +57,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
         bias_W: Tensor | None,
         targets_N: Tensor,
         factor: Tensor | None,
-        loss: HeadLoss,
+        loss: ChunkedLoss,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
         with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -84,7 +84,7 @@ def _forward(
     bias_W: Tensor | None,
     targets_N: Tensor,
     factor: Tensor | None,
-    loss: HeadLoss,
+    loss: ChunkedLoss,
     needs: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor | None]]:
     num_tokens, dtype = hidden_ND.shape[0], loss.dtype

@@ -44,7 +44,7 @@ class ColumnProjections:
     def __init__(self, modules: Sequence[nn.Module], *, is_gathered: bool):
         self.is_gathered = is_gathered
         self.modules = list(modules) if all(map(is_stock_linear, modules)) else []
-        self.current: _Pass | None = None
+        self.current: _ColumnPass | None = None
         self._overrides = [_ColumnForward(module.forward, module, i, self) for i, module in enumerate(self.modules)]
         for module, override in zip(self.modules, self._overrides, strict=True):
             module.forward = override
@@ -70,7 +70,7 @@ class ColumnProjections:
     def enter(self, x: Tensor, axis: Axis) -> Tensor:
         """Return the rows that the projections read, from this rank's rows or from all; :meth:`open` must follow."""
         weights: list[Any] = [module._parameters["weight"] for module in self.modules]
-        self.current = _Pass(weights)
+        self.current = _ColumnPass(weights)
         full: Tensor = _EnterProjections.apply(x, axis, self.is_gathered, self.current, *weights)
         return full
 
@@ -92,7 +92,7 @@ class ColumnProjections:
             self.remove()
 
 
-class _Pass:
+class _ColumnPass:
     """One forward pass through a block's projections.
 
     Args:
@@ -145,7 +145,7 @@ class _EnterProjections(torch.autograd.Function):
     """Gives a block's projections their input; backward reduces its gradient beside the weights' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, is_gathered: bool, current: _Pass, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, is_gathered: bool, current: _ColumnPass, *weights: Tensor) -> Tensor:
         full = all_gather(x, axis) if is_gathered else x.view_as(x)
         # Checkpointing drops what is saved and gathers it in its own forward.
         ctx.gathers = is_gathered and not saved.is_checkpointing()

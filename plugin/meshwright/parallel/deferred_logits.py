@@ -20,9 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import UnreadableTensorError
-from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, HeadLoss
+from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.cross_entropy import Words
-from meshwright.parallel.logit_steps import Cast, Step, step_of
+from meshwright.parallel.logit_steps import Cast, LogitStep, step_of
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.sharded_parameter import become
 from meshwright.parallel.tensor_guards import METADATA, SHAPE, ShardedLogits
@@ -147,7 +147,7 @@ class Deferred:
     product: torch.dtype
     made_at: tuple[int, ...]
     sample: Tensor
-    steps: tuple[Step, ...] = ()
+    steps: tuple[LogitStep, ...] = ()
     hooks: list[Callable[[Tensor], None]] = field(default_factory=list)
     _values: Tensor | None = field(default=None, init=False)
 
@@ -176,7 +176,7 @@ class Deferred:
         empty.__dict__["deferred"] = self
         return empty
 
-    def after(self, step: Step) -> Tensor:
+    def after(self, step: LogitStep) -> Tensor:
         """Return the stand-in for the logits after one more step."""
         return dataclasses.replace(self, steps=(*self.steps, step)).stand_in()
 
@@ -215,7 +215,7 @@ class Deferred:
                 f"the head has logits of {len(hidden)} tokens, but there are {len(targets_N)} labels. Pass labels of "
                 "the same shape as input_ids; with logits_to_keep, pass those of the tokens whose logits are kept"
             )
-        what = HeadLoss(words=words, steps=self.steps, dtype=self.product)
+        what = ChunkedLoss(words=words, steps=self.steps, dtype=self.product)
 
         def run() -> Tensor:
             bias = self.head.head._parameters["bias"]

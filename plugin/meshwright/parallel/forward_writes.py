@@ -32,7 +32,7 @@ _FIRST = 3  # calls in which Python numbers, and values on a device, are compare
 _Place = tuple[nn.Module, str, str]  # a module, the name of its attribute, and the attribute's name in the model
 
 
-class _State:
+class _WatchedState:
     """The tensors that a model holds, and when each was written last, by torch's version counters."""
 
     def __init__(self, model: nn.Module):
@@ -54,7 +54,7 @@ class ForwardWrites:
     """Tells whether the first training passes of a model, or passes before them, write any of its tensors."""
 
     def __init__(self, model: nn.Module):
-        self._state = _State(model)
+        self._state = _WatchedState(model)
         self._passes = 0
         self._before: tuple[list[tuple[Any, int]], list[int]] | None = None
 
@@ -136,7 +136,7 @@ class WritesPerPiece:
     """
 
     def __init__(self, model: nn.Module, guard: Guard | None, layers: Iterable[nn.Module] = ()):
-        self._state = _State(model)
+        self._state = _WatchedState(model)
         staged = {id(module) for layer in layers for module in layer.modules()}
         self._saved_from_first = [
             id(module) in staged and key in module._buffers and key not in module._non_persistent_buffers_set

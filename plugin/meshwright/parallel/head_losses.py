@@ -156,14 +156,14 @@ def install_loss(model: Any, kind: LossKind, mean: GlobalMean, *, tp: Axis, voca
         return causal
     if kind.is_function:
         AddedToLoss(mean).watch(model)
-        own = model.loss_function = HeadLoss(model.loss_function, kind, mean)
+        own = model.loss_function = FunctionLoss(model.loss_function, kind, mean)
         return own
     loss = OutputLoss(kind, mean)
     loss.watch(model)
     return loss
 
 
-class HeadLoss(BatchLoss):
+class FunctionLoss(BatchLoss):
     """Replaces a transformers loss function other than the causal-LM loss, and takes the same arguments.
 
     Args:

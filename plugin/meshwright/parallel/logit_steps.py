@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Step(Protocol):
+class LogitStep(Protocol):
     """An elementwise operation on logits, which may overwrite its input. Only a Cast changes the dtype."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -73,7 +73,9 @@ class Cast:
         return x.to(self.target)
 
 
-def step_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype) -> Step | None:
+def step_of(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
+) -> LogitStep | None:
     """Return the step that a torch function on logits of a dtype is, or None for any other function.
 
     Args:
@@ -96,7 +98,7 @@ def step_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     return None
 
 
-def run(steps: Sequence[Step], x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+def run(steps: Sequence[LogitStep], x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     """Apply steps to logits, which are overwritten; return the result and what backward needs."""
     kept = []
     for step in steps:
@@ -105,7 +107,7 @@ def run(steps: Sequence[Step], x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     return x, kept
 
 
-def run_backward(steps: Sequence[Step], grad: Tensor, kept: list[Tensor | None]) -> Tensor:
+def run_backward(steps: Sequence[LogitStep], grad: Tensor, kept: list[Tensor | None]) -> Tensor:
     """Return the gradient of the logits before the steps, given that of their result, which is overwritten."""
     for step, saved in zip(reversed(steps), reversed(kept), strict=True):
         grad = step.backward(grad, saved)

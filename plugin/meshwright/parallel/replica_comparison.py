@@ -32,7 +32,7 @@ from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.loss_gradients import LossGradients
-from meshwright.parallel.replica_digests import OF_OPTIMIZER, Digests, Rows, copied_rows, parted
+from meshwright.parallel.replica_digests import OF_OPTIMIZER, CopiedRows, Digests, copied_rows, parted
 from meshwright.parallel.replicated_state import ModuleTensors, optimizer_digest
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.user_hooks import has_gradient_hooks
@@ -258,7 +258,7 @@ class ReplicaComparison:
             gathered = Gathered(torch.stack(own), axis, self.guard.step)
             self._gathered[axis.name] = Digests(gathered, names, keyed, count, kinds)
 
-    def _of_optimizer(self, parameter: Tensor, rows: Rows, nothing: Tensor) -> Tensor:
+    def _of_optimizer(self, parameter: Tensor, rows: CopiedRows, nothing: Tensor) -> Tensor:
         """Return a digest of the optimizer's state of the rows of a parameter."""
         assert self._optimizer is not None
         state = self._optimizer.state.get(parameter, {})
@@ -281,22 +281,22 @@ class ReplicaComparison:
         if differ:
             raise DivergenceError(parted(differ, axis, gathered.step, before))
 
-    def _shared_over(self, axis: Axis) -> list[list[tuple[Tensor, Rows]]]:
+    def _shared_over(self, axis: Axis) -> list[list[tuple[Tensor, CopiedRows]]]:
         """Return, for each rank of an axis, those of its rows that the axis holds more than once."""
-        shared: list[list[tuple[Tensor, Rows]]] = [[] for _ in range(axis.size)]
+        shared: list[list[tuple[Tensor, CopiedRows]]] = [[] for _ in range(axis.size)]
         for name, parameter in self._named:
             layout = layout_of(parameter)
             if not layout.is_held or (axis is self.tie and layout.stage_copies == 1):
                 continue
             if axis is self.tie:
                 for rank in range(axis.size):
-                    shared[rank].append((parameter, Rows(name)))
+                    shared[rank].append((parameter, CopiedRows(name)))
                 continue
             if axis is self.mesh.tokens or not layout.is_sharded:
                 if axis is self.mesh.tp and not self._is_equal_over_tp(parameter, layout):
                     continue
                 for rank in range(axis.size):
-                    shared[rank].append((parameter, Rows(name)))
+                    shared[rank].append((parameter, CopiedRows(name)))
             elif layout.over("tp").has_copies:
                 for rank in range(axis.size):
                     shared[rank] += ((parameter, rows) for rows in copied_rows(name, layout, rank))

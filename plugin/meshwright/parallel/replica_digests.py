@@ -30,7 +30,7 @@ OF_OPTIMIZER, _BUFFER = "optimizer's state of ", "buffer "
 
 
 @dataclass(frozen=True)
-class Rows:
+class CopiedRows:
     """Rows of a parameter of which the ranks of an axis hold several copies.
 
     Args:
@@ -55,14 +55,14 @@ class Rows:
         return parameter.detach().narrow(*self.local, self.stop - self.start)
 
 
-def copied_rows(name: str, layout: TensorLayout, rank: int) -> Iterable[Rows]:
+def copied_rows(name: str, layout: TensorLayout, rank: int) -> Iterable[CopiedRows]:
     """Yield the rows of a rank's shard that the axis holds more than once, on this rank or on others."""
     place, runs = 0, iter(layout.over("tp").copies(rank))
     for start, stop in layout.over("tp").spans[rank]:
         while start < stop:
             length, copies = next(runs)
             if copies > 1:
-                yield Rows(name, start, start + length, (layout.over("tp").dim, place))
+                yield CopiedRows(name, start, start + length, (layout.over("tp").dim, place))
             start, place = start + length, place + length
 
 

@@ -24,7 +24,7 @@ _EVEN = 1.05  # largest ratio of a rank's work to the mean that counts as even
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Consecutive tokens of a sequence.
 
     Args:
@@ -50,7 +50,7 @@ class SequenceParts:
 
     Example:
         >>> SequenceParts(Axis("cp", size=2, rank=0)).runs(8)
-        (Run(start=0, size=2), Run(start=6, size=2))
+        (TokenRun(start=0, size=2), TokenRun(start=6, size=2))
     """
 
     axis: Axis
@@ -81,18 +81,18 @@ class SequenceParts:
         """Return the number of tokens in a chunk of a sequence of ``length`` tokens."""
         return -(-length // (len(self.chunks_of[0]) * self.axis.size))
 
-    def runs(self, length: int, first: int | None = None, ranks: int = 1) -> tuple[Run, ...]:
+    def runs(self, length: int, first: int | None = None, ranks: int = 1) -> tuple[TokenRun, ...]:
         """Return the tokens that this rank holds, or those of ``ranks`` ranks beginning with ``first``.
 
         A run has at most half of the tokens, so that a block of attention has no more keys than the planner expects.
         """
         size, held = self.chunk(length), self._held(self.axis.rank if first is None else first, ranks)
-        runs: list[Run] = []
+        runs: list[TokenRun] = []
         for start in (number * size for number in sorted(sum(held, ()))):
             if runs and runs[-1].stop == start and 2 * runs[-1].size < len(held) * len(held[0]) * size:
-                runs[-1] = Run(runs[-1].start, runs[-1].size + size)
+                runs[-1] = TokenRun(runs[-1].start, runs[-1].size + size)
             else:
-                runs.append(Run(start, size))
+                runs.append(TokenRun(start, size))
         return tuple(runs)
 
     def _held(self, first: int, ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -190,7 +190,7 @@ class _Take(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, runs: tuple[Run, ...], dim: int, fill: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, runs: tuple[TokenRun, ...], dim: int, fill: float) -> Tensor:
         ctx.shape, ctx.dim, ctx.runs = x.shape, dim, runs
         pieces = []
         for run in runs:
@@ -211,7 +211,7 @@ class _Take(torch.autograd.Function):
         return whole, None, None, None
 
 
-def _within(x: Tensor, dim: int, run: Run) -> Tensor:
+def _within(x: Tensor, dim: int, run: TokenRun) -> Tensor:
     """Return a view of the tokens of a run, without those that lie in the padding."""
     length = x.shape[dim]
     start = min(run.start, length)

@@ -17,7 +17,7 @@ _Step = tuple[int, int, int, int, bool]  # rank, kind, virtual stage, index of t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class SimulatedPipeline:
     """A schedule, and the seconds of one micro-batch on each of its virtual stages.
 
     Args:
@@ -29,7 +29,8 @@ class Pipeline:
         transfer: seconds to send activations, or their gradient, to another rank.
 
     Example:
-        >>> Pipeline(schedule="1f1b", ranks=2, forward=(1.0, 1.0), input_grad=(1.0, 1.0), weight_grad=(1.0, 1.0)).chunks
+        >>> ones = (1.0, 1.0)
+        >>> SimulatedPipeline(schedule="1f1b", ranks=2, forward=ones, input_grad=ones, weight_grad=ones).chunks
         1
     """
 
@@ -61,7 +62,7 @@ class Event:
     end: float
 
 
-def pipeline_time(pipeline: Pipeline, micro_batches: int) -> float:
+def pipeline_time(pipeline: SimulatedPipeline, micro_batches: int) -> float:
     """Return the seconds from the first forward to the end of the last operation of a step.
 
     Args:
@@ -69,7 +70,8 @@ def pipeline_time(pipeline: Pipeline, micro_batches: int) -> float:
         micro_batches: micro-batches per step.
 
     Example:
-        >>> two = Pipeline(schedule="1f1b", ranks=2, forward=(1.0, 1.0), input_grad=(1.0, 1.0), weight_grad=(1.0, 1.0))
+        >>> ones = (1.0, 1.0)
+        >>> two = SimulatedPipeline(schedule="1f1b", ranks=2, forward=ones, input_grad=ones, weight_grad=ones)
         >>> pipeline_time(two, 4)
         15.0
     """
@@ -84,14 +86,15 @@ def pipeline_time(pipeline: Pipeline, micro_batches: int) -> float:
     return _end(pipeline, micro_batches)
 
 
-def pipeline_events(pipeline: Pipeline, micro_batches: int) -> Iterator[Event]:
+def pipeline_events(pipeline: SimulatedPipeline, micro_batches: int) -> Iterator[Event]:
     """Yield every operation of a step, rank by rank, in the order in which the rank runs them.
 
     Args:
         pipeline, micro_batches: as in ``pipeline_time``.
 
     Example:
-        >>> two = Pipeline(schedule="1f1b", ranks=2, forward=(1.0, 1.0), input_grad=(1.0, 1.0), weight_grad=(1.0, 1.0))
+        >>> ones = (1.0, 1.0)
+        >>> two = SimulatedPipeline(schedule="1f1b", ranks=2, forward=ones, input_grad=ones, weight_grad=ones)
         >>> events = list(pipeline_events(two, 4))
         >>> len(events), max(event.end for event in events)
         (16, 15.0)
@@ -109,12 +112,12 @@ def pipeline_events(pipeline: Pipeline, micro_batches: int) -> Iterator[Event]:
 
 
 @lru_cache(maxsize=4096)  # plans that differ in dp or ZeRO alone have equal pipelines
-def _end(pipeline: Pipeline, micro_batches: int) -> float:
+def _end(pipeline: SimulatedPipeline, micro_batches: int) -> float:
     """Return when the last step of ``_steps`` ends."""
     return max(_ends(pipeline, micro_batches))
 
 
-def _seconds(pipeline: Pipeline) -> list[tuple[float, ...]]:
+def _seconds(pipeline: SimulatedPipeline) -> list[tuple[float, ...]]:
     """Return the seconds of each virtual stage, by kind of operation."""
     whole = tuple(i + w for i, w in zip(pipeline.input_grad, pipeline.weight_grad, strict=True))
     of_kind = {
@@ -126,7 +129,7 @@ def _seconds(pipeline: Pipeline) -> list[tuple[float, ...]]:
     return [of_kind[kind] for kind in _KINDS]
 
 
-def _ends(pipeline: Pipeline, micro_batches: int) -> list[float]:
+def _ends(pipeline: SimulatedPipeline, micro_batches: int) -> list[float]:
     """Return when each step of ``_steps`` ends."""
     seconds, transfer = _seconds(pipeline), pipeline.transfer
     clock = [0.0] * pipeline.ranks

@@ -22,7 +22,7 @@ _DOUBLINGS = 6  # doublings to try, from the size at which devices would have to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SweepRow:
     """The best plan for one value of a setting.
 
     Args:
@@ -48,7 +48,7 @@ class Row:
         return self.best.tokens_per_second if self.best else 0.0
 
 
-def row_of(value: Any, find: Callable[[], Search], budget: Budget | None) -> Row:
+def row_of(value: Any, find: Callable[[], Search], budget: Budget | None) -> SweepRow:
     """Return the row for one value.
 
     Args:
@@ -59,10 +59,10 @@ def row_of(value: Any, find: Callable[[], Search], budget: Budget | None) -> Row
     try:
         found = find()
     except PlanError as error:
-        return Row(value=value, reason=str(error).split(". ")[0])
+        return SweepRow(value=value, reason=str(error).split(". ")[0])
     if not found.choices:
-        return Row(value=value, found=found, reason=str(no_fit_of(found)))
-    return Row(value=value, found=found, bill=bill_of(found, budget) if budget else None)
+        return SweepRow(value=value, found=found, reason=str(no_fit_of(found)))
+    return SweepRow(value=value, found=found, bill=bill_of(found, budget) if budget else None)
 
 
 def no_fit_of(found: Search) -> str:
@@ -71,7 +71,7 @@ def no_fit_of(found: Search) -> str:
     return f"no plan fits: the leanest, {plan.label}, needs {gib(memory.total)} of {gib(found.budget)}"
 
 
-def sweep_text(name: str, rows: Sequence[Row]) -> str:
+def sweep_text(name: str, rows: Sequence[SweepRow]) -> str:
     """Return the rows as a table.
 
     Args:
@@ -101,7 +101,7 @@ def sweep_text(name: str, rows: Sequence[Row]) -> str:
     return "\n".join([grid(cells, left=2), *(["", "Without a plan:", *reasons] if reasons else [])])
 
 
-def sweep_dict(name: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+def sweep_dict(name: str, rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
     """Return the rows as plain data."""
     found: list[dict[str, Any]] = []
     for row in rows:
@@ -122,7 +122,7 @@ def sweep_dict(name: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def smallest_cluster(
     find: Callable[[Cluster, Job], Search], cluster: Cluster, job: Job, budget: Budget, days: float, flops: float
-) -> list[Row]:
+) -> list[SweepRow]:
     """Return rows for clusters of ascending size, the last of which is the first that is fast enough, if any is.
 
     Args:
@@ -136,7 +136,7 @@ def smallest_cluster(
     if not days > 0:
         raise PlanError(f"--days={days} must be above zero")
     least = budget.tokens * flops / (matmul_peak(cluster.device, job.precision) * days * 86400)
-    rows: list[Row] = []
+    rows: list[SweepRow] = []
     for gpus in _sizes(least, cluster.gpus_per_node):
         sized = dataclasses.replace(cluster, gpus=gpus)
         rows.append(row_of(gpus, partial(find, sized, job), budget))
@@ -146,7 +146,7 @@ def smallest_cluster(
     return rows
 
 
-def is_met(rows: Sequence[Row], days: float) -> bool:
+def is_met(rows: Sequence[SweepRow], days: float) -> bool:
     """Return whether the last of the rows of ``smallest_cluster`` is fast enough."""
     return bool(rows) and rows[-1].bill is not None and rows[-1].bill.days <= days
 

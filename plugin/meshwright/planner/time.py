@@ -15,7 +15,7 @@ from meshwright.planner.context_cost import Exchange, attends_twice, block_bytes
 from meshwright.planner.devices import matmul_peak
 from meshwright.planner.hardware import Cluster, Coefficients
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.simulate import Pipeline, pipeline_time
+from meshwright.planner.simulate import SimulatedPipeline, pipeline_time
 
 _TILE = 128  # size of a matmul's tile in each of its three dims
 _SCORE_BYTES = 13  # bytes moved per attention score in forward: product, softmax and dropout in 16 bits, and the mask
@@ -205,14 +205,14 @@ class StepModel:
         backward[-1] += head.backward
         return forward, backward, layer, head
 
-    def pipeline(self, plan: Candidate, job: Job) -> Pipeline:
+    def pipeline(self, plan: Candidate, job: Job) -> SimulatedPipeline:
         """Return what is simulated: the schedule and the seconds of its virtual stages."""
         forward, backward, layer, head = self.stages(plan, job)
         weight = [count * layer.weight_grad for count in stage_layers(plan, self.shape.layers)]
         weight[-1] += head.weight_grad
         transfer = self.transfer(plan, job) if plan.pp > 1 else 0.0
         shared = (1 - self.k.overlap) * transfer  # a transfer slows the compute that runs at the same time
-        return Pipeline(
+        return SimulatedPipeline(
             schedule=plan.schedule,
             ranks=plan.pp,
             forward=tuple(value + shared for value in forward),

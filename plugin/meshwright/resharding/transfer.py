@@ -22,7 +22,7 @@ from meshwright.resharding.regions import Box, Layout, intersection, sizes, volu
 
 
 @dataclass(frozen=True)
-class Piece:
+class TransferPiece:
     """One box that goes from rank ``source`` to rank ``target``; a local copy if they are the same rank."""
 
     source: int
@@ -31,7 +31,7 @@ class Piece:
 
 
 @functools.lru_cache(maxsize=256)
-def plan(shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Piece, ...]:
+def plan(shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[TransferPiece, ...]:
     """Return the pieces that fill every rank of ``target`` from ``source``, in the same order on all ranks.
 
     A rank copies the elements that it already holds. Replicas share the rest of the work: a piece comes from the
@@ -67,11 +67,11 @@ def plan(shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Piece,
                 continue
             sender = rank if cell == held else min(ranks, key=sent.__getitem__)
             sent[sender] += volume(box) if sender != rank else 0
-            pieces.append(Piece(sender, rank, box))
+            pieces.append(TransferPiece(sender, rank, box))
     return tuple(pieces)
 
 
-def traffic(pieces: Iterable[Piece]) -> int:
+def traffic(pieces: Iterable[TransferPiece]) -> int:
     """Return the number of elements that are sent from one rank to another."""
     return sum(volume(piece.box) for piece in pieces if piece.source != piece.target)
 

@@ -21,7 +21,7 @@ from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, traceable
 from meshwright.tracing.fake_world import fake_world
 from meshwright.tracing.traced_memory import LiveBytes
-from meshwright.tracing.traced_traffic import AxisTraffic, Traffic
+from meshwright.tracing.traced_traffic import TracedAxis, Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +89,10 @@ def trace_step(
         with fake:
             ids = torch.zeros(rows, length, dtype=torch.int64)
             foresee(model, ids, hidden=next(model.parameters()).dtype)
-            return Step(model, optimizer, runtime, ids).trace()
+            return TracedStep(model, optimizer, runtime, ids).trace()
 
 
-class Step:
+class TracedStep:
     """Measures the second training step of a distributed model by phase, with fake or real tensors."""
 
     def __init__(self, model: Any, optimizer: Optimizer, runtime: Runtime, ids: Tensor):
@@ -135,6 +135,6 @@ class Step:
     @contextlib.contextmanager
     def _phase(self, memory: LiveBytes, name: str) -> Iterator[None]:
         memory.restart_peak()
-        with AxisTraffic(self.runtime.mesh.tp, self.runtime.mesh.cp, self.runtime.mesh.tokens) as traffic:
+        with TracedAxis(self.runtime.mesh.tp, self.runtime.mesh.cp, self.runtime.mesh.tokens) as traffic:
             yield
         self.peaks[name], self.traffic[name] = memory.peak, traffic.axes

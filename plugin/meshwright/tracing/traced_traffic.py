@@ -39,7 +39,7 @@ class Traffic:
         return f"{counts or 'none'}, {self.bytes / 2**20:.1f} MiB"
 
 
-class AxisTraffic(TorchDispatchMode):
+class TracedAxis(TorchDispatchMode):
     """Counts every collective over each axis inside this context.
 
     Args:

@@ -52,7 +52,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """The largest difference of one kind.
 
     Args:
@@ -79,7 +79,7 @@ class Report:
         notes: sentences to print below the table.
 
     Example:
-        >>> row = Row(1, 0, Difference("loss", "", "step 1", 1e-15))
+        >>> row = ComparedRow(1, 0, Difference("loss", "", "step 1", 1e-15))
         >>> Report(model="Llama", plan="tp2", processes=2, rows=(row,), seconds=1.0).ok
         True
     """
@@ -87,7 +87,7 @@ class Report:
     model: str
     plan: str
     processes: int
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
     seconds: float
     notes: tuple[str, ...] = ()
 
@@ -149,7 +149,7 @@ class Report:
         )
 
 
-def summarise(differences: Iterable[Difference]) -> tuple[Row, ...]:
+def summarise(differences: Iterable[Difference]) -> tuple[ComparedRow, ...]:
     """Return a row for each kind that was compared, in the order of KINDS."""
     by_kind: dict[str, list[Difference]] = {}
     for one in differences:
@@ -157,14 +157,14 @@ def summarise(differences: Iterable[Difference]) -> tuple[Row, ...]:
     return tuple(_row(by_kind[kind]) for kind in KINDS if kind in by_kind)
 
 
-def _row(group: list[Difference]) -> Row:
+def _row(group: list[Difference]) -> ComparedRow:
     wrong = [one for one in group if not one.is_equal]
     is_ordered = group[0].kind.startswith("outputs")
     worst = wrong[0] if wrong and is_ordered else max(group, key=lambda one: (one.value != one.value, one.value))
-    return Row(len(group), len(wrong), worst)
+    return ComparedRow(len(group), len(wrong), worst)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ComparedRow) -> tuple[str, ...]:
     worst = row.worst
     where = f"{worst.name} ({worst.where})" if worst.name else worst.where
     return worst.kind, str(row.checked), str(row.differing), f"{worst.value:.1e}", where

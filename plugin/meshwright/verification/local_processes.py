@@ -99,7 +99,7 @@ def run_together(
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
-                place = _Place(rank, world_size, store.port, str(group.logs[rank]))
+                place = _ProcessPlace(rank, world_size, store.port, str(group.logs[rank]))
                 process = context.Process(target=_main, args=(theirs, place, function, args), daemon=True)
                 group.processes.append(process)
                 group.connections.append(ours)
@@ -111,7 +111,7 @@ def run_together(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ProcessPlace:
     rank: int
     world_size: int
     port: int
@@ -224,7 +224,7 @@ class _Processes:
             connection.close()
 
 
-def _main(connection: Connection, place: _Place, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(connection: Connection, place: _ProcessPlace, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     descriptor = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -28,7 +28,7 @@ class Output:
     sums: Tensor
 
 
-class Outputs:
+class ModuleOutputs:
     """Records the first output of each module, in the order of the calls."""
 
     def __init__(self, model: nn.Module):

@@ -27,7 +27,7 @@ from meshwright.roles.adapters import without_wrappers
 from meshwright.verification.batch_cases import Case, given_cases, token_cases
 from meshwright.verification.comparison_report import Difference
 from meshwright.verification.float64_modules import in_float64
-from meshwright.verification.module_outputs import Output, Outputs, output_differences
+from meshwright.verification.module_outputs import ModuleOutputs, Output, output_differences
 from meshwright.verification.parameter_kinds import kinds_of
 
 Factory = Callable[[], nn.Module]
@@ -146,7 +146,7 @@ class Training:
         first = self.cases[0]
         batch = {name: value for name, value in first.batches[0].items() if name != "labels"}
         self.model.eval()
-        outputs = Outputs(self.model)
+        outputs = ModuleOutputs(self.model)
         try:
             with torch.no_grad():
                 logits = getattr(self.model(**batch, **first.options), "logits", None)

@@ -23,7 +23,7 @@ from meshwright.checkpoint.format.snapshot import HostMemory
 from meshwright.compiling import without_compilation
 from meshwright.errors import PeerFailedError
 from meshwright.faults.guard import active_guard
-from meshwright.faults.together import Meeting
+from meshwright.faults.together import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ _PATIENCE = 120.0  # seconds that this rank, which has ended, waits for another 
 class Job(Protocol):
     """A save of a snapshot."""
 
-    def copy(self, meeting: Meeting | None) -> None:
+    def copy(self, meeting: Exchange | None) -> None:
         """Copy the tensors that the snapshot shares with the model; every rank makes the call.
 
         An error of one rank alone is raised by :meth:`run`.
         """
 
-    def run(self, meeting: Meeting | None, on_write: Callable[[int], None]) -> None:
+    def run(self, meeting: Exchange | None, on_write: Callable[[int], None]) -> None:
         """Write and commit it."""
 
 
@@ -107,7 +107,7 @@ class Background:
         if error is not None:
             raise error
 
-    def _run(self, save: Job, meeting: Meeting | None, is_copied: threading.Event) -> None:
+    def _run(self, save: Job, meeting: Exchange | None, is_copied: threading.Event) -> None:
         try:
             save.copy(meeting)
             is_copied.set()

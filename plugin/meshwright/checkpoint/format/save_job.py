@@ -15,7 +15,7 @@ from meshwright.checkpoint.format.manifest import Manifest
 from meshwright.checkpoint.format.part_files import FileRecord, RankPart
 from meshwright.checkpoint.format.rank_state import RankState
 from meshwright.checkpoint.format.snapshot import HostMemory, Snapshot
-from meshwright.faults.together import Meeting, attempt, exchange_together, on_first_rank, raise_if_any
+from meshwright.faults.together import Exchange, attempt, exchange_together, on_first_rank, raise_if_any
 from meshwright.parallel.shard_reads import reading_shards
 
 
@@ -44,7 +44,7 @@ class SaveJob:
         assert self._part is not None
         return self._part.num_bytes
 
-    def plan(self, meeting: Meeting | None) -> None:
+    def plan(self, meeting: Exchange | None) -> None:
         """Decide what each rank writes; every rank must make the call.
 
         On devices other than the CPU, the tensors are copied now. An error of one rank alone is raised by
@@ -68,7 +68,7 @@ class SaveJob:
         """Raise what went wrong on this rank in :meth:`plan`."""
         raise_if_any(self._error)
 
-    def copy(self, meeting: Meeting | None) -> None:
+    def copy(self, meeting: Exchange | None) -> None:
         """Plan the save if that has not been done, and copy the tensors that a snapshot shares with the model.
 
         Every rank must make the call. An error of one rank alone is raised by :meth:`run`.
@@ -79,7 +79,7 @@ class SaveJob:
             if isinstance(self._part, Snapshot):
                 self._part.copy()
 
-    def run(self, meeting: Meeting | None, on_write: Callable[[int], None]) -> None:
+    def run(self, meeting: Exchange | None, on_write: Callable[[int], None]) -> None:
         """Write and commit the checkpoint; every rank must make the call.
 
         Args:

@@ -17,7 +17,7 @@ from meshwright.data.readers.base import VERSION, WORKER_SEEDS, Position, check_
 from meshwright.data.readers.whole_stream import is_stock
 from meshwright.data.shards import ShardedSource
 from meshwright.data.shuffling import Draws, WorkerSeeds
-from meshwright.data.stream import Rows, ShardedStream, gather_objects
+from meshwright.data.stream import ShardedStream, StreamRows, gather_objects
 from meshwright.mesh.axes import Axis
 from meshwright.schema import anything, table
 
@@ -110,7 +110,7 @@ class StreamReader:
             yield Portion(batch, rows.total, held, counted, is_whole=held == rows.total, samples=samples)
         self.position.finish()
 
-    def _rows(self) -> Iterator[Rows]:
+    def _rows(self) -> Iterator[StreamRows]:
         try:
             yield from self._stream
         except Exception as error:

@@ -14,7 +14,7 @@ from meshwright.planner.memory import Memory
 from meshwright.planner.page.draw import AXES, HATCHED
 from meshwright.planner.page.front import Point, drawn_points
 from meshwright.planner.page.listing import Listed
-from meshwright.planner.page.settings import Outcome, Settings, StageWork
+from meshwright.planner.page.settings import Outcome, PageSettings, StageWork
 from meshwright.planner.page.words import describe_ranks, describe_rows
 from meshwright.planner.search import Search
 
@@ -38,7 +38,7 @@ class _Table:
 
 
 def page_data(
-    settings: Settings,
+    settings: PageSettings,
     plans: Sequence[Listed],
     points: Sequence[Point],
     front: Sequence[Point],
@@ -86,7 +86,7 @@ def page_data(
     }
 
 
-def planned(settings: Settings) -> list[int]:
+def planned(settings: PageSettings) -> list[int]:
     """Return the setting of the planned job, as an index on each slider."""
     found, sliders = settings.found, settings.ranges
     return [

@@ -16,7 +16,7 @@ from meshwright.planner.page.data import as_script, page_data, planned
 from meshwright.planner.page.front import pareto
 from meshwright.planner.page.listing import Listed, listed_plans
 from meshwright.planner.page.render import render, write_whole
-from meshwright.planner.page.settings import Settings, ranges
+from meshwright.planner.page.settings import PageSettings, ranges
 from meshwright.planner.page.words import describe_plan, launch_command, plan_command
 from meshwright.planner.search import Search
 
@@ -49,7 +49,7 @@ def page(
     changed = explain.changes(found) if changed is None else changed
     points, front = pareto(found)
     plans = listed_plans(found, points, front)
-    settings = Settings(found=found, ranges=ranges(found))
+    settings = PageSettings(found=found, ranges=ranges(found))
     data = page_data(settings, plans, points, front, progress=progress)
     commands = {"plan": plan_command(found, shlex.quote(model or found.shape.name))}
     rows = _changes(found, changed)
@@ -151,7 +151,7 @@ def _rows(found: Search, plans: Sequence[Listed]) -> list[dict[str, Any]]:
     ]
 
 
-def _sliders(settings: Settings) -> list[dict[str, Any]]:
+def _sliders(settings: PageSettings) -> list[dict[str, Any]]:
     """Return the sliders: their names, and the index of the planned job on them."""
     found, values, start = settings.found, settings.ranges, planned(settings)
     return [

@@ -116,7 +116,7 @@ class Outcome:
 
 
 @dataclass(kw_only=True)
-class Settings:
+class PageSettings:
     """Evaluates plans at the settings of the sliders, with the planner's own formulas.
 
     Args:
