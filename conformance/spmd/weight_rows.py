@@ -144,7 +144,7 @@ def _rows_held(module: Any) -> list[int]:
     layout = layout_if_any(module.weight)
     if layout is None:
         return list(range(module.weight.shape[1] if is_transposed(module) else module.weight.shape[0]))
-    return [row for start, stop in layout.over("tp").spans[layout.place["tp"]] for row in range(start, stop)]
+    return [row for start, stop in layout.over("tp").spans[layout.rank("tp")] for row in range(start, stop)]
 
 
 def _short(rows: Rows) -> str:

@@ -62,7 +62,7 @@ def mark_parameters(model: nn.Module) -> None:
     for parameter in model.parameters():
         layout = layout_of(parameter)
         if layout.is_sharded:
-            parameter.tensor_model_parallel = holds_first(layout.over("tp"), layout.place["tp"])  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = holds_first(layout.over("tp"), layout.rank("tp"))  # type: ignore[attr-defined]
 
 
 def holds_first(rows: RowLayout, rank: int) -> bool | None:

@@ -112,7 +112,7 @@ class InitialWeights:
 
     def _shard(self, parameter: nn.Parameter, layout: TensorLayout) -> Tensor | None:
         if self.files is not None and id(parameter) in self.names:
-            shard = ShardSlice(rows=layout.over("tp"), rank=layout.place["tp"])
+            shard = ShardSlice(rows=layout.over("tp"), rank=layout.rank("tp"))
             return self.files.read(self.names[id(parameter)], shard, parameter.dtype)
         if id(parameter) in self.recipes:
             full = self.recipes[id(parameter)].compute(parameter.dtype)

@@ -104,6 +104,10 @@ class TensorLayout:
                 shape[rows.dim] = rows.local_size
         return torch.Size(shape)
 
+    def rank(self, axis: str) -> int:
+        """Return this rank's coordinate on an axis; 0 on one that the layout was not placed on."""
+        return self.place.get(axis, 0)
+
     def over(self, axis: str) -> RowLayout:
         """Return the rows that each rank of an axis holds."""
         for name, rows in self.cuts:

@@ -89,7 +89,7 @@ def take_over_weights(runtime: Runtime) -> None:
 def _read_weight(files: WeightFiles, name: str, tensor: Tensor, *, is_sharded: bool) -> Tensor:
     if is_sharded and isinstance(tensor, nn.Parameter):
         record = layout_of(tensor)
-        return files.read(name, ShardSlice(rows=record.over("tp"), rank=record.place["tp"]), tensor.dtype)
+        return files.read(name, ShardSlice(rows=record.over("tp"), rank=record.rank("tp")), tensor.dtype)
     return files.read(name, ShardSlice(), tensor.dtype)
 
 

@@ -158,7 +158,7 @@ class _OneDeviceState:
     def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
         has_shape = self._files.entries[tensor][1].shape == tuple(part.record.shape)
         span = part.own if has_shape and not part.cut.is_replicated else None
-        wanted = ShardSlice(rows=part.record.over("tp"), rank=part.record.place["tp"], part=span)
+        wanted = ShardSlice(rows=part.record.over("tp"), rank=part.record.rank("tp"), part=span)
         state = self._files.read(tensor, wanted, dtype)
         assert part.key is not None
         return state.view(part.key.shape) if has_shape else state
