@@ -23,7 +23,7 @@ from examples import deepspeed_zero3
 from harness import WorkerPool
 from harness.programs import run_program
 from support import engine_hosts, engines
-from support.reference import Result
+from support.reference import Result, train_family
 from support.tiers import crossings
 
 TOLERANCE = 1e-5
@@ -40,7 +40,7 @@ def pool4() -> Iterator[WorkerPool]:
 
 @functools.cache
 def reference(*, family: str = "qwen3", **overrides: Any) -> Result:
-    return run_program(
+    return train_family(
         family, torch.float32, None, steps=engines.STEPS, lr=engines.LR, **{**engines.TRAITS, **overrides}
     )
 
