@@ -187,7 +187,7 @@ class Candidate:
         """
         fields: dict[str, Any] = {name: getattr(self, name) for name in ("dp", "tp", "cp", "pp")}
         fields |= {
-            "sequence_parallel": self.sequence_parallel,
+            "sequence_parallel": self.sequence_parallel and self.tp > 1,  # one rank has nothing to share
             "zero_stage": self.zero_stage,
             "micro_batch_size": self.micro_batch,
             "recompute": self.recompute,
