@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -157,3 +158,13 @@ def test_the_version_is_that_of_the_newest_notes_or_comes_after_them() -> None:
         assert Version(mw.__version__).is_devrelease and Version(mw.__version__) > Version(newest[1])
     else:
         assert mw.__version__ == newest[1]
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    places: dict[str, list[str]] = {}
+    for path in (*ROOT.glob("plugin/**/*.py"), *ROOT.glob("integrations/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert len(places) > 300
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

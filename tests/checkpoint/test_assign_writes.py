@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.checkpoint.format.assign_writes import Held, Sizes, assign_writes, copies
-from meshwright.checkpoint.one_device.blocks import Block, between, numel, overlap, packed, shard
+from meshwright.checkpoint.one_device.blocks import StridedBlock, between, numel, overlap, packed, shard
 from meshwright.layout.row_layout import RowLayout
 
 
-def positions(blocks: list[Block]) -> dict[int, int]:
+def positions(blocks: list[StridedBlock]) -> dict[int, int]:
     """The one-device position of each position of the storage."""
     found: dict[int, int] = {}
     for block in blocks:

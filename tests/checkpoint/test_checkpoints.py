@@ -18,7 +18,7 @@ import meshwright as mw
 from meshwright.checkpoint.format.loaded_line import loaded_line
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.format.part_files import read_elements
-from meshwright.checkpoint.one_device.blocks import Block
+from meshwright.checkpoint.one_device.blocks import StridedBlock
 from meshwright.errors import CheckpointError
 from support.exact import Float64
 from support.tiers import crossings
@@ -82,7 +82,9 @@ def contents(folder: Path) -> dict[str, Tensor]:
     found = {}
     for key, (dtype, shape) in opened.manifest.tensors.items():
         value = torch.zeros(torch.Size(shape).numel(), dtype=dtype)
-        read_elements(opened.parts, key, dtype, value, [Block(0, 0, len(value))] if len(value) else [], lambda _: None)
+        read_elements(
+            opened.parts, key, dtype, value, [StridedBlock(0, 0, len(value))] if len(value) else [], lambda _: None
+        )
         found[key] = value.view(shape)
     return found
 

@@ -20,7 +20,7 @@ from meshwright.checkpoint.format import part_files
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.format.open_checkpoint import miscovered
 from meshwright.checkpoint.format.part_files import FileRecord, file_names
-from meshwright.checkpoint.one_device.blocks import Block
+from meshwright.checkpoint.one_device.blocks import StridedBlock
 from meshwright.cli import app
 
 TENSORS, INDEX = file_names(0)
@@ -299,18 +299,21 @@ def test_what_is_no_checkpoint_is_an_error_of_one_line(kind: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("blocks", "problem"),
     [
-        ([Block(0, 0, 12)], None),
-        ([Block(0, 0, 2, 3, 2, 4), Block(6, 2, 2, 3, 2, 4)], None),  # two halves of the columns
-        ([Block(0, 4, 8), Block(8, 0, 4)], None),
-        ([Block(0, 0, 2, 3, 2, 4), Block(6, 2, 1, 3, 1, 4)], "element 3 is in no file"),
-        ([Block(0, 0, 2, 3, 2, 4), Block(6, 1, 2, 3, 2, 4)], "element 1 is in more than one place"),
-        ([Block(0, 0, 5), Block(5, 4, 7)], "element 4 is in more than one place"),  # the right number, and a gap
-        ([Block(0, 1, 11), Block(11, 11, 1)], "element 0 is in no file"),
-        ([Block(0, 0, 11)], "element 11 is in no file"),
-        ([Block(0, 0, 12), Block(12, 12, 1)], "the files have 13 elements or more, not 12"),
+        ([StridedBlock(0, 0, 12)], None),
+        ([StridedBlock(0, 0, 2, 3, 2, 4), StridedBlock(6, 2, 2, 3, 2, 4)], None),  # two halves of the columns
+        ([StridedBlock(0, 4, 8), StridedBlock(8, 0, 4)], None),
+        ([StridedBlock(0, 0, 2, 3, 2, 4), StridedBlock(6, 2, 1, 3, 1, 4)], "element 3 is in no file"),
+        ([StridedBlock(0, 0, 2, 3, 2, 4), StridedBlock(6, 1, 2, 3, 2, 4)], "element 1 is in more than one place"),
+        (
+            [StridedBlock(0, 0, 5), StridedBlock(5, 4, 7)],
+            "element 4 is in more than one place",
+        ),  # the right number, and a gap
+        ([StridedBlock(0, 1, 11), StridedBlock(11, 11, 1)], "element 0 is in no file"),
+        ([StridedBlock(0, 0, 11)], "element 11 is in no file"),
+        ([StridedBlock(0, 0, 12), StridedBlock(12, 12, 1)], "the files have 13 elements or more, not 12"),
         ([], "element 0 is in no file"),
     ],
 )
-def test_coverage_is_exact(blocks: list[Block], problem: str | None) -> None:
+def test_coverage_is_exact(blocks: list[StridedBlock], problem: str | None) -> None:
     assert miscovered(blocks, 12) == problem
     assert miscovered([], 0) is None

@@ -19,13 +19,13 @@ import meshwright as mw
 from meshwright.checkpoint.format.background import Background
 from meshwright.checkpoint.format.part_files import RankPart, Source
 from meshwright.checkpoint.format.snapshot import HostMemory, Snapshot
-from meshwright.checkpoint.one_device.blocks import Block
+from meshwright.checkpoint.one_device.blocks import StridedBlock
 from meshwright.checkpoint.one_device.safetensors_file import memory_of
 
 
 def part(values: dict[str, Tensor]) -> RankPart:
     def source(value: Tensor) -> Source:
-        own = [Block(0, 0, value.numel())]
+        own = [StridedBlock(0, 0, value.numel())]
         return Source(dtype=value.dtype, values=lambda: value, held=own, share=own)
 
     return RankPart(place=0, sources={key: source(value) for key, value in values.items()}, random=lambda: None)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshwright.tracing.cuda_trace import CudaProgram, CudaStep
 
 
-class Precision(StrEnum):
+class TracePrecision(StrEnum):
     """The dtype of the weights, or of autocast."""
 
     BFLOAT16 = "bfloat16"
@@ -31,8 +31,8 @@ def trace_cuda(
     rows: Annotated[int, typer.Option(help="Number of rows of each rank's batch.")] = 4,
     length: Annotated[int, typer.Option(help="Number of tokens of a row.")] = 512,
     precision: Annotated[
-        Precision, typer.Option(help='Dtype of the weights; "autocast": float32 weights under bfloat16 autocast.')
-    ] = Precision.BFLOAT16,
+        TracePrecision, typer.Option(help='Dtype of the weights; "autocast": float32 weights under bfloat16 autocast.')
+    ] = TracePrecision.BFLOAT16,
     ranks: Annotated[
         int,
         typer.Option(help="Most ranks to trace: rank 0, its neighbour on each axis, one of each stage, then others."),
@@ -71,7 +71,7 @@ def trace_cuda(
     sys.exit(code)
 
 
-def _report(model: Path, words: str, rows: int, length: int, precision: Precision, ranks: int) -> dict[str, Any]:
+def _report(model: Path, words: str, rows: int, length: int, precision: TracePrecision, ranks: int) -> dict[str, Any]:
     # Imported here so that --help is fast.
     import torch
 
@@ -85,9 +85,9 @@ def _report(model: Path, words: str, rows: int, length: int, precision: Precisio
             raise PlanError(f"{name} {number} must be at least 1")
     plan = resolve_plan(words, "--plan")
     program = CudaProgram(
-        rows=rows, length=length, autocast=torch.bfloat16 if precision is Precision.AUTOCAST else None
+        rows=rows, length=length, autocast=torch.bfloat16 if precision is TracePrecision.AUTOCAST else None
     )
-    dtype = torch.bfloat16 if precision is Precision.BFLOAT16 else torch.float32
+    dtype = torch.bfloat16 if precision is TracePrecision.BFLOAT16 else torch.float32
     steps = _steps(model, plan, program, chosen_ranks(plan, ranks), dtype)
     found: dict[str, list[int]] = {}
     for rank, step in steps.items():

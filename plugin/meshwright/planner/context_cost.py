@@ -19,7 +19,7 @@ _ADD = 10  # bytes moved per element to add a block's gradients to others
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class ContextExchange:
     """Collectives of one layer and one micro-batch over ranks of cp.
 
     Args:
@@ -41,7 +41,7 @@ class Exchange:
 
 def exchanges(
     shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, own_runtime: bool = True
-) -> tuple[list[Exchange], list[Exchange]]:
+) -> tuple[list[ContextExchange], list[ContextExchange]]:
     """Return what one layer sends over cp for one micro-batch, in forward and in backward without recompute.
 
     Args:
@@ -64,21 +64,23 @@ def exchanges(
     keys, wide = shape.local_kv_width(plan.tp), max(4, element_bytes) if own_runtime else element_bytes
     if plan.context == "gather":
         whole = plan.cp * rows * 2 * keys
-        gather = Exchange(kind="all-gather", count=1, bytes=whole * element_bytes, ranks=plan.cp)
-        return [gather], [gather, Exchange(kind="reduce-scatter", count=1, bytes=whole * wide, ranks=plan.cp)]
+        gather = ContextExchange(kind="all-gather", count=1, bytes=whole * element_bytes, ranks=plan.cp)
+        return [gather], [gather, ContextExchange(kind="reduce-scatter", count=1, bytes=whole * wide, ranks=plan.cp)]
     inner, outer = group_sizes(plan.context, plan.cp, plan.ulysses)
-    forward: list[Exchange] = []
+    forward: list[ContextExchange] = []
     if inner > 1:
         query = shape.query_width // plan.tp
         keys = exchanged_keys(shape, plan)
         sizes = (query + 2 * keys, query)  # q, k and v together, and the output
-        forward = [Exchange(kind="all-to-all", count=1, bytes=rows * n * element_bytes, ranks=inner) for n in sizes]
+        forward = [
+            ContextExchange(kind="all-to-all", count=1, bytes=rows * n * element_bytes, ranks=inner) for n in sizes
+        ]
     backward = list(forward)
     if outer > 1:
 
-        def shifts(count: int, width: int) -> Exchange:
+        def shifts(count: int, width: int) -> ContextExchange:
             size = rows * 2 * keys * width
-            return Exchange(kind="send", count=count, bytes=size, ranks=outer, neighbours=inner, overlaps=True)
+            return ContextExchange(kind="send", count=count, bytes=size, ranks=outer, neighbours=inner, overlaps=True)
 
         forward.append(shifts(outer - 1, element_bytes))
         backward += [shifts(outer - 1, element_bytes), shifts(outer - 1 + own_runtime, wide)]

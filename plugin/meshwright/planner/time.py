@@ -11,7 +11,7 @@ from meshwright.plan.partition import balanced_stages, even_stages
 from meshwright.plan.schedule import rank_of_stage, stages_of_rank
 from meshwright.planner.breakdown import Overlap, StepTime, Work
 from meshwright.planner.candidate import Candidate, Job, Precision, rank_layers, recomputed_share, stage_layers
-from meshwright.planner.context_cost import Exchange, attends_twice, block_bytes, exchanges
+from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges
 from meshwright.planner.devices import matmul_peak
 from meshwright.planner.hardware import Cluster, Coefficients
 from meshwright.planner.shapes import ModelShape
@@ -162,7 +162,7 @@ class StepModel:
         """Return the time of kernels and their launches; these do not overlap if the device is the host's processor."""
         return busy + launches if self.cluster.device.shares_host else _at_least(busy, launches)
 
-    def _exchanged(self, sent: Sequence[Exchange], attention: float, plan: Candidate) -> tuple[float, float]:
+    def _exchanged(self, sent: Sequence[ContextExchange], attention: float, plan: Candidate) -> tuple[float, float]:
         """Return the seconds of a layer's exchanges over cp that its attention does not hide, and that it hides."""
         together, apart = 0.0, 0.0
         for exchange in sent:

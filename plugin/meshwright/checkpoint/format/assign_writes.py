@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from meshwright.checkpoint.one_device.blocks import Block, between, numel, overlap, packed, shard
+from meshwright.checkpoint.one_device.blocks import StridedBlock, between, numel, overlap, packed, shard
 from meshwright.layout.row_layout import RowLayout, Span
 from meshwright.layout.tensor_layout import TensorLayout
 
@@ -99,7 +99,7 @@ class Held:
             stages=tuple(range(sizes.pp)) if record is None else (record.stages or (0,)),
         )
 
-    def part(self, place: Place, spans: list[Span] | None = None) -> list[Block]:
+    def part(self, place: Place, spans: list[Span] | None = None) -> list[StridedBlock]:
         """Return the part of one rank; its storage is the tensor that the rank holds, flattened.
 
         Args:
@@ -115,15 +115,15 @@ class Held:
         return between(blocks, start, stop)
 
 
-def assign_writes(tensors: Mapping[str, Held], sizes: Sizes) -> list[dict[str, list[Block]]]:
+def assign_writes(tensors: Mapping[str, Held], sizes: Sizes) -> list[dict[str, list[StridedBlock]]]:
     """Return what each rank writes of each tensor, by the rank's index; every rank computes the same.
 
     The blocks of a share have the positions in the rank's file as storage, contiguous from 0 on.
     """
-    found: list[dict[str, list[Block]]] = [{} for _ in range(sizes.ranks)]
+    found: list[dict[str, list[StridedBlock]]] = [{} for _ in range(sizes.ranks)]
     load = [0] * sizes.ranks  # bytes
 
-    def give(place: int, name: str, blocks: list[Block]) -> None:
+    def give(place: int, name: str, blocks: list[StridedBlock]) -> None:
         if size := numel(blocks):
             found[place].setdefault(name, []).extend(blocks)
             load[place] += size * tensors[name].dtype.itemsize
@@ -158,7 +158,7 @@ def assign_writes(tensors: Mapping[str, Held], sizes: Sizes) -> list[dict[str, l
     return [{name: packed(blocks) for name, blocks in share.items()} for share in found]
 
 
-def copies(here: list[Block], there: list[Block], start: int, stop: int) -> list[Block]:
+def copies(here: list[StridedBlock], there: list[StridedBlock], start: int, stop: int) -> list[StridedBlock]:
     """Return the elements that a part shares with the positions from ``start`` up to ``stop`` of another one's storage.
 
     In the returned blocks, ``local`` is a position in the storage of ``here``, and ``whole`` is relative to ``start``.

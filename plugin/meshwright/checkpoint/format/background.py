@@ -31,7 +31,7 @@ _FIRST_POLL, _LAST_POLL = 0.001, 0.02  # seconds between two looks at the store:
 _PATIENCE = 120.0  # seconds that this rank, which has ended, waits for another one
 
 
-class Job(Protocol):
+class BackgroundJob(Protocol):
     """A save of a snapshot."""
 
     def copy(self, meeting: Exchange | None) -> None:
@@ -62,7 +62,7 @@ class Background:
             atexit.register(_fail_at_exit)
         return _OF_MODELS.setdefault(without_compilation(model), Background())
 
-    def start(self, save: Job) -> None:
+    def start(self, save: BackgroundJob) -> None:
         """Write a save in a thread, once the one before is complete; every rank makes the call."""
         self.wait()
         meeting = StoreMeeting(f"meshwright/save/{next(_NUMBERS)}") if dist.is_initialized() else None
@@ -107,7 +107,7 @@ class Background:
         if error is not None:
             raise error
 
-    def _run(self, save: Job, meeting: Exchange | None, is_copied: threading.Event) -> None:
+    def _run(self, save: BackgroundJob, meeting: Exchange | None, is_copied: threading.Event) -> None:
         try:
             save.copy(meeting)
             is_copied.set()

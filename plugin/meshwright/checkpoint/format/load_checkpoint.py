@@ -24,7 +24,7 @@ from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint, open_to
 from meshwright.checkpoint.format.part_files import read_elements
 from meshwright.checkpoint.format.random_state import check_random_state, set_random_state
 from meshwright.checkpoint.format.run import Run, RunTensor, held_like
-from meshwright.checkpoint.one_device.blocks import Block, numel
+from meshwright.checkpoint.one_device.blocks import StridedBlock, numel
 from meshwright.checkpoint.one_device.check_optimizer import check_fits
 from meshwright.checkpoint.one_device.load_optimizer import ReadState, read_state, set_state
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
@@ -278,7 +278,7 @@ class _SavedState:
         else:
             target.copy_(self.elements(tensor, held, target.dtype, target.shape))
 
-    def _read(self, tensor: str, blocks: list[Block], values: Tensor) -> None:
+    def _read(self, tensor: str, blocks: list[StridedBlock], values: Tensor) -> None:
         saved_dtype = self._opened.manifest.tensors[tensor][0]
         read_elements(self._opened.parts, tensor, saved_dtype, values.view(-1), blocks, self._progress.add)
 

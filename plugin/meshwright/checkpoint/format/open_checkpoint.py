@@ -13,7 +13,7 @@ from meshwright.checkpoint.files.digested_json import digest_in
 from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.format.part_files import PartIndex
-from meshwright.checkpoint.one_device.blocks import Block
+from meshwright.checkpoint.one_device.blocks import StridedBlock
 from meshwright.errors import CheckpointError
 from meshwright.schema import shown
 
@@ -56,7 +56,7 @@ class OpenCheckpoint:
 
 def uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[tuple[str, str]]:
     """Yield the tensors that have elements in no file, or in several, and what is wrong with each."""
-    blocks: dict[str, list[Block]] = defaultdict(list)
+    blocks: dict[str, list[StridedBlock]] = defaultdict(list)
     for part in parts:
         for key, piece in part.pieces.items():
             blocks[key] += piece.blocks
@@ -65,7 +65,7 @@ def uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[tuple[str,
             yield key, problem
 
 
-def miscovered(blocks: list[Block], total: int) -> str | None:
+def miscovered(blocks: list[StridedBlock], total: int) -> str | None:
     """Return what is wrong with blocks that must have each of ``total`` elements once; None if nothing is.
 
     The elements are seen as rows of the length of the blocks' stride, in which each block is a few rectangles. The
@@ -80,7 +80,7 @@ def miscovered(blocks: list[Block], total: int) -> str | None:
         return f"the files have runs with the strides {sorted(widths)[:5]}, and not one stride"
     width = widths.pop()
     corners: dict[tuple[int, int], int] = defaultdict(int)
-    for sign, block in [*((1, b) for b in blocks), (-1, Block(0, 0, total))]:
+    for sign, block in [*((1, b) for b in blocks), (-1, StridedBlock(0, 0, total))]:
         for row, column, stop_row, stop_column in _rectangles(block, width):
             corners[row, column] += sign
             corners[row, stop_column] -= sign
@@ -93,7 +93,7 @@ def miscovered(blocks: list[Block], total: int) -> str | None:
     return f"element {row * width + column} is {where}"
 
 
-def _rectangles(block: Block, width: int) -> Iterator[tuple[int, int, int, int]]:
+def _rectangles(block: StridedBlock, width: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield the first row and column of each rectangle of a block, and those behind it."""
     row, column = divmod(block.whole, width)
     stop = column + block.length

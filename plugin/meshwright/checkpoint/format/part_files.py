@@ -21,7 +21,7 @@ from meshwright.checkpoint.files.digested_json import digest
 from meshwright.checkpoint.files.reading import read_exactly, read_into, reading
 from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
 from meshwright.checkpoint.format.assign_writes import copies
-from meshwright.checkpoint.one_device.blocks import Block, copy_blocks, numel, packed
+from meshwright.checkpoint.one_device.blocks import StridedBlock, copy_blocks, numel, packed
 from meshwright.checkpoint.one_device.safetensors_file import MAX_HEADER, file_header, memory_of
 from meshwright.errors import CheckpointError
 from meshwright.schema import LARGEST, anything, equal, integer, listed, record, require, row, shown, table, text
@@ -44,8 +44,8 @@ class Source:
 
     dtype: torch.dtype
     values: Callable[[], Tensor]
-    held: list[Block]
-    share: list[Block]
+    held: list[StridedBlock]
+    share: list[StridedBlock]
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield what is written, chunk by chunk on the CPU; each chunk is valid until the next."""
@@ -156,7 +156,7 @@ class Piece:
     """The part of one tensor in one file: the elements of ``blocks``, from byte ``start`` on, with their digests."""
 
     start: int
-    blocks: list[Block]
+    blocks: list[StridedBlock]
     digests: list[str]
 
     def chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int, str]]:
@@ -214,7 +214,9 @@ class PartIndex:
             pieces[key] = _piece(value, path, key)
         return PartIndex(path=folder / name, random=index["random"], pieces=pieces)
 
-    def read_into(self, key: str, dtype: torch.dtype, target: Tensor, wanted: list[Block]) -> Iterator[tuple[int, int]]:
+    def read_into(
+        self, key: str, dtype: torch.dtype, target: Tensor, wanted: list[StridedBlock]
+    ) -> Iterator[tuple[int, int]]:
         """Read the wanted elements of a tensor, and check their chunks against the digests.
 
         Args:
@@ -266,7 +268,7 @@ def read_elements(
     key: str,
     dtype: torch.dtype,
     target: Tensor,
-    held: list[Block],
+    held: list[StridedBlock],
     on_read: Callable[[int], None],
 ) -> None:
     """Read a rank's part of a tensor into ``target``, which is 1-d and may have another dtype.
@@ -303,7 +305,8 @@ _PIECE = record(
 
 def _piece(value: dict[str, Any], path: Path, key: str) -> Piece:
     blocks = [
-        Block(0, whole, length, count, length, whole_stride) for whole, length, count, whole_stride in value["blocks"]
+        StridedBlock(0, whole, length, count, length, whole_stride)
+        for whole, length, count, whole_stride in value["blocks"]
     ]
     if any(b.count > 1 and b.whole_stride < b.length for b in blocks):
         raise CheckpointError(f"{path} is damaged: runs of {shown(key)} overlap; load another checkpoint")

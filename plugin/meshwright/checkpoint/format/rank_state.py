@@ -22,7 +22,7 @@ from meshwright.checkpoint.format.part_files import RankPart, Source
 from meshwright.checkpoint.format.random_state import Random, random_state
 from meshwright.checkpoint.format.run import Run, RunTensor, held_like
 from meshwright.checkpoint.format.snapshot import as_of_now
-from meshwright.checkpoint.one_device.blocks import Block
+from meshwright.checkpoint.one_device.blocks import StridedBlock
 from meshwright.checkpoint.one_device.optimizer_manifest import master_key, state_key
 from meshwright.checkpoint.one_device.safetensors_file import Form
 from meshwright.checkpoint.one_device.save_optimizer import (
@@ -218,7 +218,7 @@ class RankState:
 @functools.lru_cache(maxsize=1)
 def _own_shares(
     tensors: tuple[tuple[str, Held], ...], sizes: Sizes, place: Place
-) -> dict[str, tuple[list[Block], list[Block]]]:
+) -> dict[str, tuple[list[StridedBlock], list[StridedBlock]]]:
     """For each tensor that this rank writes a part of: the elements that it holds, and those that it writes."""
     held = dict(tensors)
     own = assign_writes(held, sizes)[sizes.index(place)]

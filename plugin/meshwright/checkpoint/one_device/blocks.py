@@ -17,7 +17,7 @@ from meshwright.layout.row_layout import RowLayout, Span
 
 
 @dataclass(frozen=True)
-class Block:
+class StridedBlock:
     """``count`` runs of ``length`` elements: run i has the storage positions from ``local + i * local_stride`` on, and
     the one-device positions from ``whole + i * whole_stride`` on."""
 
@@ -32,13 +32,13 @@ class Block:
     def numel(self) -> int:
         return self.length * self.count
 
-    def swapped(self) -> Block:
+    def swapped(self) -> StridedBlock:
         """Return the block with both sides exchanged."""
-        return Block(self.whole, self.local, self.length, self.count, self.whole_stride, self.local_stride)
+        return StridedBlock(self.whole, self.local, self.length, self.count, self.whole_stride, self.local_stride)
 
-    def runs(self, first: int, last: int) -> Block:
+    def runs(self, first: int, last: int) -> StridedBlock:
         """Return the runs from ``first`` up to ``last``."""
-        return Block(
+        return StridedBlock(
             self.local + first * self.local_stride,
             self.whole + first * self.whole_stride,
             self.length,
@@ -47,14 +47,16 @@ class Block:
             self.whole_stride,
         )
 
-    def columns(self, first: int, last: int) -> Block:
+    def columns(self, first: int, last: int) -> StridedBlock:
         """Return the elements from ``first`` up to ``last`` of each run."""
-        return Block(
+        return StridedBlock(
             self.local + first, self.whole + first, last - first, self.count, self.local_stride, self.whole_stride
         )
 
 
-def shard(shape: Sequence[int], layout: RowLayout, rank: int, spans: Iterable[Span] | None = None) -> list[Block]:
+def shard(
+    shape: Sequence[int], layout: RowLayout, rank: int, spans: Iterable[Span] | None = None
+) -> list[StridedBlock]:
     """Return the blocks of a rank's shard, without its padding.
 
     Args:
@@ -71,30 +73,32 @@ def shard(shape: Sequence[int], layout: RowLayout, rank: int, spans: Iterable[Sp
         for low, high in ((max(start, a), min(stop, b)) for a, b in wanted):
             if low < high:
                 local = (offset + low - start) * inner
-                blocks.append(Block(local, low * inner, (high - low) * inner, outer, width, layout.size * inner))
+                blocks.append(StridedBlock(local, low * inner, (high - low) * inner, outer, width, layout.size * inner))
         offset += stop - start
     return [_plain(block) for block in blocks if block.numel]
 
 
-def between(blocks: Iterable[Block], start: int, stop: int) -> list[Block]:
+def between(blocks: Iterable[StridedBlock], start: int, stop: int) -> list[StridedBlock]:
     """Return the elements at the storage positions from ``start`` up to ``stop``, which become positions from 0 on."""
     found = (part for block in blocks for part in _between(block, start, stop))
     return [
-        Block(b.local - start, b.whole, b.length, b.count, b.local_stride, b.whole_stride) for b in found if b.numel
+        StridedBlock(b.local - start, b.whole, b.length, b.count, b.local_stride, b.whole_stride)
+        for b in found
+        if b.numel
     ]
 
 
-def packed(blocks: Iterable[Block]) -> list[Block]:
+def packed(blocks: Iterable[StridedBlock]) -> list[StridedBlock]:
     """Return blocks of the same elements whose storage is contiguous, in the order of the blocks."""
     blocks = [block for block in blocks if block.numel]
     starts = accumulate((block.numel for block in blocks), initial=0)
     return [
-        _plain(Block(start, block.whole, block.length, block.count, block.length, block.whole_stride))
+        _plain(StridedBlock(start, block.whole, block.length, block.count, block.length, block.whole_stride))
         for start, block in zip(starts, blocks, strict=False)
     ]
 
 
-def overlap(here: Iterable[Block], there: Sequence[Block]) -> Iterator[Block]:
+def overlap(here: Iterable[StridedBlock], there: Sequence[StridedBlock]) -> Iterator[StridedBlock]:
     """Yield the elements that two parts share, as blocks from the storage of ``there`` to the storage of ``here``.
 
     In the returned blocks, ``local`` is a position in the storage of ``here``, and ``whole`` is a position in the
@@ -105,12 +109,12 @@ def overlap(here: Iterable[Block], there: Sequence[Block]) -> Iterator[Block]:
             yield from _shared(mine, other)
 
 
-def numel(blocks: Iterable[Block]) -> int:
+def numel(blocks: Iterable[StridedBlock]) -> int:
     """Return the number of elements of a part."""
     return sum(block.numel for block in blocks)
 
 
-def copy_blocks(target: Tensor, source: Tensor, blocks: Iterable[Block]) -> None:
+def copy_blocks(target: Tensor, source: Tensor, blocks: Iterable[StridedBlock]) -> None:
     """Copy blocks whose ``local`` is a position in ``target``, and whose ``whole`` is one in ``source``; both 1-d."""
     for b in blocks:
         size = (b.count, b.length)
@@ -118,7 +122,7 @@ def copy_blocks(target: Tensor, source: Tensor, blocks: Iterable[Block]) -> None
         to.copy_(source.as_strided(size, (b.whole_stride, 1), source.storage_offset() + b.whole))
 
 
-def _shared(mine: Block, other: Block) -> Iterator[Block]:
+def _shared(mine: StridedBlock, other: StridedBlock) -> Iterator[StridedBlock]:
     if mine.count > 1 and other.count > 1 and not _are_aligned(mine, other):
         # The two parts belong to tensors with different row lengths. This is rare, so a loop over the runs is enough.
         for i in range(mine.count):
@@ -131,18 +135,18 @@ def _shared(mine: Block, other: Block) -> Iterator[Block]:
         yield from _in_columns(mine, other)
 
 
-def _are_aligned(a: Block, b: Block) -> bool:
+def _are_aligned(a: StridedBlock, b: StridedBlock) -> bool:
     """Whether the runs of both are columns of the same rows, and stay inside the rows."""
     width = a.whole_stride
     return width == b.whole_stride and all(x.whole % width + x.length <= width for x in (a, b))
 
 
-def _in_runs(run: Block, other: Block) -> Iterator[Block]:
+def _in_runs(run: StridedBlock, other: StridedBlock) -> Iterator[StridedBlock]:
     """The elements that a single run shares with a block."""
     for part in _between(other.swapped(), run.whole, run.whole + run.length):
         if part.numel:
             # ``part`` has one-device positions as its storage: relative to the run, they are positions in its storage.
-            yield Block(
+            yield StridedBlock(
                 run.local + part.local - run.whole,
                 part.whole,
                 part.length,
@@ -152,7 +156,7 @@ def _in_runs(run: Block, other: Block) -> Iterator[Block]:
             )
 
 
-def _in_columns(mine: Block, other: Block) -> Iterator[Block]:
+def _in_columns(mine: StridedBlock, other: StridedBlock) -> Iterator[StridedBlock]:
     width = mine.whole_stride
     row, other_row = mine.whole // width, other.whole // width
     first, last = max(row, other_row), min(row + mine.count, other_row + other.count)
@@ -161,10 +165,10 @@ def _in_columns(mine: Block, other: Block) -> Iterator[Block]:
     if first < last and low < high:
         a = mine.runs(first - row, last - row).columns(low - column, high - column)
         b = other.runs(first - other_row, last - other_row).columns(low - other_column, high - other_column)
-        yield Block(a.local, b.local, a.length, a.count, a.local_stride, b.local_stride)
+        yield StridedBlock(a.local, b.local, a.length, a.count, a.local_stride, b.local_stride)
 
 
-def _between(block: Block, start: int, stop: int) -> Iterator[Block]:
+def _between(block: StridedBlock, start: int, stop: int) -> Iterator[StridedBlock]:
     """The elements of a block at the storage positions from ``start`` up to ``stop``: at most three blocks."""
     if block.count == 1:
         low, high = max(start - block.local, 0), min(stop - block.local, block.length)
@@ -184,11 +188,11 @@ def _between(block: Block, start: int, stop: int) -> Iterator[Block]:
         yield from _between(block.runs(last - 1, last), start, stop)
 
 
-def _plain(block: Block) -> Block:
+def _plain(block: StridedBlock) -> StridedBlock:
     """The block as a single run, if it is one."""
     if block.count > 1 and block.local_stride == block.whole_stride == block.length:
-        return Block(block.local, block.whole, block.numel)
-    return Block(block.local, block.whole, block.length) if block.count == 1 else block
+        return StridedBlock(block.local, block.whole, block.numel)
+    return StridedBlock(block.local, block.whole, block.length) if block.count == 1 else block
 
 
 def _product(sizes: Iterable[int]) -> int:

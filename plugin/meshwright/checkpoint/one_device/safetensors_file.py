@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.reading import read_into
 from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
-from meshwright.checkpoint.one_device.blocks import Block, between, numel, shard
+from meshwright.checkpoint.one_device.blocks import StridedBlock, between, numel, shard
 from meshwright.errors import CheckpointError
 from meshwright.layout.row_layout import RowLayout, Span
 from meshwright.schema import LARGEST, integer, record, require, row, shown, table, text, that
@@ -166,10 +166,10 @@ class ShardSlice:
     rank: int = 0
     part: Span | None = None
 
-    def of(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], list[Block]]:
+    def of(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], list[StridedBlock]]:
         """Return the shape of this slice of a tensor, and its blocks, whose storage is the slice."""
         if not shape or self.rows.is_replicated:
-            local, blocks = shape, [Block(0, 0, total)] if (total := math.prod(shape)) else []
+            local, blocks = shape, [StridedBlock(0, 0, total)] if (total := math.prod(shape)) else []
         else:
             dim = self.rows.dim
             local = (*shape[:dim], self.rows.local_size, *shape[dim + 1 :])
@@ -179,7 +179,7 @@ class ShardSlice:
         return local, blocks
 
 
-def storage(shape: tuple[int, ...], blocks: list[Block], dtype: torch.dtype) -> Tensor:
+def storage(shape: tuple[int, ...], blocks: list[StridedBlock], dtype: torch.dtype) -> Tensor:
     """Return a CPU tensor for some blocks; it is zero where they leave padding."""
     return (torch.zeros if numel(blocks) < math.prod(shape) else torch.empty)(shape, dtype=dtype)
 
@@ -235,7 +235,7 @@ def _fill_converted(
     convert()
 
 
-def _runs(blocks: list[Block]) -> Iterator[Run]:
+def _runs(blocks: list[StridedBlock]) -> Iterator[Run]:
     """Yield the contiguous runs of a slice."""
     for b in blocks:
         for i in range(b.count):
