@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.construct.initial_weights import InitialWeights
-from meshwright.distribute.installation import Installation
+from meshwright.distribute import installation
+from meshwright.distribute.cuts import build_on_fake_rank
 from meshwright.faults import interpose
 from meshwright.faults.collective_log import CallTrace, describe
 from meshwright.plan.config import ParallelPlan
@@ -54,10 +55,10 @@ def narrow_model(layers: int) -> Any:
 
 def distribute(model: nn.Module, plan: ParallelPlan) -> None:
     """Turn a model into the model of rank 0 under the plan, with real shards."""
-    installation = Installation.on_fake_rank(model, plan)
-    installation.make_weights(InitialWeights.find(model, None).make).attach(model)
-    installation.install(torch.optim.AdamW(model.parameters()), seed=0)
-    installation.guard_shards()
+    build = build_on_fake_rank(model, plan)
+    installation.make_weights(build, InitialWeights.find(model, None).make).attach(model)
+    installation.install(build, torch.optim.AdamW(model.parameters()), seed=0)
+    installation.guard_weights(build)
 
 
 def times(model: Any) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from harness import WorkerError
 from meshwright.distribute.cuts import structure_of
 from meshwright.parallel.split_batch import split_batch
 from meshwright.roles import find_decoder
+from meshwright.roles.decoder import towers_beside
 from support.anatomies import IMAGE, LENGTH, MODELS, build, collate, loader, samples
 from support.exact import Float64
 from support.models import SIZES, tokens
@@ -92,6 +93,15 @@ def test_two_stacks_in_one_place_are_named() -> None:
         find_decoder(model)
 
 
+def test_layers_of_two_stacks_that_have_the_role_are_no_tower() -> None:
+    model = torch.nn.Module()
+    for name in ("left", "right"):
+        layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)) for _ in range(2)]
+        setattr(model, name, torch.nn.ModuleList(layers))
+    assert list(towers_beside(model, (*model.left, *model.right))) == []
+    assert list(towers_beside(model, tuple(model.left))) == [model.right]
+
+
 def refusal(make: Callable[[], Any], **plan: Any) -> str:
     with pytest.raises(mw.PlanError) as caught:
         structure_of(make(), mw.ParallelPlan(**plan), mw.ToDistributedConfig())
@@ -115,6 +125,14 @@ def test_micro_batches_take_the_images_of_their_rows() -> None:
     for name, dim in (("pixel_values", 0), ("image_grid_thw", 0), ("input_ids", 0), ("position_ids", 1)):
         assert torch.equal(torch.cat([first[name], second[name]], dim), batch[name])
     assert first["position_ids"].shape == (3, 1, LENGTH)
+
+
+def test_a_batch_without_rows_and_a_square_mask_are_split_by_rows() -> None:
+    ids = torch.arange(16).view(4, 4)
+    assert [len(piece["input_ids"]) for piece in split_batch({"input_ids": ids[:0], "labels": ids[:0]}, 0, 2)] == [0, 0]
+    mask = torch.arange(64).view(4, 4, 4) % 3 == 0  # [rows, tokens, tokens], with as many tokens as rows
+    first, second = split_batch({"input_ids": ids, "labels": ids, "attention_mask": mask}, 4, 2)
+    assert torch.equal(torch.cat([first["attention_mask"], second["attention_mask"]]), mask)
 
 
 def test_images_of_unknown_rows_are_refused() -> None:

@@ -134,9 +134,8 @@ def initialize(
         model_parameters=_follow(model_parameters, model, places),
         training_data=training_data,
         lr_scheduler=lr_scheduler,
-        mpu=ModelParallelUnit(
-            runtime.mesh.tp, runtime.mesh.tokens
-        ),  # for tp=1 too: otherwise an earlier engine's mpu is used
+        # For tp=1 too: otherwise an earlier engine's mpu is used.
+        mpu=ModelParallelUnit(runtime.mesh.tp, runtime.mesh.tokens),
         collate_fn=collate_fn,
         config=settings,
     )

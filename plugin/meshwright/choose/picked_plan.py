@@ -180,7 +180,8 @@ def _refusals(
             describe_structure(decoder, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
         if plan.cp > 1:
             structure = outline(decoder, config.sharding_plan, instead="ParallelPlan(cp=1)")
-            check_token_wise(structure, config.sharding_plan)
+            if plan.tp == 1:  # with tp, the roles say what the modules of a layer do
+                check_token_wise(structure, config.sharding_plan)
             check_method(record_context(structure), ParallelPlan(**runnable_fields(plan)))
     except (PlanError, OptimizerMismatchError) as error:
         yield str(error)

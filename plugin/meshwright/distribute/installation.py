@@ -46,10 +46,10 @@ class Feature:
 FEATURES = (
     Feature(training.hold_shards),
     Feature(passes.compare_replicas),
-    Feature(passes.watch_passes, after=(passes.compare_replicas,)),
+    Feature(passes.watch_passes, after=(training.hold_shards, passes.compare_replicas)),
     Feature(passes.cut_blocks, after=(passes.watch_passes,)),
     Feature(splits.part_tokens, after=(passes.cut_blocks,)),
-    Feature(training.synchronise_gradients, after=(training.hold_shards,)),
+    Feature(training.synchronise_gradients, after=(training.hold_shards, passes.compare_replicas)),
     Feature(training.average_loss, after=(splits.part_tokens, training.synchronise_gradients)),
     Feature(splits.run_in_parts, after=(training.average_loss, splits.part_tokens)),
     Feature(passes.generate_alike),

@@ -20,8 +20,9 @@ from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.token_loss import calls_cross_entropy
 from meshwright.pipeline.cut import Cut, with_stages
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.roles import Decoder, find_decoder
+from meshwright.roles import Decoder
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.decoder import layer_stack, towers_beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +94,13 @@ class Build:
     @property
     def towers(self) -> tuple[nn.Module, ...]:
         """The towers beside the decoder, for images or sound; none if the model has no decoder."""
+        if self.structure is not None:
+            return self.structure.towers
         try:
-            return (self.structure or find_decoder(self.decoder)).towers
-        except PlanError:  # no decoder, or one that no plan could cut
+            _, layers = layer_stack(self.decoder)
+        except PlanError:  # no decoder
             return ()
+        return tuple(towers_beside(self.decoder, tuple(layers)))
 
     @property
     def is_split(self) -> bool:

@@ -61,7 +61,8 @@ class TensorLayout:
 
     def placed(self, name: str, mesh: Mesh) -> TensorLayout:
         """Return the layout of the tensor of this name, as the rank with this place on a mesh sees it."""
-        place = {axis.name: axis.rank for axis in mesh.factors}
+        axes = ("pp", "dp", "cp", "tp", "tokens")
+        place = {axis: getattr(mesh, axis).rank for axis in axes}
         return dataclasses.replace(self, name=name, place=place)
 
     # The next properties are computed once: they are read for every gradient of every step.

@@ -38,7 +38,7 @@ def install_gradient_sync(
 
     Args:
         runtime: the model's runtime, which this call fills in.
-        model: the model, whose parameters have shard records.
+        model: the model, whose parameters have layouts.
         optimizer: the optimizer of the model's parameters, if any.
         zero_stage: the ZeRO stage, 0 to 3. On one data-parallel rank, stages 2 and 3 act as stage 1. For stage 3,
             ``runtime.weights`` must be attached.

@@ -37,7 +37,7 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def shard_state(optimizer: Optimizer) -> None:
-    """Shard the existing state of an optimizer in place. Its parameters must be shards, with shard records."""
+    """Shard the existing state of an optimizer in place. Its parameters must be shards, with layouts."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in optimizer.state:

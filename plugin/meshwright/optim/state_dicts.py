@@ -25,7 +25,7 @@ def guard_model(model: nn.Module, runtime: Runtime) -> None:
     """Make ``model.state_dict()`` raise if it would hold shards, and ``model.load_state_dict()`` shard whole tensors.
 
     Args:
-        model: the model, whose parameters have shard records.
+        model: the model, whose parameters have layouts.
         runtime: the model's runtime. If it has an engine, nothing changes, since the engine saves and loads shards.
     """
     if runtime.engine is not None:

@@ -145,7 +145,7 @@ class FixedParameters:
     """The parameters that an engine trains. They are fixed when this object is made.
 
     Args:
-        model: the model, whose parameters have shard records.
+        model: the model, whose parameters have layouts.
         engine: the engine's name.
     """
 

@@ -7,7 +7,7 @@ the previous unit. Activation checkpointing recomputes a layer without the layer
 have hooks too.
 
 torch's ``fully_shard`` serves other needs. It changes the class of every layer and makes the parameters
-DTensors, which transformers' utilities, a user's optimizer with its state and our shard records would all have to
+DTensors, which transformers' utilities, a user's optimizer with its state and our tensor layouts would all have to
 handle. It keeps whole gradients under ``no_sync``. Its hooks add to ``.grad``, so the gradients of inner
 micro-batches cannot be distinguished from those of ``backward()``. On gloo its reduce-scatter is an all-reduce (see
 ``start_reduce_scatter``). Meshwright's three stages share their buckets, masters, clipping and export.

@@ -323,7 +323,7 @@ def lay_out(parameters: Iterable[nn.Parameter], dp: Axis, bucket_bytes: int) -> 
     """Put parameters that every rank holds (stages 1 and 2) into buckets of which each rank steps a share.
 
     Args:
-        parameters: parameters of one optimizer group, with shard records, in the order in which backward finishes them.
+        parameters: parameters of one optimizer group, with layouts, in the order in which backward finishes them.
         dp: the data-parallel axis.
         bucket_bytes: size of the buckets in which gradients are reduced.
     """

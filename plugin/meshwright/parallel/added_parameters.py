@@ -15,12 +15,12 @@ from meshwright.layout.tensor_layout import layout_if_any
 
 
 class AddedParameters:
-    """Looks for parameters without a shard record whenever a module or a parameter was registered in any model.
+    """Looks for parameters without a layout whenever a module or a parameter was registered in any model.
 
     Without a registration a look costs one comparison, since walking over a deep model takes milliseconds.
 
     Args:
-        model: the distributed model, whose parameters have shard records.
+        model: the distributed model, whose parameters have layouts.
     """
 
     def __init__(self, model: nn.Module):

@@ -23,8 +23,7 @@ class Features:
     """
 
     def __init__(self) -> None:
-        self._all: list[Any] = []
-        self._of_one_model: set[int] = set()
+        self._all: list[tuple[Any, bool]] = []  # each with whether it is copied
 
     def add(self, feature: T, *, is_copied: bool = True) -> T:
         """Add an object in the place of one of the same class, if there is one, and return it.
@@ -33,14 +32,13 @@ class Features:
             feature: the object.
             is_copied: whether a copy of the model gets a copy of the object; otherwise it has none.
         """
-        self._all = [one for one in self._all if type(one) is not type(feature)] + [feature]
-        if not is_copied:
-            self._of_one_model.add(id(feature))
+        others = [(one, is_kept) for one, is_kept in self._all if type(one) is not type(feature)]
+        self._all = [(feature, is_copied), *others]
         return feature
 
     def find(self, kind: type[T]) -> T | None:
-        """Return the object of a class; None if no part of the plan has added one."""
-        return next((one for one in self._all if isinstance(one, kind)), None)
+        """Return the newest object of a class; None if no part of the plan has added one."""
+        return next((one for one, _ in self._all if isinstance(one, kind)), None)
 
     def get(self, kind: type[T]) -> T:
         """Return the object of a class, which an earlier part of the plan has added."""
@@ -50,5 +48,5 @@ class Features:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Features:
         new = Features()
-        new._all = [copy.deepcopy(one, memo) for one in self._all if id(one) not in self._of_one_model]
+        new._all = [(copy.deepcopy(one, memo), True) for one, is_copied in self._all if is_copied]
         return new

@@ -42,7 +42,7 @@ class ForwardState:
         model: the model.
         inner: the modules inside the model that a program may call directly, such as transformers' base model.
         streams: the model's dropout streams.
-        mesh: the axes. Ranks of tp, of cp and of pp must get the same inputs; ranks of dp share a loss.
+        mesh: the axes. Ranks of tp, of cp and of pp must get the same inputs; ranks with different tokens share a loss.
         guard: the guard that compares the ranks and counts the steps; None on one process.
         comparison: the comparison of the model's replicas; None without a guard.
         has_sharded_loss: whether the model's loss function can use sharded logits.
@@ -52,6 +52,7 @@ class ForwardState:
         hooked: the search for the program's hooks inside the model, since a loss may be computed from what they record.
         statistics: the check for layers that would use the statistics of a part of the batch.
         shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
+        gathers_towers: whether these weights are those of towers too, so every rank must have images, or none.
         longest: the longest position of the batch, for modules that depend on it.
         layers: the model's layers, which ``torch.compile(model)`` compiles.
         follow: a callback that handles parameters frozen or unfrozen since the last pass. It runs in each pass with

@@ -181,7 +181,7 @@ def make_buckets(
     first averaged over that axis.
 
     Args:
-        parameters: the parameters, each with a shard layout.
+        parameters: the parameters, each with a layout.
         max_bytes: the size limit of a bucket; a larger parameter gets its own bucket.
         multiple: see Bucket.
         accumulate_in_float32: whether gradients of half-precision parameters are flattened in float32.

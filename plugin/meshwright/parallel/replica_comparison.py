@@ -49,7 +49,7 @@ class ReplicaComparison:
     """Compares the replicas of one model.
 
     Args:
-        model: a model whose parameters have records.
+        model: a model whose parameters have layouts.
         mesh: the axes over which the replicas are compared; over pp, tensors that modules outside of the layers keep.
         guard: the guard, which counts the steps and holds the meetings.
         every: the number of steps between two comparisons of the weights; 0 for never.

@@ -38,7 +38,7 @@ def split_batch(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, 
     for low, high in pairwise(index * rows // count for index in range(count + 1)):
         piece = dict(batch)
         for name, (dim, borders) in ((name, found) for name, found in ends.items() if found is not None):
-            start, stop = borders[low], borders[max(high, low + 1)]
+            start, stop = borders[low], borders[min(max(high, low + 1), rows)]
             piece[name] = batch[name].narrow(dim, start, stop - start)
         pieces.append(without_targets(piece) if low == high else piece)
     return pieces
@@ -49,7 +49,8 @@ def _ends(name: str, x: Tensor, batch: dict[str, Any], rows: int) -> tuple[int, 
     each = list(range(rows + 1))
     if x.is_floating_point() and x.ndim > 1 and (patches := _patches_of_rows(x, batch, rows)) is not None:
         return 0, patches
-    if x.ndim == 3 and not x.is_floating_point() and x.shape[1:] == _tokens_shape(batch):
+    is_of_tokens = x.ndim == 3 and not x.is_floating_point() and x.shape[1:] == _tokens_shape(batch)
+    if is_of_tokens and (x.shape[0] != rows or name == "position_ids"):
         return 1, each
     if x.ndim and x.shape[0] == rows:
         return 0, each

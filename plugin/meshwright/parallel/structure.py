@@ -146,7 +146,7 @@ def _by_roles(roled: RoledModel) -> Decoder:
         layers=layers,
         final_norm=roled.only(Role.FINAL_NORM, required=False),
         head=roled.only(Role.HEAD, required=False),
-        towers=tuple(towers_beside(roled.model, layers[0])),
+        towers=tuple(towers_beside(roled.model, layers)),
     )
     _check_parts(decoder, roled.instead)
     return decoder

@@ -98,7 +98,7 @@ def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
     # torch cannot give memory to a meta tensor, and torch.utils.swap_tensors refuses tensors with weak references.
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, made)
-    parameter._backward_hooks = parameter._backward_hooks  # restores torch's layout of the hooks, which the swap moved
+    parameter._backward_hooks = parameter._backward_hooks  # restores torch's record of the hooks, which the swap moved
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     if type(made) is not nn.Parameter:  # a fake tensor, while a plan is traced
         parameter.__class__ = type(made)
@@ -163,7 +163,7 @@ def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: Dec
     """Count the program's own use of a parameter once, although the runtime sums the parameter's gradient over tp.
 
     Args:
-        model: a model whose parameters have records.
+        model: a model whose parameters have layouts.
         decoder: the model, or the module inside its adapter wrappers.
         structure: the decoder's structure.
     """

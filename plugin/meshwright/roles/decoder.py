@@ -5,7 +5,7 @@ It is found without the roles of modules inside of layers, so a plan that cuts n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -44,7 +44,7 @@ def find_decoder(model: nn.Module) -> Decoder:
     """
     name, layers = layer_stack(model)
     embedding = _token_embedding(model, name)
-    towers = tuple(towers_beside(model, layers[0]))
+    towers = tuple(towers_beside(model, tuple(layers)))
     head = _head(model, embedding)
     return Decoder(
         model=model,
@@ -93,15 +93,15 @@ def is_stack(module: nn.Module) -> bool:
     )
 
 
-def towers_beside(model: nn.Module, layer: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules with layers of their own that are not around a decoder's first layer."""
+def towers_beside(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules with layers of their own that are around none of a decoder's layers."""
     for child in model.children():
         inside = set(child.modules())
-        if layer not in inside:
+        if inside.isdisjoint(layers):
             if any(map(is_stack, inside)):
                 yield child
         elif not is_stack(child):
-            yield from towers_beside(child, layer)
+            yield from towers_beside(child, layers)
 
 
 def ask(model: nn.Module, getter: str) -> nn.Module | None:
