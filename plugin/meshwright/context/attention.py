@@ -52,8 +52,10 @@ def context_axes(plan: ParallelPlan, cp: Axis) -> ContextAxes:
     alone = Axis("cp")
     if plan.context == "hybrid":
         assert plan.ulysses is not None
-        ranks = plan.dims.process_mesh().array.movedim(2, -1).unflatten(-1, (-1, plan.ulysses))
-        return ContextAxes(cp=cp, inner=Axis.over(ranks, "cp"), outer=Axis.over(ranks.transpose(-1, -2), "cp"))
+        groups, size = plan.dims.groups("cp"), plan.ulysses
+        inner = [ranks[start : start + size] for ranks in groups for start in range(0, len(ranks), size)]
+        outer = [ranks[start::size] for ranks in groups for start in range(size)]
+        return ContextAxes(cp=cp, inner=Axis.over(inner, "cp"), outer=Axis.over(outer, "cp"))
     return ContextAxes(
         cp=cp, inner=cp if plan.context == "ulysses" else alone, outer=cp if plan.context == "ring" else alone
     )

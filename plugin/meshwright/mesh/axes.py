@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -34,20 +34,20 @@ class Axis:
         return self  # a copied model is on the same ranks
 
     @classmethod
-    def over(cls, ranks: torch.Tensor, name: str) -> Axis:
-        """Make a process group of each row of ranks, and return this rank's place in its own.
+    def over(cls, groups: Iterable[Sequence[int]], name: str) -> Axis:
+        """Make a process group of each group of ranks, and return this rank's place in its own.
 
-        Every rank of the world must make the call. A second call for the same rows and name makes no new groups.
+        Every rank of the world must make the call. A second call for the same groups and name makes no new ones.
 
         Args:
-            ranks: the global ranks, ``[..., size]``; each rank of the world once, as ``ParallelDims.groups`` returns.
+            groups: the global ranks of each group; each rank of the world once, as ``ParallelDims.groups`` returns.
             name: the name of the axis.
         """
         rank, own = dist.get_rank(), cls(name)
-        for row in ranks.reshape(-1, ranks.shape[-1]).tolist():
-            group = shared_group(row, name)
-            if rank in row:
-                own = cls(name, size=len(row), rank=row.index(rank), group=group)
+        for ranks in groups:
+            group = shared_group(ranks, name)
+            if rank in ranks:
+                own = cls(name, size=len(ranks), rank=ranks.index(rank), group=group)
         return own
 
 

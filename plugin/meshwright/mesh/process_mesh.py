@@ -313,16 +313,17 @@ class ParallelDims:
             raise ValueError(f"{self._product()} = {self.world_size} ranks, but {len(ranks)} were given")
         return ProcessMesh(nest(ranks, self.shape), self.axis_names)
 
-    def groups(self, *axes: str) -> torch.Tensor:
-        """Return the ranks that differ only along these axes, ``[..., size]``, in the order of the axes given.
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Return the ranks that differ only along these axes, in the order of the axes given, for all other places.
 
         Example:
-            >>> ParallelDims(dp=2, cp=2, tp=2).groups("dp", "cp").reshape(-1, 4).tolist()
-            [[0, 2, 4, 6], [1, 3, 5, 7]]
+            >>> ParallelDims(dp=2, cp=2, tp=2).groups("dp", "cp")
+            [(0, 2, 4, 6), (1, 3, 5, 7)]
         """
-        others = [name for name in self.axis_names if name not in axes]
-        order = [self.axis_names.index(name) for name in (*others, *axes)]
-        return self.process_mesh().array.permute(order).flatten(len(others))
+        mesh, indices = self.process_mesh(), [self.axis_names.index(name) for name in axes]
+        places = itertools.product(*map(range, self.shape))
+        firsts = (rank for rank, place in enumerate(places) if not any(place[index] for index in indices))
+        return [mesh.submesh(axes, rank).ranks for rank in firsts]
 
     def check_world_size(self, world_size: int) -> None:
         """Raise unless the product of the sizes is the number of ranks that were started.

@@ -78,7 +78,7 @@ class Pipeline:
                     pair = cut.rank_of(operation.stage), cut.rank_of(stage)
                     if pair[0] != pair[1]:
                         pairs.add(pair)
-        pipelines = plan.dims.groups("pp").reshape(-1, plan.pp).tolist()
+        pipelines = plan.dims.groups("pp")
         groups = {
             (sender, receiver): pipeline_groups(pp, pipelines, (sender, receiver), f"pp{sender} to pp{receiver}")
             for sender, receiver in sorted(pairs)
@@ -86,7 +86,7 @@ class Pipeline:
         return Pipeline(cut=cut, tie=_tie_axis(cut, pp, pipelines), links=Links(pp, groups, device))
 
 
-def _tie_axis(cut: Cut, pp: Axis, pipelines: list[list[int]]) -> Axis:
+def _tie_axis(cut: Cut, pp: Axis, pipelines: list[tuple[int, ...]]) -> Axis:
     """Return the axis of the ranks that share a tied weight; of size 1 if this rank shares none."""
     shared = {holders for name in cut.stages_of if len(holders := cut.holders(name)) > 1}
     assert len(shared) <= 1, "only the first and the last stage hold weights outside of layers"

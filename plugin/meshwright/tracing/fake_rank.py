@@ -10,11 +10,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
 from meshwright.construct.initial_weights import NewTensors
-from meshwright.context.attention import context_axes
 from meshwright.distribute import installation
 from meshwright.distribute.cuts import build_on_fake_rank
 from meshwright.features import splits
@@ -88,16 +87,6 @@ def _empty_buffers(
     return found
 
 
-def _without_fakes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes real tensors inside a FakeTensorMode."""
-
-    def call(*args: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*args)
-
-    return call
-
-
 @contextlib.contextmanager
 def traceable(*, has_equal: bool = False) -> Iterator[None]:
     """Patch code that fake tensors do not support: subclasses that guard reads, and loops over cache-sized pieces.
@@ -114,8 +103,6 @@ def traceable(*, has_equal: bool = False) -> Iterator[None]:
         patches.enter_context(mock.patch.object(Tensor, "as_subclass", keep_fake))
         patches.enter_context(mock.patch.object(cross_entropy, "_CACHE_BYTES", 2**60))
         patches.enter_context(mock.patch.object(splits, "set_timeouts", lambda _: None))
-        # Ranks are read as numbers, to make the groups of "hybrid".
-        patches.enter_context(mock.patch.object(splits, "context_axes", _without_fakes(context_axes)))
         # ZeRO checks whether the program wrote into half-precision weights, which does not happen here.
         if not has_equal:
             patches.enter_context(mock.patch.object(torch, "equal", lambda *_: True))
