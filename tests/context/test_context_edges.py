@@ -321,6 +321,7 @@ def refusals() -> dict[str, str]:
     record("a mask of its own", lambda: model(**batch(), attention_mask=torch.ones(2, 1, 13, 13)))
     record("the last logits", lambda: model(**batch(), logits_to_keep=1))
     record("hidden states", lambda: model(**batch(), output_hidden_states=True))
+    record("a router's logits", lambda: model(**batch(), output_router_logits=True))
     record("attention maps", lambda: model(**batch(), output_attentions=True))
     record("logits", lambda: model(**batch()).logits.sum())
     record("torch's clipping", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -338,6 +339,7 @@ WORDS = {
     "a mask of its own": "position_ids",
     "the last logits": "logits_to_keep",
     "hidden states": "turn the option off",
+    "a router's logits": "output_router_logits=True cannot be used under ParallelPlan.cp=2",
     "attention maps": "turn the option off",
     "logits": "gather_logits=True",
     "torch's clipping": "no error",  # whole gradients on every rank

@@ -381,6 +381,19 @@ def test_batches_whose_rows_are_not_known_are_refused() -> None:
             next(iter(loader))
 
 
+def test_batches_of_one_data_parallel_rank_need_no_known_rows() -> None:
+    """Patches of images, with the ranks of pp or cp alone."""
+    batch = {
+        "ids": torch.zeros(4, 2),
+        "labels": torch.zeros(4, 2),
+        "patches": torch.arange(48),
+        "sizes": torch.ones(3, 3),
+    }
+    (loader,) = ranks_of(1, lambda: [batch])
+    found = next(iter(loader))
+    assert found.keys() == batch.keys() and all(torch.equal(found[name], batch[name]) for name in batch)
+
+
 def test_digests_tell_structures_apart() -> None:
     values = [
         [1, 2],

@@ -198,7 +198,8 @@ def _attention(
         raise PlanError(
             f"{type(module).__name__} got a mask that transformers' mask functions did not make "
             f"({type(attention_mask).__name__}), so it cannot be cut for ParallelPlan.cp > 1. Pass attention_mask "
-            "[rows, tokens], or position_ids that begin anew for each document"
+            "[rows, tokens], or position_ids that begin anew for each document, if the program has made the mask. If "
+            "the model makes it, as for images whose tokens see each other, use cp=1"
         )
     stock, implementation = stock_attention(module)
     kept = {name: value for name, value in options.items() if name not in ("is_causal", "position_ids")}

@@ -48,8 +48,8 @@ REFUSALS = (
     Refusal(axis="tp", arguments=_INTERNALS, reason=_OWN_HEADS, cure="turn the option off", is_option=True),
     Refusal(
         axis="cp",
-        arguments=_INTERNALS,
-        reason="each rank has only its own tokens",
+        arguments=(*_INTERNALS, "output_router_logits"),
+        reason="each rank has only its own tokens, and so has a router's auxiliary loss",
         cure="turn the option off",
         is_option=True,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from statistics import mode
 from typing import Any
 
 from torch import Generator, Tensor
@@ -219,9 +220,10 @@ class WholeReader:
     def _cut(self, batch: Any) -> Portion:
         if self._dp.size > 1 and (reason := why_no_batch(batch)):
             raise ValueError(f"the loader yields single samples, whose tokens would be split as rows: {reason}")
-        rows = _num_rows(batch)
+        rows = _num_rows(batch, is_split=self._dp.size > 1)
         share = self._share(rows, self._dp)
-        return Portion.of(share, _rows_of(batch, rows, slice(share.low, share.high)), rows)
+        own = batch if self._dp.size == 1 else _rows_of(batch, rows, slice(share.low, share.high))
+        return Portion.of(share, own, rows)
 
 
 def is_stock(loader: Any) -> bool:
@@ -260,8 +262,10 @@ class _After(IterableDataset[Any]):
         return islice(self._dataset, self._samples, None)
 
 
-def _num_rows(batch: Any) -> int:
-    """Return the number of rows of a batch, which must be the same for all its tensors.
+def _num_rows(batch: Any, *, is_split: bool) -> int:
+    """Return the number of rows of a batch, which must be the same for all its tensors if the batch is split.
+
+    Otherwise tensors such as the patches of images may have other numbers, and most tensors have the rows.
 
     Raises:
         ValueError: the tensors have different numbers of rows, or the batch has no tensors.
@@ -274,12 +278,12 @@ def _num_rows(batch: Any) -> int:
             f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks; if it is a "
             "single sample, wrap the samples: DataLoader(samples, batch_size=8)"
         )
-    if len(set(rows.values())) > 1:
+    if is_split and len(set(rows.values())) > 1:
         raise ValueError(
             f"the tensors of a batch have different numbers of rows, {rows}, so the batch cannot be split over "
             "data-parallel ranks; pass a DataLoader over samples, so that its collate function runs on each rank"
         )
-    return next(iter(rows.values()))
+    return mode(rows.values())
 
 
 def _rows_of(value: Any, rows: int, own: slice) -> Any:
