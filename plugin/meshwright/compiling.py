@@ -67,8 +67,18 @@ def real_object(value: Any) -> Any:
     return value.real_obj if type(value).__name__ == "FakeScriptObject" else value
 
 
-def without_compilation(model: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile(model)`` wrapped, whose parameters have one-device names."""
+def without_compilation(model: nn.Module, call: str = "") -> nn.Module:
+    """Return the module that ``torch.compile(model)`` wrapped, whose parameters have one-device names.
+
+    Args:
+        model: the module, compiled or not.
+        call: a user's call that takes the module first, for the error if it is none.
+
+    Raises:
+        ValueError: if ``call`` is given, and the model is not a module.
+    """
+    if call and not isinstance(model, nn.Module):
+        raise ValueError(f"the model is of type {type(model).__name__}, not a torch.nn.Module; write mw.{call}")
     while (inner := model._modules.get("_orig_mod")) is not None:
         model = inner
     return model

@@ -183,6 +183,18 @@ def test_a_mistake_is_named_with_its_fix(name: str) -> None:
         call()
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mw.save_weights("folder", MODEL), r"of type str, not .* write mw.save_weights\(model, directory\)"),  # type: ignore[arg-type]
+        (lambda: mw.full_state_dict(optimizer()), r"not a torch.nn.Module; write mw.full_state_dict\(model\)"),  # type: ignore[arg-type]
+    ],
+)
+def test_calls_take_the_model_first(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 def test_a_config_is_checked_when_it_is_assigned_to() -> None:
     config = mw.ToDistributedConfig()
     config.sequence_parallel = True

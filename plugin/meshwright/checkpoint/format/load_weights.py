@@ -50,7 +50,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         model.save_pretrained("checkpoint")
         mw.load_weights(model, "checkpoint")
     """
-    model = without_compilation(model)
+    model = without_compilation(model, "load_weights(model, path)")
     runtime = find_runtime(model)
     if runtime is not None:
         runtime.check_own(

@@ -45,7 +45,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
         mw.load_weights(model, "checkpoint")
         mw.load_optimizer(model, optimizer, "checkpoint/optimizer")
     """
-    model = without_compilation(model)
+    model = without_compilation(model, "load_optimizer(model, optimizer, directory)")
     folder = Path(directory)
     found = shared_parts(model, optimizer)
     manifest, files = read_same(folder, lambda: (_open(folder, found), digest((folder / NAME).read_bytes())))

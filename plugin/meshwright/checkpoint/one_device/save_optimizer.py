@@ -66,7 +66,7 @@ def save_optimizer(
         model.save_pretrained("checkpoint")
         mw.save_optimizer(model, optimizer, "checkpoint/optimizer")
     """
-    model = without_compilation(model)
+    model = without_compilation(model, "save_optimizer(model, optimizer, directory)")
     own, texts = exchange_together(lambda: with_own_text(model, optimizer))
     succeed_together(lambda: _check_writer(own))
     found, state = of_all(own, texts)

@@ -40,7 +40,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         mw.save_weights(model, "checkpoint")
         mw.load_weights(model, "checkpoint")
     """
-    model = without_compilation(model)
+    model = without_compilation(model, "save_weights(model, directory)")
     runtime = runtime_of(model)
     runtime.compare_before_save()
     tensors = _tensors(model)

@@ -30,7 +30,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         if dist.get_rank() == 0:
             torch.save(weights, "model.pt")
     """
-    model = without_compilation(model)
+    model = without_compilation(model, "full_state_dict(model)")
     if (runtime := find_runtime(model)) is not None:
         runtime.compare_before_save()
     return gather_state(model, model.state_dict(keep_vars=True))
@@ -63,7 +63,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ValueError: if the model is not distributed, or the last backward pass ran under ``no_sync``.
     """
-    model = without_compilation(model)
+    model = without_compilation(model, "full_gradients(model)")
     runtime = runtime_of(model)
     runtime.check_own("full_gradients", "it may have reduced or freed them already")
     runtime.gradients.check_synced()
