@@ -3,7 +3,16 @@
 It starts at the first layer, since models compute positions, rotary embeddings and masks for the whole row before it.
 It ends after the final norm: the head and the causal-LM loss take each token by itself. Under a pipeline every stage
 has such a region, which ends with the stage. It starts at the first layer's hook, which also runs on the stages where
-this layer only passes its input on.
+this layer only passes its input on. For B rows of S tokens, on each rank of cp::
+
+    tokens [B, S] ──> embedding, positions, masks [B, S, ...]
+                                  │ cut at the first layer
+                                  v
+                 layers [B, S/cp, H] ──> final norm, head, loss [B, S/cp, ...] ──> sum of the losses over cp
+                        │      ^                │
+             q [B, S/cp]│      │output          └── joined to [B, S, ...] where a program reads all tokens
+                        v      │
+                 attention over the keys and values [B, S] of all ranks (context/attention.py)
 """
 
 from __future__ import annotations

@@ -4,7 +4,11 @@ A unit is a decoder layer, or a module outside of the layers. Its parameters get
 forward pass and lose them afterwards. Meanwhile the next unit is gathered. Autograd saves a handle instead of a
 weight, so backward needs no hooks of its own. The first handle that backward reads gathers the unit and releases
 the previous unit. Activation checkpointing recomputes a layer without the layer's hooks, so the modules inside
-have hooks too.
+have hooks too. A forward pass over units of n elements::
+
+    compute      unit 1               unit 2               unit 3
+    all-gather   unit 2 [n/dp]->[n]   unit 3 [n/dp]->[n]   ...
+    whole        units 1 and 2        units 2 and 3        units 3 and 4; of all others this rank has [n/dp]
 
 torch's ``fully_shard`` serves other needs. It changes the class of every layer and makes the parameters
 DTensors, which transformers' utilities, a user's optimizer with its state and our tensor layouts would all have to

@@ -1,5 +1,13 @@
 """Hooks at the two borders of an attention or MLP block: gather or share its input, and reduce its result.
 
+One rank's pass through a block with sequence parallelism, for S tokens, a width of H and an inner width of F::
+
+    [S/tp, H] ── all-gather ──> [S, H] ── q, k, v or gate, up ──> [S, F/tp] ── o or down ──> [S, H], an addend
+                                                                                                │
+    [S/tp, H] <─────────────────────────── reduce-scatter ──────────────────────────────────────┘
+
+Without it every rank has the input [S, H], whose gradient is all-reduced in backward, and the addends are all-reduced.
+
 In a block's first pass, the hooks also check for stock code that would silently give wrong results when sharded.
 """
 

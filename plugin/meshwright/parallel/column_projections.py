@@ -3,7 +3,11 @@
 All projections of a block read the same input. Autograd would compute the gradients of a projection's input and of its
 weight in one node, so backward would gather the input again, multiply, and then reduce the input's gradient. As in
 Megatron, the runtime takes the weights' gradients apart. While the input is gathered, autograd computes the gradient of
-the input, which does not depend on the input. While that gradient is reduced, the weights' gradients are computed.
+the input, which does not depend on the input. While that gradient is reduced, the weights' gradients are computed::
+
+    collective   all-gather  x  [S/tp, H] -> [S, H]      reduce-scatter  dx  [S, H] -> [S/tp, H]
+    compute      dx = dy W   [S, F/tp] -> [S, H]         dW = dy^T x     [F/tp, H]
+                 ───────────────────────────── time ─────────────────────────────>
 """
 
 from __future__ import annotations
