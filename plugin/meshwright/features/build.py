@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +62,9 @@ class Build:
         return without_wrappers(self.model)[1]
 
     @property
-    def owners(self) -> Iterator[nn.Module]:
+    def owners(self) -> list[nn.Module]:
         """The model and its decoder, each once: with adapters, a program may call or save either."""
-        return iter({id(x): x for x in (self.model, self.decoder)}.values())
+        return list(dict.fromkeys((self.model, self.decoder)))
 
     @property
     def layouts(self) -> dict[str, TensorLayout]:

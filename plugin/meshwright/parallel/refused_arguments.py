@@ -36,6 +36,10 @@ class Refusal:
     is_option: bool = False
 
 
+def _is_passed(value: Any) -> bool:
+    return value not in (None, False)  # an empty cache is false, but asks for one
+
+
 def _is_no_padding_mask(mask: Any) -> bool:
     return mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
 
@@ -58,7 +62,7 @@ REFUSALS = (
         arguments=("past_key_values", "use_cache"),
         reason="each rank has the keys and values of its own tokens",
         cure=_GENERATE,
-        is_given=lambda value: value not in (None, False),
+        is_given=_is_passed,
     ),
     Refusal(
         axis="cp",
@@ -86,7 +90,7 @@ REFUSALS = (
         arguments=("past_key_values", "use_cache"),
         reason="each rank has only the keys and values of its stage",
         cure=_GENERATE,
-        is_given=lambda value: value not in (None, False),
+        is_given=_is_passed,
     ),
 )
 
