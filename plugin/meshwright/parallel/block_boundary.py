@@ -31,8 +31,8 @@ from meshwright.parallel.local_heads import HeadInputs
 from meshwright.parallel.method_override import EagerMethod
 from meshwright.parallel.regather import RegatheredProjections
 from meshwright.parallel.sequence_parallel import SequenceSharding
-from meshwright.parallel.structure import Block
 from meshwright.roles.adapters import projection
+from meshwright.roles.blocks import Block
 from meshwright.roles.projection import is_transposed
 
 
@@ -144,7 +144,7 @@ class BlockHooks:
         # Every rank would add the bias to its partial sum, so it is removed here and added once after the reduction.
         self._bias = self._row._parameters["bias"]
         none = torch.zeros_like(self._bias) if self._bias is not None and is_transposed(self._row) else None
-        self._row._parameters["bias"] = none  # Conv1D needs a bias
+        self._row._parameters["bias"] = none  # type: ignore[assignment]  # Conv1D needs a bias
         if self._pass is None:
             raise PlanError(
                 f"the output projection of {self._name} ran, but the block was not called as a module: the gradient of "
