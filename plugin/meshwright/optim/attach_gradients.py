@@ -132,9 +132,9 @@ def shard_optimizer(
     if any(hasattr(p, "meshwright") for p in parameters):
         raise PlanError("these parameters are distributed already; use ParallelPlan.zero_stage in to_distributed")
     dp = _axis_of(_mesh_of_all(parameters, axis) if mesh is None else mesh, axis, parameters[0].device.type)
-    for index, parameter in enumerate(parameters):
-        parameter.meshwright = TensorLayout(shape=parameter.shape, name=str(index))
     runtime = Runtime(mesh=Mesh(dp=dp), gradients=Gradients(parameters))
+    for index, parameter in enumerate(parameters):
+        parameter.meshwright = TensorLayout(shape=parameter.shape).placed(str(index), runtime.mesh)
     install_gradient_sync(
         runtime,
         nn.ParameterList(parameters),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 ALIGNMENT = 64  # elements, which are 128 bytes in half precision: the unit in which a GPU reads memory
@@ -37,6 +37,11 @@ def sharded_length(sizes: Iterable[int], ranks: int) -> int:
         258
     """
     return _padded(flat_offsets(sizes)[-1], ranks)
+
+
+def packed(sizes: Sequence[int], ranks: int = 1) -> tuple[list[int], int]:
+    """Return :func:`flat_offsets` and :func:`sharded_length` of some parameters."""
+    return flat_offsets(sizes), sharded_length(sizes, ranks)
 
 
 def _padded(size: int, multiple: int) -> int:
