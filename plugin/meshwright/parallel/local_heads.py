@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.head_layout import HeadLayout
 from meshwright.parallel.structure import Block
-from meshwright.roles.projection import is_transposed, out_features
+from meshwright.roles.linear_kernel import kernel_of
 
 
 class LocalConfig:
@@ -31,10 +31,9 @@ class LocalConfig:
 def localise_attributes(block: Block) -> None:
     """Set the head counts and widths in a block's modules to those of this rank's part."""
     module: Any = block.module
-    projections: list[Any] = [*block.columns, block.row]
-    for projection in projections:
-        if is_transposed(projection):
-            projection.nf = out_features(projection)  # the width that Conv1D reshapes to
+    for projection in (*block.columns, block.row):
+        if (kernel := kernel_of(projection)) is not None:
+            kernel.fit(projection)
     for name, value in block.local_attributes.items():
         setattr(module, name, value)
     if block.heads is not None and block.has_fused_qkv and hasattr(module, "config"):

@@ -22,7 +22,7 @@ from meshwright.parallel.roled_model import RoledModel
 from meshwright.roles import Decoder, find_decoder, written_plan
 from meshwright.roles.adapters import is_adapted
 from meshwright.roles.decoder import towers_beside
-from meshwright.roles.projection import in_features, is_projection, is_transposed, out_features, weight_of
+from meshwright.roles.projection import in_features, is_projection, out_features, output_dim, weight_of
 from meshwright.roles.sharding_plan import (
     COLUMN_ROLES,
     FUSED_QKV_ROLES,
@@ -245,7 +245,7 @@ def _block_layouts(roled: RoledModel, block: Block, tp: int, sequence_parallel: 
                 layouts[full_name] = _cut_over_tp(parameter, whole, has_addends=True)
                 continue
             rows = rows_of(full_name, tuple(parameter.shape), role, block.heads, in_features(block.row), tp)
-            if name in roled.modules and is_transposed(roled.modules[name]) and parameter.ndim == 2:
+            if name in roled.modules and output_dim(roled.modules[name]) == 1 and parameter.ndim == 2:
                 rows = RowLayout(1 - rows.dim, rows.size, rows.spans)
             if rows.size != (parameter.shape[rows.dim] if parameter.ndim else 1):
                 raise PlanError(
