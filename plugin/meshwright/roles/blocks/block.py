@@ -11,9 +11,10 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.roles.adapters import is_adapted
+from meshwright.roles.adapters import is_adapted, projection
 from meshwright.roles.blocks.head_layout import HeadLayout
-from meshwright.roles.projection import in_features, is_projection, is_transposed, out_features
+from meshwright.roles.linear_kernel import kernel_of
+from meshwright.roles.projection import in_features, is_projection, output_dim
 from meshwright.roles.roled_model import RoledModel
 from meshwright.roles.sharding_plan import BlockPart, Role
 
@@ -100,9 +101,9 @@ class Block(ABC):
 
     def localise(self) -> None:
         """Set what the block's modules have read from the sizes of one device to this rank's part."""
-        for projection in (*self.columns, self.row):
-            if is_transposed(projection):
-                projection.nf = out_features(projection)  # type: ignore[assignment]  # the width Conv1D reshapes to
+        for module in map(projection, (*self.columns, self.row)):
+            if (kernel := kernel_of(module)) is not None:
+                kernel.fit(module)
 
     @property
     def shared_dropouts(self) -> list[nn.Module]:
@@ -157,7 +158,7 @@ class Block(ABC):
         if is_factor or role.part is BlockPart.COPY or (is_row and parameter.ndim == 1):
             return rows
         rows = self.rows_of(full_name, role, rows.size)
-        is_swapped = parameter.ndim == 2 and name in self.roled.modules and is_transposed(self.roled.modules[name])
+        is_swapped = parameter.ndim == 2 and name in self.roled.modules and output_dim(self.roled.modules[name]) == 1
         if is_row is not is_swapped:
             rows = RowLayout(1, rows.size, rows.spans)
         if rows.size != parameter.shape[rows.dim]:
