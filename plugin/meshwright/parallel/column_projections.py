@@ -30,7 +30,7 @@ from meshwright.parallel.collectives import (
     start_reduce_scatter,
 )
 from meshwright.parallel.linear_layers import is_stock_linear, weight_gradient
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step, remove_step
 from meshwright.roles.projection import is_transposed
 
 
@@ -49,25 +49,23 @@ class ColumnProjections:
         self.is_gathered = is_gathered
         self.modules = list(modules) if all(map(is_stock_linear, modules)) else []
         self.current: _ColumnPass | None = None
-        self._overrides = [_ColumnForward(module.forward, module, i, self) for i, module in enumerate(self.modules)]
-        for module, override in zip(self.modules, self._overrides, strict=True):
-            module.forward = override
+        self._steps = [_ColumnForward(module, i, self) for i, module in enumerate(self.modules)]
+        self._chains = list(map(add_step, self.modules, self._steps))
 
     def remove(self) -> None:
         """Give the projections their own forward, and leave all gradients to autograd."""
-        for module, override in zip(self.modules, self._overrides, strict=True):
-            if vars(module).get("forward") is override:
-                del module.forward
-                if module.forward != override.method:
-                    module.forward = override.method
-        self.modules, self._overrides = [], []
+        for module, step in zip(self.modules, self._steps, strict=True):
+            remove_step(module, step)
+        self.modules, self._steps, self._chains = [], [], []
 
     def can_enter(self, x: Tensor) -> bool:
         """Return whether the next pass can use :meth:`enter`; otherwise autograd computes all gradients."""
         if not (self.modules and x.requires_grad and torch.is_grad_enabled()):
             return False
-        for module, override in zip(self.modules, self._overrides, strict=True):
-            if module.__dict__.get("forward") is not override or module._parameters.get("weight") is None:
+        for module, step, chain in zip(self.modules, self._steps, self._chains, strict=True):
+            if module.__dict__.get("forward") is not chain or chain.first is not step:
+                return False
+            if module._parameters.get("weight") is None:
                 return False
         return True
 
@@ -122,11 +120,12 @@ class _ColumnPass:
         return is_whole and saved.memory(x) == self.memory
 
 
-class _ColumnForward(MethodOverride):
+class _ColumnForward(ChainStep):
     """The ``forward`` of a projection; the node of the block's input computes the gradient of the weight."""
 
-    def __init__(self, method: Callable[..., Any], module: nn.Module, index: int, group: ColumnProjections):
-        super().__init__(method)
+    order = StepOrder.COLUMN
+
+    def __init__(self, module: nn.Module, index: int, group: ColumnProjections):
         self.module, self.index, self.group = module, index, group
         self.is_transposed = is_transposed(module)
 

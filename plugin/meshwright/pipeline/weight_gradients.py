@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.linear_layers import is_stock_linear, weight_factors, weight_gradient
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.plan.schedule import Kind, Operation
 from meshwright.roles.projection import is_transposed
@@ -42,7 +42,7 @@ class WeightGradients:
         self._now: list[_Waiting] | None = None
         for module in modules:
             if is_stock_linear(module):
-                module.forward = _LinearForward(module.forward, module, self)
+                add_step(module, _LinearForward(module, self))
 
     @contextlib.contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:
@@ -71,11 +71,12 @@ class WeightGradients:
             sums.add_product(weight, *weight_factors(read_input(), gradient, transposed))
 
 
-class _LinearForward(MethodOverride):
+class _LinearForward(ChainStep):
     """The ``forward`` of a linear layer whose weight's gradient may be computed later than its input's."""
 
-    def __init__(self, method: Callable[..., Any], module: nn.Module, later: WeightGradients):
-        super().__init__(method)
+    order = StepOrder.LATER_GRADIENT
+
+    def __init__(self, module: nn.Module, later: WeightGradients):
         self.module, self.later = module, later
 
     def __call__(self, x: Tensor) -> Tensor:
