@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.errors import PlanError
 from meshwright.optim.attach_gradients import install_gradient_sync
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.dropout_streams import DropoutStreams
@@ -36,6 +37,11 @@ class _Copier:
         self.part, self.model, self.runtime = part, model, runtime
 
     def __call__(self, memo: dict[int, Any]) -> Any:
+        if self.runtime.mesh.pp.size > 1:
+            raise PlanError(
+                "a model whose layers are spread over the ranks of pp cannot be copied. For an average of its weights "
+                "or a frozen copy, use a plan with pp=1"
+            )
         if id(self.runtime) in memo:  # inside a wrapper that is being copied
             return _reconstruct(self.part, memo)
         new = self.runtime.without_gradients()

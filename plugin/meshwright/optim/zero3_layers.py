@@ -35,9 +35,7 @@ from meshwright.optim.ownership import EqualSlices
 from meshwright.optim.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.roles.adapters import without_wrappers
 
 
 class ShardedWeights:
@@ -89,10 +87,6 @@ class ShardedWeights:
         """Add the hooks that gather and release a model's weights, after :meth:`keep` was called for its parameters."""
         for step in self.steps:
             step.hook()
-        parts: dict[int, Any] = {id(x): x for x in (model, without_wrappers(model)[1])}
-        for part in parts.values():
-            if callable(getattr(part, "generate", None)):
-                object.__setattr__(part, "generate", _GenerateTogether(part.generate))
 
     def find_places(self) -> None:
         """Look up the place of each parameter again, after the parameters of the FlatShards were replaced."""
@@ -385,13 +379,3 @@ def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
     return list(groups.values())
-
-
-class _GenerateTogether(MethodOverride):
-    """A ``generate`` in which every rank runs as many forward passes as the longest text needs.
-
-    Each forward pass gathers weights, so all ranks must take part.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.method(*args, **{"synced_gpus": True, **kwargs})

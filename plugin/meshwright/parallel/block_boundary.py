@@ -28,7 +28,7 @@ from meshwright.parallel.collectives import gather_rows, reduce, share
 from meshwright.parallel.column_projections import ColumnProjections
 from meshwright.parallel.dropout_streams import DropoutStreams, Rates, Restore
 from meshwright.parallel.local_heads import HeadInputs
-from meshwright.parallel.method_override import EagerMethod
+from meshwright.parallel.method_chain import Uncompiled, add_step
 from meshwright.parallel.regather import RegatheredProjections
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.roles.adapters import projection
@@ -88,7 +88,7 @@ class BlockHooks:
         if self._regathered is not None and self._is_whole_module:
             self._regathered.span_block()
         self._columns.remove()
-        self._output.forward = EagerMethod(self._output.forward)
+        add_step(self._output, Uncompiled())
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

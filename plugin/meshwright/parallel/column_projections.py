@@ -29,6 +29,7 @@ from meshwright.parallel.collectives import (
     start_reduce_scatter,
 )
 from meshwright.parallel.linear_layers import LinearForward
+from meshwright.parallel.method_chain import StepOrder, add_step, remove_step
 from meshwright.roles.linear_kernel import LinearKernel, kernel_of
 
 
@@ -51,18 +52,24 @@ class ColumnProjections:
         if len(kernels) == len(modules):
             pairs = zip(modules, kernels, strict=True)
             self.forwards = [_ColumnForward(module, kernel, i, self) for i, (module, kernel) in enumerate(pairs)]
+        self._chains = [add_step(forward.module, forward) for forward in self.forwards]
 
     def remove(self) -> None:
         """Give the projections their own forward, and leave all gradients to autograd."""
         for forward in self.forwards:
-            forward.remove()
-        self.forwards = []
+            remove_step(forward.module, forward)
+        self.forwards, self._chains = [], []
 
     def can_enter(self, x: Tensor) -> bool:
         """Return whether the next pass can use :meth:`enter`; otherwise autograd computes all gradients."""
         if not (self.forwards and x.requires_grad and torch.is_grad_enabled()):
             return False
-        return all(f.is_installed and f.module._parameters.get("weight") is not None for f in self.forwards)
+        for forward, chain in zip(self.forwards, self._chains, strict=True):
+            if forward.module.__dict__.get("forward") is not chain or chain.first is not forward:
+                return False
+            if forward.module._parameters.get("weight") is None:
+                return False
+        return True
 
     def enter(self, x: Tensor, axis: Axis) -> Tensor:
         """Return the rows that the projections read, from this rank's rows or from all; :meth:`open` must follow."""
@@ -117,6 +124,8 @@ class _ColumnPass:
 
 class _ColumnForward(LinearForward):
     """The ``forward`` of a projection; the node of the block's input computes the gradient of the weight."""
+
+    order = StepOrder.COLUMN
 
     def __init__(self, module: nn.Module, kernel: LinearKernel, index: int, group: ColumnProjections):
         super().__init__(module, kernel)

@@ -9,34 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel import saved_tensors as saved
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep, StepOrder
 from meshwright.roles.linear_kernel import LinearKernel
 
 
-class LinearForward(MethodOverride):
+class LinearForward(ChainStep):
     """The ``forward`` of a linear layer, which saves the layer's input itself instead of a copy in another dtype.
 
     Args:
-        module: the layer; its forward is replaced.
+        module: the layer.
         kernel: how the layer computes.
     """
 
+    order = StepOrder.LATER_GRADIENT
+
     def __init__(self, module: nn.Module, kernel: LinearKernel):
-        super().__init__(module.forward)
         self.module, self.kernel = module, kernel
-        module.forward = self
-
-    def remove(self) -> None:
-        """Give the layer its forward from before."""
-        if self.is_installed:
-            del self.module.forward
-            if self.module.forward != self.method:
-                self.module.forward = self.method
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether nobody has replaced the layer's forward since."""
-        return vars(self.module).get("forward") is self
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = self.module._parameters.get("weight")  # none if a hook computes it, as prune's and weight_norm's do

@@ -24,6 +24,7 @@ from meshwright.parallel.block_boundary import BlockHooks, SharedDropout, hidden
 from meshwright.parallel.collectives import reduce_for_shards
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.guard_windows import OnShards, Window
+from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.partial_gradients import ModelWindow
 from meshwright.parallel.region_borders import RegionBorders
 from meshwright.parallel.sequence_parallel import SequenceSharding
@@ -154,8 +155,8 @@ def guard_shards(model: nn.Module, blocks: Iterable[Block]) -> None:
         if id(module) not in inside:
             Window(module.parameters(recurse=False)).over(module)
         for name in ("merge_adapter", "unmerge_adapter"):
-            if callable(method := getattr(module, name, None)):
-                object.__setattr__(module, name, OnShards(method))
+            if callable(getattr(module, name, None)):
+                add_step(module, OnShards(), name)
 
 
 def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: DecoderStructure) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor, nn
 
 from meshwright.parallel.linear_layers import LinearForward
+from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.plan.schedule import Kind, Operation
 from meshwright.roles.linear_kernel import LinearKernel, kernel_of
@@ -37,7 +38,7 @@ class WeightGradients:
         self._now: list[_Waiting] | None = None
         for module in modules:
             if (kernel := kernel_of(module)) is not None:
-                _DelayedLinear(module, kernel, self)
+                add_step(module, _DelayedLinear(module, kernel, self))
 
     @contextlib.contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:
