@@ -7,11 +7,12 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.context.region import ContextRegion
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Mesh
+from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.method_override import MethodOverride, RefusedMethod
 from meshwright.parallel.refused_arguments import check_arguments
@@ -50,13 +51,11 @@ class ContextForward(MethodOverride):
         check_arguments(self.decoder, batch, self.mesh, "cp")
         if "use_cache" in self.signature.parameters:
             batch["use_cache"] = False  # each rank would have the keys and values of its own tokens only
-        tokens = next((x for n in ("input_ids", "inputs_embeds") if (x := batch.get(n)) is not None), None)
-        if tokens is None:
-            raise PlanError("the model was called without input_ids or inputs_embeds")
+        schema = BatchSchema(batch)
+        tokens = schema.tokens
         region = self.region
         region.keeps_parted = self.has_token_loss and not region.joins
-        given = [x for x in batch.values() if isinstance(x, Tensor) and x.shape[:2] == tokens.shape[:2]]
-        region.inputs = tuple(given)
+        region.inputs = schema.per_token
         try:
             output = self.method(**batch)
         finally:

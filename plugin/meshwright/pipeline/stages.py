@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.errors import PlanError
+from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.tensor_parallel import SequenceRegion
@@ -66,7 +67,7 @@ class Stages:
             for m in modules
         )
 
-    def run(self, stage: int, batch: dict[str, Any], received: Tensor | None) -> Any:
+    def run(self, stage: int, batch: Batch, received: Tensor | None) -> Any:
         """Run a stage on one micro-batch.
 
         Args:
@@ -78,10 +79,13 @@ class Stages:
         Returns:
             The hidden states for the next stage, or the output of the decoder if this is the last stage.
         """
+        schema = BatchSchema(batch)
         with self.active(stage):
-            self._received, self._length = received, local_tokens(tokens_of(batch).shape[1], self.cp)
+            self._received, self._length = received, local_tokens(schema.tokens.shape[1], self.cp)
+            # Features of images are in the embeddings, which the first stage alone has.
+            unread = schema.of_towers if stage and self.cut.has_towers else ()
             try:
-                return self.forward(**batch)
+                return self.forward(**{name: value for name, value in batch.items() if name not in unread})
             except StageEnd as end:
                 if self.region is not None:
                     self.region.end_stage()
@@ -126,16 +130,6 @@ class Stages:
             x = self._received
         size = self.cut.order.tuple_sizes[index]
         return (x, *[None] * (size - 1)) if size else x
-
-
-def tokens_of(batch: dict[str, Any]) -> Tensor:
-    """Return the argument of a forward call that has a token in each place, ``[B, S, ...]``."""
-    tokens: Tensor | None = next(
-        (x for name in ("input_ids", "inputs_embeds") if (x := batch.get(name)) is not None), None
-    )
-    if tokens is None:
-        raise PlanError("the model was called without input_ids or inputs_embeds")
-    return tokens
 
 
 class _LayerForward(MethodOverride):
