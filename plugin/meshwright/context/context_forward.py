@@ -6,11 +6,12 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.context.region import ContextRegion
 from meshwright.errors import PlanError
-from meshwright.parallel.method_chain import BatchStep, StepOrder, tokens_of
+from meshwright.parallel.batch_schema import BatchSchema
+from meshwright.parallel.method_chain import BatchStep, StepOrder
 from meshwright.parallel.tensor_guards import UnreadableTensor
 
 
@@ -42,10 +43,10 @@ class ContextForward(BatchStep):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch = self.batch_of(args, kwargs)
-        tokens, region = tokens_of(batch), self.region
+        schema, region = BatchSchema(batch), self.region
+        tokens = schema.tokens
         region.keeps_parted = self.has_token_loss and not region.joins
-        given = [x for x in batch.values() if isinstance(x, Tensor) and x.shape[:2] == tokens.shape[:2]]
-        region.inputs = tuple(given)
+        region.inputs = schema.per_token
         try:
             output = self.method(**batch)
         finally:

@@ -345,15 +345,17 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Yield the module of each unit, in order, and whether the modules inside it belong to the unit.
 
     The units are the members of the outermost module lists, and all other modules with parameters of their own. A
-    container of parameters is never called, so its parameters belong to the unit of its parent module, and what a
-    parametrization computes a weight from belongs to the unit of the module with this weight.
+    container of parameters is never called, nor is the output projection of torch's attention, so its parameters belong
+    to the unit of its parent module, and what a parametrization computes a weight from belongs to the unit of the
+    module with this weight.
     """
 
     def walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         if isinstance(module, nn.ModuleList):
             yield from ((member, True) for member in module)
             return
-        if is_parametrized(module) or any(map(_is_part_of_parent, module.children())):
+        reads_children = is_parametrized(module) or isinstance(module, nn.MultiheadAttention)
+        if reads_children or any(map(_is_part_of_parent, module.children())):
             yield module, True
             return
         if next(module.parameters(recurse=False), None) is not None:
