@@ -98,7 +98,10 @@ def numel(blocks: Iterable[StridedBlock]) -> int:
 
 
 def copy_blocks(target: Tensor, source: Tensor, blocks: Iterable[StridedBlock]) -> None:
-    """Copy blocks whose ``local`` is a position in ``target``, and whose ``whole`` is one in ``source``; both 1-d."""
+    """Copy blocks whose ``local`` is a position in ``target``, and whose ``whole`` is one in ``source``.
+
+    Both tensors are 1-d and contiguous.
+    """
     for b in blocks:
         size = (b.count, b.length)
         to = target.as_strided(size, (b.local_stride, 1), target.storage_offset() + b.local)

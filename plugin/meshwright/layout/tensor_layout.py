@@ -213,10 +213,10 @@ class TensorLayout:
         """Return a contiguous copy of what this rank has of ``full``."""
         shard = full
         for axis, rows in self.cuts:
-            shard = rows.take(shard, self.place[axis])
+            shard = shard if rows.is_replicated else rows.take(shard, self.place[axis])
         if self.flat is not None:
             return self.own(shard).clone()
-        return shard if self.cuts else full.clone(memory_format=torch.contiguous_format)
+        return full.clone(memory_format=torch.contiguous_format) if shard is full else shard
 
     def add(self, full: Tensor, local: Tensor) -> None:
         """Add this rank's shard to ``full``, in place."""

@@ -35,6 +35,7 @@ def assemble(part: Tensor, layout: TensorLayout, mesh: Mesh) -> Tensor | None:
     if not layout.is_cut and layout.first_stage == 0:
         return part.view(layout.shape) if mesh.is_first else None
     full = torch.empty(layout.shape, dtype=part.dtype) if mesh.is_first else None
+    part = part.contiguous()
     step = max(1, _CHUNK // part.element_size())
     for shards, spans in layout.regions(mesh.places):
         for owner, *_ in shards[0]:
