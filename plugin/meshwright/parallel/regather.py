@@ -22,6 +22,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.linear_layers import LinearForward
+from meshwright.parallel.method_chain import add_step, remove_step
 from meshwright.roles.linear_kernel import kernel_of
 
 
@@ -69,6 +70,8 @@ class RegatheredProjections:
         inner = {module: kernel_of(module) for projection in projections for module in projection.modules()}
         # Another kernel's own forward may save a copy of its input, which is not recognised here.
         self._forwards = [LinearForward(m, k) for m, k in inner.items() if k is not None and not k.is_differentiable]
+        for forward in self._forwards:
+            add_step(forward.module, forward)
         self._handles: list[RemovableHandle] = []
 
     def span_block(self) -> None:
@@ -80,7 +83,7 @@ class RegatheredProjections:
         for handle in self._handles:
             handle.remove()
         for forward in self._forwards:
-            forward.remove()
+            remove_step(forward.module, forward)
         self._projections = []
 
     def open(self, full: Tensor, local: Tensor, axis: Axis) -> None:
