@@ -12,7 +12,7 @@ from meshwright.context.region import ContextRegion
 from meshwright.errors import PlanError
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.method_chain import BatchStep, StepOrder
-from meshwright.parallel.tensor_guards import UnreadableTensor
+from meshwright.parallel.stand_in import ShardedLogits, StandIn
 
 
 class ContextForward(BatchStep):
@@ -41,7 +41,7 @@ class ContextForward(BatchStep):
         super().__init__(decoder)
         self.region, self.has_token_loss, self.joins_logits = region, has_token_loss, joins_logits
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
         schema, region = BatchSchema(batch), self.region
         tokens = schema.tokens
@@ -64,24 +64,21 @@ class ContextForward(BatchStep):
                 "as transformers' models do; call it without return_dict=False"
             )
         logits = output["logits"]
-        if isinstance(logits, UnreadableTensor):  # tensor parallelism gave logits that raise already
+        if isinstance(logits, ShardedLogits):  # tensor parallelism gave logits that raise already
             return output
         if joins:
             output["logits"] = self.region.parts.join(logits, 1, length)
         else:
-            empty = torch.empty((), dtype=logits.dtype, device=logits.device)
-            output["logits"] = empty.expand(logits.shape[0], length, logits.shape[-1]).as_subclass(PartedLogits)
+            shape = (logits.shape[0], length, logits.shape[-1])
+            output["logits"] = PartedLogits.of_shape(shape, logits.dtype, logits.device)
         return output
 
 
-class PartedLogits(UnreadableTensor):
+class PartedLogits(StandIn):
     """Stands in for the logits of all tokens in training with labels; reading it raises an error."""
 
-    _MESSAGE = (
+    MESSAGE = (
         "in training with labels the logits stay sharded over cp, and each rank has those of its own tokens. To read "
         "outputs.logits, pass ToDistributedConfig(gather_logits=True), or call the model in eval mode or without "
         "labels, where the logits are whole"
     )
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return "PartedLogits(not gathered: see ToDistributedConfig.gather_logits)"

@@ -134,7 +134,7 @@ class _CompiledForward(ChainStep):
         self.options = options
         self._compiled: Callable[..., Any] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self._compiled is None:
             self._compiled = torch.compile(self.method, **self.options)
         return self._compiled(*args, **kwargs)

@@ -31,7 +31,7 @@ from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.padded_rows import PaddedRows
 from meshwright.parallel.refused_arguments import check_arguments
 from meshwright.parallel.replica_comparison import ReplicaComparison
-from meshwright.parallel.tensor_guards import ShardedLogits
+from meshwright.parallel.stand_in import ShardedLogits
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 

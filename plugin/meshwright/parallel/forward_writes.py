@@ -97,7 +97,7 @@ class WritesInRecompute(ChainStep):
             if id(module) in inside and any(_own(module, Tensor)):
                 add_step(module, WritesInRecompute(module, name))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if not in_backward():
             return self.method(*args, **kwargs)
         before = self._tensors()

@@ -62,7 +62,7 @@ class SplitForward(BatchStep):
         self.keeps_logits = keeps_logits
         self.writes = WritesPerPiece(model, guard)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
         schema = BatchSchema(batch)
         if not (self.model.training and torch.is_grad_enabled() and schema.targets is not None):

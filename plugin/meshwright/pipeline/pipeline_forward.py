@@ -143,7 +143,7 @@ class PipelineForward(BatchStep):
 
     # A compiled model runs its stages uncompiled, since they send and receive.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
         targets = BatchSchema(batch).targets
         trains = torch.is_grad_enabled() and (self.model.training or self._may_train_in_eval(batch, targets))

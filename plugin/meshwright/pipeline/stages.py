@@ -140,5 +140,5 @@ class _LayerForward(ChainStep):
     def __init__(self, index: int, stages: Stages):
         self.index, self.stages = index, stages
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.stages.at_layer(self.index, self.method, args, kwargs)
