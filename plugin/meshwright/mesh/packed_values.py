@@ -51,7 +51,7 @@ class UnsupportedValue(ValueError):
     """A value has a type that cannot be packed."""
 
 
-def pack(value: Any, name: str = "value") -> Tensor:
+def pack(value: object, name: str = "value") -> Tensor:
     """Return a value as a uint8 tensor on the CPU, from which ``unpack`` makes an equal value.
 
     Numbers, text, bytes, None, lists, tuples, sets, dicts, tensors of any layout, NumPy arrays, PIL images, dates,
@@ -152,7 +152,7 @@ class _Writer:
             [self._key(key, name, depth), self.encode(x, f"{name}[{key!r}]", depth + 1)] for key, x in values.items()
         ]
 
-    def _key(self, key: Any, name: str, depth: int) -> Any:
+    def _key(self, key: object, name: str, depth: int) -> Any:
         if not _is_key(key):
             raise UnsupportedValue(f"a key of {_cut(name)} is a {type(key).__name__}; use text or numbers as keys")
         return self.encode(key, f"a key of {name}", depth + 1)
@@ -184,7 +184,7 @@ class _Writer:
             raise UnsupportedValue(f"{_cut(name)} is a tensor of the layout {x.layout}, which {_ADVICE}")
         return {"tensor": [str(x.dtype), list(x.shape), self.add(x.contiguous().reshape(-1).view(torch.uint8))]}
 
-    def _array(self, value: Any, name: str, depth: int) -> Any:
+    def _array(self, value: object, name: str, depth: int) -> Any:
         is_scalar = isinstance(value, np.generic)
         array = np.asarray(value)
         if isinstance(value, np.ma.MaskedArray) or array.dtype.kind not in "biufcSUMmO":
@@ -234,7 +234,7 @@ class _Reader:
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
 
-    def decode(self, said: Any) -> Any:
+    def decode(self, said: object) -> Any:
         if isinstance(said, list):
             return [self.decode(item) for item in said]
         if not isinstance(said, dict):
@@ -242,7 +242,7 @@ class _Reader:
         ((kind, body),) = said.items()
         return getattr(self, f"_read_{kind}")(body)
 
-    def _key(self, said: Any) -> Any:
+    def _key(self, said: object) -> Any:
         key = self.decode(said)
         if not _is_key(key):
             raise ValueError(f"a packed value has a {type(key).__name__} as key")
@@ -273,16 +273,16 @@ class _Reader:
         factory, pairs = body
         return collections.defaultdict(_FACTORIES[factory], self._read_dict(pairs))
 
-    def _read_bytes(self, body: Any) -> bytes:
+    def _read_bytes(self, body: object) -> bytes:
         return self._bytes(body).numpy().tobytes()
 
-    def _read_bytearray(self, body: Any) -> bytearray:
+    def _read_bytearray(self, body: object) -> bytearray:
         return bytearray(self._read_bytes(body))
 
-    def _read_floats(self, body: Any) -> Any:
+    def _read_floats(self, body: object) -> Any:
         return self._bytes(body).view(torch.float64).tolist()
 
-    def _read_ints(self, body: Any) -> Any:
+    def _read_ints(self, body: object) -> Any:
         return self._bytes(body).view(torch.int64).tolist()
 
     def _read_tensor(self, body: Any) -> Tensor:
@@ -376,7 +376,7 @@ def _is_key(value: Any) -> bool:
     return type(value).__module__ in ("builtins", "numpy", "datetime", "decimal", "torch")
 
 
-def _is_image(value: Any) -> bool:
+def _is_image(value: object) -> bool:
     image = sys.modules.get("PIL.Image")
     return image is not None and isinstance(value, image.Image)
 
