@@ -87,5 +87,5 @@ class _Elsewhere(UnreadableTensor):
         "rank, pass ToDistributedConfig(gather_logits=True)"
     )
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return "(logits of the last pipeline stage: see ToDistributedConfig.gather_logits)"

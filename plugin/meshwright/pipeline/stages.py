@@ -139,5 +139,5 @@ class _LayerForward(MethodOverride):
         super().__init__(method)
         self.index, self.stages = index, stages
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.stages.at_layer(self.index, self.method, args, kwargs)
