@@ -38,7 +38,7 @@ class PartialNorm(TensorParallelLayer):
             dist.all_reduce(grad, group=mesh.get_group())
             return grad
 
-        def tp_forward(*args: Any, **kwargs: Any) -> Any:
+        def tp_forward(*args: object, **kwargs: object) -> Any:
             # Loading replaces the parameters after install_forward, so hooks are added at the first forward pass.
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and hooked.get(name) is not parameter:
@@ -90,7 +90,7 @@ class VocabLogits(ShardedLogits):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         logits = args[0] if args else (kwargs or {}).get("input")
         if not isinstance(logits, VocabLogits):
@@ -107,7 +107,7 @@ class VocabLogits(ShardedLogits):
 
 
 def _cross_entropy(
-    logits: VocabLogits, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any
+    logits: VocabLogits, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: object
 ) -> Tensor:
     if reduction not in ("mean", "sum") or any(value not in (None, 0.0) for value in others.values()):
         raise ValueError(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.autograd_graph import tensors_in
@@ -75,14 +76,14 @@ class ItemsUse:
                 uneven.stop()
         return self.is_divided
 
-    def _agree(self, trainer: Any, runtime: Runtime) -> bool:
+    def _agree(self, trainer: Trainer, runtime: Runtime) -> bool:
         # Ranks may differ: a rank without labels may return before it divides.
         flag = torch.tensor(int(self.is_read), device=trainer.args.device)
         for axis in (runtime.mesh.dp, *runtime.mesh.of_same_rows):
             flag = maximum(flag, axis)
         return bool(flag)
 
-    def watch(self, count: Any) -> Any:
+    def watch(self, count: object) -> Any:
         """Return the count as a tensor that records whether its value is read."""
         self._is_passed = count is not None
         if count is None or isinstance(count, _WatchedCount):
@@ -92,7 +93,7 @@ class ItemsUse:
         return watched
 
 
-def _is_of_model(trainer: Any, runtime: Runtime) -> bool:
+def _is_of_model(trainer: Trainer, runtime: Runtime) -> bool:
     """Return whether the model divided its known loss by the count, so that it is the loss of the global batch."""
     loss = runtime.features.find(BatchLoss)
     return not has_own_loss(trainer) and loss is not None and loss.mean.used_items is True
@@ -122,7 +123,7 @@ class _WatchedCount(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
         if name not in _ABOUT:
