@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from meshwright.choose.picked_plan import device_at_hand, plan_card
 from meshwright.errors import PlanError
@@ -57,7 +58,9 @@ class MeshwrightCallback(TrainerCallback):
         self._flops: Callable[[int], float] | None = None  # FLOPs per token, by the length of its row
         self._peak: float | None = None  # FLOPs per second of a device
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Warn that this callback does not shard the model, if several processes or a plan were launched."""
         if not self.trainer_shards and state.is_world_process_zero and (world_size() > 1 or _PLAN in os.environ):
             logger.warning(
@@ -70,11 +73,11 @@ class MeshwrightCallback(TrainerCallback):
     def on_train_begin(
         self,
         args: Any,
-        state: Any,
-        control: Any,
+        state: TrainerState,
+        control: TrainerControl,
         model: nn.Module | None = None,
         train_dataloader: Any = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         """Count tokens from here on, and log the plan card."""
         assert model is not None
@@ -94,7 +97,14 @@ class MeshwrightCallback(TrainerCallback):
             torch.cuda.reset_peak_memory_stats(device)
         self._since = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: object,
+    ) -> None:
         """Compare the replicas' weights every ``check_every`` steps."""
         if self.check_every and state.global_step % self.check_every == 0:
             assert model is not None
@@ -119,7 +129,9 @@ class MeshwrightCallback(TrainerCallback):
             self._hook.remove()
             self._hook = None
 
-    def _log_plan(self, args: Any, model: nn.Module, loader: Any, device: torch.device) -> None:
+    def _log_plan(
+        self, args: TrainingArguments, model: nn.Module, loader: DataLoader[object], device: torch.device
+    ) -> None:
         runtime = find_runtime(model)
         replicas = world_size() if runtime is None else runtime.mesh.dp.size
         rows = args.train_batch_size * args.gradient_accumulation_steps * replicas

@@ -198,7 +198,7 @@ def _lengths(dataset: datasets.Dataset) -> Iterator[int]:
         yield from pc.list_value_length(table["input_ids"]).to_pylist()
 
 
-def _stages(stage: Any) -> Iterator[Any]:
+def _stages(stage: object) -> Iterator[Any]:
     """Yield the stages of a dataset's pipeline, from the last stage to the sources."""
     yield stage
     for source in [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]:

@@ -14,7 +14,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_gather
 
 
-def gather_tensors(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> Any:
+def gather_tensors(data: object, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> Any:
     """Return each tensor with its rows gathered over the data-parallel axis; every rank makes the call.
 
     The ranks may have different numbers of rows. A tensor without dims becomes a vector with one number per rank.
@@ -45,7 +45,7 @@ def gather_values(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | No
     return [value for values in ranks for value in values][:rows]
 
 
-def has_only_tensors(data: Any) -> bool:
+def has_only_tensors(data: object) -> bool:
     """Return whether nested containers hold only tensors."""
     try:
         recursively_apply(lambda x: x, data, error_on_other_type=True)

@@ -104,7 +104,7 @@ class VocabLogits(ShardedLogits):
 
 
 def _cross_entropy(
-    logits: VocabLogits, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any
+    logits: VocabLogits, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: object
 ) -> Tensor:
     if reduction not in ("mean", "sum") or any(value not in (None, 0.0) for value in others.values()):
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 import meshwright as mw
 from meshwright.data.loader import DistributedLoader
@@ -78,7 +78,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     # Attributes of the Trainer that the mixin uses, besides those of CheckpointMixin.
     accelerator: Any
     optimizer: Any
-    train_dataset: Any
+    train_dataset: object
     label_smoother: Any
     compute_loss_func: Any
 
@@ -241,14 +241,14 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             has_seedable_sampler=self.accelerator.use_seedable_sampler,
         )
 
-    def gathered(self, stock: Callable[[Any], Any], tensor: Any) -> Any:
+    def gathered(self, stock: Callable[[object], Any], tensor: object) -> Any:
         """Gather a metric's tensors over the data-parallel ranks; without a plan, call ``stock`` of accelerate."""
         runtime = find_runtime(self.model)
         if runtime is None or not has_only_tensors(tensor) or any(x.ndim == 0 for x in tensors_of(tensor)):
             return stock(tensor)
         return gather_rows(tensor, runtime.mesh.dp, is_cut=False)  # ranks may have different numbers of rows
 
-    def gathered_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gathered_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Gather a metric's rows over the data-parallel ranks, each once and in the dataset's order."""
         if find_runtime(self.model) is None:
             return input_data  # whole_loader gives each rank all rows
@@ -258,7 +258,9 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         """Record that the number of processes was read, perhaps by a loss."""
         self._items.has_asked_processes = True
 
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def _prepare_dataset(
+        self, dataset: object, processing_class: object, args: TrainingArguments, *rest: object, **kwargs: object
+    ) -> Any:
         """Prepare a TRL trainer's dataset before the model is distributed; KTO gets the global batch size."""
         if getattr(self, "calculate_KL", False):
             args = with_global_batch(args, self._mesh_config)
@@ -334,7 +336,7 @@ class MeshwrightTrainer(MeshwrightTrainerMixin, Trainer):
     """transformers' Trainer with a plan; see MeshwrightTrainerMixin."""
 
 
-def _told(callback: Any) -> Any:
+def _told(callback: object) -> Any:
     """Return the callback; a MeshwrightCallback is marked so that it does not warn that it cannot shard."""
     if isinstance(callback, type) and issubclass(callback, MeshwrightCallback):
         callback = callback()

@@ -51,7 +51,7 @@ class TrainerAccelerator(Accelerator):
         return self._trainer.gathered_for_metrics(input_data, use_gather_object)
 
 
-def become_trainers(accelerator: Accelerator, trainer: Any) -> None:
+def become_trainers(accelerator: Accelerator, trainer: object) -> None:
     """Change the class of the Trainer's Accelerator to a subclass with the methods above.
 
     Args:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainerControl
 
 import meshwright as mw
 from meshwright.checkpoint.files.lineage import Lineage, Mark
@@ -60,7 +61,7 @@ class CheckpointMixin:
     optimizer: Any
     lr_scheduler: Any
     state: Any
-    control: Any
+    control: TrainerControl
     processing_class: Any
     data_collator: Any
     _train_batch_size: int
@@ -99,7 +100,7 @@ class CheckpointMixin:
 
         on_first_rank(save_rest)
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         if self._hidden_run is not None:
             return str(self._hidden_run)
         run_dir: str = super()._get_output_dir(trial)  # type: ignore[misc]
@@ -136,7 +137,7 @@ class CheckpointMixin:
             if self.args.should_save:
                 self.state.save_to_json(str(folder / STATE))
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(self, *args: object, **kwargs: object) -> None:
         self._agreed.settle(self.control)
         self._calls_on_save = True
         try:

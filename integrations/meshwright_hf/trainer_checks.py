@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig, TrainingArguments
 
 from meshwright.compiling import without_compilation
 from meshwright.distribute.attach_optimizer import plan_to_complete
@@ -19,7 +20,7 @@ from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
 
-def config_of(meshwright: Any) -> ToDistributedConfig:
+def config_of(meshwright: object) -> ToDistributedConfig:
     """Return the ToDistributedConfig for the argument of ``MeshwrightTrainer(meshwright=...)``.
 
     Raises:
@@ -48,7 +49,7 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return named if named is not None else next((x for x in args if hasattr(x, "per_device_train_batch_size")), None)
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: TrainingArguments) -> None:
     """Raise if a TrainingArguments field works under no plan, before the Trainer uses it.
 
     Raises:
@@ -114,7 +115,7 @@ def _refusals(args: Any) -> Iterator[str]:
         )
 
 
-def _refusals_of_loaders(config: Any) -> Iterator[str]:
+def _refusals_of_loaders(config: PretrainedConfig) -> Iterator[str]:
     """Yield an error message for each setting of ``accelerator_config`` that reads batches differently than a plan."""
     if getattr(config, "split_batches", False):
         yield (
@@ -169,7 +170,7 @@ def check_model(model: nn.Module) -> None:
         raise PlanError(f"the model is quantised ({method}), and its packed weights cannot be sharded; load it without")
 
 
-def check_distributed(model: nn.Module, optimizer: Any, config: ToDistributedConfig, *, trains: bool) -> None:
+def check_distributed(model: nn.Module, optimizer: object, config: ToDistributedConfig, *, trains: bool) -> None:
     """Raise if an optimizer or a plan does not match a model that is already distributed.
 
     Args:
@@ -211,7 +212,7 @@ def check_nothing_thawed(model: nn.Module, trained: Collection[str]) -> None:
         )
 
 
-def renew_options(optimizer: Any, fresh: Any, args: Any) -> None:
+def renew_options(optimizer: Any, fresh: Any, args: TrainingArguments) -> None:
     """Give the groups of a Trainer's optimizer the options of one that was made from the arguments as they are now.
 
     Args:

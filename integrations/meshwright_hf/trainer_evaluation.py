@@ -34,7 +34,7 @@ class EvaluationLoss:
         runtime: the runtime of the trainer's model.
     """
 
-    def __init__(self, trainer: Any, runtime: Runtime):
+    def __init__(self, trainer: object, runtime: Runtime):
         self.trainer, self.dp = trainer, runtime.mesh.dp
         self._speaks = all(axis.rank == 0 for axis in (runtime.mesh.dp, *runtime.mesh.of_same_rows))
         self._has_warned = False

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.autograd_graph import tensors_in
@@ -77,14 +78,14 @@ class ItemsUse:
                 uneven.stop()
         return self.is_divided
 
-    def _agree(self, trainer: Any, runtime: Runtime) -> bool:
+    def _agree(self, trainer: Trainer, runtime: Runtime) -> bool:
         # Ranks may differ: a rank without labels may return before it divides.
         flag = torch.tensor(int(self.is_read), device=trainer.args.device)
         for axis in (runtime.mesh.dp, *runtime.mesh.of_same_rows):
             flag = maximum(flag, axis)
         return bool(flag)
 
-    def watch(self, count: Any) -> Any:
+    def watch(self, count: object) -> Any:
         """Return the count as a tensor that records whether its value is read."""
         self._is_passed = count is not None
         if count is None or isinstance(count, _WatchedCount):
@@ -94,7 +95,7 @@ class ItemsUse:
         return watched
 
 
-def _is_of_model(trainer: Any, runtime: Runtime) -> bool:
+def _is_of_model(trainer: Trainer, runtime: Runtime) -> bool:
     """Return whether the model divided its known loss by the count, so that it is the loss of the global batch."""
     loss = runtime.features.find(BatchLoss)
     return not has_own_loss(trainer) and loss is not None and loss.mean.used_items is True

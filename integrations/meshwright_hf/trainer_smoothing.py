@@ -37,7 +37,7 @@ def takes_smoothing(trainer: Any, runtime: Runtime) -> bool:
     )
 
 
-def _adds_to_loss(config: Any) -> bool:
+def _adds_to_loss(config: object) -> bool:
     """Return whether a model's forward adds a term to its loss when it gets labels: the Trainer's smoother hides them.
 
     The term is a router's auxiliary loss or the z-loss of Bamba.

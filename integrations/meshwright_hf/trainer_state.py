@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 import meshwright as mw
@@ -201,7 +201,7 @@ def place_in_epoch(loader: dict[str, Any], *, batch: int, accumulation: int) -> 
     return epoch, samples // batch
 
 
-def save_weights(model: Any, directory: str) -> None:
+def save_weights(model: PreTrainedModel, directory: str) -> None:
     """Write one-device weights, and the config if the model has one; every rank makes the call."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(directory)
@@ -218,7 +218,7 @@ def load_weights(model: nn.Module, directory: str) -> None:
 
 
 @torch.no_grad()
-def _load_adapter(model: Any, directory: str) -> None:
+def _load_adapter(model: nn.Module, directory: str) -> None:
     from peft.utils.save_and_load import load_peft_weights  # only a model with adapters needs peft
 
     weights = load_peft_weights(directory, device="cpu")

@@ -11,6 +11,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
 
 from meshwright.choose.given_plan import given_plan
 from meshwright.errors import PlanError
@@ -113,7 +114,7 @@ def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_train
     logger.warning(message)
 
 
-def _modules_of(trainer: Any) -> set[str]:
+def _modules_of(trainer: Trainer) -> set[str]:
     """Return the names of the TRL modules that define the base classes of a trainer."""
     return {kind.__module__.removeprefix("trl.trainer.") for kind in type(trainer).__mro__}
 
@@ -124,7 +125,7 @@ def _generates(kind: type) -> bool:
     return any(name.startswith(("_generate", "generate_on_policy")) for parent in own for name in vars(parent))
 
 
-def with_global_batch(args: Any, config: ToDistributedConfig) -> Any:
+def with_global_batch(args: TrainingArguments, config: ToDistributedConfig) -> Any:
     """Return a copy of KTO's arguments with the global batch size, for pairing the rows of a batch before sharding.
 
     For KTO's KL estimate, one process with a batch that is dp times as large pairs the rows of all data-parallel ranks.

@@ -58,7 +58,7 @@ class KeepingSamples:
         return Collated(self._collate(samples), _sent(samples))
 
 
-def portion_of(share: Share, read: Any, total: int, kind: type[Portion] = Portion) -> Portion:
+def portion_of(share: Share, read: object, total: int, kind: type[Portion] = Portion) -> Portion:
     """Return the portion for a share whose rows a collate function has collated, keeping their samples or not."""
     if isinstance(read, Collated):
         return kind.of(share, read.batch, total, read.samples)
@@ -75,7 +75,7 @@ def _sent(samples: list[Any]) -> Any:
         return samples
 
 
-def pads_by_rank(loader: Any, dp: Axis) -> bool:
+def pads_by_rank(loader: object, dp: Axis) -> bool:
     """Return whether a loader has a collate function that may pad to the longest of the rows that it gets."""
     collate = getattr(loader, "collate_fn", None)
     stacks = any(collate is known or type(collate) is known for known in STACKING)

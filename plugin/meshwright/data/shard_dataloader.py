@@ -36,9 +36,9 @@ _NAMES = dict.fromkeys(("mesh", "device_mesh", "process_mesh"), "meshes=") | dic
 @keywords_checked(_NAMES)
 def shard_dataloader(
     dataloader: Iterable[Any] | None = None,
-    meshes: Any = None,
+    meshes: object = None,
     input_keys: Sequence[str] | None = None,
-    shard_dims: Any = None,
+    shard_dims: object = None,
     is_dataset_splitted: bool = False,
     *,
     output: Literal["dtensor", "local"] = "dtensor",
@@ -162,7 +162,7 @@ def _on_all_ranks(check: Any) -> Any:
     return agreed(check)[0] if dist.is_initialized() else check().result
 
 
-def _check_divides(loader: Any, targets: Sequence[Target]) -> None:
+def _check_divides(loader: object, targets: Sequence[Target]) -> None:
     """Raise if the batch size is not divisible by the size of every sharded axis.
 
     Raises:
@@ -180,7 +180,7 @@ def _check_divides(loader: Any, targets: Sequence[Target]) -> None:
             )
 
 
-def _check_outsiders(loader: Any, targets: Sequence[Target], is_dataset_splitted: bool) -> None:
+def _check_outsiders(loader: Iterable[object], targets: Sequence[Target], is_dataset_splitted: bool) -> None:
     """Raise if some ranks are in no mesh, and only ranks that read the dataset know its rows."""
     outsiders = set(range(world_size())).difference(*(target.mesh.ranks for target in targets))
     if outsiders and (is_dataset_splitted or has_shards(loader)):

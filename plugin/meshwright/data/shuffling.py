@@ -258,7 +258,7 @@ def check_generator_state(state: Tensor) -> None:
         raise ValueError("it has values that no generator has")
 
 
-def _is_generator(text: Any) -> bool:
+def _is_generator(text: object) -> bool:
     try:
         return isinstance(text, str) and decoded(text) is not None
     except CheckpointError:

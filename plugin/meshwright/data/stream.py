@@ -297,7 +297,7 @@ class ShardedStream:
 
 
 @own_collectives()
-def gather_objects(value: Any, axis: Axis) -> list[Any]:
+def gather_objects(value: object, axis: Axis) -> list[Any]:
     """Return the value of every rank of the axis, in order of rank.
 
     Raises:

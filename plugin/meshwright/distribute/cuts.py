@@ -78,7 +78,7 @@ def context_of(structure: Decoder | None, plan: ParallelPlan) -> ContextRecord |
 
 
 def build_on_fake_rank(
-    model: Any,
+    model: nn.Module,
     plan: ParallelPlan,
     *,
     config: ToDistributedConfig | None = None,

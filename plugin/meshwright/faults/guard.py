@@ -251,7 +251,7 @@ class Guard:
         if finding is not None:
             raise self._diverged(ranks, finding)
 
-    def send(self, group: Any, tensors: Any, to: int, tag: int) -> None:
+    def send(self, group: Any, tensors: object, to: int, tag: int) -> None:
         """Announce one of the program's own sends to the hub."""
         if self.is_current:
             ranks = dist.get_process_group_ranks(group)
@@ -259,7 +259,7 @@ class Guard:
             self.trace.begin(f"send of {what} to rank {ranks[to]}")
             self._link.announce({"kind": "send", "to": ranks[to], "slot": f"{group.group_name}/{tag}", "what": what})
 
-    def receive(self, group: Any, tensors: Any, source: int, tag: int, *, waits: bool) -> None:
+    def receive(self, group: Any, tensors: object, source: int, tag: int, *, waits: bool) -> None:
         """Compare a receive of the program with the send that it belongs to."""
         if not self.is_current:
             return
@@ -273,7 +273,7 @@ class Guard:
         elif (finding := self._answer(message, (self._rank, ranks[source]))) is not None:
             raise self._diverged((self._rank, ranks[source]), finding)
 
-    def post(self, topic: str, value: Any) -> None:
+    def post(self, topic: str, value: object) -> None:
         """Send rank 0 a value that JSON can hold, without waiting; see ``take_posted``."""
         if self.is_current:
             self._link.announce({"kind": "post", "topic": topic, "value": value})
@@ -404,7 +404,7 @@ class Guard:
     def _first_difference(self, ranks: tuple[int, ...]) -> str | None:
         return first_difference(self._exchange(ranks, self.trace.of(ranks).recent()))
 
-    def _exchange(self, ranks: tuple[int, ...], value: Any) -> dict[str, Any]:
+    def _exchange(self, ranks: tuple[int, ...], value: object) -> dict[str, Any]:
         """Return each rank's value, by the rank's name; an empty dict if not all ranks make this call."""
         # Each text contains the rank, since the referee returns only texts that differ.
         said = json.dumps({"rank": self._rank, "said": value})

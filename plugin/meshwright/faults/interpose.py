@@ -45,13 +45,13 @@ _R = TypeVar("_R")
 class Observer(Protocol):
     """The interface of an observer, which the wrapped methods call."""
 
-    def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def collective(self, group: object, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Observe a collective before it starts; raise if the ranks do not agree."""
 
-    def send(self, group: Any, tensors: Any, to: int, tag: int) -> None:
+    def send(self, group: object, tensors: object, to: int, tag: int) -> None:
         """Observe a send before it starts."""
 
-    def receive(self, group: Any, tensors: Any, source: int, tag: int, *, waits: bool) -> None:
+    def receive(self, group: object, tensors: object, source: int, tag: int, *, waits: bool) -> None:
         """Observe a receive before it starts; raise if it does not fit the send."""
 
     def explain(self, error: RuntimeError) -> RuntimeError:

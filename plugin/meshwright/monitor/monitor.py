@@ -132,7 +132,7 @@ class Monitor(Watch):
     def saw_loss(self, loss: Tensor) -> None:
         self.steps.saw_loss(loss)
 
-    def end_step(self, *, lr: float | None, norm: Any) -> None:
+    def end_step(self, *, lr: float | None, norm: object) -> None:
         self.steps.end_step(lr=lr, norm=norm)
 
     def resumed(self, step: int, max_steps: int | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.global_batches import Sharing
 from meshwright.data.peers import Peers
@@ -53,7 +53,7 @@ def make_reader(
 
 
 def _reader_of_whole(
-    loader: Any,
+    loader: DataLoader[object],
     dp: Axis,
     share: Sharing,
     readers: Peers,

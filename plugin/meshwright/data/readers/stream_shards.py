@@ -170,7 +170,7 @@ def has_shards(loader: Any) -> bool:
     )
 
 
-def stage_over_shards(dataset: Any) -> str | None:
+def stage_over_shards(dataset: object) -> str | None:
     """Return the stage of a Hugging Face pipeline that would yield other rows if it ran on each shard separately.
 
     Return None if there is no such stage. ``take``, ``skip`` and functions with indices count rows over all shards.
@@ -178,7 +178,7 @@ def stage_over_shards(dataset: Any) -> str | None:
     """
     stages = [getattr(dataset, "_ex_iterable", None)]
     while stages:
-        stage: Any = stages.pop()
+        stage: object = stages.pop()
         if stage is None:
             continue
         name = type(stage).__name__
