@@ -95,7 +95,7 @@ class SplitForward(BatchStep):
         self.writes.finish()
         return output if total is None else pieces.whole(output, gradients.attach(loss_of(output), total))
 
-    def _forward(self, batch: dict[str, Any]) -> Any:
+    def _forward(self, batch: dict[str, object]) -> object:
         output = self.method(**batch)
         self.writes.look()
         return self.loss.of_output(batch, output)
@@ -107,7 +107,7 @@ def count_micro_batches(plan: ParallelPlan, rows: int, dp: Axis) -> int:
     return count if plan.micro_batch_size is None else largest(count, dp)
 
 
-def check_inputs(batch: dict[str, Any]) -> None:
+def check_inputs(batch: dict[str, object]) -> None:
     """Raise if an input requires a gradient, which a plan with micro-batches does not compute."""
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.requires_grad:
@@ -127,7 +127,7 @@ class _WholeGradients:
     def add_from(self, loss: Tensor) -> None:
         self.sums.add(self.sums.parameters, self.sums.gradients_of(loss))
 
-    def attach(self, loss: Tensor | None, other: Tensor) -> Any:
+    def attach(self, loss: Tensor | None, other: Tensor) -> Tensor:
         return self.sums.attach(loss, other)
 
 
@@ -143,8 +143,9 @@ class _ReducedGradients:
         with self.sync.reduction.aside(self.sums):
             loss.backward()
 
-    def attach(self, loss: Tensor | None, other: Tensor) -> Any:
-        return _AddReduced.apply(loss, other, self)
+    def attach(self, loss: Tensor | None, other: Tensor) -> Tensor:
+        total: Tensor = _AddReduced.apply(loss, other, self)
+        return total
 
     def add(self, factor: Tensor) -> None:
         sums, self.sums = self.sums, None

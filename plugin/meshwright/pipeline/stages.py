@@ -66,7 +66,7 @@ class Stages:
             for m in modules
         )
 
-    def run(self, stage: int, batch: dict[str, Any], received: Tensor | None) -> Any:
+    def run(self, stage: int, batch: dict[str, object], received: Tensor | None) -> Any:
         """Run a stage on one micro-batch.
 
         Args:
@@ -106,7 +106,7 @@ class Stages:
             for module in off:
                 module.gradient_checkpointing = True  # type: ignore[assignment]
 
-    def at_layer(self, index: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def at_layer(self, index: int, own: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a layer returns in the active stage."""
         if self._active is None:
             raise PlanError(
