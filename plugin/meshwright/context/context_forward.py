@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.context.region import ContextRegion
 from meshwright.errors import PlanError
-from meshwright.parallel.method_chain import BatchStep, StepOrder, tokens_of
+from meshwright.parallel.batch_schema import BatchSchema
+from meshwright.parallel.method_chain import BatchStep, StepOrder
 from meshwright.parallel.stand_in import ShardedLogits, StandIn
 
 
@@ -41,10 +42,10 @@ class ContextForward(BatchStep):
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
-        tokens, region = tokens_of(batch), self.region
+        schema, region = BatchSchema(batch), self.region
+        tokens = schema.tokens
         region.keeps_parted = self.has_token_loss and not region.joins
-        given = [x for x in batch.values() if isinstance(x, Tensor) and x.shape[:2] == tokens.shape[:2]]
-        region.inputs = tuple(given)
+        region.inputs = schema.per_token
         try:
             output = self.method(**batch)
         finally:

@@ -27,6 +27,7 @@ from meshwright.parallel.method_chain import ChainStep, StepOrder
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.stand_in import FACTS, SHAPE, ShardedLogits, StandIn, become
 from meshwright.parallel.user_hooks import has_foreign_hooks
+from meshwright.roles.linear_kernel import kernel_of
 
 _GATHER = "pass ToDistributedConfig(gather_logits=True)"
 _CHANGED = (
@@ -112,12 +113,13 @@ class DeferringHead(ChainStep):
 
     @staticmethod
     def is_deferrable(head: Any) -> bool:
-        """Return whether a head is a linear layer with its class's own forward and a weight that is a parameter.
+        """Return whether a head is a linear layer with a kernel and a weight that is a parameter.
 
         A weight that is computed when it is read (a parametrization) may change by being read, so it is not.
         """
-        is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-        return is_plain and head._parameters.get("weight") is not None
+        return (
+            isinstance(head, nn.Linear) and kernel_of(head) is not None and head._parameters.get("weight") is not None
+        )
 
 
 class InHead:
@@ -216,7 +218,9 @@ class Deferred:
                 f"the head has logits of {len(hidden)} tokens, but there are {len(targets_N)} labels. Pass labels of "
                 "the same shape as input_ids; with logits_to_keep, pass those of the tokens whose logits are kept"
             )
-        what = ChunkedLoss(words=words, steps=self.steps, dtype=self.product)
+        kernel = kernel_of(self.head.head)
+        assert kernel is not None
+        what = ChunkedLoss(words=words, steps=self.steps, dtype=self.product, kernel=kernel)
 
         def run() -> Tensor:
             bias = self.head.head._parameters["bias"]

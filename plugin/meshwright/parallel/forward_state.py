@@ -16,6 +16,7 @@ from meshwright.faults.statement import Statement
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.added_parameters import AddedParameters
 from meshwright.parallel.autograd_graph import scale_gradient
+from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.batch_share import enter_pass, without_fillers_targets, yield_next
 from meshwright.parallel.collectives import share
 from meshwright.parallel.compiled_layers import CompilableLayers
@@ -205,7 +206,7 @@ class ForwardState:
 
 def _of_towers(inputs: dict[str, object]) -> Statement:
     """Return a statement of the inputs besides tokens, which say whether this rank's pass runs the model's towers."""
-    given = sorted(n for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point())
+    given = BatchSchema(inputs).of_towers
     return Statement(
         text=f"inputs of towers: {', '.join(given) or 'none'}",
         details=lambda: {"the inputs of towers": ", ".join(given) or "none"},

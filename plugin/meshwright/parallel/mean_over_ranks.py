@@ -42,11 +42,6 @@ def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def target_of(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the first of a batch's targets; None if it has none."""
-    return next((x for name in TARGETS if isinstance(x := batch.get(name), Tensor)), None)
-
-
 class GlobalMean:
     """Computes a global mean: sums over the data-parallel ranks and divides by the global count.
 

@@ -15,10 +15,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.compiling import pause_compiling
-from meshwright.errors import PlanError
 
 # The places of steps in a chain, from the outermost to the innermost, whichever is added first. ALONE is for a method
 # that gets a step from one part of a plan only.
@@ -142,13 +141,3 @@ def find_step(owner: nn.Module, kind: type[StepT], name: str = "forward") -> Ste
 def arguments(signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
     """Return the arguments of a call by name, including positional arguments."""
     return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
-
-
-def tokens_of(batch: dict[str, Any]) -> Tensor:
-    """Return the argument of a forward call that has a token in each place, ``[B, S, ...]``."""
-    tokens: Tensor | None = next(
-        (x for name in ("input_ids", "inputs_embeds") if (x := batch.get(name)) is not None), None
-    )
-    if tokens is None:
-        raise PlanError("the model was called without input_ids or inputs_embeds")
-    return tokens

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from meshwright.faults.guard import Guard
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch_loss import BatchLoss
+from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import largest
 from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.gradient_sync import GradientSync
-from meshwright.parallel.mean_over_ranks import target_of
 from meshwright.parallel.method_chain import BatchStep, StepOrder
 from meshwright.parallel.micro_batch_outputs import Pieces
 from meshwright.parallel.output_loss import loss_of
-from meshwright.parallel.split_batch import split_batch
 from meshwright.parallel.summed_gradients import TWICE, SummedGradients
 from meshwright.plan.config import ParallelPlan
 
@@ -65,19 +64,19 @@ class SplitForward(BatchStep):
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
-        targets = target_of(batch)
-        if not (self.model.training and torch.is_grad_enabled() and targets is not None):
+        schema = BatchSchema(batch)
+        if not (self.model.training and torch.is_grad_enabled() and schema.targets is not None):
             return self.method(*args, **kwargs)
         check_inputs(batch)
-        rows = targets.shape[0]
+        rows = schema.rows
         count = count_micro_batches(self.plan, rows, self.dp)
         pieces = Pieces([(i + 1) * rows // count - i * rows // count for i in range(count)], keeps=self.keeps_logits)
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
         with self.loss.mean.divided_by(divisors), cut():
-            return self._run(split_batch(batch, rows, count), pieces)
+            return self._run(schema.split(count), pieces)
 
-    def _run(self, batches: list[dict[str, Any]], pieces: Pieces) -> Any:
+    def _run(self, batches: list[dict[str, object]], pieces: Pieces) -> Any:
         *inner, last = batches
         whole = all(sync.reduction.can_wait for sync in self.syncs)
         gradients = _WholeGradients(self.model, self.syncs) if whole else _ReducedGradients(self.syncs)
@@ -107,7 +106,7 @@ def count_micro_batches(plan: ParallelPlan, rows: int, dp: Axis) -> int:
     return count if plan.micro_batch_size is None else largest(count, dp)
 
 
-def check_inputs(batch: dict[str, object]) -> None:
+def check_inputs(batch: Batch) -> None:
     """Raise if an input requires a gradient, which a plan with micro-batches does not compute."""
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.requires_grad:

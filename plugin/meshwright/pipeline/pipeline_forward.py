@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,12 @@ from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import wire_device
 from meshwright.parallel.batch_loss import BatchLoss
+from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.forward_writes import WritesPerPiece
-from meshwright.parallel.mean_over_ranks import target_of
-from meshwright.parallel.method_chain import BatchStep, StepOrder, tokens_of
+from meshwright.parallel.method_chain import BatchStep, StepOrder
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.split_batch import split_batch
 from meshwright.parallel.split_forward import check_inputs, count_micro_batches
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.parallel.tensor_parallel import SequenceRegion
@@ -145,7 +145,7 @@ class PipelineForward(BatchStep):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
-        targets = target_of(batch)
+        targets = BatchSchema(batch).targets
         trains = torch.is_grad_enabled() and (self.model.training or self._may_train_in_eval(batch, targets))
         self._check(batch, has_targets=targets is not None, trains=trains)
         if trains:
@@ -205,7 +205,7 @@ class PipelineForward(BatchStep):
         )
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
-        step = self._step(split_batch(batch, rows, count), loss, operations, of_stages)
+        step = self._step(BatchSchema(batch).split(count), loss, operations, of_stages)
         self.writes.start()
         with loss.mean.divided_by(divisors), cut(), self.hooked.running():
             run_training(step, sums, self.later)
@@ -243,7 +243,7 @@ class PipelineForward(BatchStep):
 
     def _step(
         self,
-        batches: list[dict[str, object]],
+        batches: Sequence[Batch],
         loss: BatchLoss | None,
         operations: tuple[Operation, ...],
         parameters: dict[int, list[nn.Parameter]],
@@ -262,17 +262,17 @@ class PipelineForward(BatchStep):
             keep=self.outputs.keep,
         )
 
-    def _shape(self, batch: dict[str, Any]) -> tuple[int, ...]:
+    def _shape(self, batch: Batch) -> tuple[int, ...]:
         """Return the shape of the hidden states that cross between the stages."""
-        rows, length = tokens_of(batch).shape[:2]
+        rows, length = BatchSchema(batch).tokens.shape[:2]
         length = local_tokens(length, self.runtime.mesh.cp.size)
         if self.runtime.plan.sequence_parallel and self.runtime.mesh.tp.size > 1:
             length = -(-length // self.runtime.mesh.tp.size)
         return rows, length, self.pipeline.cut.order.hidden_size
 
-    def _precision(self, batch: dict[str, object]) -> _Precision:
+    def _precision(self, batch: Batch) -> _Precision:
         """Return what decides the dtypes of the activations."""
-        tokens = tokens_of(batch)
+        tokens = BatchSchema(batch).tokens
         kind = tokens.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return next(self.model.parameters()).dtype, autocast, tokens.dtype
@@ -281,7 +281,7 @@ class PipelineForward(BatchStep):
     def _share_loss(self, step: Step) -> Tensor | None:
         """Return the loss of the last stage on every rank, and record whether it used num_items_in_batch."""
         key, pp, last = self._precision(step.batches[0]), self.runtime.mesh.pp, self.pipeline.cut.last_rank
-        device = tokens_of(step.batches[0]).device
+        device = BatchSchema(step.batches[0]).tokens.device
         mean = self.loss.mean
         own = torch.zeros(3, dtype=torch.float64, device=device)
         if pp.rank == last:
@@ -321,7 +321,7 @@ class PipelineForward(BatchStep):
                 sums.put(parameter, all_reduce(own.contiguous(), tie))
 
 
-def _kind_of(batch: dict[str, object]) -> _Kind | None:
+def _kind_of(batch: Batch) -> _Kind | None:
     """Return the kind of a batch with num_items_in_batch; None for other batches."""
     if batch.get("num_items_in_batch") is None:
         return None

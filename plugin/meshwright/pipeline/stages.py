@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.errors import PlanError
+from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.block_boundary import hidden_states
-from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step, tokens_of
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.cut import Cut
 from meshwright.plan.context_methods import local_tokens
@@ -66,7 +67,7 @@ class Stages:
             for m in modules
         )
 
-    def run(self, stage: int, batch: dict[str, object], received: Tensor | None) -> Any:
+    def run(self, stage: int, batch: Batch, received: Tensor | None) -> Any:
         """Run a stage on one micro-batch.
 
         Args:
@@ -78,10 +79,13 @@ class Stages:
         Returns:
             The hidden states for the next stage, or the output of the decoder if this is the last stage.
         """
+        schema = BatchSchema(batch)
         with self.active(stage):
-            self._received, self._length = received, local_tokens(tokens_of(batch).shape[1], self.cp)
+            self._received, self._length = received, local_tokens(schema.tokens.shape[1], self.cp)
+            # Features of images are in the embeddings, which the first stage alone has.
+            unread = schema.of_towers if stage and self.cut.has_towers else ()
             try:
-                return self.step.method(**batch)
+                return self.step.method(**{name: value for name, value in batch.items() if name not in unread})
             except StageEnd as end:
                 if self.region is not None:
                     self.region.end_stage()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.one_device.gather_tensor import is_first
 from meshwright.checkpoint.one_device.replaced_model import ModelReplacement, WeightNames
-from meshwright.checkpoint.one_device.safetensors_file import Form, ShardSlice, num_bytes, read_header, read_rows
+from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes, read_header, read_rows
 from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, index_of, parse_bytes, split, stream
 from meshwright.checkpoint.one_device.whole_tensors import gather_full, gather_state
 from meshwright.faults.every_rank import on_every_rank
@@ -197,7 +197,7 @@ def _save_stand_ins(
     entries = read_header(written[0])
     with written[0].open("rb", buffering=0) as file:
         for name, entry in entries.items():
-            values = read_rows(file, entry, ShardSlice(), entry.dtype, lambda _: None)
+            values = read_rows(file, entry, entry.layout, entry.dtype, lambda _: None)
             if name not in names or not torch.equal(values, names[name]):
                 return None
     written[0].unlink()
