@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -57,7 +56,7 @@ class ContextForward(BatchStep):
         trains = self.model.training and torch.is_grad_enabled() and batch.get("labels") is not None
         return self._with_logits(output, tokens.shape[1], joins=self.joins_logits(trains))
 
-    def _with_logits(self, output: Any, length: int, *, joins: bool) -> Any:
+    def _with_logits(self, output: object, length: int, *, joins: bool) -> object:
         if not isinstance(output, MutableMapping):
             raise PlanError(
                 f"under ParallelPlan.cp > 1 {type(self.model).__name__} must return an output with loss and logits, "

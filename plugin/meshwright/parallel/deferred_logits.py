@@ -53,7 +53,7 @@ class Deferral:
     is_sharded: bool
     count_steps: Callable[[], int]
     has_values: Callable[[nn.Parameter], bool]
-    token_loss: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Tensor | None] | None = None
+    token_loss: Callable[[Callable[..., Any], Sequence[object], dict[str, object]], Tensor | None] | None = None
 
 
 class DeferringHead(ChainStep):
@@ -64,7 +64,7 @@ class DeferringHead(ChainStep):
     def __init__(self, head: nn.Linear, deferral: Deferral):
         self.head, self.deferral = head, deferral
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any) -> object:
         if isinstance(x, InHead):
             return x.run()
         return self.defer(x) if self.defers(x) else self.method(x)
@@ -283,7 +283,7 @@ class _RecordedLogits(StandIn):
     _OWN: ClassVar[frozenset[str]] = _OWN_FACTS
 
     @classmethod
-    def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(cls, func: Callable[..., Any], name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         first = args[0] if args else None
         deferred = deferred_of(first) if isinstance(first, Tensor) else None
         if name == "is_contiguous" and deferred is not None:
@@ -308,7 +308,7 @@ class _RecordedLogits(StandIn):
         return func(*args, **kwargs)
 
     @classmethod
-    def _check(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> None:
+    def _check(cls, func: Callable[..., Any], name: str, args: tuple[object, ...]) -> None:
         """Raise if logits must not be computed for a function."""
 
 
@@ -338,7 +338,7 @@ class DeferredShards(_RecordedLogits, ShardedLogits):
         return empty
 
     @classmethod
-    def _check(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> None:
+    def _check(cls, func: Callable[..., Any], name: str, args: tuple[object, ...]) -> None:
         if not cls.allows(name, args):
             raise UnreadableTensorError(cls.MESSAGE)
 

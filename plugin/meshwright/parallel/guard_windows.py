@@ -57,7 +57,7 @@ class StepWindow:
         optimizer.register_step_pre_hook(self.open)
         optimizer.register_step_post_hook(self.close)
 
-    def open(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def open(self, optimizer: Optimizer, args: tuple[object, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if type(parameter) in (ShardedParameter, PartialParameter):
                 self._opened.append((parameter, type(parameter)))
@@ -69,12 +69,12 @@ class StepWindow:
         named = {name: self._closed(optimizer, x) for name, x in (kwargs or {}).items()}
         return tuple(self._closed(optimizer, x) for x in args), named
 
-    def _closed(self, optimizer: Optimizer, argument: Any) -> Any:
+    def _closed(self, optimizer: Optimizer, argument: object) -> object:
         """Wrap the program's closure so that the window is closed while it runs; return other arguments as they are."""
         if not callable(argument):
             return argument
 
-        def closure() -> Any:
+        def closure() -> object:
             self.close()
             result = argument()
             self.open(optimizer)  # not if it raises, since the step then ends without its post hook

@@ -41,7 +41,7 @@ class ChainStep:
     order: ClassVar[StepOrder] = StepOrder.ALONE
     method: Callable[..., Any]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         raise NotImplementedError
 
 

@@ -25,9 +25,9 @@ class Pieces:
 
     def __init__(self, rows: list[int], *, keeps: bool):
         self.rows, self.keeps = rows, keeps
-        self._outputs: list[Any] = []
+        self._outputs: list[object] = []
 
-    def add(self, output: Any) -> None:
+    def add(self, output: object) -> None:
         """Add the output of the next micro-batch. The output of the last one goes to :meth:`whole`."""
         if self.keeps:
             self._outputs.append(_mapped(output, lambda x, _: x.detach(), []))
@@ -46,7 +46,7 @@ class Pieces:
         return UnkeptOutput.of_shape((sum(self.rows), *last.shape[1:]), last.dtype, last.device)
 
 
-def _mapped(output: Any, join: _Join, before: list[Any], loss: Any = None) -> Any:
+def _mapped(output: Any, join: _Join, before: list[Any], loss: Any = None) -> object:
     """Return an output in which ``join(tensor, [its counterparts in before])`` replaces each tensor but the loss."""
 
     if isinstance(output, Tensor):
@@ -67,7 +67,7 @@ def _mapped(output: Any, join: _Join, before: list[Any], loss: Any = None) -> An
 
 
 # Not a closure: one that calls itself is a reference cycle, which would hold the outputs until the next collection.
-def _joined(value: Any, others: list[Any], join: _Join) -> Any:
+def _joined(value: Any, others: list[Any], join: _Join) -> object:
     if isinstance(value, ShardedLogits):  # these already raise when they are read
         return value
     if isinstance(value, Tensor) and value.ndim:

@@ -29,7 +29,7 @@ class PartialParameter(StandIn, nn.Parameter):
     __repr__ = nn.Parameter.__repr__  # type: ignore[assignment]
 
     @classmethod
-    def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(cls, func: Callable[..., Any], name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         with reading_shards():
             if name in _PROPERTIES or not torch.is_grad_enabled() or in_backward():
                 return func(*args, **kwargs)
@@ -138,7 +138,7 @@ class _Share:
     def __init__(self, places: list[int], ranks: int):
         self.places, self.ranks = places, ranks
 
-    def __call__(self, gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+    def __call__(self, gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
         shared = list(gradients)
         for place in self.places:
             if (gradient := shared[place]) is not None:

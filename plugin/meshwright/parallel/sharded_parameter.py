@@ -143,12 +143,12 @@ def guard(parameter: nn.Parameter, values: Values | None = None) -> nn.Parameter
     return parameter
 
 
-def is_shard(x: Any) -> bool:
+def is_shard(x: object) -> bool:
     """Return whether this is a sharded parameter or another shard."""
     return isinstance(x, Shard)
 
 
-def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     name, owner = func.__self__.__name__, args[0]
     if name in _VALUES[1:]:
         raise unreadable(f".{name}", owner)
@@ -220,12 +220,12 @@ def _on_lists(
     return results
 
 
-def _is_elsewhere(x: Any) -> bool:
+def _is_elsewhere(x: object) -> bool:
     """Return whether only another pipeline stage has the values of a shard, so that writing it here has no effect."""
     return (layout := layout_if_any(x)) is not None and not layout.is_held
 
 
-def _is_list(x: Any) -> bool:
+def _is_list(x: object) -> bool:
     return isinstance(x, list | tuple)
 
 
@@ -234,7 +234,7 @@ def _flat(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterable[Any]:
         yield from arg if _is_list(arg) else (arg,)
 
 
-def _operand(x: Any, like: Tensor, name: str) -> Any:
+def _operand(x: object, like: Tensor, name: str) -> object:
     """Return this rank's elements of an argument of an elementwise operation; called inside reading_shards."""
     if not isinstance(x, Tensor) or x.ndim == 0:
         return x
@@ -273,7 +273,7 @@ class _OwnValues:
             self._source.changed()
 
 
-def _marked(result: Any, like: Tensor) -> Any:
+def _marked(result: object, like: Tensor) -> object:
     """Return the result of an operation on shards as a shard."""
     if not isinstance(result, Tensor):
         return result

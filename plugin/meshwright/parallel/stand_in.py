@@ -40,14 +40,14 @@ class StandIn(Tensor):
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         name = func.__name__
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
         return cls.run(func, name, args, kwargs or {})
 
     @classmethod
-    def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(cls, func: Callable[..., Any], name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run an operation on a stand-in, or raise.
 
         Args:
@@ -64,7 +64,7 @@ class StandIn(Tensor):
             return result.as_subclass(cls) if is_new else result
 
     @classmethod
-    def allows(cls, name: str, args: tuple[Any, ...]) -> bool:
+    def allows(cls, name: str, args: tuple[object, ...]) -> bool:
         """Return whether an operation does not read the stand-in as the whole."""
         return name in cls.FREE
 
@@ -72,7 +72,7 @@ class StandIn(Tensor):
         return f"{type(self).__name__}({self.MESSAGE})"
 
 
-def become(tensor: Any, kind: type) -> None:
+def become(tensor: object, kind: type) -> None:
     """Change the class of a tensor, which stays the same object."""
     tensor.__class__ = kind
 
@@ -95,7 +95,7 @@ class ShardedLogits(StandIn):
     )
 
     @classmethod
-    def allows(cls, name: str, args: tuple[Any, ...]) -> bool:
+    def allows(cls, name: str, args: tuple[object, ...]) -> bool:
         others_are_numbers = not any(isinstance(arg, Tensor) for arg in args[1:])
         return name in FACTS or (name in cls._ARITHMETIC and others_are_numbers)
 
@@ -133,7 +133,7 @@ class HeldGradient(StandIn):
             grad.__dict__["is_cleared"] = False
 
     @classmethod
-    def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if name in ("requires_grad_", "detach_"):
             return args[0]
         if name not in ("zero_", "_foreach_zero_"):

@@ -45,7 +45,7 @@ class StageOutputs:
             logits = output["logits"] if isinstance(output, MutableMapping) else output[1]
             self._logits.append(logits.detach())
 
-    def of_batch(self, loss: Tensor | None, rows: list[int] | None = None) -> Any:
+    def of_batch(self, loss: Tensor | None, rows: list[int] | None = None) -> object:
         """Return the output of a batch.
 
         Args:
