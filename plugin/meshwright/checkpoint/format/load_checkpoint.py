@@ -20,18 +20,17 @@ from meshwright.checkpoint.format.loaded_line import show_loaded
 from meshwright.checkpoint.format.manifest import NAME
 from meshwright.checkpoint.format.object_states import check_states, load_states
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint, open_together
-from meshwright.checkpoint.format.part_files import read_elements
 from meshwright.checkpoint.format.random_state import check_random_state, set_random_state
 from meshwright.checkpoint.format.run import Run, RunTensor
 from meshwright.checkpoint.one_device.check_optimizer import check_fits
 from meshwright.checkpoint.one_device.load_optimizer import ReadState, read_state, set_state
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
-from meshwright.checkpoint.one_device.safetensors_file import Form, storage
+from meshwright.checkpoint.one_device.safetensors_file import Form
 from meshwright.checkpoint.one_device.weight_files import some
 from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
-from meshwright.layout.blocks import StridedBlock, numel
+from meshwright.layout.blocks import numel
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime, Watch
 from meshwright.optim.state_parts import OptimizerParts, parts_of
@@ -249,29 +248,19 @@ class _SavedState:
                 self._present |= {state_key(name, key): x for key, x in state.items() if isinstance(x, Tensor)}
 
     def read(self, tensor: str, dtype: torch.dtype, layout: TensorLayout) -> Tensor:
-        """Read what this rank has of a tensor, on the CPU; padding is zero."""
+        """Read what this rank has of a tensor, on the CPU."""
         present = self._present.get(tensor)
-        if present is not None and present.is_cpu and (present.dtype, present.shape) == (dtype, layout.local_shape):
-            self.overwrite(present, tensor, layout)
-            return present
-        blocks = layout.blocks()
-        values = storage(layout.local_shape, blocks, dtype)
-        self._read(tensor, blocks, values)
-        return values
+        if present is None or not present.is_cpu or (present.dtype, present.shape) != (dtype, layout.local_shape):
+            return self._opened.read_tensor(tensor, dtype, layout, self._progress.add)
+        self.overwrite(present, tensor, layout)
+        return present
 
     def overwrite(self, target: Tensor, tensor: str, layout: TensorLayout) -> None:
         """Read what this rank has of a tensor into ``target``; padding becomes zero."""
-        blocks = layout.blocks()
-        if target.is_cpu and target.is_contiguous() and numel(blocks) == target.shape.numel():
-            self._read(tensor, blocks, target)
+        if target.is_cpu and target.is_contiguous() and numel(layout.blocks()) == target.shape.numel():
+            self._opened.read_into(target, tensor, layout, self._progress.add)
         else:
-            values = storage(layout.local_shape, blocks, target.dtype)
-            self._read(tensor, blocks, values)
-            target.copy_(values)
-
-    def _read(self, tensor: str, blocks: list[StridedBlock], values: Tensor) -> None:
-        saved_dtype = self._opened.manifest.tensors[tensor][0]
-        read_elements(self._opened.parts, tensor, saved_dtype, values.view(-1), blocks, self._progress.add)
+            target.copy_(self._opened.read_tensor(tensor, target.dtype, layout, self._progress.add))
 
 
 def _read_weights(runtime: Runtime, weights: _Weights, saved: _SavedState) -> None:

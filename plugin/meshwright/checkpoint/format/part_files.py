@@ -262,38 +262,6 @@ class PartIndex:
                 yield count, len(memory)
 
 
-def read_elements(
-    parts: list[PartIndex],
-    key: str,
-    dtype: torch.dtype,
-    target: Tensor,
-    held: list[StridedBlock],
-    on_read: Callable[[int], None],
-) -> None:
-    """Read a rank's part of a tensor into ``target``, which is 1-d and may have another dtype.
-
-    Args:
-        parts: the indexes of all places.
-        key, dtype: the key of the tensor, and its dtype in the files.
-        target: the storage of the part; positions that the part does not have, such as padding, are left as they are.
-        held: which elements the part has.
-        on_read: function that is called with the number of bytes after each read.
-
-    Raises:
-        CheckpointError: if files are damaged, or some elements are in none of them.
-    """
-    found = 0
-    for part in parts:
-        for count, num_bytes in part.read_into(key, dtype, target, held):
-            found += count
-            on_read(num_bytes)
-    if found != numel(held):
-        raise CheckpointError(
-            f"{parts[0].path.parent} has {found} of the {numel(held)} elements of {key} that this rank needs, so it is "
-            "not whole; load another checkpoint"
-        )
-
-
 _POSITION, _COUNT = integer(0, LARGEST), integer(1, LARGEST)
 _BLOCK = row(_POSITION, _COUNT, _COUNT, _POSITION)
 # Each block is looked at for each chunk that is read. A tensor of a checkpoint has a few, even under uneven plans.

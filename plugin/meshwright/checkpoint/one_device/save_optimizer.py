@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.one_device.gather_tensor import assemble, is_first
+from meshwright.checkpoint.one_device.gather_tensor import assemble
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, encode, master_key, state_key
 from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes
 from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, parse_bytes, split, stream
@@ -78,7 +78,7 @@ def save_optimizer(
     files = {file: {name: forms[name] for name in names} for file, names in split(stem, sizes, most).items() if names}
     manifest = succeed_together(lambda: describe_optimizer(found, state, encoded_groups(found), files))
 
-    is_writer = is_first(found.runtime) and (not dist.is_initialized() or dist.get_rank() == 0)
+    is_writer = found.runtime.mesh.is_first and (not dist.is_initialized() or dist.get_rank() == 0)
     written = StreamedFiles(folder, files, f"writing {folder}") if is_writer else None
     stream(files, functools.partial(_gather, found, saved_tensors(found, state), forms, device_of(model)), written)
     on_first_rank(lambda: _finish(folder, manifest, written) if written is not None else None)
@@ -109,7 +109,7 @@ def _with_masters(found: OptimizerParts, of_ranks: list[list[str]]) -> Optimizer
 
 
 def _check_writer(found: OptimizerParts) -> None:
-    if dist.is_initialized() and dist.get_rank() == 0 and not is_first(found.runtime):
+    if dist.is_initialized() and dist.get_rank() == 0 and not found.runtime.mesh.is_first:
         raise PlanError(
             f"rank 0 writes, but has place {found.runtime.mesh.tokens.rank} on the axis 'dp' and "
             f"{found.runtime.mesh.tp.rank} on 'tp', and only the rank with place 0 on both gets whole tensors; use a "

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.one_device.gather_tensor import is_first
 from meshwright.checkpoint.one_device.replaced_model import ModelReplacement, WeightNames
 from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes, read_header, read_rows
 from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, index_of, parse_bytes, split, stream
@@ -150,7 +149,7 @@ def _save_streamed(model: Any, runtime: Runtime, save_pretrained: Callable[..., 
         state = model.state_dict(keep_vars=True)
         files = {file: {name: _form(state[name]) for name in names} for file, names in plan.files.items()}
         written = None
-        if is_first(runtime):
+        if runtime.mesh.is_first:
             assert replacement is not None
             written = StreamedFiles(replacement.path, files, f"writing {call['save_directory']}")
         stream(files, lambda name: gather_full(state[name], runtime), written)
