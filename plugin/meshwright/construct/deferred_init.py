@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):
     def _defer(self, storage: torch.UntypedStorage) -> None:
         self._storages[storage._cdata] = (self.tape.add_storage(storage.nbytes()), storage)
 
-    def _is_deferred(self, x: Any) -> bool:
+    def _is_deferred(self, x: object) -> bool:
         return isinstance(x, Tensor) and _address(x) in self._storages
 
     def _window(self, x: Tensor) -> RecordedWindow:

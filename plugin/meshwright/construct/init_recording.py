@@ -70,7 +70,7 @@ class RecordedOperation:
     """
 
     function: Any
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: tuple[tuple[object, ...], dict[str, object]]
     written: tuple[RecordedWindow, ...]
     created: tuple[RecordedWindow, ...] = ()
     draw: Draw | None = None

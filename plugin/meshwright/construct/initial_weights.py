@@ -32,7 +32,7 @@ class NewTensors:
     """A model's tensors on this rank: the parameters' shards, and (dict, key, values) of all other tensors."""
 
     shards: Shards
-    buffers: list[tuple[dict[str, Any], str, Tensor]]
+    buffers: list[tuple[dict[str, object], str, Tensor]]
 
     def attach(self, model: nn.Module) -> None:
         """Put all tensors into the model; see ``attach_shards``."""

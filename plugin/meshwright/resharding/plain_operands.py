@@ -73,7 +73,7 @@ class PlainOperands:
             return _mapped(args, place), _mapped(kwargs, place)
         return args, kwargs
 
-    def _gathered(self, arguments: Any) -> Any:
+    def _gathered(self, arguments: object) -> object:
         return _mapped(arguments, lambda x: self._gather(x) if isinstance(x, DTensor) else x)
 
     def _placed(self, mesh: DeviceMesh, name: str, x: Any) -> Any:
@@ -86,7 +86,7 @@ def _is_placed(x: Any) -> bool:
     return type(x) in _PLAIN and (x.ndim > 0 or (x.requires_grad and torch.is_grad_enabled()))
 
 
-def _kind(x: Any) -> Any:
+def _kind(x: object) -> object:
     return x.device_mesh if isinstance(x, DTensor) else None
 
 
@@ -101,7 +101,7 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
     return None if results[0] is None else [x for result in results for x in result]
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: object) -> Iterator[object]:
     if isinstance(value, list | tuple):
         for item in value:
             yield from _leaves(item)

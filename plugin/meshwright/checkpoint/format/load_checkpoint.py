@@ -156,7 +156,7 @@ def _find(folder: Path, missing_ok: bool) -> str | None:
     return found and str(found[0])
 
 
-def _components(opened: OpenCheckpoint, given: dict[str, Any], ignore: Collection[str]) -> set[str]:
+def _components(opened: OpenCheckpoint, given: dict[str, object], ignore: Collection[str]) -> set[str]:
     """The components to load: those that the checkpoint has and the program passes."""
     if isinstance(ignore, str) or (unknown := [name for name in ignore if name not in _COMPONENTS]):
         named = ignore if isinstance(ignore, str) else ", ".join(unknown)

@@ -37,7 +37,7 @@ _OF_TORCH: Mapping[str, Check] = {
 _MAY_BE_INFINITE = ("best", "mode_worse")  # of ReduceLROnPlateau, before it has seen a metric
 
 
-def check_states(path: Path, manifest: Manifest, objects: Mapping[str, Any]) -> None:
+def check_states(path: Path, manifest: Manifest, objects: Mapping[str, object]) -> None:
     """Check the states in a manifest against the objects that they will be loaded into, which stay as they are.
 
     Args:
@@ -130,6 +130,6 @@ def load_states(path: Path, manifest: Manifest, objects: Mapping[str, Any]) -> N
                 ) from error
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Whether a value is a number, or a tensor with one, as torch's schedulers keep rates that are tensors."""
     return type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)

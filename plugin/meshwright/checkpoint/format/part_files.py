@@ -102,7 +102,7 @@ class RankPart:
 
     place: int
     sources: Mapping[str, Source]
-    random: Callable[[], Any]
+    random: Callable[[], object]
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +123,7 @@ class RankPart:
         ordered = self.in_order()
         forms = {key: (self.sources[key].dtype, (numel(self.sources[key].share),)) for key in ordered}
         header, starts = file_header(forms)
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, object] = {}
         size = len(header)
         with disk.NewFile(folder / name) as file:
             file.write(header)
@@ -180,7 +180,7 @@ class PartIndex:
     """
 
     path: Path
-    random: Any
+    random: object
     pieces: dict[str, Piece]
 
     @staticmethod

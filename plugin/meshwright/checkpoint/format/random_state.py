@@ -16,7 +16,7 @@ from meshwright.schema import equal, integer, maybe, number, record, require, ro
 Random = dict[str, Any]
 
 
-def _are_words(value: Any, count: int = 624) -> bool:
+def _are_words(value: object, count: int = 624) -> bool:
     return isinstance(value, list) and len(value) == count and all(type(n) is int and 0 <= n < 2**32 for n in value)
 
 
@@ -64,7 +64,7 @@ def random_state(device: torch.device) -> Callable[[], Random]:
     return encode
 
 
-def check_random_state(state: Any, device: torch.device, where: str) -> None:
+def check_random_state(state: object, device: torch.device, where: str) -> None:
     """Check a state before anything is restored from it.
 
     Raises:

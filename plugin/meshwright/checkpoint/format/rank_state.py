@@ -22,7 +22,7 @@ from meshwright.checkpoint.format.part_files import RankPart, Source
 from meshwright.checkpoint.format.random_state import Random, random_state
 from meshwright.checkpoint.format.run import Run, RunTensor
 from meshwright.checkpoint.format.snapshot import as_of_now
-from meshwright.checkpoint.one_device.optimizer_manifest import master_key, state_key
+from meshwright.checkpoint.one_device.optimizer_manifest import Group, master_key, state_key
 from meshwright.checkpoint.one_device.safetensors_file import Form
 from meshwright.checkpoint.one_device.save_optimizer import (
     State,
@@ -58,7 +58,7 @@ class RankOptimizer:
 
     found: OptimizerParts
     state: State
-    groups: list[dict[str, Any]]
+    groups: list[Group]
     values: dict[str, Callable[[], Tensor]]
 
     @staticmethod
@@ -96,7 +96,7 @@ class RankOptimizer:
             tensors[key] = RunTensor(dtype=form[0], layout=part.layout_of_state(form[1]), values=values)
         return tensors
 
-    def fields(self, state: State) -> dict[str, Any]:
+    def fields(self, state: State) -> dict[str, object]:
         """Return the rest of the state of all ranks as JSON."""
         described = vars(describe_optimizer(self.found, state, self.groups, {}))
         return {name: value for name, value in described.items() if name not in ("weight_map", "format")}

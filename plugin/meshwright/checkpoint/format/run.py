@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,7 @@ class Run:
     mesh: Mesh
 
     @staticmethod
-    def of(call: str, folder: Any, model: Any, optimizer: Any) -> Run:
+    def of(call: str, folder: object, model: nn.Module, optimizer: object) -> Run:
         """Look at the first three arguments of ``save_checkpoint`` or ``load_checkpoint``.
 
         Raises:
@@ -128,5 +127,5 @@ class Run:
         return RunTensor(dtype=tensor.dtype, layout=layout, values=lambda: tensor.detach().reshape(-1))
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"

@@ -129,7 +129,7 @@ def _not_safetensors(path: Path, prefix: bytes, size: int) -> str:
     return f"{path} ({size} bytes) is not a safetensors file, or was truncated in its header"
 
 
-def is_shape(value: Any) -> bool:
+def is_shape(value: object) -> bool:
     """Whether a value from JSON is the shape of a tensor that memory could hold."""
     return (
         isinstance(value, list)
@@ -239,7 +239,7 @@ def file_header(tensors: Mapping[str, Form]) -> tuple[bytes, dict[str, int]]:
     Args:
         tensors: the dtype and the shape of each tensor, in their order.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, start = {}, 0
     for name, (dtype, shape) in tensors.items():
         stop = start + num_bytes((dtype, shape))

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.one_device.gather_tensor import assemble
-from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, encode, master_key, state_key
+from meshwright.checkpoint.one_device.optimizer_manifest import Group, OptimizerManifest, encode, master_key, state_key
 from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes
 from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, parse_bytes, split, stream
 from meshwright.compiling import without_compilation
@@ -170,7 +170,7 @@ def own_state(found: OptimizerParts) -> State:
     }
 
 
-def _described(name: str, key: str, value: Any, part: Part) -> Any:
+def _described(name: str, key: str, value: object, part: Part) -> object:
     what = f"the optimizer's state {key!r} of {name}"
     assert part.key is not None
     # Adam's step count is a 0-d tensor like a scalar parameter's moments, but it is not one value per element.
@@ -186,7 +186,7 @@ def _described(name: str, key: str, value: Any, part: Part) -> Any:
     )
 
 
-def _form(value: Any) -> Any:
+def _form(value: object) -> object:
     """Return the description of a tensor as a tuple again, and an encoded value as it is."""
     if not isinstance(value, list):
         return value
@@ -194,7 +194,7 @@ def _form(value: Any) -> Any:
     return kind, getattr(torch, dtype.removeprefix("torch.")), tuple(shape)
 
 
-def _count(value: Any) -> float:
+def _count(value: object) -> float:
     number = value["tensor"] if isinstance(value, dict) and "tensor" in value else value
     return number if isinstance(number, int | float) else 0
 
@@ -255,7 +255,7 @@ def _new_stem(folder: Path) -> str:
     return f"optimizer-{uuid.uuid4().hex[:8]}"
 
 
-def encoded_groups(found: OptimizerParts) -> list[dict[str, Any]]:
+def encoded_groups(found: OptimizerParts) -> list[Group]:
     """Return the parameter names and the encoded options of each group.
 
     Raises:
@@ -275,7 +275,7 @@ def encoded_groups(found: OptimizerParts) -> list[dict[str, Any]]:
 
 
 def describe_optimizer(
-    found: OptimizerParts, state: State, groups: list[dict[str, Any]], files: dict[str, dict[str, Form]]
+    found: OptimizerParts, state: State, groups: list[Group], files: dict[str, dict[str, Form]]
 ) -> OptimizerManifest:
     are_tensors = {name: [key for key, v in values.items() if isinstance(v, tuple)] for name, values in state.items()}
     return OptimizerManifest(

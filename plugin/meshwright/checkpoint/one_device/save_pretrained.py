@@ -39,11 +39,11 @@ def export_with_full_weights(model: nn.Module) -> None:
 class _FullSave(MethodOverride):
     """The method that replaces a model's ``save_pretrained`` and writes whole weights."""
 
-    def __init__(self, method: Callable[..., Any], model: nn.Module):
+    def __init__(self, method: Callable[..., object], model: nn.Module):
         super().__init__(method)
         self.model = model
 
-    def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, save_directory: object, *args: object, **kwargs: object) -> None:
         self.save_pretrained(save_directory, *args, **kwargs)
 
     @on_every_rank
@@ -75,7 +75,7 @@ def _save_given(save: Callable[[Path], object], call: dict[str, Any]) -> None:
         replacement.close()
 
 
-def _bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def _bind(function: Callable[..., object], *args: object, **kwargs: object) -> dict[str, object]:
     """Return the arguments of a call by name, including defaults."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
