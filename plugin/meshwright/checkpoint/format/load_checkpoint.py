@@ -18,7 +18,7 @@ from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
 from meshwright.checkpoint.format.load_weights import take_over_weights
 from meshwright.checkpoint.format.loaded_line import show_loaded
 from meshwright.checkpoint.format.manifest import NAME
-from meshwright.checkpoint.format.object_states import check_states, load_states
+from meshwright.checkpoint.format.object_states import Stateful, check_states, load_states
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint, open_together
 from meshwright.checkpoint.format.random_state import check_random_state, set_random_state
 from meshwright.checkpoint.format.run import Run, RunTensor
@@ -38,6 +38,7 @@ from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
 
+_Given = dict[str, Stateful | None]
 _COMPONENTS = ("optimizer", "loader", "scheduler", "scaler", "random")
 
 
@@ -64,9 +65,9 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
-    loader: Any = None,
-    scheduler: Any = None,
-    scaler: Any = None,
+    loader: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
     ignore: Collection[str] = (),
     missing_ok: bool = False,
 ) -> Checkpoint | None:
@@ -103,7 +104,7 @@ def load_checkpoint(
     run = Run.of("load_checkpoint", folder, model, optimizer)
     Background.of(run.model).wait()
     succeed_together(run.check)
-    given = {"optimizer": optimizer, "loader": loader, "scheduler": scheduler, "scaler": scaler}
+    given: _Given = {"optimizer": optimizer, "loader": loader, "scheduler": scheduler, "scaler": scaler}
     path = on_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
     if path is None:
         return None
@@ -120,7 +121,7 @@ def load_checkpoint(
             weights = _Weights(tensors=tensors, objects=objects, names=_names(opened, tensors, ties))
             if "random" in used:
                 check_random_state(random, run.device, str(opened.folder))
-            check_states(opened.folder / NAME, manifest, {name: given[name] for name in used & given.keys()})
+            check_states(opened.folder / NAME, manifest, _chosen(given, used))
             if optimizer is None or "optimizer" not in used:
                 return used, weights, None
             return used, weights, _checked_optimizer(run, optimizer, opened, saved)
@@ -138,8 +139,7 @@ def load_checkpoint(
         loaded = succeed_together(read)
         if state is not None:
             set_state(*state, loaded)
-    objects = {name: given[name] for name in used & given.keys()}
-    succeed_together(lambda: load_states(opened.folder / NAME, manifest, objects))
+    succeed_together(lambda: load_states(opened.folder / NAME, manifest, _chosen(given, used)))
     if (streams := runtime.features.find(DropoutStreams)) is not None and manifest.streams is not None:
         streams.load_state_dict(manifest.streams)
     if "random" in used:
@@ -151,12 +151,16 @@ def load_checkpoint(
     return Checkpoint(folder=opened.folder, step=manifest.step, extra=manifest.extra, plan=manifest.plan)
 
 
+def _chosen(given: _Given, used: set[str]) -> dict[str, Stateful]:
+    return {name: value for name, value in given.items() if name in used and value is not None}
+
+
 def _find(folder: Path, missing_ok: bool) -> str | None:
     found = find_checkpoint(folder, missing_ok=missing_ok)
     return found and str(found[0])
 
 
-def _components(opened: OpenCheckpoint, given: dict[str, object], ignore: Collection[str]) -> set[str]:
+def _components(opened: OpenCheckpoint, given: _Given, ignore: Collection[str]) -> set[str]:
     """The components to load: those that the checkpoint has and the program passes."""
     if isinstance(ignore, str) or (unknown := [name for name in ignore if name not in _COMPONENTS]):
         named = ignore if isinstance(ignore, str) else ", ".join(unknown)

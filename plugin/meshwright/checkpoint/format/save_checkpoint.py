@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.files.lineage import Lineage
 from meshwright.checkpoint.format.background import Background
+from meshwright.checkpoint.format.object_states import Stateful
 from meshwright.checkpoint.format.rank_state import RankState
 from meshwright.checkpoint.format.run import Run
 from meshwright.checkpoint.format.save_job import SaveJob
@@ -33,9 +34,9 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
-    loader: object = None,
-    scheduler: object = None,
-    scaler: object = None,
+    loader: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
     step: int | None = None,
     extra: object = None,
     keep: int | None = None,
