@@ -21,10 +21,11 @@ from meshwright.checkpoint.format.manifest import NAME
 from meshwright.checkpoint.format.object_states import Stateful, check_states, load_states
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint, open_together
 from meshwright.checkpoint.format.random_state import check_random_state, set_random_state
-from meshwright.checkpoint.format.run import Run, RunTensor
+from meshwright.checkpoint.format.run import Run
 from meshwright.checkpoint.one_device.check_optimizer import check_fits
 from meshwright.checkpoint.one_device.load_optimizer import ReadState, read_state, set_state
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
+from meshwright.checkpoint.one_device.rank_optimizer import RankTensor
 from meshwright.checkpoint.one_device.safetensors_file import Form
 from meshwright.checkpoint.one_device.weight_files import some
 from meshwright.errors import CheckpointError
@@ -118,7 +119,8 @@ def load_checkpoint(
         def check() -> tuple[set[str], _Weights, _Optimizer | None]:
             used = _components(opened, given, ignore)
             tensors, ties, objects = run.model_tensors()
-            weights = _Weights(tensors=tensors, objects=objects, names=_names(opened, tensors, ties))
+            names = _names(opened, tensors, ties)
+            weights = [(names[key], tensor, objects[key]) for key, tensor in tensors.items()]
             if "random" in used:
                 check_random_state(random, run.device, str(opened.folder))
             check_states(opened.folder / NAME, manifest, _chosen(given, used))
@@ -135,7 +137,7 @@ def load_checkpoint(
             return read_state(*state, saved)
 
         used, weights, state = succeed_together(check)
-        progress.start(sum(numel(x.layout.blocks()) * x.dtype.itemsize for x in weights.tensors.values()))
+        progress.start(sum(numel(x.layout.blocks()) * x.dtype.itemsize for _, x, _ in weights))
         loaded = succeed_together(read)
         if state is not None:
             set_state(*state, loaded)
@@ -180,7 +182,7 @@ def _components(opened: OpenCheckpoint, given: _Given, ignore: Collection[str]) 
     return (passed | {"random"}) - set(ignore)
 
 
-def _names(opened: OpenCheckpoint, tensors: dict[str, RunTensor], ties: dict[str, str]) -> dict[str, str]:
+def _names(opened: OpenCheckpoint, tensors: dict[str, RankTensor], ties: dict[str, str]) -> dict[str, str]:
     """The checkpoint's key of each of the model's tensors.
 
     Raises:
@@ -212,15 +214,8 @@ def _names(opened: OpenCheckpoint, tensors: dict[str, RunTensor], ties: dict[str
     return names
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Weights:
-    """For each of the model's keys: how the ranks hold the tensor, the tensor itself, and its key in the checkpoint."""
-
-    tensors: dict[str, RunTensor]
-    objects: dict[str, Tensor]
-    names: dict[str, str]
-
-
+# For each of the model's tensors: its key in the checkpoint, what this rank has of it, and the tensor itself.
+_Weights = list[tuple[str, RankTensor, Tensor]]
 _Optimizer = tuple[OptimizerParts, OptimizerManifest]
 
 
@@ -268,11 +263,10 @@ class _SavedState:
 
 
 def _read_weights(runtime: Runtime, weights: _Weights, saved: _SavedState) -> None:
-    for key, tensor in weights.tensors.items():
-        target, name = weights.objects[key], weights.names[key]
+    for key, tensor, target in weights:
         if not tensor.layout.is_held:
             continue
         if runtime.weights is not None and isinstance(target, nn.Parameter):
-            runtime.weights.set_part(target, saved.read(name, target.dtype, tensor.layout))
+            runtime.weights.set_part(target, saved.read(key, target.dtype, tensor.layout))
         else:
-            saved.overwrite(target.data, name, tensor.layout)
+            saved.overwrite(target.data, key, tensor.layout)

@@ -13,7 +13,7 @@ from meshwright.checkpoint.files.digested_json import digest
 from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.one_device.check_optimizer import IMPLEMENTATION, SavedState, check_fits
 from meshwright.checkpoint.one_device.optimizer_manifest import NAME, OptimizerManifest, decode, master_key, state_key
-from meshwright.checkpoint.one_device.save_optimizer import shared_parts
+from meshwright.checkpoint.one_device.rank_optimizer import shared_parts
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from meshwright.compiling import without_compilation
 from meshwright.faults.every_rank import on_every_rank

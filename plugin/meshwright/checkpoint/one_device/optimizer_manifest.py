@@ -40,7 +40,7 @@ NAME = "optimizer.json"
 _FORMAT = "meshwright-optimizer-1"
 
 
-class Group(TypedDict):
+class ParameterGroup(TypedDict):
     """The parameter names and the encoded options of one group of an optimizer."""
 
     parameters: list[str]
@@ -64,7 +64,7 @@ class OptimizerManifest:
 
     optimizer: str
     shapes: dict[str, list[int]]
-    groups: list[Group]
+    groups: list[ParameterGroup]
     tensors: dict[str, list[str]]
     values: dict[str, dict[str, object]]
     masters: list[str]
