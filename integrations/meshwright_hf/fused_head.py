@@ -33,7 +33,7 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
     forward, find_head = owner.forward, owner.get_output_embeddings
 
     @functools.wraps(forward)
-    def with_whole_head(*args: Any, **kwargs: Any) -> Any:
+    def with_whole_head(*args: object, **kwargs: object) -> Any:
         if not kwargs.get("fused_lm_head"):
             return forward(*args, **kwargs)
         with contextlib.ExitStack() as stack:

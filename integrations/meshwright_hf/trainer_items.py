@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer
 
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.uneven_batches import UnevenBatches
-from meshwright_hf.trainer_checks import has_own_loss
+from meshwright_hf.trainer_checks import StockTrainer, has_own_loss
 
 
 class ItemsUse:
@@ -39,7 +38,7 @@ class ItemsUse:
         self._is_settled = self._is_passed = self.has_asked_processes = False
 
     @contextlib.contextmanager
-    def of_one_loss(self, trainer: Any, runtime: Runtime) -> Iterator[None]:
+    def of_one_loss(self, trainer: StockTrainer, runtime: Runtime) -> Iterator[None]:
         """Record whether the loss that is computed inside this context reads the count; every rank must enter it.
 
         Raises:
@@ -67,7 +66,7 @@ class ItemsUse:
         if self._agree(trainer, runtime):
             raise ValueError(_DIVIDED.format(type(trainer).__name__) if counts_all else _OWN_COUNT)
 
-    def settle(self, trainer: Any, runtime: Runtime) -> bool:
+    def settle(self, trainer: StockTrainer, runtime: Runtime) -> bool:
         """Return whether the Trainer must multiply the loss by dp; every rank makes the call."""
         self._is_settled = True
         if not _is_of_model(trainer, runtime):
@@ -76,7 +75,7 @@ class ItemsUse:
                 uneven.stop()
         return self.is_divided
 
-    def _agree(self, trainer: Trainer, runtime: Runtime) -> bool:
+    def _agree(self, trainer: StockTrainer, runtime: Runtime) -> bool:
         # Ranks may differ: a rank without labels may return before it divides.
         flag = torch.tensor(int(self.is_read), device=trainer.args.device)
         for axis in (runtime.mesh.dp, *runtime.mesh.of_same_rows):
@@ -93,7 +92,7 @@ class ItemsUse:
         return watched
 
 
-def _is_of_model(trainer: Trainer, runtime: Runtime) -> bool:
+def _is_of_model(trainer: StockTrainer, runtime: Runtime) -> bool:
     """Return whether the model divided its known loss by the count, so that it is the loss of the global batch."""
     loss = runtime.features.find(BatchLoss)
     return not has_own_loss(trainer) and loss is not None and loss.mean.used_items is True
