@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from meshwright.choose.picked_plan import device_at_hand, plan_card
@@ -54,7 +55,7 @@ class MeshwrightCallback(TrainerCallback):
         self.trainer_shards = False  # MeshwrightTrainer sets it before it makes the Trainer
         self._tokens = self._length = 0
         self._since = 0.0
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
         self._flops: Callable[[int], float] | None = None  # FLOPs per token, by the length of its row
         self._peak: float | None = None  # FLOPs per second of a device
 
@@ -72,17 +73,17 @@ class MeshwrightCallback(TrainerCallback):
 
     def on_train_begin(
         self,
-        args: Any,
+        args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module | None = None,
-        train_dataloader: Any = None,
+        train_dataloader: DataLoader[object] | None = None,
         **_: object,
     ) -> None:
         """Count tokens from here on, and log the plan card."""
         assert model is not None
         device = device_of(model)
-        if self.shows_plan and state.is_world_process_zero:
+        if self.shows_plan and state.is_world_process_zero and train_dataloader is not None:
             self._log_plan(args, model, train_dataloader, device)
         if self.trainer_shards:
             return
@@ -111,7 +112,13 @@ class MeshwrightCallback(TrainerCallback):
             check_replicas(model, step=state.global_step)
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        model: nn.Module | None = None,
+        **_: object,
     ) -> None:
         """Add throughput and memory figures to a log of the training loss."""
         if logs is None or "loss" not in logs or model is None or self.trainer_shards:
@@ -123,7 +130,9 @@ class MeshwrightCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(added)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Remove the hook from the model."""
         if self._hook is not None:
             self._hook.remove()
@@ -143,7 +152,7 @@ class MeshwrightCallback(TrainerCallback):
             card += f"\n  in use: {runtime.plan}"
         logger.warning("MeshwrightCallback: the planner's choice for this run\n%s", card)
 
-    def _count_tokens_of(self, args: Any, model: nn.Module) -> None:
+    def _count_tokens_of(self, args: TrainingArguments, model: nn.Module) -> None:
         self._tokens = self._length = 0
         if self._hook is not None:
             self._hook.remove()

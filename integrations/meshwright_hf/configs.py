@@ -136,7 +136,11 @@ class _Registration:
             return _Request(options), None, None
 
         def maybe_distribute_model(
-            cls: type[PreTrainedModel], model: PreTrainedModel, distributed_config: Any, *args: object, **kwargs: object
+            cls: type[PreTrainedModel],
+            model: PreTrainedModel,
+            distributed_config: object,
+            *args: object,
+            **kwargs: object,
         ) -> Any:
             if not isinstance(distributed_config, _Request):
                 return stock["maybe_distribute_model"].__func__(cls, model, distributed_config, *args, **kwargs)
@@ -199,7 +203,7 @@ class _Registration:
         self,
         model: PreTrainedModel,
         state_dict: object,
-        checkpoint_files: Any,
+        checkpoint_files: Iterable[str],
         load_config: Any,
         *args: object,
         **kwargs: object,

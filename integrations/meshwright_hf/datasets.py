@@ -170,7 +170,7 @@ class TokenCollator:
         return batch
 
 
-def _token_columns(dataset: Any) -> Any:
+def _token_columns(dataset: datasets.Dataset) -> Any:
     """Return the dataset with only its token columns; return it unchanged if its column names are unknown."""
     if dataset.column_names is None:
         return dataset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def gather_tensors(data: object, dp: Axis, *, is_blank: bool = False, rows: int 
     return map_tensors(data, lambda _: next(joined))
 
 
-def gather_values(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> list[Any]:
+def gather_values(data: Iterable[object], dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> list[Any]:
     """Return the lists of all data-parallel ranks as one list; the items must be picklable. See ``gather_tensors``."""
     ranks = gather_objects([] if is_blank else list(data), dp)
     return [value for values in ranks for value in values][:rows]

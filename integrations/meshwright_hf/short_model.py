@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from meshwright.errors import PlanError
 from meshwright.parallel.structure import describe
 from meshwright.plan.config import ParallelPlan
-from meshwright.roles import plan_for
+from meshwright.roles import ShardingPlan, plan_for
 from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
 from meshwright_hf.narrower_configs import narrower_configs
 
@@ -183,7 +183,7 @@ def _roles(model: nn.Module, plan: ParallelPlan) -> dict[str, str] | None:
     return _roles_of(model, sharding_plan)
 
 
-def _roles_of(model: nn.Module, sharding_plan: Any) -> dict[str, str]:
+def _roles_of(model: nn.Module, sharding_plan: ShardingPlan) -> dict[str, str]:
     found = {}
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
@@ -192,7 +192,7 @@ def _roles_of(model: nn.Module, sharding_plan: Any) -> dict[str, str]:
     return found
 
 
-def _shortened(maker: _Maker, full: Any, plan: ParallelPlan) -> tuple[Any, list[str]]:
+def _shortened(maker: _Maker, full: nn.Module, plan: ParallelPlan) -> tuple[Any, list[str]]:
     config = maker.config
     kinds = kinds_of_layers(full)
     for kept, fields in layers_to_keep(config, kinds, plan.pp * plan.stages_per_rank):
@@ -213,7 +213,7 @@ def _without_dropout(config: PretrainedConfig) -> list[str]:
 
 
 def _narrowed(
-    maker: _Maker, short: Any, roles: dict[str, str] | None, real_plan: ParallelPlan, plan: ParallelPlan
+    maker: _Maker, short: PretrainedConfig, roles: dict[str, str] | None, real_plan: ParallelPlan, plan: ParallelPlan
 ) -> tuple[Any, str]:
     for fields in narrower_configs(short, real_tp=real_plan.tp, tp=plan.tp):
         try:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
-from transformers import PretrainedConfig, TrainingArguments
+from torch.optim import Optimizer
+from transformers import TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from meshwright.compiling import without_compilation
 from meshwright.distribute.attach_optimizer import plan_to_complete
@@ -18,6 +20,19 @@ from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+
+
+class StockTrainer(Protocol):
+    """What is read of the Trainer that the mixin is mixed into."""
+
+    args: TrainingArguments
+    model: Any
+    train_dataset: object
+    compute_loss_func: Any
+    label_smoother: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+    callback_handler: CallbackHandler
 
 
 def config_of(meshwright: object) -> ToDistributedConfig:
@@ -61,7 +76,7 @@ def check_arguments(args: TrainingArguments) -> None:
         raise PlanError(reason)
 
 
-def _refusals(args: Any) -> Iterator[str]:
+def _refusals(args: TrainingArguments) -> Iterator[str]:
     world = world_size()
     if getattr(args, "fsdp", None):
         yield (
@@ -115,7 +130,7 @@ def _refusals(args: Any) -> Iterator[str]:
         )
 
 
-def _refusals_of_loaders(config: PretrainedConfig) -> Iterator[str]:
+def _refusals_of_loaders(config: object) -> Iterator[str]:
     """Yield an error message for each setting of ``accelerator_config`` that reads batches differently than a plan."""
     if getattr(config, "split_batches", False):
         yield (
@@ -131,7 +146,7 @@ def _refusals_of_loaders(config: PretrainedConfig) -> Iterator[str]:
         )
 
 
-def check_trainer(trainer: Any) -> None:
+def check_trainer(trainer: StockTrainer) -> None:
     """Raise if a setting of the launcher or of the model contradicts the plan; called after the Trainer is made.
 
     Raises:
@@ -212,7 +227,7 @@ def check_nothing_thawed(model: nn.Module, trained: Collection[str]) -> None:
         )
 
 
-def renew_options(optimizer: Any, fresh: Any, args: TrainingArguments) -> None:
+def renew_options(optimizer: Optimizer, fresh: Optimizer, args: TrainingArguments) -> None:
     """Give the groups of a Trainer's optimizer the options of one that was made from the arguments as they are now.
 
     Args:
@@ -236,7 +251,7 @@ def renew_options(optimizer: Any, fresh: Any, args: TrainingArguments) -> None:
     optimizer.defaults.update(fresh.defaults)
 
 
-def check_run(trainer: Any, runtime: Runtime) -> None:
+def check_run(trainer: StockTrainer, runtime: Runtime) -> None:
     """Raise if an argument of a Trainer gives wrong results under the model's plan.
 
     Raises:
@@ -257,6 +272,6 @@ def check_run(trainer: Any, runtime: Runtime) -> None:
         )
 
 
-def has_own_loss(trainer: Any) -> bool:
+def has_own_loss(trainer: StockTrainer) -> bool:
     """Return whether a Trainer's arguments make it compute the loss from the logits, instead of the model."""
     return trainer.compute_loss_func is not None or trainer.label_smoother is not None

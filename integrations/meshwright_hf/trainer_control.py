@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from meshwright.faults.guard import active_guard
+from meshwright_hf.trainer_checks import StockTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class SavesTogether(JITCheckpointCallback):
     on_epoch_end = on_step_end
 
 
-def save_together_on_sigterm(trainer: Any) -> None:
+def save_together_on_sigterm(trainer: StockTrainer) -> None:
     """Replace the callback of ``enable_jit_checkpoint``, which saves on the rank alone that got the signal."""
     callbacks = trainer.callback_handler.callbacks
     for index, stock in enumerate(callbacks):

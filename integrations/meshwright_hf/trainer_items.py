@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer
 
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.autograd_graph import tensors_in
@@ -23,7 +22,7 @@ from meshwright.parallel.collectives import maximum
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.stand_in import FACTS, SHAPE, StandIn
 from meshwright.parallel.uneven_batches import UnevenBatches
-from meshwright_hf.trainer_checks import has_own_loss
+from meshwright_hf.trainer_checks import StockTrainer, has_own_loss
 
 
 class ItemsUse:
@@ -41,7 +40,7 @@ class ItemsUse:
         self._is_settled = self._is_passed = self.has_asked_processes = False
 
     @contextlib.contextmanager
-    def of_one_loss(self, trainer: Any, runtime: Runtime) -> Iterator[None]:
+    def of_one_loss(self, trainer: StockTrainer, runtime: Runtime) -> Iterator[None]:
         """Record whether the loss that is computed inside this context reads the count; every rank must enter it.
 
         Raises:
@@ -69,7 +68,7 @@ class ItemsUse:
         if self._agree(trainer, runtime):
             raise ValueError(_DIVIDED.format(type(trainer).__name__) if counts_all else _OWN_COUNT)
 
-    def settle(self, trainer: Any, runtime: Runtime) -> bool:
+    def settle(self, trainer: StockTrainer, runtime: Runtime) -> bool:
         """Return whether the Trainer must multiply the loss by dp; every rank makes the call."""
         self._is_settled = True
         if not _is_of_model(trainer, runtime):
@@ -78,7 +77,7 @@ class ItemsUse:
                 uneven.stop()
         return self.is_divided
 
-    def _agree(self, trainer: Trainer, runtime: Runtime) -> bool:
+    def _agree(self, trainer: StockTrainer, runtime: Runtime) -> bool:
         # Ranks may differ: a rank without labels may return before it divides.
         flag = torch.tensor(int(self.is_read), device=trainer.args.device)
         for axis in (runtime.mesh.dp, *runtime.mesh.of_same_rows):
@@ -95,7 +94,7 @@ class ItemsUse:
         return watched
 
 
-def _is_of_model(trainer: Trainer, runtime: Runtime) -> bool:
+def _is_of_model(trainer: StockTrainer, runtime: Runtime) -> bool:
     """Return whether the model divided its known loss by the count, so that it is the loss of the global batch."""
     loss = runtime.features.find(BatchLoss)
     return not has_own_loss(trainer) and loss is not None and loss.mean.used_items is True

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ class TrainerProgress:
 _PLACE = record({"epoch": integer(0, MOST_EPOCHS), "samples": integer()}, {"length": integer()})
 
 
-def _loader(value: Any, field: str) -> None:
+def _loader(value: Mapping[str, object], field: str) -> None:
     table(anything)(value, field)
     _PLACE({name: value[name] for name in ("epoch", "samples", "length") if name in value}, field)
 

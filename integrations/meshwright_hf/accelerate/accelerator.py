@@ -116,7 +116,9 @@ class PlannedAccelerator(Accelerator):
         self._schedulers.append(planned)
         return planned
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
         """Clip by the global norm and return it; while gradients are being accumulated, do nothing and return None."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         model = self._model_of(parameters)
@@ -124,7 +126,7 @@ class PlannedAccelerator(Accelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         return mw.clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each element of the gradients; do nothing while gradients are being accumulated."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         model = self._model_of(parameters)
@@ -155,7 +157,7 @@ class PlannedAccelerator(Accelerator):
 
         return map_tensors(tensor, reduced)
 
-    def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows of all data-parallel ranks, each once, in the order of the dataset."""
         loader, dp = self.gradient_state.active_dataloader, self._dp()
         if dp is None or (loader is not None and not isinstance(loader, PlannedLoader)):
@@ -178,7 +180,7 @@ class PlannedAccelerator(Accelerator):
         super().log({**figures, **values}, step=step, log_kwargs=log_kwargs or {})
 
     @contextlib.contextmanager
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(self, joinables: Iterable[object], even_batches: bool | None = None) -> Iterator[None]:
         """Do nothing for planned models, since their ranks always take the same number of steps."""
         if any(isinstance(model, nn.Module) and find_runtime(model) is not None for model in joinables):
             yield

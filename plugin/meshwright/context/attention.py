@@ -167,7 +167,7 @@ def attach_attention(decoder: Decoder, attention: object) -> None:
     for module in decoder.model.modules():
         config = vars(module).get("config")
         if module not in others and hasattr(config, "_attn_implementation"):
-            local: Any = {"_attn_implementation": NAME, _OWNER: attention}
+            local: dict[str, Any] = {"_attn_implementation": NAME, _OWNER: attention}
             module.config = LocalConfig(plain_config(config), **local)  # type: ignore[assignment]
 
 

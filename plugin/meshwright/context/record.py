@@ -165,7 +165,7 @@ def _reshapes(decoder: Decoder) -> bool:
     borders = RegionBorders(decoder)
     borders.begin()
 
-    def cut(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def cut(module: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Any, ...]) -> Any:
         if not borders.has_ended():
             return output
         return output[:, :some] if isinstance(output, Tensor) else (output[0][:, :some], *output[1:])

@@ -10,7 +10,7 @@ import copy
 import functools
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from itertools import product
 from typing import Any
@@ -56,7 +56,7 @@ def _weight(value: object) -> int:
     return len(value) if hasattr(value, "__len__") else 1
 
 
-def padded(collate: Collate, samples: list[Any], alone: Any, others: list[Any]) -> Any:
+def padded(collate: Collate, samples: list[Any], alone: object, others: list[Any]) -> Any:
     """Return a batch with the padding that it has when it is collated together with other samples.
 
     Args:
@@ -97,7 +97,7 @@ class _Rows:
     def __init__(self, total: int, own: int):
         self.total, self.own = total, own
 
-    def of_list(self, whole: Any, alone: Any) -> bool:
+    def of_list(self, whole: Sized, alone: Sized) -> bool:
         """Return whether a list has one item per row, and ``alone`` is the same list of this rank's rows."""
         return len(whole) == self.total and len(alone) == self.own
 

@@ -152,7 +152,7 @@ class Placer:
                 mesh = self._device_meshes[target.mesh] = target.mesh.to_device_mesh(device_type)
                 accept_plain_tensors(mesh)
 
-    def place(self, batch: Any, portion: Portion) -> Any:
+    def place(self, batch: object, portion: Portion) -> Any:
         """Return the batch with its inputs on their meshes.
 
         Args:

@@ -49,13 +49,14 @@ def is_batch(value: object) -> bool:
     return isinstance(value, Tensor | Mapping | list | tuple)
 
 
-def why_no_batch(value: Any) -> str | None:
+def why_no_batch(value: object) -> str | None:
     """Return why a value is one sample of a language model, not a batch of them; None if nothing says so."""
     wrap = "wrap the samples: DataLoader(samples, batch_size=8)"
     if isinstance(value, str):
         return f"texts. Tokenize and {wrap}"
-    for name in ("input_ids", "decoder_input_ids") if isinstance(value, Mapping) else ():
-        ids = value.get(name)
+    given = value if isinstance(value, Mapping) else {}
+    for name in ("input_ids", "decoder_input_ids"):
+        ids = given.get(name)
         if isinstance(ids, Tensor) and ids.ndim == 1:
             return f"{name} has the shape {tuple(ids.shape)}, and a batch's would be (rows, {len(ids)}); {wrap}"
         if isinstance(ids, list | tuple) and ids and isinstance(ids[0], int):

@@ -40,8 +40,8 @@ class Collated:
         samples: the samples.
     """
 
-    batch: Any
-    samples: Any
+    batch: object
+    samples: list[Any] | bytes
 
     def pin_memory(self) -> Collated:
         """Pin the batch's tensors; DataLoader calls this on batches of custom types."""
@@ -129,8 +129,8 @@ class OneLength:
         samples = portion.samples
         if isinstance(samples, bytes):
             samples = unpack(torch.from_numpy(np.frombuffer(bytearray(samples), dtype=np.uint8)))
-        is_sent = samples is not None and self._dp.rank in senders
-        sent = self._objects(longest(self._collate, samples, own) if is_sent else [])
+        is_sender = self._dp.rank in senders
+        sent = self._objects(longest(self._collate, samples, own) if is_sender and samples is not None else [])
         if own == most:
             return portion
         batch = portion.batch
@@ -165,7 +165,7 @@ class OneLength:
     def _numbers(self, own: list[int]) -> list[list[int]]:
         return Peers((self._dp,)).gather(*own) if self._gather is None else self._gather(own)
 
-    def _objects(self, own: Any) -> list[Any]:
+    def _objects(self, own: object) -> list[Any]:
         return gather_objects(own, self._dp) if self._gather is None else self._gather(own)
 
 

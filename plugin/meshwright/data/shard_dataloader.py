@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.data.readers.stream_shards import has_shards
 from meshwright.faults.guard import active_guard, start_guard
-from meshwright.faults.same_call import Claim, agreed
+from meshwright.faults.same_call import Claim, Result, agreed
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import (
     backend_of_new_groups,
@@ -153,11 +153,10 @@ def shard_dataloader(
             options=options,
         ).claim()
 
-    made: DistributedLoader = _on_all_ranks(make).agree()
-    return made
+    return _on_all_ranks(make).agree()
 
 
-def _on_all_ranks(check: Any) -> Any:
+def _on_all_ranks(check: Callable[[], Claim[Result]]) -> Result:
     """Run a check on every rank and return its result. If the check fails on one rank, all ranks raise."""
     return agreed(check)[0] if dist.is_initialized() else check().result
 

@@ -98,7 +98,7 @@ class DatasetShards:
         return files_of(self._dataset.shard(num_shards=self.num_shards, index=shard))
 
 
-def as_source(dataset: Any) -> ShardedSource:
+def as_source(dataset: object) -> ShardedSource:
     """Return a dataset as a ShardedSource.
 
     Args:

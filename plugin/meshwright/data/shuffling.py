@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from torch.utils.data import DataLoader
 
 from meshwright.data import epoch_order as order
 from meshwright.data.epoch_order import Order, Permutation, Permuted
@@ -45,7 +46,7 @@ class WorkerSeeds:
         self._last: int | None = None
 
     @staticmethod
-    def of(loader: Any) -> WorkerSeeds:
+    def of(loader: DataLoader[Any]) -> WorkerSeeds:
         """Return the worker seeds of a DataLoader."""
         return WorkerSeeds(loader.generator, once=loader.persistent_workers)
 

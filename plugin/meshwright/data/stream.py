@@ -82,7 +82,7 @@ class ShardedStream:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         *,
         batch_size: int,
         dp: Axis,

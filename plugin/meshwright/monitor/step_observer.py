@@ -121,7 +121,7 @@ class StepObserver:
         if self._keeps and torch.is_grad_enabled():
             self._own_losses.append(loss.detach())
 
-    def end_step(self, *, lr: Any, norm: Any) -> None:
+    def end_step(self, *, lr: Tensor | float | None, norm: Tensor | None) -> None:
         """Count a step, and tell ``on_due`` if a line follows it.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Generator, Tensor
@@ -154,14 +154,14 @@ class StreamReader:
         return batch
 
 
-def has_shards(loader: Any) -> bool:
+def has_shards(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Return whether a loader's dataset can be read as a ShardedStream.
 
     The dataset must have several shards, and its rows must not depend on other shards.
     """
     if not is_stock(loader) or not loader.batch_size:
         return False
-    dataset: Any = loader.dataset
+    dataset = loader.dataset
     is_streamed = isinstance(loader.dataset, IterableDataset) and hasattr(dataset, "shard") and hasattr(dataset, "iter")
     return (
         (isinstance(dataset, ShardedSource) or is_streamed)
