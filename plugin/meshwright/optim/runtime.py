@@ -54,7 +54,7 @@ class Watch:
         """Called when the run resumes from a checkpoint of this step."""
         raise NotImplementedError
 
-    def end_step(self, *, lr: float | None, norm: object) -> None:
+    def end_step(self, *, lr: float | None, norm: Tensor | None) -> None:
         """Called after an engine has stepped its optimizer."""
         raise NotImplementedError
 
