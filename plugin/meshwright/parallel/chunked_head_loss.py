@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.autograd import Node, TensorFunction
 from meshwright.parallel.cross_entropy import Words, at_least_float32, exponentials_, gradient_, refuse_second_order
 from meshwright.parallel.logit_steps import LogitStep, run, run_backward
 from meshwright.plan.head_chunks import SUMMED_WORDS, head_chunk
@@ -39,7 +39,7 @@ class ChunkedLoss:
     kernel: LinearKernel = PLAIN
 
 
-class ChunkedHeadLoss(torch.autograd.Function):
+class ChunkedHeadLoss(TensorFunction):
     """The sum over valid tokens of -log softmax(logits)[target], with logits = steps(hidden @ weight.T + bias).
 
     Args (of ``apply``):
@@ -54,7 +54,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Node,
         hidden_ND: Tensor,
         weight_WD: Tensor,
         bias_W: Tensor | None,
@@ -70,7 +70,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Node, grad: Tensor) -> tuple[object, ...]:
         refuse_second_order()
         # In place unless backward will run again, since the gradient of the weight is as large as the weight.
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()

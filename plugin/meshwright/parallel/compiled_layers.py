@@ -19,7 +19,7 @@ from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.compile_options import check_compile_options
 from meshwright.parallel.method_override import MethodOverride
 
-Restore = Callable[[], Any]
+Restore = Callable[[], object]
 
 logger = logging.getLogger(__name__)
 
@@ -129,21 +129,21 @@ def outermost_layers(model: nn.Module) -> Iterator[nn.Module]:
 class _CompiledForward(MethodOverride):
     """A layer's forward, compiled at its first call."""
 
-    def __init__(self, method: Callable[..., Any], options: dict[str, Any]):
+    def __init__(self, method: Callable[..., object], options: dict[str, Any]):
         super().__init__(method)
         self.options = options
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: Callable[..., object] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self._compiled is None:
             self._compiled = torch.compile(self.method, **self.options)
         return self._compiled(*args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_compiled": None}  # a copy compiles the method of its own layer
 
 
-def _innermost(layer: nn.Module) -> tuple[Any, str]:
+def _innermost(layer: nn.Module) -> tuple[object, str]:
     """Return the place of a layer's own forward, inside the overrides that skip it or choose its inputs."""
     owner, name = layer, "forward"
     while isinstance(inner := getattr(owner, name), MethodOverride):

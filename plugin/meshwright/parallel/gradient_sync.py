@@ -13,7 +13,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class GradientSync:
             if has_part(parameter):
                 parameter.register_post_accumulate_grad_hook(_mark)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         # A copied or pickled model has None in place of this object, since its parameters have no hooks.
         return type(None), ()
 

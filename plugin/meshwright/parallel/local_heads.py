@@ -6,7 +6,6 @@ Attention code reads these counts and biases separately from the projection weig
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,10 +18,10 @@ from meshwright.roles.linear_kernel import kernel_of
 class LocalConfig:
     """A model's config with some values replaced, for one module that reads its head counts from the config."""
 
-    def __init__(self, config: Any, **local: int):
+    def __init__(self, config: object, **local: int):
         self.__dict__.update(_config=config, **local)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or "_config" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.__dict__["_config"], name)
@@ -30,7 +29,7 @@ class LocalConfig:
 
 def localise_attributes(block: Block) -> None:
     """Set the head counts and widths in a block's modules to those of this rank's part."""
-    module: Any = block.module
+    module: object = block.module
     for projection in (*block.columns, block.row):
         if (kernel := kernel_of(projection)) is not None:
             kernel.fit(projection)
@@ -51,13 +50,15 @@ class HeadInputs:
         self._names = tuple(inspect.signature(attention.forward).parameters)
         self._heads, self._rank = heads, axis.rank
 
-    def take_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def take_own(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return the arguments, cut to this rank's heads."""
         own = [self._take(name, value) for name, value in zip(self._names, args, strict=False)]
         cut = {name: self._take(name, kwargs[name]) for name in _PER_HEAD if name in kwargs}
         return (*own, *args[len(own) :]), {**kwargs, **cut}
 
-    def _take(self, name: str, value: Any) -> Any:
+    def _take(self, name: str, value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         if value.ndim == 4 and name in _PER_HEAD and value.shape[1] == self._heads.heads:

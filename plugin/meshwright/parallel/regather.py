@@ -12,7 +12,6 @@ input that requires no gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +101,7 @@ class RegatheredProjections:
             self._pop()
         self._current = None
 
-    def _push(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _push(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         gathered = self._current
         if gathered is not None and gathered.holds(args[0]):
             self._swap(gathered)
@@ -111,7 +110,7 @@ class RegatheredProjections:
         saved.push(lambda tensor: gathered.pack(tensor) if gathered.holds(tensor) else None)
         self._is_pushed = True
 
-    def _pop(self, *_: Any) -> None:
+    def _pop(self, *_: object) -> None:
         if self._is_pushed:
             self._is_pushed = False
             saved.pop()

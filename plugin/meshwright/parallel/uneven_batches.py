@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import read_later
+from meshwright.parallel.batch_loss import Batch
 from meshwright.parallel.batch_share import labels_beside
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
@@ -35,7 +35,7 @@ class UnevenBatches:
     def __init__(self, dp: Axis, tp: Axis):
         self.dp, self.tp = dp, tp
         self.is_on = dp.size > 1
-        self._batch: Mapping[str, Any] | None = None
+        self._batch: Batch | None = None
         self._is_left_out = False  # whether the loss of the last pass is of all rows
         self._earlier: Callable[[], list[list[float]]] | None = None
 
@@ -51,7 +51,7 @@ class UnevenBatches:
         self._is_left_out = True
 
     @contextlib.contextmanager
-    def of_batch(self, batch: Any) -> Iterator[None]:
+    def of_batch(self, batch: object) -> Iterator[None]:
         """Count this batch, not the model's inputs, since a program may remove labels before it calls the model."""
         self._batch = batch if isinstance(batch, Mapping) else None
         try:
@@ -59,7 +59,7 @@ class UnevenBatches:
         finally:
             self._batch = None
 
-    def look(self, inputs: Mapping[str, Any], output: Any, known: Tensor | None = None) -> None:
+    def look(self, inputs: Batch, output: object, known: Tensor | None = None) -> None:
         """Compare the ranks once backward from a loss reaches the model's output.
 
         Args:
@@ -146,7 +146,7 @@ def said_of_ranks(ranks: list[list[float]]) -> str:
     return "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
 
 
-def rows_and_labels(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
+def rows_and_labels(batch: Batch, *, with_mask: bool) -> Tensor:
     """Return the numbers of rows and of valid labels in a batch. Without labels, count tokens that are not padding.
 
     The second number is -1 if it is unknown.
