@@ -54,19 +54,17 @@ class _Work(Protocol):
     def wait(self) -> object: ...
 
 
-def _group(axis: Axis) -> ProcessGroup:
-    assert axis.group is not None
-    return axis.group
-
-
 # The next functions call a process group as those of torch.distributed do, without the checks of the arguments, which
 # take longer than the call and hold here.
-def _all_gather(out: Tensor, x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
-    group = _group(axis)
-    if x.nbytes >= GLOO_BROADCASTS_FROM and _is_gloo(group, out.device):
-        return _broadcast_parts(_real(out), _real(x), group)
-    work: _Work = getattr(group, _ALL_GATHER)(_real(out), _real(x), _options(AllgatherOptions, is_async))
+def _start(axis: Axis, name: str, *arguments: object) -> _Work:
+    work: _Work = getattr(axis.group, name)(*arguments)
     return work
+
+
+def _all_gather(out: Tensor, x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
+    if x.nbytes >= GLOO_BROADCASTS_FROM and axis.group is not None and _is_gloo(axis.group, out.device):
+        return _broadcast_parts(_real(out), _real(x), axis.group)
+    return _start(axis, _ALL_GATHER, _real(out), _real(x), _options(AllgatherOptions, is_async))
 
 
 def _is_gloo(group: ProcessGroup, device: torch.device) -> bool:
@@ -100,17 +98,15 @@ class _Works:
 
 
 def _reduce_scatter(out: Tensor, x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
-    work: _Work = getattr(_group(axis), _REDUCE_SCATTER)(out, x, _options(ReduceScatterOptions, is_async))
-    return work
+    return _start(axis, _REDUCE_SCATTER, out, x, _options(ReduceScatterOptions, is_async))
 
 
 def _all_to_all(out: Tensor, x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
-    work: _Work = getattr(_group(axis), _ALL_TO_ALL)(_real(out), _real(x), [], [], _options(AllToAllOptions, is_async))
-    return work
+    return _start(axis, _ALL_TO_ALL, _real(out), _real(x), [], [], _options(AllToAllOptions, is_async))
 
 
 def _all_reduce(x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
-    return _group(axis).allreduce([_real(x)], _options(AllreduceOptions, is_async))
+    return _start(axis, "allreduce", [_real(x)], _options(AllreduceOptions, is_async))
 
 
 @functools.cache

@@ -46,11 +46,8 @@ class ColumnProjections:
     def __init__(self, modules: Sequence[nn.Module], *, is_gathered: bool):
         self.is_gathered = is_gathered
         self.current: _ColumnPass | None = None
-        kernels = [kernel for module in modules if (kernel := kernel_of(module)) is not None]
-        self.forwards: list[_ColumnForward] = []
-        if len(kernels) == len(modules):
-            pairs = zip(modules, kernels, strict=True)
-            self.forwards = [_ColumnForward(module, kernel, i, self) for i, (module, kernel) in enumerate(pairs)]
+        modules = modules if all(map(kernel_of, modules)) else ()
+        self.forwards = [_ColumnForward(module, i, self) for i, module in enumerate(modules)]
 
     def remove(self) -> None:
         """Give the projections their own forward, and leave all gradients to autograd."""
@@ -66,14 +63,14 @@ class ColumnProjections:
 
     def enter(self, x: Tensor, axis: Axis) -> Tensor:
         """Return the rows that the projections read, from this rank's rows or from all; :meth:`open` must follow."""
-        weights: list[nn.Parameter | None] = [forward.module._parameters["weight"] for forward in self.forwards]
+        weights = [forward.module._parameters["weight"] for forward in self.forwards]
         self.current = _ColumnPass(weights)
         return _EnterProjections.apply(x, axis, self.is_gathered, self.current, *weights)
 
     def open(self, full: Tensor) -> None:
         """Let the projections compute their outputs from ``full``, the result of :meth:`enter` in the block's shape."""
         assert self.current is not None
-        self.current.full, self.current.memory = full, saved.memory(full)
+        self.current.full = full
 
     def close(self, *, has_ended: bool) -> None:
         """End the pass.
@@ -104,28 +101,27 @@ class _ColumnPass:
         self.node: Node
         self.unread = set(range(len(weights)))
         self.full: Tensor | None = None
-        self.memory: tuple[int, int] | None = None
 
     def holds(self, x: Tensor) -> bool:
         """Return whether ``x`` is the block's input, in any shape."""
-        if x is self.full:
-            return True
-        is_whole = self.full is not None and x.numel() == self.full.numel() and x.is_contiguous()
-        return is_whole and saved.memory(x) == self.memory
+        full = self.full
+        if x is full or full is None:
+            return x is full
+        return x.numel() == full.numel() and x.is_contiguous() and saved.memory(x) == saved.memory(full)
 
 
 class _ColumnForward(LinearForward):
     """The ``forward`` of a projection; the node of the block's input computes the gradient of the weight."""
 
-    def __init__(self, module: nn.Module, kernel: LinearKernel, index: int, group: ColumnProjections):
-        super().__init__(module, kernel)
+    def __init__(self, module: nn.Module, index: int, group: ColumnProjections):
+        super().__init__(module)
         self.index, self.group = index, group
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         current = self.group.current
         weight = self.module._parameters["weight"]
-        is_own = current is not None and args and weight is current.weights[self.index] and current.holds(args[0])
-        if current is None or weight is None or not is_own:
+        is_entered = current is not None and weight is current.weights[self.index] and args and current.holds(args[0])
+        if current is None or weight is None or not is_entered:
             result: Tensor = self.method(*args, **kwargs)
             return result
         current.unread.discard(self.index)

@@ -10,19 +10,20 @@ from torch import Tensor, nn
 
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.method_override import MethodOverride
-from meshwright.roles.linear_kernel import LinearKernel
+from meshwright.roles.linear_kernel import kernel_of
 
 
 class LinearForward(MethodOverride):
     """The ``forward`` of a linear layer, which saves the layer's input itself instead of a copy in another dtype.
 
     Args:
-        module: the layer; its forward is replaced.
-        kernel: how the layer computes.
+        module: the layer, which has a kernel; its forward is replaced.
     """
 
-    def __init__(self, module: nn.Module, kernel: LinearKernel):
+    def __init__(self, module: nn.Module):
         super().__init__(module.forward)
+        kernel = kernel_of(module)
+        assert kernel is not None
         self.module, self.kernel = module, kernel
         module.forward = self
 

@@ -65,9 +65,9 @@ class RegatheredProjections:
         self._current: GatheredInput | None = None
         self._is_pushed = self._spans_block = False
         self._projections = projections
-        inner = {module: kernel_of(module) for projection in projections for module in projection.modules()}
+        inner = {id(module): module for projection in projections for module in projection.modules()}.values()
         # Another kernel's own forward may save a copy of its input, which is not recognised here.
-        self._forwards = [LinearForward(m, k) for m, k in inner.items() if k is not None and not k.is_differentiable]
+        self._forwards = [LinearForward(m) for m in inner if (kernel := kernel_of(m)) and not kernel.is_differentiable]
         self._handles: list[RemovableHandle] = []
 
     def span_block(self) -> None:

@@ -36,8 +36,8 @@ class WeightGradients:
         self._waiting: dict[tuple[int, int], list[_Waiting]] = {}
         self._now: list[_Waiting] | None = None
         for module in modules:
-            if (kernel := kernel_of(module)) is not None:
-                _DelayedLinear(module, kernel, self)
+            if kernel_of(module) is not None:
+                _DelayedLinear(module, self)
 
     @contextlib.contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:
@@ -69,8 +69,8 @@ class WeightGradients:
 class _DelayedLinear(LinearForward):
     """The ``forward`` of a linear layer whose weight's gradient may be computed later than its input's."""
 
-    def __init__(self, module: nn.Module, kernel: LinearKernel, later: WeightGradients):
-        super().__init__(module, kernel)
+    def __init__(self, module: nn.Module, later: WeightGradients):
+        super().__init__(module)
         self.later = later
 
     def weight_gradient(
