@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from accelerate.utils import DynamoBackend
 
+from meshwright.temporarily import temporarily
 
-@contextlib.contextmanager
-def left_to_us(plugin: Any) -> Iterator[None]:
+
+def left_to_us(plugin: Any) -> contextlib.AbstractContextManager[None]:
     """Keep accelerate from compiling the model inside the context.
 
     Args:
         plugin: accelerate's TorchDynamoPlugin.
     """
-    before, plugin.backend = plugin.backend, DynamoBackend.NO
-    try:
-        yield
-    finally:
-        plugin.backend = before
+    return temporarily(plugin, backend=DynamoBackend.NO)

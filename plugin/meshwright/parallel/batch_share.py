@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.parallel.mean_over_ranks import TARGETS, valid_labels, without_targets
+from meshwright.temporarily import temporarily
 
 
 @dataclass(frozen=True)
@@ -152,14 +153,9 @@ def has_filler_rows(x: Tensor) -> bool:
     return passed is not None and passed.is_filler
 
 
-@contextlib.contextmanager
-def cut() -> Iterator[None]:
+def cut() -> contextlib.AbstractContextManager[None]:
     """Say that the forward passes inside the context have some of the rows of their batch."""
-    before, _process.is_cut = _process.is_cut, True
-    try:
-        yield
-    finally:
-        _process.is_cut = before
+    return temporarily(_process, is_cut=True)
 
 
 def are_cut() -> bool:

@@ -7,7 +7,6 @@ and takes the same arguments, including ``shift_labels``, ``ignore_index`` and `
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_
 from meshwright.parallel.sequence_parts import Parted, SequenceParts
 from meshwright.parallel.tensor_checks import require_words
 from meshwright.parallel.tensor_guards import ShardedLogits
+from meshwright.temporarily import temporarily
 
 
 class CausalLMLoss(BatchLoss):
@@ -61,14 +61,9 @@ class CausalLMLoss(BatchLoss):
         loss_sum = self._sum(without_stand_in(logits), targets_N, ignore_index)
         return self.mean.of(loss_sum.reshape(1), count, num_items_in_batch)
 
-    @contextlib.contextmanager
-    def smoothed(self, factor: float) -> Iterator[None]:
+    def smoothed(self, factor: float) -> contextlib.AbstractContextManager[None]:
         """Compute the loss with label smoothing inside the context, as transformers' ``LabelSmoother`` does."""
-        before, self._smoothing = self._smoothing, factor
-        try:
-            yield
-        finally:
-            self._smoothing = before
+        return temporarily(self, _smoothing=factor)
 
     def counts(self, batch: Batch) -> Tensor:
         """Return the number of valid labels in this rank's part of a batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, valid_labels
 from meshwright.parallel.output_loss import tensors_of
+from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,9 @@ class UnevenBatches:
         """
         self._is_left_out = True
 
-    @contextlib.contextmanager
-    def of_batch(self, batch: object) -> Iterator[None]:
+    def of_batch(self, batch: object) -> contextlib.AbstractContextManager[None]:
         """Count this batch, not the model's inputs, since a program may remove labels before it calls the model."""
-        self._batch = batch if isinstance(batch, Mapping) else None
-        try:
-            yield
-        finally:
-            self._batch = None
+        return temporarily(self, _batch=batch if isinstance(batch, Mapping) else None)
 
     def look(self, inputs: Batch, output: object, known: Tensor | None = None) -> None:
         """Compare the ranks once backward from a loss reaches the model's output.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -14,6 +14,7 @@ from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import PlanError
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.roles import Decoder
+from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +79,9 @@ class HookedModules:
         self._watched: set[str] = set()
         self._is_running = False
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> contextlib.AbstractContextManager[None]:
         """Let backward run through outputs that hooks see, inside the context only."""
-        self._is_running = True
-        try:
-            yield
-        finally:
-            self._is_running = False
+        return temporarily(self, _is_running=True)
 
     def check_running(self, name: str) -> None:
         """Raise a PlanError if backward runs through the output of a module after the call that has used it up."""

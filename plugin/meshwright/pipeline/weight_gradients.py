@@ -11,7 +11,7 @@ twice.)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from meshwright.parallel.linear_layers import LinearForward
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.plan.schedule import Kind, Operation
 from meshwright.roles.linear_kernel import LinearKernel, kernel_of
+from meshwright.temporarily import temporarily
 
 # A weight, the kernel of its layer, the layer's input, and the gradient of its output.
 _Waiting = tuple[nn.Parameter, LinearKernel, Callable[[], Tensor], Tensor]
@@ -39,15 +40,12 @@ class WeightGradients:
             if kernel_of(module) is not None:
                 _DelayedLinear(module, self)
 
-    @contextlib.contextmanager
-    def waiting(self, operation: Operation) -> Iterator[None]:
+    def waiting(self, operation: Operation) -> contextlib.AbstractContextManager[None]:
         """Keep the gradients of linear weights for later inside the context, if the operation is of the input alone."""
-        if operation.kind is Kind.INPUT_GRAD:
-            self._now = self._waiting[operation.stage, operation.micro_batch] = []
-        try:
-            yield
-        finally:
-            self._now = None
+        if operation.kind is not Kind.INPUT_GRAD:
+            return contextlib.nullcontext()
+        now = self._waiting[operation.stage, operation.micro_batch] = []
+        return temporarily(self, _now=now)
 
     @property
     def is_open(self) -> bool:
