@@ -145,7 +145,8 @@ class BlockHooks:
             return
         # Every rank would add the bias to its partial sum, so it is removed here and added once after the reduction.
         self._bias = self._row._parameters["bias"]
-        self._row._parameters["bias"] = torch.zeros_like(self._bias) if self._needs_bias else None
+        zeros = torch.zeros_like(self._bias) if self._bias is not None and self._needs_bias else None
+        self._row._parameters["bias"] = zeros
         if self._pass is None:
             raise PlanError(
                 f"the output projection of {self._name} ran, but the block was not called as a module: the gradient of "
