@@ -41,19 +41,16 @@ class LinearForward(MethodOverride):
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = self.module._parameters.get("weight")  # none if a hook computes it, as prune's and weight_norm's do
-        bias: Tensor | None = self.module._parameters.get("bias")
         if weight is None or not (torch.is_grad_enabled() and weight.requires_grad):
             result: Tensor = self.method(x)
             return result
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+            x = x.to(torch.get_autocast_dtype(kind))
         # Not by save_for_backward: the part of a backward that needs only the weight would unpack the input too, and
         # under sequence parallelism gather it.
         take = partial(self.weight_gradient, weight, saved.keep(x))
-        with torch.autocast(kind, enabled=False):
-            return self.kernel.with_graph(x, weight, bias, take)
+        return self.kernel.with_graph(x, weight, self.module._parameters.get("bias"), take)
 
     def weight_gradient(
         self, weight: nn.Parameter, read_input: Callable[[], Tensor], gradient: Tensor

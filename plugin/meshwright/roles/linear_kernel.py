@@ -68,10 +68,11 @@ class LinearKernel(ABC):
         Args:
             x: the input.
             weight: the weight, in any dtype; detached if ``take`` is None.
-            bias: the bias.
+            bias: the bias, in any dtype.
             take: computes the gradient of the weight.
         """
-        return _LinearNode.apply(x, weight, bias, self, take)
+        with torch.autocast(x.device.type, enabled=False):
+            return _LinearNode.apply(x, weight, bias, self, take)
 
 
 class _PlainKernel(LinearKernel):
@@ -129,7 +130,7 @@ class _LinearNode(TensorFunction):
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.kernel, ctx.take, ctx.dtype = kernel, take, x.dtype
-        return kernel.forward(x, weight.to(x.dtype), bias)
+        return kernel.forward(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Node, gradient: Tensor) -> tuple[Tensor | None, ...]:
