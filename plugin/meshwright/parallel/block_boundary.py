@@ -28,11 +28,11 @@ from meshwright.parallel.collectives import gather_rows, reduce, share
 from meshwright.parallel.column_projections import ColumnProjections
 from meshwright.parallel.dropout_streams import DropoutStreams, Rates, Restore
 from meshwright.parallel.local_heads import HeadInputs
-from meshwright.parallel.method_override import EagerMethod
+from meshwright.parallel.method_chain import Uncompiled, add_step
 from meshwright.parallel.regather import RegatheredProjections
 from meshwright.parallel.sequence_parallel import SequenceSharding
-from meshwright.parallel.structure import Block
 from meshwright.roles.adapters import projection
+from meshwright.roles.blocks import Block
 from meshwright.roles.linear_kernel import kernel_of
 
 
@@ -88,7 +88,7 @@ class BlockHooks:
         if self._regathered is not None and self._is_whole_module:
             self._regathered.span_block()
         self._columns.remove()
-        self._output.forward = EagerMethod(self._output.forward)
+        add_step(self._output, Uncompiled())
 
     def _enter(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
@@ -145,8 +145,8 @@ class BlockHooks:
             return
         # Every rank would add the bias to its partial sum, so it is removed here and added once after the reduction.
         self._bias = self._row._parameters["bias"]
-        zeros = torch.zeros_like(self._bias) if self._bias is not None and self._needs_bias else None
-        self._row._parameters["bias"] = zeros
+        none = torch.zeros_like(self._bias) if self._bias is not None and self._needs_bias else None
+        self._row._parameters["bias"] = none  # type: ignore[assignment]  # a tensor without a gradient
         if self._pass is None:
             raise PlanError(
                 f"the output projection of {self._name} ran, but the block was not called as a module: the gradient of "

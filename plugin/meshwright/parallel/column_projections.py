@@ -29,6 +29,7 @@ from meshwright.parallel.collectives import (
     start_reduce_scatter,
 )
 from meshwright.parallel.linear_layers import LinearForward
+from meshwright.parallel.method_chain import StepOrder
 from meshwright.roles.linear_kernel import LinearKernel, kernel_of
 
 
@@ -59,7 +60,7 @@ class ColumnProjections:
         """Return whether the next pass can use :meth:`enter`; otherwise autograd computes all gradients."""
         if not (self.forwards and x.requires_grad and torch.is_grad_enabled()):
             return False
-        return all(f.is_installed and f.module._parameters.get("weight") is not None for f in self.forwards)
+        return all(f.is_outermost and f.module._parameters.get("weight") is not None for f in self.forwards)
 
     def enter(self, x: Tensor, axis: Axis) -> Tensor:
         """Return the rows that the projections read, from this rank's rows or from all; :meth:`open` must follow."""
@@ -112,6 +113,8 @@ class _ColumnPass:
 
 class _ColumnForward(LinearForward):
     """The ``forward`` of a projection; the node of the block's input computes the gradient of the weight."""
+
+    order = StepOrder.COLUMN
 
     def __init__(self, module: nn.Module, index: int, group: ColumnProjections):
         super().__init__(module)

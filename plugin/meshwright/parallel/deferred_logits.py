@@ -23,7 +23,7 @@ from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.cross_entropy import Words
 from meshwright.parallel.logit_steps import Cast, LogitStep, step_of
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep, StepOrder
 from meshwright.parallel.sharded_parameter import become
 from meshwright.parallel.tensor_guards import METADATA, SHAPE, ShardedLogits
 from meshwright.parallel.user_hooks import has_foreign_hooks
@@ -56,11 +56,12 @@ class Deferral:
     token_loss: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Tensor | None] | None = None
 
 
-class DeferringHead(MethodOverride):
+class DeferringHead(ChainStep):
     """The ``forward`` of a linear head whose logits are computed when they are needed."""
 
+    order = StepOrder.HEAD
+
     def __init__(self, head: nn.Linear, deferral: Deferral):
-        super().__init__(head.forward)
         self.head, self.deferral = head, deferral
 
     def __call__(self, x: Any) -> Any:

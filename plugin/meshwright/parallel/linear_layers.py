@@ -9,35 +9,33 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel import saved_tensors as saved
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step, remove_step
 from meshwright.roles.linear_kernel import kernel_of
 
 
-class LinearForward(MethodOverride):
+class LinearForward(ChainStep):
     """The ``forward`` of a linear layer, which saves the layer's input itself instead of a copy in another dtype.
 
     Args:
-        module: the layer, which has a kernel; its forward is replaced.
+        module: the layer, which has a kernel; the step is added to its forward.
     """
 
+    order = StepOrder.KERNEL
+
     def __init__(self, module: nn.Module):
-        super().__init__(module.forward)
         kernel = kernel_of(module)
         assert kernel is not None
         self.module, self.kernel = module, kernel
-        module.forward = self
+        self._chain = add_step(module, self)
 
     def remove(self) -> None:
         """Give the layer its forward from before."""
-        if self.is_installed:
-            del self.module.forward
-            if self.module.forward != self.method:
-                self.module.forward = self.method
+        remove_step(self.module, self)
 
     @property
-    def is_installed(self) -> bool:
-        """Whether nobody has replaced the layer's forward since."""
-        return vars(self.module).get("forward") is self
+    def is_outermost(self) -> bool:
+        """Whether nothing has replaced the layer's forward, and no step is around this one."""
+        return vars(self.module).get("forward") is self._chain and self._chain.first is self
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = self.module._parameters.get("weight")  # none if a hook computes it, as prune's and weight_norm's do

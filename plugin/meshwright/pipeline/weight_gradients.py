@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor, nn
 
 from meshwright.parallel.linear_layers import LinearForward
+from meshwright.parallel.method_chain import StepOrder
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.plan.schedule import Kind, Operation
 from meshwright.roles.linear_kernel import LinearKernel, kernel_of
@@ -66,6 +67,8 @@ class WeightGradients:
 
 class _DelayedLinear(LinearForward):
     """The ``forward`` of a linear layer whose weight's gradient may be computed later than its input's."""
+
+    order = StepOrder.LATER_GRADIENT
 
     def __init__(self, module: nn.Module, later: WeightGradients):
         super().__init__(module)
