@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
+from meshwright.temporarily import temporarily
 
-@contextlib.contextmanager
-def left_to_us(plugin: TorchDynamoPlugin) -> Iterator[None]:
+def left_to_us(plugin: TorchDynamoPlugin) -> contextlib.AbstractContextManager[None]:
     """Keep accelerate from compiling the model inside the context.
 
     Args:
         plugin: accelerate's TorchDynamoPlugin.
     """
-    before, plugin.backend = plugin.backend, DynamoBackend.NO
-    try:
-        yield
-    finally:
-        plugin.backend = before
+    return temporarily(plugin, backend=DynamoBackend.NO)

@@ -27,6 +27,7 @@ from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.plan.config import NumItems, PlanLike, ToDistributedConfig
+from meshwright.temporarily import temporarily
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
 from meshwright_hf.fused_head import gather_for_fused_head
@@ -167,11 +168,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             check_nothing_thawed(self.model, self._trained)
         made_from, self._arguments = self._arguments, None
         if made_from is not None and made_from != vars(self.args):
-            self.optimizer = None
-            try:
+            with temporarily(self, optimizer=None):
                 renew_options(optimizer, super().create_optimizer(*args, **kwargs), self.args)  # type: ignore[misc]
-            finally:
-                self.optimizer = optimizer
             check_run(self, self._runtime)  # whose limits are of arguments too
         return optimizer
 
@@ -201,11 +199,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         is_given = self._mesh_config.plan not in (None, "auto") or self._mesh_config.input_spec is not None
         if is_given or self.train_dataset is None:
             return None
-        self._is_distributing = True
-        try:
+        with temporarily(self, _is_distributing=True):
             return global_batches(self.get_train_dataloader(), world_size())
-        finally:
-            self._is_distributing = False
 
     def get_tp_size(self) -> int:
         """Return the number of ranks with the same rows; batch sizes, step counts and the loss scale depend on it."""
@@ -222,11 +217,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         """Return a training loader that yields this rank's rows of the global batches."""
         if not self._is_distributing:
             self._distribute()  # model_init may have made a new model
-        self._is_training_loader = True
-        try:
+        with temporarily(self, _is_training_loader=True):
             loader = super().get_train_dataloader()  # type: ignore[misc]
-        finally:
-            self._is_training_loader = False
         self._train_loader = loader if isinstance(loader, DistributedLoader) else None
         return loader
 
@@ -274,12 +266,9 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         # If the Trainer does not sum the count over ranks, it must not divide by the number of ranks with the same
         # rows.
-        self._counts_own_rows = not self.args.average_tokens_across_devices
-        try:
+        with temporarily(self, _counts_own_rows=not self.args.average_tokens_across_devices):
             count = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
             return self._items.watch(count)
-        finally:
-            self._counts_own_rows = False
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         before = self.state.num_input_tokens_seen

@@ -30,6 +30,7 @@ from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.mesh.axis_sizes import AXES
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.temporarily import temporarily
 from meshwright_hf.launch_job import LAUNCH_VARIABLE
 from meshwright_hf.trainer_control import Control
 from meshwright_hf.trainer_data import rest_of_epoch
@@ -115,11 +116,8 @@ class CheckpointMixin:
         with sealed_folder(
             target, lineage=lineage, launch=launch, is_ours=lambda _: True, is_open=self._calls_on_save
         ) as folder:
-            self._hidden_run = folder.parent
-            try:
+            with temporarily(self, _hidden_run=folder.parent):
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
-            finally:
-                self._hidden_run = None
             self._name_finally(folder, os.path.join(run_dir, target.name))
         if self._calls_on_save:
             self._open = target
@@ -139,11 +137,8 @@ class CheckpointMixin:
 
     def _maybe_log_save_evaluate(self, *args: object, **kwargs: object) -> None:
         self._agreed.settle(self.control)
-        self._calls_on_save = True
-        try:
+        with temporarily(self, _calls_on_save=True):
             super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._calls_on_save = False
         if self._open is not None:
             checkpoint, self._open = self._open, None
             close_seal(checkpoint)  # callbacks have written their files into it

@@ -14,6 +14,7 @@ from support.fused_loss import counting_fused_losses
 from support.models import build, labels_for, tokens
 from support.rounded_linear import RAN, with_rounded_linears
 from support.short_programs import distribute, gradients_of
+from support.tiers import crossings
 from support.traffic import Traffic
 
 LAYERS = 2
@@ -27,6 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, int]] = {
     "tp2+sp, the first block's input needs no gradient": (SP, True, 5),
     "pp2, zb-h1": (ZB, False, 7),
     "dp2 zero3": ({"dp": 2, "zero_stage": 3}, False, 0),
+    "pp2 x tp2+sp, zb-h1": ({**ZB, **SP}, False, 7),
 }
 
 
@@ -53,10 +55,11 @@ def reference(is_frozen: bool) -> tuple[float, dict[str, Tensor]]:
     return loss, gradients
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_one_kernel_gives_all(case: str, pool2: Any) -> None:
+@pytest.mark.parametrize("case", crossings(CASES, only=["pp2 x tp2+sp, zb-h1"]))
+def test_one_kernel_gives_all(case: str, request: pytest.FixtureRequest) -> None:
     plan, is_frozen, kernels = CASES[case]
-    ranks = pool2.run(one_step, plan, is_frozen)
+    pool: Any = request.getfixturevalue("pool4" if {"pp", "tp"} <= plan.keys() else "pool2")
+    ranks = pool.run(one_step, plan, is_frozen)
     loss, expected = reference(is_frozen)
     assert ranks[0][0] == pytest.approx(loss, rel=1e-12)
     for name, gradient in expected.items():

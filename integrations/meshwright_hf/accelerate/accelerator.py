@@ -26,6 +26,7 @@ from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.collectives import all_reduce, maximum
 from meshwright.parallel.method_chain import ChainStep, StepOrder, find_step, remove_step
 from meshwright.plan.config import LoaderOptions, ParallelPlan
+from meshwright.temporarily import temporarily
 from meshwright_hf.accelerate import state
 from meshwright_hf.accelerate.checks import check_num_processes
 from meshwright_hf.accelerate.folders import folder_to_load, folder_to_save, remove_oldest
@@ -275,15 +276,10 @@ class PlannedAccelerator(Accelerator):
             state.load_progress(self, folder)
         Lineage.of(state.planned_models(self)[0]).go_on_from(Mark.of(folder / SEAL))
 
-    @contextlib.contextmanager
-    def _naming_nothing(self) -> Iterator[None]:
+    def _naming_nothing(self) -> contextlib.AbstractContextManager[None]:
         """Make accelerate save to the folder that it is given."""
         project = self.project_configuration
-        before, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
-        try:
-            yield
-        finally:
-            project.automatic_checkpoint_naming = before
+        return temporarily(project, automatic_checkpoint_naming=False)
 
     def _dp(self) -> Axis | None:
         """Return the dp axis of the active loader or, without one, of the last prepared model; None without either."""
@@ -293,14 +289,9 @@ class PlannedAccelerator(Accelerator):
         models = state.planned_models(self)
         return runtime_of(models[-1]).mesh.dp if models else None
 
-    @contextlib.contextmanager
-    def _counting_all(self) -> Iterator[None]:
+    def _counting_all(self) -> contextlib.AbstractContextManager[None]:
         """Make num_processes count all processes inside the context, as accelerate's own loaders need it."""
-        before, self._counts_all = self._counts_all, True
-        try:
-            yield
-        finally:
-            self._counts_all = before
+        return temporarily(self, _counts_all=True)
 
     def _model_of(self, parameters: Iterable[Tensor]) -> nn.Module | None:
         """Return the planned model that has these parameters; None if no planned model has them.

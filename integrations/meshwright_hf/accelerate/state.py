@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import Watch, find_runtime, runtime_of
 from meshwright.parallel.dropout_streams import STREAMS, DropoutStreams
 from meshwright.schema import anything, integer, listed, maybe, record, require, table
+from meshwright.temporarily import temporarily
 from meshwright_hf.accelerate.loader import PlannedLoader
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 
@@ -41,15 +41,10 @@ class PendingState(dict[str, Tensor]):
         self.model = model
 
 
-@contextlib.contextmanager
-def without_planned_optimizers(accelerator: Accelerator) -> Iterator[None]:
+def without_planned_optimizers(accelerator: Accelerator) -> contextlib.AbstractContextManager[None]:
     """Hide planned optimizers from accelerate inside the context, since each rank has only a part of their state."""
-    kept = accelerator._optimizers
-    accelerator._optimizers = [optimizer for optimizer in kept if find_runtime(optimizer.optimizer) is None]
-    try:
-        yield
-    finally:
-        accelerator._optimizers = kept
+    others = [optimizer for optimizer in accelerator._optimizers if find_runtime(optimizer.optimizer) is None]
+    return temporarily(accelerator, _optimizers=others)
 
 
 def take_weights(models: list[nn.Module], weights: list[dict[str, Tensor]], directory: str) -> None:

@@ -18,7 +18,6 @@ this layer only passes its input on. For B rows of S tokens, on each rank of cp:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.region_borders import RegionBorders
 from meshwright.parallel.sequence_parts import SequenceParts
 from meshwright.roles import Decoder
+from meshwright.temporarily import temporarily
 
 
 class ContextRegion:
@@ -72,14 +72,9 @@ class ContextRegion:
         if record.reshapes and structure.head is not None:
             structure.head.register_forward_pre_hook(self._enter_head)
 
-    @contextlib.contextmanager
-    def joining(self) -> Iterator[None]:
+    def joining(self) -> contextlib.AbstractContextManager[None]:
         """Join the tokens after the final norm in passes inside this context, for a head that is not the model's."""
-        before, self.joins = self.joins, True
-        try:
-            yield
-        finally:
-            self.joins = before
+        return temporarily(self, joins=True)
 
     def leave(self) -> None:
         """End the region, if it has not ended at the final norm."""

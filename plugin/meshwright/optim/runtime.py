@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
@@ -27,6 +27,7 @@ from meshwright.parallel.features import Features
 from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.plan.config import ParallelPlan
+from meshwright.temporarily import temporarily
 
 T = TypeVar("T")
 
@@ -71,14 +72,9 @@ class WholeLogits:
     in_training: bool = False
     in_evaluation: bool = False
 
-    @contextlib.contextmanager
-    def gathering(self) -> Iterator[None]:
+    def gathering(self) -> contextlib.AbstractContextManager[None]:
         """Send evaluated logits from a pipeline's last stage to every rank inside this context; all ranks enter it."""
-        before, self.in_evaluation = self.in_evaluation, True
-        try:
-            yield
-        finally:
-            self.in_evaluation = before
+        return temporarily(self, in_evaluation=True)
 
 
 @dataclass(eq=False)

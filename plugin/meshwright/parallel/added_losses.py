@@ -6,7 +6,6 @@ The loss function returns the loss of the global batch. How the added terms depe
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from meshwright.parallel.output_loss import loss_of
 logger = logging.getLogger(__name__)
 
 
-def check_nothing_added(mean: GlobalMean, output: Any) -> None:
+def check_nothing_added(mean: GlobalMean, output: object) -> None:
     """Raise if the forward added a term to the loss of a micro-batch, since the losses of micro-batches are summed.
 
     Args:
@@ -51,7 +50,7 @@ class AddedToLoss:
         """Check every output of the model from now on."""
         model.register_forward_hook(self._look)
 
-    def _look(self, model: nn.Module, _: Any, output: Any) -> None:
+    def _look(self, model: nn.Module, _: object, output: object) -> None:
         if self._has_warned or not torch.is_grad_enabled() or self.mean.returned(loss_of(output)):
             return
         self._has_warned = True

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node as GraphNode
+
+from meshwright.autograd import Node, TensorFunction
 
 
-def tensors_in(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: object) -> Iterator[Tensor]:
     """Yield the tensors in a forward pass's output, at any depth of sequences, mappings and dataclasses."""
     if isinstance(output, Tensor):
         yield output
@@ -25,7 +27,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(output, field.name, None))
 
 
-def bypasses(output: Any, start: Tensor, gate: Any) -> bool:
+def bypasses(output: object, start: Tensor, gate: GraphNode | None) -> bool:
     """Return whether the first tensor in ``output`` depends on ``start`` along a path that avoids the node ``gate``.
 
     Later tensors are ignored, since they may be attention weights. The search skips graph nodes older than the node of
@@ -34,8 +36,8 @@ def bypasses(output: Any, start: Tensor, gate: Any) -> bool:
     if start.grad_fn is None:
         return False
     oldest = start.grad_fn._sequence_nr()
-    nodes: list[Any] = [t.grad_fn for t in tensors_in(output)][:1]
-    seen: set[Any] = {gate}
+    nodes = [t.grad_fn for t in tensors_in(output)][:1]
+    seen = {gate}
     while nodes:
         node = nodes.pop()
         if node is start.grad_fn:
@@ -50,8 +52,8 @@ def bypasses(output: Any, start: Tensor, gate: Any) -> bool:
 def unused_parameters(outputs: list[Tensor], parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that no output depends on; [] without outputs or under reentrant checkpointing."""
     unused = {id(p): p for p in parameters}
-    seen: set[Any] = set()
-    nodes: list[Any] = [t.grad_fn for t in outputs]
+    seen: set[GraphNode] = set()
+    nodes = [t.grad_fn for t in outputs]
     if not nodes:
         return []
     while nodes:
@@ -68,8 +70,7 @@ def unused_parameters(outputs: list[Tensor], parameters: list[nn.Parameter]) -> 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """Return the values of ``x``; backward multiplies the gradient by ``factor``."""
-    result: Tensor = _ScaleGradient.apply(x, factor)
-    return result
+    return _ScaleGradient.apply(x, factor)
 
 
 def in_backward() -> bool:
@@ -77,12 +78,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class _ScaleGradient(torch.autograd.Function):
+class _ScaleGradient(TensorFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Node, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.factor, None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.parallel.mean_over_ranks import GlobalMean
 
-Batch = Mapping[str, Any]
+Batch = Mapping[str, Any]  # the arguments of a model's forward
 
 
 class BatchLoss:
@@ -21,7 +21,7 @@ class BatchLoss:
         """Return the number of items that this rank's loss averages over, with one number for each of its means."""
         raise NotImplementedError
 
-    def of_output(self, batch: Batch, output: Any) -> Any:
+    def of_output(self, batch: Batch, output: object) -> object:
         """Return ``output``, from the model's own forward, with its loss replaced by that of the global batch."""
         raise NotImplementedError
 

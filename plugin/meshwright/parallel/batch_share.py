@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.parallel.mean_over_ranks import TARGETS, valid_labels, without_targets
+from meshwright.temporarily import temporarily
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BatchShare:
     total: int
     held: int
     counted: int
-    tensors: tuple[tuple[Any, Callable[[], Tensor | None]], ...]
+    tensors: tuple[tuple[object, Callable[[], Tensor | None]], ...]
     targets: tuple[Tensor, ...] = ()
 
     @property
@@ -45,7 +45,7 @@ class BatchShare:
         return self.counted == 0
 
     @classmethod
-    def keep(cls, batch: Any, tensors: Iterable[Tensor], total: int, held: int, counted: int) -> BatchShare:
+    def keep(cls, batch: object, tensors: Iterable[Tensor], total: int, held: int, counted: int) -> BatchShare:
         """Return the share of a batch, which :meth:`of` finds again by each of the batch's tensors."""
         items = (
             batch.items() if isinstance(batch, Mapping) else enumerate(batch if isinstance(batch, list | tuple) else ())
@@ -59,16 +59,16 @@ class BatchShare:
         return share
 
     @staticmethod
-    def of(inputs: Iterable[Any]) -> BatchShare | None:
+    def of(inputs: Iterable[object]) -> BatchShare | None:
         """Return the share that a model's inputs are from, if one of them is a loader's tensor or a view of one."""
         for x in inputs:
             if type(x) is Tensor:  # reading an attribute of a subclass may run code of its own
                 for tensor in (x, x._base):
                     if tensor is not None and (share := _process.shares.get(tensor)) is not None:
-                        return share  # type: ignore[no-any-return]
+                        return share
         return None
 
-    def count_labels(self, inputs: Iterable[Any]) -> Tensor | None:
+    def count_labels(self, inputs: Iterable[object]) -> Tensor | None:
         """Return how many labels count that the program has and does not pass to its model; None if it has none.
 
         Without the usual names, labels are all integers that are no inputs. Without those, masks say what counts.
@@ -86,7 +86,7 @@ class _Process:
     """What the loaders and models of this process did last. A program passes tensors to its model, and no loader."""
 
     def __init__(self) -> None:
-        self.shares: Any = WeakTensorKeyDictionary()
+        self.shares: MutableMapping[Tensor, BatchShare] = WeakTensorKeyDictionary()
         self.yielded: BatchShare | None = None  # of the last batch
         self.passed: BatchShare | None = None  # of the inputs of the last forward pass
         self.has_passed = False  # whether a forward pass has begun since the last batch
@@ -104,12 +104,12 @@ def yield_next(share: BatchShare | None) -> None:
     _process.yielded, _process.passed, _process.has_passed = share, None, False
 
 
-def enter_pass(inputs: Iterable[Any]) -> None:
+def enter_pass(inputs: Iterable[object]) -> None:
     """Record that a forward pass begins with these inputs."""
     _process.passed, _process.has_passed = BatchShare.of(inputs), True
 
 
-def labels_beside(inputs: Iterable[Any]) -> Tensor | None:
+def labels_beside(inputs: Iterable[object]) -> Tensor | None:
     """Return how many labels count that a program has beside these inputs of its model; None if that is unknown.
 
     A program that copies its batch, for example to another device, copies the labels too.
@@ -121,7 +121,7 @@ def labels_beside(inputs: Iterable[Any]) -> Tensor | None:
     return torch.stack([valid_labels(x) for x in targets]).sum() if targets else None
 
 
-def without_fillers_targets(kwargs: dict[str, Any]) -> dict[str, Any]:
+def without_fillers_targets(kwargs: dict[str, object]) -> dict[str, object]:
     """Return a call's arguments; the targets of a filler have the ``ignore_index`` of the call, if it has one."""
     share = None if kwargs.get("ignore_index") is None else BatchShare.of(kwargs.values())
     if share is None or not share.is_filler:
@@ -153,14 +153,9 @@ def has_filler_rows(x: Tensor) -> bool:
     return passed is not None and passed.is_filler
 
 
-@contextlib.contextmanager
-def cut() -> Iterator[None]:
+def cut() -> contextlib.AbstractContextManager[None]:
     """Say that the forward passes inside the context have some of the rows of their batch."""
-    before, _process.is_cut = _process.is_cut, True
-    try:
-        yield
-    finally:
-        _process.is_cut = before
+    return temporarily(_process, is_cut=True)
 
 
 def are_cut() -> bool:

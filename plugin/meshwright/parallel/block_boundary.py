@@ -16,10 +16,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node as GraphNode
 
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
@@ -48,7 +48,7 @@ class _BlockPass:
 
     entered: Tensor | None
     is_reduced: bool = False
-    reduction: Any = None
+    reduction: GraphNode | None = None
 
 
 class BlockHooks:
@@ -91,8 +91,8 @@ class BlockHooks:
         add_step(self._output, Uncompiled())
 
     def _enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         if self._head_inputs is not None:
             args, kwargs = self._head_inputs.take_own(args, kwargs)
         x, put_back = hidden_states(args, kwargs, self._names)
@@ -113,7 +113,7 @@ class BlockHooks:
         self._pass = _BlockPass(full if is_checked_now else None)
         return put_back(full)
 
-    def _close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _close(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         self._columns.close(has_ended=output is not None)
         if self._regathered is not None:
             self._regathered.close()
@@ -131,7 +131,7 @@ class BlockHooks:
         if current.entered is not None and torch.is_grad_enabled():
             self._check_result(output, current.entered, current.reduction)
 
-    def _check_result(self, output: Any, entered: Tensor, reduction: Any) -> None:
+    def _check_result(self, output: object, entered: Tensor, reduction: GraphNode | None) -> None:
         """Check once that the result depends on the block's input only through the output projection."""
         if bypasses(output, entered, reduction):
             raise PlanError(
@@ -140,7 +140,7 @@ class BlockHooks:
             )
         self._is_checked = entered.requires_grad
 
-    def _lift_bias(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _lift_bias(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if self._pass is None and any(other._pass is not None for other in self._sharers):
             return
         # Every rank would add the bias to its partial sum, so it is removed here and added once after the reduction.
@@ -154,7 +154,7 @@ class BlockHooks:
             )
         self._pass.is_reduced = True
 
-    def _reduce(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
+    def _reduce(self, module: nn.Module, args: tuple[object, ...], output: Tensor | None) -> Tensor | None:
         if self._pass is None and len(self._sharers) > 1:
             return None
         bias, self._bias = self._bias, None
@@ -189,11 +189,11 @@ class SharedDropout:
         dropout.register_forward_pre_hook(self._enter)
         dropout.register_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if module.training and getattr(module, "p", 0) > 0:
             self._restore = self.streams.enter_shared(args[0])
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         if self._restore is not None:
             self._restore()
             self._restore = None
@@ -204,8 +204,8 @@ _TWINS = frozenset({"q", "k", "v", "query", "key", "value", "queries", "keys", "
 
 
 def hidden_states(
-    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...] = ()
-) -> tuple[Tensor, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]]:
+    args: tuple[object, ...], kwargs: dict[str, object], names: tuple[str, ...] = ()
+) -> tuple[Tensor, Callable[[Tensor], tuple[tuple[object, ...], dict[str, object]]]]:
     """Return the activation among a block's arguments, and a function that puts another activation in its place.
 
     Args:
@@ -214,19 +214,19 @@ def hidden_states(
         names: the names of the positional arguments. If the same activation is also passed under a name in _TWINS,
             that argument is replaced too. Under any other name, such as a residual's, the argument stays.
     """
-    for place in (*range(len(args[:1])), "hidden_states", "x", *kwargs):
-        value = args[place] if isinstance(place, int) else kwargs.get(place)
-        if isinstance(value, Tensor) and value.is_floating_point():
+    given = (*enumerate(args[:1]), *((name, kwargs.get(name)) for name in ("hidden_states", "x", *kwargs)))
+    found = ((at, x) for at, x in given if isinstance(x, Tensor) and x.is_floating_point())
+    at, old = next(found, (None, None))
+    assert old is not None, "a block was called without hidden states"
 
-            def put(new: Tensor, old: Tensor = value, at: Any = place) -> Any:
-                def is_replaced(key: Any) -> bool:
-                    return key == at or (names[key] if isinstance(key, int) and key < len(names) else key) in _TWINS
+    def put(new: Tensor) -> tuple[tuple[object, ...], dict[str, object]]:
+        def is_replaced(key: int | str) -> bool:
+            return key == at or (names[key] if isinstance(key, int) and key < len(names) else key) in _TWINS
 
-                positional = tuple([new if x is old and is_replaced(i) else x for i, x in enumerate(args)])
-                return positional, {n: new if x is old and is_replaced(n) else x for n, x in kwargs.items()}
+        positional = tuple([new if x is old and is_replaced(i) else x for i, x in enumerate(args)])
+        return positional, {n: new if x is old and is_replaced(n) else x for n, x in kwargs.items()}
 
-            return value, put
-    raise AssertionError("a block was called without hidden states")
+    return old, put
 
 
 def _cast_for_autocast(x: Tensor) -> Tensor:

@@ -7,8 +7,6 @@ and takes the same arguments, including ``shift_labels``, ``ignore_index`` and `
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +14,14 @@ from torch import Tensor
 
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.added_losses import check_nothing_added
-from meshwright.parallel.batch_loss import BatchLoss
+from meshwright.parallel.batch_loss import Batch, BatchLoss
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words, at_least_float32
 from meshwright.parallel.deferred_logits import Deferred, deferred_of, without_stand_in
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
 from meshwright.parallel.sequence_parts import Parted, SequenceParts
 from meshwright.parallel.stand_in import ShardedLogits
 from meshwright.parallel.tensor_checks import require_words
+from meshwright.temporarily import temporarily
 
 
 class CausalLMLoss(BatchLoss):
@@ -47,7 +46,7 @@ class CausalLMLoss(BatchLoss):
         num_items_in_batch: Tensor | float | None = None,
         ignore_index: int = IGNORE_INDEX,
         shift_labels: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         if shift_labels is None:
             assert labels is not None, "a loss needs labels or shift_labels"
@@ -62,20 +61,15 @@ class CausalLMLoss(BatchLoss):
         loss_sum = self._sum(without_stand_in(logits), targets_N, ignore_index)
         return self.mean.of(loss_sum.reshape(1), count, num_items_in_batch)
 
-    @contextlib.contextmanager
-    def smoothed(self, factor: float) -> Iterator[None]:
+    def smoothed(self, factor: float) -> contextlib.AbstractContextManager[None]:
         """Compute the loss with label smoothing inside the context, as transformers' ``LabelSmoother`` does."""
-        before, self._smoothing = self._smoothing, factor
-        try:
-            yield
-        finally:
-            self._smoothing = before
+        return temporarily(self, _smoothing=factor)
 
-    def counts(self, batch: Mapping[str, Any]) -> Tensor:
+    def counts(self, batch: Batch) -> Tensor:
         """Return the number of valid labels in this rank's part of a batch."""
         return next_words(batch, None if self.region is None else self.region.parts).reshape(1)
 
-    def of_output(self, batch: Mapping[str, Any], output: Any) -> Any:
+    def of_output(self, batch: Batch, output: object) -> object:
         """Check a forward pass's output and return it unchanged, since its loss is already that of the global batch."""
         check_nothing_added(self.mean, output)
         return output
@@ -116,8 +110,7 @@ class CausalLMLoss(BatchLoss):
                 logits, targets_N, ignore_index=ignore_index, reduction="sum", label_smoothing=self._smoothing
             )
         words = self._words(targets_N, columns, self.vocab_size, ignore_index)
-        result: Tensor = VocabParallelCrossEntropy.apply(logits, targets_N, words)
-        return result
+        return VocabParallelCrossEntropy.apply(logits, targets_N, words)
 
 
 def shift(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -125,7 +118,7 @@ def shift(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-def next_words(batch: Mapping[str, Any], parts: SequenceParts | None = None) -> Tensor:
+def next_words(batch: Batch, parts: SequenceParts | None = None) -> Tensor:
     """Return the number of a batch's valid labels after the shift: the tokens that the loss predicts.
 
     Args:

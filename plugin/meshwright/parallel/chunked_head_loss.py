@@ -9,13 +9,13 @@ Shape suffixes: N tokens, D width of the hidden states, W vocabulary entries of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.autograd import Node, TensorFunction
 from meshwright.parallel.cross_entropy import Words, at_least_float32, exponentials_, gradient_, refuse_second_order
 from meshwright.parallel.logit_steps import LogitStep, run, run_backward
 from meshwright.plan.head_chunks import SUMMED_WORDS, head_chunk
@@ -39,7 +39,7 @@ class ChunkedLoss:
     kernel: LinearKernel = PLAIN
 
 
-class ChunkedHeadLoss(torch.autograd.Function):
+class ChunkedHeadLoss(TensorFunction):
     """The sum over valid tokens of -log softmax(logits)[target], with logits = steps(hidden @ weight.T + bias).
 
     Args (of ``apply``):
@@ -54,7 +54,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Node,
         hidden_ND: Tensor,
         weight_WD: Tensor,
         bias_W: Tensor | None,
@@ -62,15 +62,16 @@ class ChunkedHeadLoss(torch.autograd.Function):
         factor: Tensor | None,
         loss: ChunkedLoss,
     ) -> Tensor:
-        needs = ctx.needs_input_grad[:3]
+        given = (hidden_ND, weight_WD, bias_W)
+        ctx.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in given]
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            total, gradients = _forward(hidden_ND, weight_WD, bias_W, targets_N, factor, loss, needs)
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in (hidden_ND, weight_WD, bias_W)]
+            head = _Head(*given, ctx.needs_input_grad, loss)
+            total = head.loss(targets_N, factor)
+        ctx.save_for_backward(*head.finished(weight_WD.dtype if factor is not None else None))
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Node, grad: Tensor) -> tuple[object, ...]:
         refuse_second_order()
         # In place unless backward will run again, since the gradient of the weight is as large as the weight.
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -81,92 +82,72 @@ class ChunkedHeadLoss(torch.autograd.Function):
         return *found, None, None, None
 
 
-def _forward(
-    hidden_ND: Tensor,
-    weight_WD: Tensor,
-    bias_W: Tensor | None,
-    targets_N: Tensor,
-    factor: Tensor | None,
-    loss: ChunkedLoss,
-    needs: Sequence[bool],
-) -> tuple[Tensor, list[Tensor | None]]:
-    num_tokens, dtype = hidden_ND.shape[0], loss.dtype
-    chunk = head_chunk(num_tokens, hidden_ND.shape[1])
-    own_weight = weight_WD.detach().to(dtype)
-    own_bias = None if bias_W is None else bias_W.detach().to(dtype)
-    gradients = _Gradients(loss.kernel, hidden_ND, own_weight, bias_W, needs, is_summed=chunk != num_tokens)
-    losses = []
-    logits = own_weight.new_empty(min(chunk, num_tokens), own_weight.shape[0])
-    for rows in _chunks(num_tokens, chunk):
-        hidden = hidden_ND[rows].detach().to(dtype)
-        scores = logits[: hidden.shape[0]]
-        loss.kernel.forward(hidden, own_weight, own_bias, out=scores)
-        final, kept = run(loss.steps, scores)
-        wide = at_least_float32(final)
-        losses_N, softmax = exponentials_(wide, targets_N[rows], loss.words)
-        losses.append(losses_N.sum())
-        if any(needs):
-            gradient_(wide, softmax, loss.words, factor)
-            grad = final if wide is final else final.copy_(wide)
-            del wide
-            grad = run_backward(loss.steps, grad, kept)
-            del kept
-            gradients.add(rows, grad, hidden)
-            del grad
-        del final
-    del logits
-    total = torch.stack(losses).sum() if losses else hidden_ND.new_zeros((), dtype=_wide(dtype))
-    return total, gradients.finished(weight_WD.dtype if factor is not None else None)
-
-
-class _Gradients:
-    """The gradients of the head's hidden states, weight and bias, summed over the chunks.
+class _Head:
+    """A head in its pass over the chunks, and the gradients of its hidden states, weight and bias, summed over them.
 
     Those of the weight and of the bias are sums over all tokens, so that 16-bit ones are summed in 32 bits.
 
     Args:
-        kernel: how the head computes.
         hidden_ND: the hidden states.
-        weight_WD: the weight, in the dtype of the matrix multiplication.
+        weight_WD: the weight.
         bias_W: the bias, or None.
-        needs: which of the three are needed.
-        is_summed: whether there are several chunks.
+        needs: which of the three need a gradient.
+        what: the description of the computation.
     """
 
     def __init__(
-        self,
-        kernel: LinearKernel,
-        hidden_ND: Tensor,
-        weight_WD: Tensor,
-        bias_W: Tensor | None,
-        needs: Sequence[bool],
-        *,
-        is_summed: bool,
+        self, hidden_ND: Tensor, weight_WD: Tensor, bias_W: Tensor | None, needs: Sequence[bool], what: ChunkedLoss
     ):
-        self.kernel, self.weight_WD = kernel, weight_WD
-        self.needs_weight = needs[1]
-        summed = _wide(weight_WD.dtype)
-        self.of_hidden = hidden_ND.new_empty(hidden_ND.shape, dtype=weight_WD.dtype) if needs[0] else None
-        self.of_weight = weight_WD.new_zeros(weight_WD.shape, dtype=summed) if needs[1] and is_summed else None
-        has_bias = needs[2] and bias_W is not None
-        self.of_bias = weight_WD.new_zeros(weight_WD.shape[0], dtype=summed) if has_bias else None
+        self.hidden_ND, self.what, self.needs = hidden_ND, what, needs[:3]
+        self.weight_WD = weight_WD.detach().to(what.dtype)
+        self.bias_W = None if bias_W is None else bias_W.detach().to(what.dtype)
+        num_tokens, summed = len(hidden_ND), _wide(what.dtype)
+        self.chunk = head_chunk(num_tokens, hidden_ND.shape[1])
+        is_summed = self.chunk != num_tokens
+        self.of_hidden = hidden_ND.new_empty(hidden_ND.shape, dtype=what.dtype) if needs[0] else None
+        self.of_weight = self.weight_WD.new_zeros(weight_WD.shape, dtype=summed) if needs[1] and is_summed else None
+        self.of_bias = None if self.bias_W is None or not needs[2] else torch.zeros_like(self.bias_W, dtype=summed)
+
+    def loss(self, targets_N: Tensor, factor: Tensor | None) -> Tensor:
+        """Return the sum of the tokens' losses, and compute the gradients, times ``factor``."""
+        hidden_ND, what, losses = self.hidden_ND, self.what, []
+        num_tokens = len(hidden_ND)
+        logits = self.weight_WD.new_empty(min(self.chunk, num_tokens), len(self.weight_WD))
+        for first in range(0, num_tokens, self.chunk):
+            rows = slice(first, min(first + self.chunk, num_tokens))
+            hidden = hidden_ND[rows].detach().to(what.dtype)
+            scores = what.kernel.forward(hidden, self.weight_WD, self.bias_W, out=logits[: len(hidden)])
+            final, kept = run(what.steps, scores)
+            wide = at_least_float32(final)
+            losses_N, softmax = exponentials_(wide, targets_N[rows], what.words)
+            losses.append(losses_N.sum())
+            if any(self.needs):
+                gradient_(wide, softmax, what.words, factor)
+                grad = final if wide is final else final.copy_(wide)
+                del wide
+                grad = run_backward(what.steps, grad, kept)
+                del kept
+                self.add(rows, grad, hidden)
+                del grad
+            del final
+        return torch.stack(losses).sum() if losses else hidden_ND.new_zeros((), dtype=_wide(what.dtype))
 
     def add(self, rows: slice, grad: Tensor, hidden: Tensor) -> None:
         """Add the gradients of one chunk, given that of its logits."""
         if self.of_hidden is not None:
-            self.kernel.input_gradient(grad, self.weight_WD, out=self.of_hidden[rows])
+            self.what.kernel.input_gradient(grad, self.weight_WD, out=self.of_hidden[rows])
         if self.of_bias is not None:
             self.of_bias += grad.sum(0, dtype=self.of_bias.dtype)
         total = self.of_weight
-        if not self.needs_weight:
+        if not self.needs[1]:
             return
         if total is None or total.dtype == grad.dtype or grad.device.type == "cuda":
-            self.of_weight = self.kernel.weight_gradient(hidden, grad, total=total)
+            self.of_weight = self.what.kernel.weight_gradient(hidden, grad, total=total)
             return
         # On CPU no product of 16-bit tensors has a 32-bit result, and a wide copy of the whole gradient would be large.
         wide = hidden.to(total.dtype)
         for sums, own in zip(total.split(SUMMED_WORDS), grad.split(SUMMED_WORDS, dim=1), strict=True):
-            self.kernel.weight_gradient(wide, own.to(total.dtype), total=sums)
+            self.what.kernel.weight_gradient(wide, own.to(total.dtype), total=sums)
 
     def finished(self, weight_dtype: torch.dtype | None) -> list[Tensor | None]:
         """Return the gradients, that of the weight cast to ``weight_dtype`` if given."""
@@ -174,10 +155,6 @@ class _Gradients:
         if of_weight is not None and weight_dtype is not None:
             of_weight = of_weight.to(weight_dtype)
         return [self.of_hidden, of_weight, self.of_bias]
-
-
-def _chunks(num_tokens: int, chunk: int) -> Iterator[slice]:
-    return (slice(first, min(first + chunk, num_tokens)) for first in range(0, num_tokens, chunk))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

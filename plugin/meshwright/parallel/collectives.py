@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from meshwright.autograd import Node, TensorFunction
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import wire_device
@@ -41,21 +42,36 @@ GLOO_BROADCASTS_FROM = 1 << 19  # bytes
 Operation = Callable[[Tensor, Axis], Tensor]
 
 
+class _Options(Protocol):
+    """The options of a collective."""
+
+    asyncOp: bool
+
+
+class _Work(Protocol):
+    """A collective that has started."""
+
+    def wait(self) -> object: ...
+
+
 # The next functions call a process group as those of torch.distributed do, without the checks of the arguments, which
 # take longer than the call and hold here.
-def _all_gather(out: Tensor, x: Tensor, group: Any, *, is_async: bool = False) -> Any:
-    if x.nbytes >= GLOO_BROADCASTS_FROM and _is_gloo(group, out.device):
-        work = _broadcast_parts(_real(out), _real(x), group)
-    else:
-        work = getattr(group, _ALL_GATHER)(_real(out), _real(x), _options(AllgatherOptions, is_async))
-    return work if is_async else _end(work)
+def _start(axis: Axis, name: str, *arguments: object) -> _Work:
+    work: _Work = getattr(axis.group, name)(*arguments)
+    return work
 
 
-def _is_gloo(group: Any, device: torch.device) -> bool:
+def _all_gather(out: Tensor, x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
+    if x.nbytes >= GLOO_BROADCASTS_FROM and axis.group is not None and _is_gloo(axis.group, out.device):
+        return _broadcast_parts(_real(out), _real(x), axis.group)
+    return _start(axis, _ALL_GATHER, _real(out), _real(x), _options(AllgatherOptions, is_async))
+
+
+def _is_gloo(group: ProcessGroup, device: torch.device) -> bool:
     return device.type == "cpu" and type(group._get_backend(device)).__name__ == "ProcessGroupGloo"
 
 
-def _broadcast_parts(out: Tensor, x: Tensor, group: Any) -> _Works:
+def _broadcast_parts(out: Tensor, x: Tensor, group: ProcessGroup) -> _Works:
     parts = out.chunk(group.size())
     own = parts[group.rank()]
     if own.data_ptr() != x.data_ptr():
@@ -73,7 +89,7 @@ def _broadcast_from(rank: int) -> BroadcastOptions:
 class _Works:
     """Several collectives that are waited for as one."""
 
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: list[_Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
@@ -81,23 +97,20 @@ class _Works:
             work.wait()
 
 
-def _reduce_scatter(out: Tensor, x: Tensor, group: Any, *, is_async: bool = False) -> Any:
-    work = getattr(group, _REDUCE_SCATTER)(out, x, _options(ReduceScatterOptions, is_async))
-    return work if is_async else _end(work)
+def _reduce_scatter(out: Tensor, x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
+    return _start(axis, _REDUCE_SCATTER, out, x, _options(ReduceScatterOptions, is_async))
 
 
-def _all_to_all(out: Tensor, x: Tensor, group: Any, *, is_async: bool = False) -> Any:
-    work = getattr(group, _ALL_TO_ALL)(_real(out), _real(x), [], [], _options(AllToAllOptions, is_async))
-    return work if is_async else _end(work)
+def _all_to_all(out: Tensor, x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
+    return _start(axis, _ALL_TO_ALL, _real(out), _real(x), [], [], _options(AllToAllOptions, is_async))
 
 
-def _all_reduce(x: Tensor, group: Any, *, is_async: bool = False) -> Any:
-    work = group.allreduce([_real(x)], _options(AllreduceOptions, is_async))
-    return work if is_async else _end(work)
+def _all_reduce(x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
+    return _start(axis, "allreduce", [_real(x)], _options(AllreduceOptions, is_async))
 
 
 @functools.cache
-def _options(kind: Callable[[], Any], is_async: bool) -> Any:
+def _options(kind: Callable[[], _Options], is_async: bool) -> _Options:
     options = kind()
     options.asyncOp = is_async
     return options
@@ -107,7 +120,7 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x  # no backend has complex numbers
 
 
-def _end(work: Any) -> None:
+def _end(work: _Work | None) -> None:
     if work is not None:  # NCCL has put it in the current stream
         work.wait()
 
@@ -118,7 +131,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    _all_gather(out, x.contiguous(), axis.group)
+    _end(_all_gather(out, x.contiguous(), axis))
     return out
 
 
@@ -128,7 +141,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     if axis.size == 1:
         return lambda: x
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    work = _all_gather(out, x.contiguous(), axis.group, is_async=True)
+    work = _all_gather(out, x.contiguous(), axis, is_async=True)
     return lambda: _wait(work, out)
 
 
@@ -136,7 +149,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> None:
     """Fill ``out`` with the rows of every rank; ``x`` may be this rank's part of ``out`` itself."""
     if axis.size > 1:
-        _all_gather(out, x, axis.group)
+        _end(_all_gather(out, x, axis))
 
 
 @own_collectives()
@@ -146,7 +159,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
         return _start_reduce_scatter(x, axis)()
     assert x.shape[0] % axis.size == 0
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    _reduce_scatter(out, x.contiguous(), axis.group)
+    _end(_reduce_scatter(out, x.contiguous(), axis))
     return out
 
 
@@ -172,12 +185,12 @@ def _start_reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = Non
     shape = (x.shape[0] // axis.size, *x.shape[1:])
     if x.device.type != "cpu":
         out = x.new_empty(shape)
-        work = _reduce_scatter(out, x, axis.group, is_async=True)
+        work = _reduce_scatter(out, x, axis, is_async=True)
         return lambda: _wait(work, out).to(dtype)
     # gloo's reduce-scatter is a full all-reduce and a copy, with twice the bytes and four times the time
     # (2 ranks, 4 MiB: 6.6 ms against 1.6 ms). An all-to-all moves only the rows that each rank needs.
     parts = torch.empty_like(x)
-    work = _all_to_all(parts, x, axis.group, is_async=True)
+    work = _all_to_all(parts, x, axis, is_async=True)
     return lambda: _sum_of_parts(_wait(work, parts).view(axis.size, *shape), dtype)
 
 
@@ -195,7 +208,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
         return x
     x = x.contiguous()
     out = torch.empty_like(x)
-    _all_to_all(out, x, axis.group)
+    _end(_all_to_all(out, x, axis))
     return out
 
 
@@ -203,7 +216,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum ``x`` over the axis, in place."""
     if axis.size > 1:
-        _all_reduce(x, axis.group)
+        _end(_all_reduce(x, axis))
     return x
 
 
@@ -212,7 +225,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Start an all-reduce in place; the returned function waits for it and returns ``x``."""
     if axis.size == 1:
         return lambda: x
-    work = _all_reduce(x, axis.group, is_async=True)
+    work = _all_reduce(x, axis, is_async=True)
     return lambda: _wait(work, x)
 
 
@@ -238,33 +251,33 @@ def agree(x: Tensor, *axes: Axis) -> Tensor:
     return x
 
 
-def _wait(work: Any, result: Tensor) -> Tensor:
+def _wait(work: _Work, result: Tensor) -> Tensor:
     work.wait()
     return result
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+def once_differentiable(backward: Callable[..., object]) -> Callable[..., object]:
     """Do what torch's decorator of this name does, but do not turn gradients off again where they are off."""
     differentiated = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
-    def call(ctx: Any, *gradients: Any) -> Any:
+    def call(ctx: Node, *gradients: object) -> object:
         return differentiated(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
 
     return call
 
 
-class _Collective(torch.autograd.Function):
+class _Collective(TensorFunction):
     """Runs one operation in forward and its counterpart in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, run: Operation, run_backward: Operation) -> Tensor:
+    def forward(ctx: Node, x: Tensor, axis: Axis, run: Operation, run_backward: Operation) -> Tensor:
         ctx.axis, ctx.run_backward = axis, run_backward
         return run(x, axis)
 
     @staticmethod
     @once_differentiable  # a collective has no graph, so a second derivative would lack it
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.run_backward(grad, ctx.axis), None, None, None
 
 
@@ -284,32 +297,27 @@ def _same(x: Tensor, axis: Axis) -> Tensor:
 
 def gather_rows(x: Tensor, axis: Axis) -> Tensor:
     """Gather all rows for a sharded consumer; backward sums the partial gradients and keeps this rank's rows."""
-    result: Tensor = _Collective.apply(x, axis, all_gather, reduce_scatter)
-    return result
+    return _Collective.apply(x, axis, all_gather, reduce_scatter)
 
 
 def reduce_scatter_rows(x: Tensor, axis: Axis) -> Tensor:
     """Sum partial results and keep this rank's rows; backward gathers the gradients of all rows."""
-    result: Tensor = _Collective.apply(x, axis, reduce_scatter, all_gather)
-    return result
+    return _Collective.apply(x, axis, reduce_scatter, all_gather)
 
 
 def split_rows(x: Tensor, axis: Axis) -> Tensor:
     """Keep this rank's rows of a replicated tensor; backward gathers the gradients of all rows."""
-    result: Tensor = _Collective.apply(x, axis, _own_rows, all_gather)
-    return result
+    return _Collective.apply(x, axis, _own_rows, all_gather)
 
 
 def unsplit_rows(x: Tensor, axis: Axis) -> Tensor:
     """Gather all rows for a replicated consumer; backward keeps this rank's rows of the replicated gradient."""
-    result: Tensor = _Collective.apply(x, axis, all_gather, _own_rows)
-    return result
+    return _Collective.apply(x, axis, all_gather, _own_rows)
 
 
 def exchange_rows(x: Tensor, axis: Axis) -> Tensor:
     """Send row i of ``x`` to rank i, as :func:`all_to_all`; backward sends the gradients back."""
-    result: Tensor = _Collective.apply(x, axis, all_to_all, all_to_all)
-    return result
+    return _Collective.apply(x, axis, all_to_all, all_to_all)
 
 
 def share(x: Tensor, axis: Axis) -> Tensor:

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.autograd import Node, TensorFunction
 from meshwright.mesh.axes import Axis
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.collectives import (
@@ -29,7 +29,7 @@ from meshwright.parallel.collectives import (
     start_reduce_scatter,
 )
 from meshwright.parallel.linear_layers import LinearForward
-from meshwright.parallel.method_chain import StepOrder, add_step, remove_step
+from meshwright.parallel.method_chain import StepOrder
 from meshwright.roles.linear_kernel import LinearKernel, kernel_of
 
 
@@ -47,41 +47,31 @@ class ColumnProjections:
     def __init__(self, modules: Sequence[nn.Module], *, is_gathered: bool):
         self.is_gathered = is_gathered
         self.current: _ColumnPass | None = None
-        kernels = [kernel for module in modules if (kernel := kernel_of(module)) is not None]
-        self.forwards: list[_ColumnForward] = []
-        if len(kernels) == len(modules):
-            pairs = zip(modules, kernels, strict=True)
-            self.forwards = [_ColumnForward(module, kernel, i, self) for i, (module, kernel) in enumerate(pairs)]
-        self._chains = [add_step(forward.module, forward) for forward in self.forwards]
+        modules = modules if all(map(kernel_of, modules)) else ()
+        self.forwards = [_ColumnForward(module, i, self) for i, module in enumerate(modules)]
 
     def remove(self) -> None:
         """Give the projections their own forward, and leave all gradients to autograd."""
         for forward in self.forwards:
-            remove_step(forward.module, forward)
-        self.forwards, self._chains = [], []
+            forward.remove()
+        self.forwards = []
 
     def can_enter(self, x: Tensor) -> bool:
         """Return whether the next pass can use :meth:`enter`; otherwise autograd computes all gradients."""
         if not (self.forwards and x.requires_grad and torch.is_grad_enabled()):
             return False
-        for forward, chain in zip(self.forwards, self._chains, strict=True):
-            if forward.module.__dict__.get("forward") is not chain or chain.first is not forward:
-                return False
-            if forward.module._parameters.get("weight") is None:
-                return False
-        return True
+        return all(f.is_outermost and f.module._parameters.get("weight") is not None for f in self.forwards)
 
     def enter(self, x: Tensor, axis: Axis) -> Tensor:
         """Return the rows that the projections read, from this rank's rows or from all; :meth:`open` must follow."""
-        weights: list[Any] = [forward.module._parameters["weight"] for forward in self.forwards]
+        weights = [forward.module._parameters["weight"] for forward in self.forwards]
         self.current = _ColumnPass(weights)
-        full: Tensor = _EnterProjections.apply(x, axis, self.is_gathered, self.current, *weights)
-        return full
+        return _EnterProjections.apply(x, axis, self.is_gathered, self.current, *weights)
 
     def open(self, full: Tensor) -> None:
         """Let the projections compute their outputs from ``full``, the result of :meth:`enter` in the block's shape."""
         assert self.current is not None
-        self.current.full, self.current.memory = full, saved.memory(full)
+        self.current.full = full
 
     def close(self, *, has_ended: bool) -> None:
         """End the pass.
@@ -107,19 +97,18 @@ class _ColumnPass:
         unread: the indices of the weights that no projection has read.
     """
 
-    def __init__(self, weights: list[Any]):
+    def __init__(self, weights: list[nn.Parameter | None]):
         self.weights = weights
-        self.node: Any = None
+        self.node: Node
         self.unread = set(range(len(weights)))
         self.full: Tensor | None = None
-        self.memory: tuple[int, int] | None = None
 
     def holds(self, x: Tensor) -> bool:
         """Return whether ``x`` is the block's input, in any shape."""
-        if x is self.full:
-            return True
-        is_whole = self.full is not None and x.numel() == self.full.numel() and x.is_contiguous()
-        return is_whole and saved.memory(x) == self.memory
+        full = self.full
+        if x is full or full is None:
+            return x is full
+        return x.numel() == full.numel() and x.is_contiguous() and saved.memory(x) == saved.memory(full)
 
 
 class _ColumnForward(LinearForward):
@@ -127,29 +116,29 @@ class _ColumnForward(LinearForward):
 
     order = StepOrder.COLUMN
 
-    def __init__(self, module: nn.Module, kernel: LinearKernel, index: int, group: ColumnProjections):
-        super().__init__(module, kernel)
+    def __init__(self, module: nn.Module, index: int, group: ColumnProjections):
+        super().__init__(module)
         self.index, self.group = index, group
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         current = self.group.current
-        parameters = self.module._parameters
-        weight: Any = parameters["weight"]
-        if current is None or not args or weight is not current.weights[self.index] or not current.holds(args[0]):
+        weight = self.module._parameters["weight"]
+        is_entered = current is not None and weight is current.weights[self.index] and args and current.holds(args[0])
+        if current is None or weight is None or not is_entered:
             result: Tensor = self.method(*args, **kwargs)
             return result
         current.unread.discard(self.index)
-        y = self.kernel.with_graph(args[0], weight.detach(), parameters["bias"])
+        y = self.kernel.with_graph(args[0], weight.detach(), self.module._parameters["bias"])
         if weight.requires_grad:
             y.register_hook(partial(_take, current.node, self.index, self.kernel))
         return y
 
 
-class _EnterProjections(torch.autograd.Function):
+class _EnterProjections(TensorFunction):
     """Gives a block's projections their input; backward reduces its gradient beside the weights' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, is_gathered: bool, current: _ColumnPass, *weights: Tensor) -> Tensor:
+    def forward(ctx: Node, x: Tensor, axis: Axis, is_gathered: bool, current: _ColumnPass, *weights: Tensor) -> Tensor:
         full = all_gather(x, axis) if is_gathered else x.view_as(x)
         # Checkpointing drops what is saved and gathers it in its own forward.
         ctx.gathers = is_gathered and not saved.is_checkpointing()
@@ -162,7 +151,7 @@ class _EnterProjections(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # as other collectives
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Node, grad: Tensor | None) -> tuple[object, ...]:
         taken, regathered = ctx.taken, ctx.regathered
         ctx.task, ctx.taken, ctx.regathered = -1, [], None
         reduced = None if grad is None else _start_reduction(grad, ctx.axis, ctx.is_gathered)
@@ -185,11 +174,11 @@ def _start_reduction(grad: Tensor, axis: Axis, is_gathered: bool) -> Callable[[]
     return start_all_reduce(grad.clone(memory_format=torch.contiguous_format), axis)
 
 
-def _take(node: Any, index: int, kernel: LinearKernel, gradient: Tensor) -> None:
+def _take(node: Node, index: int, kernel: LinearKernel, gradient: Tensor) -> None:
     """Keep the gradient of a projection's output for the block's node; the first of them starts to gather the input."""
     task = torch._C._current_graph_task_id()
     if node.task != task:
-        if not torch._C._will_engine_execute_node(node):
+        if not torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
             return
         node.task, node.taken = task, []
         node.regathered = start_all_gather(node.saved_tensors[0], node.axis) if node.gathers else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from meshwright.errors import PlanError
 from meshwright.plan.fields import nearest
 
 
-def check_compile_options(options: Any, *, has_collectives: bool = False) -> None:
+def check_compile_options(options: object, *, has_collectives: bool = False) -> None:
     """Raise a PlanError unless the value is a dict of arguments of ``torch.compile``, with a backend that exists.
 
     Args:

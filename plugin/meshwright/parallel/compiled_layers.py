@@ -132,7 +132,7 @@ class _CompiledForward(ChainStep):
 
     def __init__(self, options: dict[str, Any]):
         self.options = options
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: Callable[..., object] | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if self._compiled is None:

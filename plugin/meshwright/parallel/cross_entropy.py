@@ -10,11 +10,11 @@ Shape suffixes: N tokens, W words of this rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import UnreadableTensorError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_gather
@@ -123,7 +123,7 @@ def gradient_(exp_NW: Tensor, softmax: Softmax, words: Words, factor: Tensor | N
     return exp_NW
 
 
-class VocabParallelCrossEntropy(torch.autograd.Function):
+class VocabParallelCrossEntropy(TensorFunction):
     """The sum over valid tokens of -log softmax(logits)[target].
 
     Args (of ``apply``):
@@ -133,7 +133,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NW: Tensor, targets_N: Tensor, words: Words) -> Tensor:
+    def forward(ctx: Node, logits_NW: Tensor, targets_N: Tensor, words: Words) -> Tensor:
         exp_NW = logits_NW.detach()
         loss_N, softmax = exponentials_(exp_NW, targets_N, words)
         ctx.save_for_backward(exp_NW, softmax.scale_N, softmax.column_N, softmax.target_N, softmax.even_N)
@@ -141,7 +141,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return loss_N.sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None]:
         refuse_second_order()
         # In place, so a second backward through the same graph fails autograd's version check.
         grad_NW, *softmax = ctx.saved_tensors

@@ -27,7 +27,7 @@ from meshwright.parallel.method_chain import ChainStep, StepOrder
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.stand_in import FACTS, SHAPE, ShardedLogits, StandIn, become
 from meshwright.parallel.user_hooks import has_foreign_hooks
-from meshwright.roles.linear_kernel import kernel_of
+from meshwright.roles.linear_kernel import PLAIN, kernel_of
 
 _GATHER = "pass ToDistributedConfig(gather_logits=True)"
 _CHANGED = (
@@ -218,8 +218,7 @@ class Deferred:
                 f"the head has logits of {len(hidden)} tokens, but there are {len(targets_N)} labels. Pass labels of "
                 "the same shape as input_ids; with logits_to_keep, pass those of the tokens whose logits are kept"
             )
-        kernel = kernel_of(self.head.head)
-        assert kernel is not None
+        kernel = kernel_of(self.head.head) or PLAIN
         what = ChunkedLoss(words=words, steps=self.steps, dtype=self.product, kernel=kernel)
 
         def run() -> Tensor:

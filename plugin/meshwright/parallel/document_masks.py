@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.method_chain import arguments
@@ -28,7 +27,9 @@ class _WithoutCache:
     def __init__(self, signature: inspect.Signature, twice: list[str]):
         self._signature, self._twice = signature, twice
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         given = arguments(self._signature, args, kwargs)
         if given.get("use_cache") is not None or given.get("past_key_values") is not None:
             return None
@@ -57,12 +58,12 @@ def _twice_in_cache(model: nn.Module) -> list[str]:
     return next((found for found in names.values() if len(found) > 1), [])
 
 
-def _begins_anew(given: dict[str, Any]) -> bool:
+def _begins_anew(given: dict[str, object]) -> bool:
     """Return whether positions restart inside a row.
 
     This synchronises with the device, as transformers' own check does.
     """
     positions = given.get("position_ids")
-    if positions is None or positions.ndim != 2 or given.get("attention_mask") is not None:
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or given.get("attention_mask") is not None:
         return False
     return bool((positions.diff(dim=-1) != 1).any())

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +119,7 @@ class Rates:
         return any(part.training and getattr(part, name) > 0 for part, name in self._places)
 
 
-def _is_rate(value: Any) -> bool:
+def _is_rate(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class Features:
     """
 
     def __init__(self) -> None:
-        self._all: list[tuple[Any, bool]] = []  # each with whether it is copied
+        self._all: list[tuple[object, bool]] = []  # each with whether it is copied
 
     def add(self, feature: T, *, is_copied: bool = True) -> T:
         """Add an object in the place of one of the same class, if there is one, and return it.
@@ -46,7 +46,7 @@ class Features:
         assert feature is not None, f"no part of the plan has added a {kind.__name__}"
         return feature
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Features:
+    def __deepcopy__(self, memo: dict[int, object]) -> Features:
         new = Features()
         new._all = [(copy.deepcopy(one, memo), True) for one, is_copied in self._all if is_copied]
         return new

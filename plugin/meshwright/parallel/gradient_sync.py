@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from meshwright.parallel.gradient_buckets import Bucket, has_part
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import LocalGradient
 from meshwright.plan.flat_offsets import IN_FLIGHT
+from meshwright.temporarily import temporarily
 
 
 class Reduction(Protocol):
@@ -117,7 +118,7 @@ class GradientSync:
             if has_part(parameter):
                 parameter.register_post_accumulate_grad_hook(_mark)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         # A copied or pickled model has None in place of this object, since its parameters have no hooks.
         return type(None), ()
 
@@ -126,23 +127,13 @@ class GradientSync:
         """Whether passes under ``no_sync`` left gradients that are not synchronised yet."""
         return any(self.reduction.holds(bucket) for bucket in self.buckets)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Make backward passes only accumulate, if the reduction can wait; the next pass synchronises their sum."""
-        before, self._enabled = self._enabled, not self.reduction.can_wait
-        try:
-            yield
-        finally:
-            self._enabled = before
+        return temporarily(self, _enabled=not self.reduction.can_wait)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """Neither scale nor reduce gradients that are computed in this context."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+        return temporarily(self, _paused=True)
 
     def arrive(self, parameter: nn.Parameter, grad: Tensor | None) -> Tensor | None:
         """Called before ``grad`` goes to ``parameter.grad``; multiplies a partial ``grad`` by its number of copies.

@@ -10,7 +10,6 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -140,7 +139,7 @@ _FUNCTIONS = {
 }
 
 
-def install_loss(model: Any, kind: LossKind, mean: GlobalMean, *, tp: Axis, vocab_size: int) -> BatchLoss:
+def install_loss(model: nn.Module, kind: LossKind, mean: GlobalMean, *, tp: Axis, vocab_size: int) -> BatchLoss:
     """Make a model return the loss of the global batch, and return the object that computes this loss.
 
     Args:
@@ -152,11 +151,14 @@ def install_loss(model: Any, kind: LossKind, mean: GlobalMean, *, tp: Axis, voca
     """
     if kind.is_causal_lm:
         AddedToLoss(mean).watch(model)
-        causal = model.loss_function = CausalLMLoss(vocab_size=vocab_size, tp=tp, mean=mean)
+        causal = CausalLMLoss(vocab_size=vocab_size, tp=tp, mean=mean)
+        object.__setattr__(model, "loss_function", causal)
         return causal
     if kind.is_function:
         AddedToLoss(mean).watch(model)
-        own = model.loss_function = FunctionLoss(model.loss_function, kind, mean)
+        stock: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
+        own = FunctionLoss(stock, kind, mean)
+        object.__setattr__(model, "loss_function", own)
         return own
     loss = OutputLoss(kind, mean)
     loss.watch(model)
@@ -172,11 +174,11 @@ class FunctionLoss(BatchLoss):
         mean: the mean over the axis that splits the batch.
     """
 
-    def __init__(self, stock: Callable[..., Any], kind: LossKind, mean: GlobalMean):
+    def __init__(self, stock: Callable[..., Tensor], kind: LossKind, mean: GlobalMean):
         self.stock, self.kind, self.mean = stock, kind, mean
         self._signature = inspect.signature(stock)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         named = dict(self._signature.bind(*args, **kwargs).arguments)
         named |= named.pop("kwargs", {})
         num_items = named.pop("num_items_in_batch", None)
@@ -195,7 +197,7 @@ class FunctionLoss(BatchLoss):
         """See BatchLoss."""
         return self.kind.counts(batch).reshape(-1)
 
-    def of_output(self, batch: Batch, output: Any) -> Any:
+    def of_output(self, batch: Batch, output: object) -> object:
         """See BatchLoss; the loss is already that of the global batch."""
         check_nothing_added(self.mean, output)
         return output
@@ -218,7 +220,7 @@ class OutputLoss(BatchLoss):
         self._signature = inspect.signature(model.forward)
         model.register_forward_hook(self._replace, with_kwargs=True)
 
-    def _replace(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _replace(self, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
         was_done, self.is_done = self.is_done, False
         return output if was_done else self._global(arguments(self._signature, args, kwargs), output)
 
@@ -226,7 +228,7 @@ class OutputLoss(BatchLoss):
         """See BatchLoss."""
         return self.kind.counts(batch).reshape(-1)
 
-    def of_output(self, batch: Batch, output: Any) -> Any:
+    def of_output(self, batch: Batch, output: object) -> object:
         """See BatchLoss."""
         self.is_global()
         return self._global(batch, output)
@@ -235,7 +237,7 @@ class OutputLoss(BatchLoss):
         """See BatchLoss."""
         self.is_done = True
 
-    def _global(self, batch: Batch, output: Any) -> Any:
+    def _global(self, batch: Batch, output: object) -> object:
         own = loss_of(output)
         if own is None:
             return output
@@ -245,7 +247,8 @@ class OutputLoss(BatchLoss):
                 "become the mean over the global batch. Return loss.mean()"
             )
         if self.kind.has_positions:
-            logits = output if isinstance(output, Mapping) else dict(zip(_SPAN_LOGITS, output[1:3], strict=True))
+            values = output[1:3] if isinstance(output, tuple | list) else ()
+            logits = output if isinstance(output, Mapping) else dict(zip(_SPAN_LOGITS, values, strict=True))
             return with_loss(output, self.mean.of_means(*_span_means(logits, batch)))
         count = self.counts(batch).to(own.device)
         return with_loss(output, self.mean.of_means(own.reshape(1), count).reshape(own.shape))

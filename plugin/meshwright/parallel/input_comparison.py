@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,14 +36,14 @@ class ComparedInputs:
         self._gathered: Gathered | None = None
         self._names: list[str] = []
 
-    def statement(self, model: nn.Module, inputs: dict[str, Any]) -> Statement:
+    def statement(self, model: nn.Module, inputs: dict[str, object]) -> Statement:
         """Return a description of this rank's inputs, which the ranks compare before the pass runs."""
         details = {name: _describe(value) for name, value in inputs.items() if _is_compared(value)}
         mode = "training" if model.training else "evaluation"
         texts = [mode, _precision(inputs), *(f"{name} {value}" for name, value in details.items())]
         return Statement(text=", ".join(filter(None, texts)), details=lambda: details, advice=ADVICE)
 
-    def gather(self, inputs: dict[str, Any], step: int) -> None:
+    def gather(self, inputs: dict[str, object], step: int) -> None:
         """Start to compare the inputs on a device; called once the ranks agree on which inputs these are."""
         late = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and _is_late(x)}
         if late:
@@ -74,7 +72,7 @@ class ComparedInputs:
             )
 
 
-def _is_compared(value: Any) -> bool:
+def _is_compared(value: object) -> bool:
     return isinstance(value, Tensor | int | float | str)
 
 
@@ -84,7 +82,7 @@ def _is_late(x: Tensor) -> bool:
     return is_deferred(x.device) and is_exact and is_plain(x) and x.numel() > 0
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     """Return a value's ``repr``; for a tensor, its type and shape, and its digest if the tensor is on the host."""
     if not isinstance(value, Tensor):
         return repr(value)
@@ -98,6 +96,6 @@ def _short(value: int) -> str:
     return f"{value & (2**64 - 1):016x}"
 
 
-def _precision(inputs: dict[str, Any]) -> str:
+def _precision(inputs: dict[str, object]) -> str:
     device = next((x.device for x in inputs.values() if torch.is_tensor(x)), torch.device("cpu")).type
     return f"autocast to {torch.get_autocast_dtype(device)}" if torch.is_autocast_enabled(device) else ""

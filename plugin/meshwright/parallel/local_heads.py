@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,13 +17,15 @@ class HeadInputs:
         self._names = tuple(inspect.signature(attention.forward).parameters)
         self._heads, self._rank = heads, axis.rank
 
-    def take_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def take_own(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return the arguments, cut to this rank's heads."""
         own = [self._take(name, value) for name, value in zip(self._names, args, strict=False)]
         cut = {name: self._take(name, kwargs[name]) for name in _PER_HEAD if name in kwargs}
         return (*own, *args[len(own) :]), {**kwargs, **cut}
 
-    def _take(self, name: str, value: Any) -> Any:
+    def _take(self, name: str, value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         if value.ndim == 4 and name in _PER_HEAD and value.shape[1] == self._heads.heads:

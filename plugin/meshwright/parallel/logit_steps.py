@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Cast:
 
 
 def step_of(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
+    func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object], dtype: torch.dtype
 ) -> LogitStep | None:
     """Return the step that a torch function on logits of a dtype is, or None for any other function.
 
@@ -114,11 +114,11 @@ def run_backward(steps: Sequence[LogitStep], grad: Tensor, kept: list[Tensor | N
     return grad
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> TypeGuard[int | float]:
     return isinstance(x, int | float) and not isinstance(x, bool)
 
 
-_TANH: frozenset[Any] = frozenset({torch.tanh, Tensor.tanh})
-_MUL: frozenset[Any] = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
-_DIV: frozenset[Any] = frozenset({torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide, Tensor.true_divide})
-_FLOAT: frozenset[Any] = frozenset({Tensor.float})
+_TANH: frozenset[object] = frozenset({torch.tanh, Tensor.tanh})
+_MUL: frozenset[object] = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
+_DIV: frozenset[object] = frozenset({torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide, Tensor.true_divide})
+_FLOAT: frozenset[object] = frozenset({Tensor.float})

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,12 @@ class LongestPosition:
         for module in found:
             signature = inspect.signature(module.forward)
 
-            def add(_: nn.Module, args: Any, kwargs: Any, signature: inspect.Signature = signature) -> Any:
+            def add(
+                _: nn.Module,
+                args: tuple[object, ...],
+                kwargs: dict[str, object],
+                signature: inspect.Signature = signature,
+            ) -> tuple[tuple[object, ...], dict[str, object]] | None:
                 given = signature.bind(*args, **kwargs)
                 positions = given.arguments.get("position_ids")
                 if self._most is None or not isinstance(positions, Tensor):
@@ -70,7 +74,7 @@ class LongestPosition:
         self._most = maximum(own, self._dp)
 
 
-def _without_last(output: Any) -> Any:
+def _without_last(output: object) -> object:
     if isinstance(output, tuple | list):
         return type(output)(_without_last(x) for x in output)
     return output[..., :-1, :] if isinstance(output, Tensor) else output
@@ -89,13 +93,13 @@ def depends_on_longest(module: nn.Module) -> bool:
     return any(_depends(module, choice) for choice in _choices(module, parameters))
 
 
-def _choices(module: nn.Module, parameters: Mapping[str, inspect.Parameter]) -> list[dict[str, Any]]:
+def _choices(module: nn.Module, parameters: Mapping[str, inspect.Parameter]) -> list[dict[str, object]]:
     """Return the further arguments that a module may need: the type of a layer, if its frequencies depend on it."""
     kinds = getattr(module, "layer_types", None)
     return [{"layer_type": kind} for kind in kinds] if "layer_type" in parameters and kinds else [{}]
 
 
-def _depends(module: nn.Module, options: dict[str, Any]) -> bool:
+def _depends(module: nn.Module, options: dict[str, object]) -> bool:
     device = next(module.buffers()).device
     x = torch.zeros(1, 3, 1, device=device)
 

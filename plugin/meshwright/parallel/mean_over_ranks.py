@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import ItemCountError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_gather
@@ -26,7 +27,7 @@ def valid_labels(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     return (labels != (BLANK if labels.is_floating_point() else ignore_index)).sum()
 
 
-def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
+def without_targets(batch: Mapping[str, Any]) -> dict[str, object]:
     """Return the batch with its targets replaced by values that the loss skips.
 
     A loader knows no ``ignore_index`` of the model's call, so a forward pass calls this again for a filler.
@@ -130,8 +131,7 @@ class GlobalMean:
     def watched(self, mean: Tensor) -> Tensor:
         """Return a loss that is already the mean over the global batch; the gradient that reaches it is compared."""
         factor = torch.ones_like(mean, requires_grad=False)
-        result: Tensor = _ReplaceValue.apply(mean.reshape(1), mean.detach(), factor.reshape(1), self._of_next())
-        return result
+        return _ReplaceValue.apply(mean.reshape(1), mean.detach(), factor.reshape(1), self._of_next())
 
     def _of_next(self) -> Callable[[Tensor], None] | None:
         return None if self.gradients is None else self.gradients.of_next()
@@ -217,20 +217,20 @@ def _described(passed: Tensor, counts: Tensor) -> str:
     return f": {own}; the global batch has {counts.sum().item():g}"
 
 
-class _ReplaceValue(torch.autograd.Function):
+class _ReplaceValue(TensorFunction):
     """Replaces a vector by a given scalar, whose gradient with respect to the vector is the given factors.
 
     Backward calls ``look``, if there is one, with the gradient of the scalar.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, factors: Tensor, look: Callable[[Tensor], None] | None) -> Tensor:
+    def forward(ctx: Node, x: Tensor, value: Tensor, factors: Tensor, look: Callable[[Tensor], None] | None) -> Tensor:
         ctx.save_for_backward(factors)
         ctx.look = look
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (factors,) = ctx.saved_tensors
         if ctx.look is not None:
             ctx.look(grad)

@@ -23,7 +23,8 @@ from meshwright.compiling import pause_compiling
 # that gets a step from one part of a plan only.
 StepOrder = enum.IntEnum(
     "StepOrder",
-    "WHOLE_HEAD AUTOCAST UNCOMPILED RECOMPUTED MICRO_BATCHES TOKENS STAGE LATER_GRADIENT COLUMN HEAD COMPILED ALONE",
+    "WHOLE_HEAD AUTOCAST UNCOMPILED RECOMPUTED MICRO_BATCHES TOKENS STAGE HEAD LATER_GRADIENT COLUMN KERNEL COMPILED "
+    "ALONE",
 )
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import UnreadableTensorError
+from meshwright.parallel.output_loss import like
 from meshwright.parallel.stand_in import ShardedLogits, StandIn
 
-_Join = Callable[[Tensor, list[Any]], Tensor]
+_Join = Callable[[Tensor, list[Any]], Tensor]  # a tensor of the last output, and its counterparts
 
 
 class Pieces:
@@ -32,7 +34,7 @@ class Pieces:
         if self.keeps:
             self._outputs.append(_mapped(output, lambda x, _: x.detach(), []))
 
-    def whole(self, last: Any, loss: Tensor) -> Any:
+    def whole(self, last: object, loss: Tensor) -> object:
         """Return the output of the batch, given the output of its last micro-batch and the batch's loss."""
         if len(self.rows) == 1:
             return last
@@ -46,19 +48,18 @@ class Pieces:
         return UnkeptOutput.of_shape((sum(self.rows), *last.shape[1:]), last.dtype, last.device)
 
 
-def _mapped(output: Any, join: _Join, before: list[Any], loss: Any = None) -> object:
+def _mapped(output: object, join: _Join, before: list[Any], loss: Tensor | None = None) -> object:
     """Return an output in which ``join(tensor, [its counterparts in before])`` replaces each tensor but the loss."""
 
     if isinstance(output, Tensor):
         return output if loss is None else loss
     if isinstance(output, tuple | list):
         rest = [_joined(x, [other[i] for other in before], join) for i, x in enumerate(output) if i]
-        values = [output[0] if loss is None else loss, *rest]
-        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
+        return like(output, [output[0] if loss is None else loss, *rest])
     names = list(output) if isinstance(output, MutableMapping) else list(vars(output))
     others = {n: [getattr(other, n) for other in before] for n in names}
     named = {n: _joined(getattr(output, n), others[n], join) for n in names if n != "loss"}
-    named["loss"] = output.loss if loss is None else loss
+    named["loss"] = getattr(output, "loss", None) if loss is None else loss
     if isinstance(output, MutableMapping):
         return type(output)(**named)
     new = copy.copy(output)
@@ -67,7 +68,7 @@ def _mapped(output: Any, join: _Join, before: list[Any], loss: Any = None) -> ob
 
 
 # Not a closure: one that calls itself is a reference cycle, which would hold the outputs until the next collection.
-def _joined(value: Any, others: list[Any], join: _Join) -> object:
+def _joined(value: object, others: list[Any], join: _Join) -> object:
     if isinstance(value, ShardedLogits):  # these already raise when they are read
         return value
     if isinstance(value, Tensor) and value.ndim:
@@ -79,19 +80,18 @@ def _joined(value: Any, others: list[Any], join: _Join) -> object:
 
 def read_only(logits: Tensor) -> Tensor:
     """Return logits that can be read, but raise in the backward pass of a loss that the program computes of them."""
-    result: Tensor = _Read.apply(logits.requires_grad_())
-    return result
+    return _Read.apply(logits.requires_grad_())
 
 
-class _Read(torch.autograd.Function):
+class _Read(TensorFunction):
     """Allows reading joined outputs, and raises in backward, since most micro-batches' backward passes are over."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Node, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Node, grad: Tensor) -> Tensor:
         raise UnreadableTensorError(
             "a second loss on outputs.logits would not reach the parameters: the plan runs this batch as "
             "micro-batches, whose backward passes are over when outputs.logits is read. Set "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Callable, MutableMapping
 
 from torch import Tensor
 
@@ -18,25 +17,29 @@ def loss_of(output: object) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-def with_loss(output: Any, loss: Tensor) -> object:
+def with_loss(output: object, loss: Tensor) -> object:
     """Return the output with another loss, changed in place where possible."""
     if isinstance(output, Tensor):
         return loss
     if isinstance(output, tuple | list):
-        rest = [loss, *output[1:]]
-        return type(output)(*rest) if hasattr(output, "_fields") else type(output)(rest)
+        return like(output, [loss, *output[1:]])
     if isinstance(output, MutableMapping):
         output["loss"] = loss
     else:
-        output.loss = loss
+        setattr(output, "loss", loss)  # noqa: B010
     return output
 
 
-def tensors_of(output: Any) -> list[Tensor]:
+def like(output: tuple[object, ...] | list[object], values: list[object]) -> object:
+    """Return values as a tuple, named tuple or list of the class of an output."""
+    kind: Callable[..., object] = type(output)
+    return kind(*values) if hasattr(output, "_fields") else kind(values)
+
+
+def tensors_of(output: object) -> list[Tensor]:
     """Return the tensors at the top level of an output."""
     if isinstance(output, Tensor):
         return [output]
-    values = output.values() if isinstance(output, MutableMapping) else output
-    if not isinstance(output, tuple | list | MutableMapping):
-        values = vars(output).values() if hasattr(output, "__dict__") else ()
+    named = output if isinstance(output, MutableMapping) else getattr(output, "__dict__", {})
+    values = output if isinstance(output, tuple | list) else named.values()
     return [x for x in values if isinstance(x, Tensor)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class PaddedRows:
         self._passes = 0
         self._has_warned = False
 
-    def look(self, inputs: Mapping[str, Any]) -> None:
+    def look(self, inputs: Mapping[str, object]) -> None:
         """Compare the ranks; in the first passes, all of them make this call."""
         self._passes += 1
         if self._passes > _FIRST or self._guard is None or not self._guard.is_current:
@@ -50,7 +49,7 @@ class PaddedRows:
         if self._guard.agree("length of the rows", str(length), group=self._dp.group):
             return
         own = torch.full((1, 3), length, dtype=torch.long, device=getattr(labels, "device", None))
-        if length and mask is not None:
+        if isinstance(mask, Tensor) and isinstance(labels, Tensor) and length:
             is_first = mask[:, 0].to(labels.device) != 0
             own[0, 1] = (~is_first).any()
             own[0, 2] = (is_first & (labels[:, 0] != IGNORE_INDEX)).any()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
 
 from torch import nn
 
@@ -56,7 +55,9 @@ def recompute_layers(model: nn.Module, layers: int | None = None, own: Collectio
         layers: number of layers to recompute, from the first on; None for all.
         own: the layers that this rank of a pipeline holds, of which so many are recomputed; None for all.
     """
-    _switch(model)({"use_reentrant": False})
+    switch = _switch(model)
+    assert switch is not None
+    switch({"use_reentrant": False})
     found = _layers(model)
     if own is not None:
         inside = {id(module) for layer in own for module in layer.modules()}
@@ -73,7 +74,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in flagged if not any(hasattr(inner, _FLAG) for inner in m.modules() if inner is not m)]
 
 
-def _switch(model: nn.Module) -> Any:
+def _switch(model: nn.Module) -> Callable[[dict[str, bool]], object] | None:
     """Return the method that turns recomputation on, under its new or its deprecated name, or None."""
     old = getattr(model, "gradient_checkpointing_enable", None)
     return getattr(model, "activation_checkpointing_enable", old)

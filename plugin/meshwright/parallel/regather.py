@@ -12,7 +12,6 @@ input that requires no gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.linear_layers import LinearForward
-from meshwright.parallel.method_chain import add_step, remove_step
 from meshwright.roles.linear_kernel import kernel_of
 
 
@@ -67,11 +65,9 @@ class RegatheredProjections:
         self._current: GatheredInput | None = None
         self._is_pushed = self._spans_block = False
         self._projections = projections
-        inner = {module: kernel_of(module) for projection in projections for module in projection.modules()}
+        inner = {id(module): module for projection in projections for module in projection.modules()}.values()
         # Another kernel's own forward may save a copy of its input, which is not recognised here.
-        self._forwards = [LinearForward(m, k) for m, k in inner.items() if k is not None and not k.is_differentiable]
-        for forward in self._forwards:
-            add_step(forward.module, forward)
+        self._forwards = [LinearForward(m) for m in inner if (kernel := kernel_of(m)) and not kernel.is_differentiable]
         self._handles: list[RemovableHandle] = []
 
     def span_block(self) -> None:
@@ -83,7 +79,7 @@ class RegatheredProjections:
         for handle in self._handles:
             handle.remove()
         for forward in self._forwards:
-            remove_step(forward.module, forward)
+            forward.remove()
         self._projections = []
 
     def open(self, full: Tensor, local: Tensor, axis: Axis) -> None:
@@ -105,7 +101,7 @@ class RegatheredProjections:
             self._pop()
         self._current = None
 
-    def _push(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _push(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         gathered = self._current
         if gathered is not None and gathered.holds(args[0]):
             self._swap(gathered)
@@ -114,7 +110,7 @@ class RegatheredProjections:
         saved.push(lambda tensor: gathered.pack(tensor) if gathered.holds(tensor) else None)
         self._is_pushed = True
 
-    def _pop(self, *_: Any) -> None:
+    def _pop(self, *_: object) -> None:
         if self._is_pushed:
             self._is_pushed = False
             saved.pop()

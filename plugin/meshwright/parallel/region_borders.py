@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -50,8 +48,8 @@ class RegionBorders:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(self, layer: nn.Module, args: tuple[object, ...]) -> None:
         self._depth += 1
 
-    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
         self._depth -= 1

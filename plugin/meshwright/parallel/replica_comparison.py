@@ -16,7 +16,6 @@ The check is on by default.
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,7 +110,7 @@ class ReplicaComparison:
         self._optimizer, self._has_whole_state = optimizer, not is_sharded
         optimizer.register_step_post_hook(self._count)
 
-    def _count(self, *_: Any) -> None:
+    def _count(self, *_: object) -> None:
         self._steps += 1
 
     def statement(self) -> Statement:
@@ -307,12 +306,12 @@ class ReplicaComparison:
         return is_averaged or not is_deferred(parameter.device) or torch.are_deterministic_algorithms_enabled()
 
 
-def _settings(group: dict[str, Any]) -> dict[str, str]:
+def _settings(group: dict[str, object]) -> dict[str, str]:
     """Return an optimizer group's settings as text, without tensors on a device, since the host would wait for them."""
     return {key: text for key, value in group.items() if key != "params" and (text := _text(value)) is not None}
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     if isinstance(value, Tensor):
         return None if is_deferred(value.device) or value.numel() > 1 else repr(value.item())
     if isinstance(value, list | tuple):

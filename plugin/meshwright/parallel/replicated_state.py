@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +52,7 @@ class ModuleTensors:
         """
         seen: set[int] = set()
         for path, module in self._model.named_modules():
-            own: dict[str, Any] = dict(module._buffers)
+            own: dict[str, object] = dict(module._buffers)
             own.update((key, vars(module).get(key)) for key in self._kept.get(module, ()))
             # Some kernels write a tensor without counting a version, so one written tensor speaks for its module.
             if self._versions and self._versions.get(module) != _versions(module):
@@ -81,7 +80,7 @@ class ModuleTensors:
 
 
 def optimizer_digest(
-    state: Mapping[str, Any], device: torch.device, take: Callable[[Tensor], Tensor | None]
+    state: Mapping[str, object], device: torch.device, take: Callable[[Tensor], Tensor | None]
 ) -> tuple[Tensor | None, int]:
     """Return a digest of the tensors that an optimizer keeps on the device for a parameter, and one of the rest.
 

@@ -7,7 +7,6 @@ the outer hooks, so they can be nested in each other and in activation checkpoin
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ def push(keep: Keep) -> None:
     """Call ``keep``, before outer hooks, for every tensor that is saved until :func:`pop`."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-    def pack(tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> object:
         if (get_back := keep(tensor)) is not None:
             return get_back
         if outer is None:
@@ -60,6 +59,5 @@ def memory(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
-def _unpack(packed: Any) -> Tensor:
-    result: Tensor = packed if isinstance(packed, Tensor) else packed()
-    return result
+def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed()

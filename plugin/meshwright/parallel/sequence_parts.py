@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.autograd import Node, TensorFunction
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_gather
 
@@ -116,8 +117,7 @@ class SequenceParts:
             is_taken_again: whether each rank uses its own tokens of the result only, so that its gradient is that of
                 these tokens.
         """
-        result: Tensor = _Join.apply(x, self, dim, length, 1 if is_taken_again else self.axis.size)
-        return result
+        return _Join.apply(x, self, dim, length, 1 if is_taken_again else self.axis.size)
 
     def ordered(self, parts: Tensor, dim: int, first: int = 0) -> Tensor:
         """Return the tokens of some ranks in order, with padding, from their stacked parts ``[ranks, ...]``.
@@ -171,26 +171,26 @@ def _dealt(work: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(own)) for own in held)
 
 
-class _Join(torch.autograd.Function):
+class _Join(TensorFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: SequenceParts, dim: int, length: int, factor: int) -> Tensor:
+    def forward(ctx: Node, x: Tensor, parts: SequenceParts, dim: int, length: int, factor: int) -> Tensor:
         ctx.parts, ctx.dim, ctx.factor = parts, dim, factor
         gathered = all_gather(x[None], parts.axis)
         return parts.ordered(gathered, dim).narrow(dim, 0, length).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return ctx.parts.take(grad, ctx.dim) * ctx.factor, None, None, None, None
 
 
-class _Take(torch.autograd.Function):
+class _Take(TensorFunction):
     """Joins runs of the tokens of a tensor; see :meth:`SequenceParts.take`.
 
     Backward makes one tensor of all tokens. With autograd's own operations it would make one for each run.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, runs: tuple[TokenRun, ...], dim: int, fill: float) -> Tensor:
+    def forward(ctx: Node, x: Tensor, runs: tuple[TokenRun, ...], dim: int, fill: float) -> Tensor:
         ctx.shape, ctx.dim, ctx.runs = x.shape, dim, runs
         pieces = []
         for run in runs:
@@ -203,7 +203,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # as the collectives around it
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None, None]:
         whole = grad.new_zeros(ctx.shape)
         for run, piece in zip(ctx.runs, grad.split([run.size for run in ctx.runs], ctx.dim), strict=True):
             target = _within(whole, ctx.dim, run)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.autograd import Node, TensorFunction
 from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.tensor_checks import is_known_one
@@ -132,16 +132,16 @@ def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
             registered.update(before)
 
 
-class _AddGradients(torch.autograd.Function):
+class _AddGradients(TensorFunction):
     """Adds to a loss a number whose gradients are already computed."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, other: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Node, loss: Tensor, other: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
         ctx.gradients = gradients
         return loss + other
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Node, grad: Tensor) -> tuple[object, ...]:
         # Scale these gradients in place and release them, since they are as large as all gradients of the model.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:

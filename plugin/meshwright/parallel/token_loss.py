@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch_loss import Batch
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.deferred_logits import deferred_of
 from meshwright.parallel.mean_over_ranks import GlobalMean
@@ -46,7 +47,7 @@ class TokenLoss:
         # The mean over this rank's labels: what makes it the mean over the global batch sees only the output.
         self._loss = CausalLMLoss(vocab_size=vocab_size, tp=tp, mean=GlobalMean(Axis("dp")))
 
-    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    def __call__(self, func: Callable[..., object], args: Sequence[Any], kwargs: Batch) -> Tensor | None:
         """Return the result of a torch function on unread logits, its first argument; None for other functions."""
         logits, *rest = args
         deferred = deferred_of(logits)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, valid_labels
 from meshwright.parallel.output_loss import tensors_of
+from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class UnevenBatches:
     def __init__(self, dp: Axis, tp: Axis):
         self.dp, self.tp = dp, tp
         self.is_on = dp.size > 1
-        self._batch: Mapping[str, Any] | None = None
+        self._batch: Batch | None = None
         self._is_left_out = False  # whether the loss of the last pass is of all rows
         self._earlier: Callable[[], list[list[float]]] | None = None
 
@@ -51,16 +51,11 @@ class UnevenBatches:
         """
         self._is_left_out = True
 
-    @contextlib.contextmanager
-    def of_batch(self, batch: Any) -> Iterator[None]:
+    def of_batch(self, batch: object) -> contextlib.AbstractContextManager[None]:
         """Count this batch, not the model's inputs, since a program may remove labels before it calls the model."""
-        self._batch = batch if isinstance(batch, Mapping) else None
-        try:
-            yield
-        finally:
-            self._batch = None
+        return temporarily(self, _batch=batch if isinstance(batch, Mapping) else None)
 
-    def look(self, inputs: Mapping[str, Any], output: Any, known: Tensor | None = None) -> None:
+    def look(self, inputs: Batch, output: object, known: Tensor | None = None) -> None:
         """Compare the ranks once backward from a loss reaches the model's output.
 
         Args:

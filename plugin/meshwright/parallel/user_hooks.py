@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import PlanError
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.roles import Decoder
+from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +79,9 @@ class HookedModules:
         self._watched: set[str] = set()
         self._is_running = False
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> contextlib.AbstractContextManager[None]:
         """Let backward run through outputs that hooks see, inside the context only."""
-        self._is_running = True
-        try:
-            yield
-        finally:
-            self._is_running = False
+        return temporarily(self, _is_running=True)
 
     def check_running(self, name: str) -> None:
         """Raise a PlanError if backward runs through the output of a module after the call that has used it up."""
@@ -117,20 +112,20 @@ class HookedModules:
                 module.register_forward_hook(functools.partial(_watch, self, name), prepend=True)
 
 
-def _watch(hooked: HookedModules, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+def _watch(hooked: HookedModules, name: str, module: nn.Module, args: object, output: object) -> object:
     return tree_map_only(Tensor, lambda x: _Watched.apply(x, hooked, name) if x.requires_grad else x, output)
 
 
-class _Watched(torch.autograd.Function):
+class _Watched(TensorFunction):
     """Returns a module's output as it is; backward raises if the call that computed it is over."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, hooked: HookedModules, name: str) -> Tensor:
+    def forward(ctx: Node, x: Tensor, hooked: HookedModules, name: str) -> Tensor:
         ctx.of_module = hooked, name
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Node, grad: Tensor) -> tuple[object, ...]:
         hooked, name = ctx.of_module
         hooked.check_running(name)
         return grad, None, None
@@ -170,11 +165,11 @@ def has_foreign_hooks(module: nn.Module, *, backward: bool = False) -> bool:
     return any(map(_is_foreign, [*_hooks_of(module), *(_other_hooks_of(module) if backward else ())]))
 
 
-def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+def _hooks_of(module: nn.Module) -> list[Callable[..., object]]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
-def _other_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+def _other_hooks_of(module: nn.Module) -> list[Callable[..., object]]:
     every = nn.modules.module
     found = (
         module._backward_hooks,
@@ -193,7 +188,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return any(_is_foreign(hook) for of in hooks if of for hook in of.values())
 
 
-def _is_foreign(hook: Callable[..., Any]) -> bool:
+def _is_foreign(hook: Callable[..., object]) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__module__", None) or type(hook).__module__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,13 +27,13 @@ class VocabParallelEmbedding:
         embedding.register_forward_pre_hook(self._localise)
         embedding.register_forward_hook(self._sum)
 
-    def _localise(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _localise(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (words, *rest) = args
         require_words(words, self.words, "token id")
         self._elsewhere = (words < self.first) | (words >= self.stop)
         return ((words - self.first).masked_fill(self._elsewhere, 0), *rest)
 
-    def _sum(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def _sum(self, module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
         assert self._elsewhere is not None
         elsewhere, self._elsewhere = self._elsewhere, None
         return reduce(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
@@ -52,10 +51,10 @@ class VocabParallelHead:
         head.register_forward_pre_hook(self._share)
         head.register_forward_hook(self._deliver)
 
-    def _share(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return args if isinstance(args[0], InHead) else (share(args[0], self.axis), *args[1:])
+    def _share(self, module: nn.Module, args: tuple[Tensor | InHead]) -> tuple[Tensor | InHead]:
+        return args if isinstance(args[0], InHead) else (share(args[0], self.axis),)
 
-    def _deliver(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def _deliver(self, module: nn.Module, args: tuple[Tensor | InHead], output: Tensor) -> Tensor:
         if isinstance(args[0], InHead) or isinstance(output, ShardedLogits):
             return output
         if self.keep_sharded():

@@ -11,15 +11,16 @@ twice.)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
 from meshwright.parallel.linear_layers import LinearForward
-from meshwright.parallel.method_chain import add_step
+from meshwright.parallel.method_chain import StepOrder
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.plan.schedule import Kind, Operation
 from meshwright.roles.linear_kernel import LinearKernel, kernel_of
+from meshwright.temporarily import temporarily
 
 # A weight, the kernel of its layer, the layer's input, and the gradient of its output.
 _Waiting = tuple[nn.Parameter, LinearKernel, Callable[[], Tensor], Tensor]
@@ -37,18 +38,15 @@ class WeightGradients:
         self._waiting: dict[tuple[int, int], list[_Waiting]] = {}
         self._now: list[_Waiting] | None = None
         for module in modules:
-            if (kernel := kernel_of(module)) is not None:
-                add_step(module, _DelayedLinear(module, kernel, self))
+            if kernel_of(module) is not None:
+                _DelayedLinear(module, self)
 
-    @contextlib.contextmanager
-    def waiting(self, operation: Operation) -> Iterator[None]:
+    def waiting(self, operation: Operation) -> contextlib.AbstractContextManager[None]:
         """Keep the gradients of linear weights for later inside the context, if the operation is of the input alone."""
-        if operation.kind is Kind.INPUT_GRAD:
-            self._now = self._waiting[operation.stage, operation.micro_batch] = []
-        try:
-            yield
-        finally:
-            self._now = None
+        if operation.kind is not Kind.INPUT_GRAD:
+            return contextlib.nullcontext()
+        now = self._waiting[operation.stage, operation.micro_batch] = []
+        return temporarily(self, _now=now)
 
     @property
     def is_open(self) -> bool:
@@ -70,8 +68,10 @@ class WeightGradients:
 class _DelayedLinear(LinearForward):
     """The ``forward`` of a linear layer whose weight's gradient may be computed later than its input's."""
 
-    def __init__(self, module: nn.Module, kernel: LinearKernel, later: WeightGradients):
-        super().__init__(module, kernel)
+    order = StepOrder.LATER_GRADIENT
+
+    def __init__(self, module: nn.Module, later: WeightGradients):
+        super().__init__(module)
         self.later = later
 
     def weight_gradient(

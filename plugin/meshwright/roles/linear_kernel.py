@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+
+from meshwright.autograd import Node, TensorFunction
 
 # Takes the gradient of a linear layer's output; returns that of its weight, or None if it is computed elsewhere.
 WeightGradient = Callable[[Tensor], Tensor | None]
@@ -67,11 +68,11 @@ class LinearKernel(ABC):
         Args:
             x: the input.
             weight: the weight, in any dtype; detached if ``take`` is None.
-            bias: the bias.
+            bias: the bias, in any dtype.
             take: computes the gradient of the weight.
         """
-        result: Tensor = _LinearNode.apply(x, weight, bias, self, take)
-        return result
+        with torch.autocast(x.device.type, enabled=False):
+            return _LinearNode.apply(x, weight, bias, self, take)
 
 
 class _PlainKernel(LinearKernel):
@@ -120,35 +121,25 @@ class _TransposedKernel(_PlainKernel):
         module.nf = module.get_parameter("weight").shape[1]  # type: ignore[assignment]  # the width of its output
 
 
-class _LinearNode(torch.autograd.Function):
+class _LinearNode(TensorFunction):
     """The autograd node of a kernel."""
 
     @staticmethod
     def forward(
-        ctx: _Node, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: LinearKernel, take: WeightGradient | None
+        ctx: Node, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: LinearKernel, take: WeightGradient | None
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.kernel, ctx.take, ctx.dtype = kernel, take, x.dtype
-        return kernel.forward(x, weight.to(x.dtype), bias)
+        return kernel.forward(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: _Node, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Node, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         (weight,) = ctx.saved_tensors
         of_input = ctx.kernel.input_gradient(gradient, weight.to(ctx.dtype)) if needs_input else None
         of_weight = ctx.take(gradient) if needs_weight and ctx.take is not None else None
         of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
         return of_input, of_weight, of_bias, None, None
-
-
-class _Node(FunctionCtx):
-    """What a :class:`_LinearNode` keeps."""
-
-    kernel: LinearKernel
-    take: WeightGradient | None
-    dtype: torch.dtype
-    needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor, ...]
 
 
 PLAIN = _PlainKernel()
