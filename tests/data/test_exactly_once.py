@@ -381,6 +381,20 @@ def test_batches_whose_rows_are_not_known_are_refused() -> None:
             next(iter(loader))
 
 
+def test_images_and_positions_of_batches_that_come_ready_are_cut() -> None:
+    """Images of 1 and 2 patches, and positions in time, height and width."""
+    batch = {
+        "input_ids": torch.arange(6).view(2, 3),
+        "position_ids": torch.arange(18).view(3, 2, 3),
+        "image_grid_thw": torch.tensor([[1, 1, 1], [1, 1, 2]]),
+        "pixel_values": torch.randn(3, 4),
+    }
+    first, second = (next(iter(loader)) for loader in ranks_of(2, lambda: [batch]))
+    for name, dim in (("input_ids", 0), ("position_ids", 1), ("image_grid_thw", 0), ("pixel_values", 0)):
+        assert torch.equal(torch.cat([first[name], second[name]], dim), batch[name])
+    assert [len(found["pixel_values"]) for found in (first, second)] == [1, 2]
+
+
 def test_batches_of_one_data_parallel_rank_need_no_known_rows() -> None:
     """Patches of images, with the ranks of pp or cp alone."""
     batch = {

@@ -18,8 +18,9 @@ from torch import Tensor
 
 import meshwright as mw
 from harness import WorkerError
+from meshwright.context.record import record_context
 from meshwright.distribute.cuts import structure_of
-from meshwright.parallel.split_batch import split_batch
+from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.roles import find_decoder
 from meshwright.roles.decoder import towers_beside
 from support.anatomies import IMAGE, LENGTH, MODELS, build, collate, loader, samples
@@ -143,7 +144,7 @@ def test_a_refusal_speaks_of_the_axis_at_hand() -> None:
 def test_micro_batches_take_the_images_of_their_rows() -> None:
     batch = collate(samples("qwen2_vl", 3))
     batch["position_ids"] = torch.arange(3 * 3 * LENGTH).view(3, 3, LENGTH)
-    first, second = split_batch(batch, 3, 2)
+    first, second = BatchSchema(batch).split(2)
     assert [len(piece["pixel_values"]) for piece in (first, second)] == [16, 32 + 16]
     for name, dim in (("pixel_values", 0), ("image_grid_thw", 0), ("input_ids", 0), ("position_ids", 1)):
         assert torch.equal(torch.cat([first[name], second[name]], dim), batch[name])
@@ -152,19 +153,22 @@ def test_micro_batches_take_the_images_of_their_rows() -> None:
 
 def test_a_batch_without_rows_and_a_square_mask_are_split_by_rows() -> None:
     ids = torch.arange(16).view(4, 4)
-    assert [len(piece["input_ids"]) for piece in split_batch({"input_ids": ids[:0], "labels": ids[:0]}, 0, 2)] == [0, 0]
+    assert [len(piece["input_ids"]) for piece in BatchSchema({"input_ids": ids[:0], "labels": ids[:0]}).split(2)] == [
+        0,
+        0,
+    ]
     mask = torch.arange(64).view(4, 4, 4) % 3 == 0  # [rows, tokens, tokens], with as many tokens as rows
-    first, second = split_batch({"input_ids": ids, "labels": ids, "attention_mask": mask}, 4, 2)
+    first, second = BatchSchema({"input_ids": ids, "labels": ids, "attention_mask": mask}).split(2)
     assert torch.equal(torch.cat([first["attention_mask"], second["attention_mask"]]), mask)
 
 
 def test_images_of_unknown_rows_are_refused() -> None:
     batch = collate(samples("llava", 4))
     with pytest.raises(mw.PlanError, match=r"pixel_values has shape \(3, 3, 8, 8\) in a batch of 4 rows.*one image"):
-        split_batch({**batch, "pixel_values": batch["pixel_values"][:3]}, 4, 2)
+        BatchSchema({**batch, "pixel_values": batch["pixel_values"][:3]}).split(2)
     batch = collate(samples("qwen2_vl", 4))
     with pytest.raises(mw.PlanError, match=r"image_grid_thw has shape \(3, 3\)"):
-        split_batch({**batch, "image_grid_thw": batch["image_grid_thw"][:3]}, 4, 2)
+        BatchSchema({**batch, "image_grid_thw": batch["image_grid_thw"][:3]}).split(2)
 
 
 def step_with_images_on_one_rank() -> None:
@@ -197,3 +201,83 @@ def step_with_features_between_layers(plan: dict[str, Any]) -> None:
 def test_features_that_enter_between_layers_are_refused(axis: str, pool2: Any) -> None:
     kind, said = pool2.run_expecting_error(step_with_features_between_layers, {axis: 2})[0]
     assert kind == "PlanError" and "deepstack_visual_embeds" in said and f"Use {axis}=1" in said
+
+
+def calls_of_towers(name: str) -> int:
+    with Float64():
+        model = mw.to_distributed(build(name), plan=mw.ParallelPlan(pp=2, gradient_accumulation_steps=2))[0]
+        calls = []
+        for tower in find_decoder(model).towers:
+            tower.register_forward_pre_hook(lambda *_: calls.append(1))
+        model(**collate(samples(name, 4))).loss.backward()
+    return len(calls)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_the_first_stage_alone_runs_the_tower(name: str, pool2: Any) -> None:
+    assert pool2.run(calls_of_towers, name) == [2, 0]
+
+
+def with_torchs_attention() -> Any:
+    """A tower whose last attention is torch's, which reads the weight of a module that it does not call."""
+    tower = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 24}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.SiglipVisionConfig(**tower, image_size=8, patch_size=4),
+        text_config=transformers.LlamaConfig(**SIZES),
+        image_token_id=IMAGE,
+        vision_feature_select_strategy="full",
+    )
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).double().train()
+    for name, parameter in model.named_parameters():  # no loss uses the head, whose gradient is rounding
+        parameter.requires_grad_(not name.endswith("k_proj.bias") and "vision_tower.head" not in name)
+    return model
+
+
+def train_torchs_attention(plan: dict[str, Any] | None) -> dict[str, Tensor]:
+    with Float64():
+        return train_whole(with_torchs_attention(), plan, functools.partial(loader, "llava"))
+
+
+@pytest.mark.parametrize("plan_name", ["dp2+zero3", "pp2"])
+def test_a_tower_with_torchs_attention(plan_name: str, pool2: Any) -> None:
+    found = differences(pool2.run(train_torchs_attention, PLANS[plan_name]), train_torchs_attention(None))
+    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+
+
+def step_that_reads_positions() -> None:
+    tower = {"encoder_layers": 2, "encoder_attention_heads": 4, "d_model": 16, "encoder_ffn_dim": 24}
+    config = transformers.Qwen2AudioConfig(
+        audio_config={**tower, "num_mel_bins": 8, "max_source_positions": 8},
+        text_config={**SIZES, "model_type": "qwen2"},
+        audio_token_index=IMAGE,
+    )
+    model = transformers.Qwen2AudioForConditionalGeneration(config)
+    model = mw.to_distributed(model, plan=mw.ParallelPlan(dp=2, zero_stage=3))[0]
+    ids = tokens(2, LENGTH, vocab_size=IMAGE)
+    ids[:, 2:6] = IMAGE
+    mask = torch.ones(2, 16, dtype=torch.long)
+    model(input_ids=ids, attention_mask=ids > 0, input_features=torch.ones(2, 8, 16), feature_attention_mask=mask)
+
+
+def test_a_tower_that_reads_the_weight_of_another_module_is_refused(pool2: Any) -> None:
+    kind, said = pool2.run_expecting_error(step_that_reads_positions)[0]
+    assert kind == "UnreadableTensorError" and "embed_positions" in said and "use zero_stage=2" in said
+
+
+class WithSegments(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, segments: Tensor, **more: Any) -> Any:
+        return super().forward(input_ids, attention_mask=attention_mask, **more)
+
+
+class WithMask(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **more: Any) -> Any:
+        return super().forward(input_ids, attention_mask=attention_mask, labels=labels, **more)
+
+
+def test_arguments_that_forward_requires_are_recorded_or_named() -> None:
+    config = transformers.LlamaConfig(**SIZES)
+    record = record_context(find_decoder(WithMask(config)))
+    assert record.token_dims.keys() == record.arguments.keys()
+    with pytest.raises(mw.PlanError, match=r"forward requires segments.*segments=None.*ParallelPlan\(cp=1\)"):
+        record_context(find_decoder(WithSegments(config)))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+
+from meshwright.parallel.batch_schema import PER_TOKEN
 
 logger = logging.getLogger(__name__)
 
-_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids", "special_tokens_mask"})
 
-
-def warn_without_labels(batch: Any) -> None:
+def warn_without_labels(batch: object) -> None:
     """Log a warning if a batch has a causal LM's inputs but no labels."""
-    if isinstance(batch, Mapping) and "input_ids" in batch and _INPUTS.issuperset(batch):
+    if isinstance(batch, Mapping) and "input_ids" in batch and set(PER_TOKEN).issuperset(batch):
         logger.warning(
             "the loader's batches have %s but no labels, so model(**batch).loss is None and has no backward(). Add "
             "them in the collate function, for example batch['labels'] = batch['input_ids'].clone(), or use "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from meshwright.mesh.axis_sizes import AXES
 from meshwright.mesh.process_mesh import ParallelDims
 from meshwright.mesh.shared_groups import shared_group
 
@@ -152,7 +153,7 @@ class Mesh:
     @property
     def of_same_rows(self) -> tuple[Axis, ...]:
         """The axes along which ranks have the same rows of a batch, from the outermost to the innermost."""
-        return self.pp, self.cp, self.tp
+        return tuple(getattr(self, name) for name in AXES if name != "dp")
 
     @property
     def row_copies(self) -> int:
@@ -162,5 +163,5 @@ class Mesh:
     @property
     def coordinates(self) -> str:
         """This rank's coordinates, for messages."""
-        axes = (self.pp, self.dp, self.cp, self.tp)
+        axes = (getattr(self, name) for name in AXES)
         return " ".join(f"{axis.name}={axis.rank}" for axis in axes if axis.size > 1 or axis.name in ("dp", "tp"))

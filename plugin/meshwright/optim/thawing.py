@@ -13,8 +13,9 @@ from meshwright.optim.ownership import EqualSlices
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, bind_optimizer, lay_out, step_slices
 from meshwright.parallel.gradient_buckets import make_buckets
-from meshwright.parallel.gradient_sync import IN_FLIGHT, AllReduce, GradientSync
+from meshwright.parallel.gradient_sync import AllReduce, GradientSync
 from meshwright.parallel.shard_reads import reading_shards
+from meshwright.plan.flat_offsets import IN_FLIGHT
 
 
 class TrainedParameters:

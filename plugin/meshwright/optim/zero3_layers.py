@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +34,7 @@ from meshwright.optim.ownership import EqualSlices
 from meshwright.optim.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.roles.adapters import without_wrappers
 
 
 class ShardedWeights:
@@ -89,10 +86,6 @@ class ShardedWeights:
         """Add the hooks that gather and release a model's weights, after :meth:`keep` was called for its parameters."""
         for step in self.steps:
             step.hook()
-        parts: dict[int, Any] = {id(x): x for x in (model, without_wrappers(model)[1])}
-        for part in parts.values():
-            if callable(getattr(part, "generate", None)):
-                object.__setattr__(part, "generate", _GenerateTogether(part.generate))
 
     def find_places(self) -> None:
         """Look up the place of each parameter again, after the parameters of the FlatShards were replaced."""
@@ -351,15 +344,17 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Yield the module of each unit, in order, and whether the modules inside it belong to the unit.
 
     The units are the members of the outermost module lists, and all other modules with parameters of their own. A
-    container of parameters is never called, so its parameters belong to the unit of its parent module, and what a
-    parametrization computes a weight from belongs to the unit of the module with this weight.
+    container of parameters is never called, nor is the output projection of torch's attention, so its parameters belong
+    to the unit of its parent module, and what a parametrization computes a weight from belongs to the unit of the
+    module with this weight.
     """
 
     def walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         if isinstance(module, nn.ModuleList):
             yield from ((member, True) for member in module)
             return
-        if is_parametrized(module) or any(map(_is_part_of_parent, module.children())):
+        reads_children = is_parametrized(module) or isinstance(module, nn.MultiheadAttention)
+        if reads_children or any(map(_is_part_of_parent, module.children())):
             yield module, True
             return
         if next(module.parameters(recurse=False), None) is not None:
@@ -385,13 +380,3 @@ def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
     return list(groups.values())
-
-
-class _GenerateTogether(MethodOverride):
-    """A ``generate`` in which every rank runs as many forward passes as the longest text needs.
-
-    Each forward pass gathers weights, so all ranks must take part.
-    """
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return self.method(*args, **{"synced_gpus": True, **kwargs})

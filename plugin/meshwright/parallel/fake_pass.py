@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import PlanError
+from meshwright.parallel.batch_schema import example
 from meshwright.roles.experts import is_experts
 
 
@@ -34,14 +35,13 @@ def run_without_values(
     with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), _fake_values(model), _without_hooks(model):
         for module in filter(is_experts, model.modules()):
             module.forward = _experts
-        tokens = torch.zeros(rows, length, dtype=torch.int64)
-        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
-        if labels is not None:
+        signature = inspect.signature(model.forward)
+        inputs = example(signature, rows=rows, length=length, instead=instead)
+        if labels is not None and "labels" in signature.parameters:
             inputs["labels"] = torch.zeros(labels, dtype=torch.int64)
-        known = inspect.signature(model.forward).parameters
         try:
             with torch.enable_grad():
-                return model(**{name: value for name, value in inputs.items() if name in known})
+                return model(**inputs)
         except PlanError:
             raise
         except Exception as error:

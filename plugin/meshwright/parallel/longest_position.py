@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.collectives import maximum
 
 FAR = 2**30  # a position behind all that a model is made for
@@ -50,7 +51,7 @@ class LongestPosition:
             module.register_forward_pre_hook(add, with_kwargs=True)
             module.register_forward_hook(lambda *call: None if self._most is None else _without_last(call[-1]))
 
-    def begin(self, inputs: Mapping[str, Any], *, is_on: bool) -> None:
+    def begin(self, inputs: Batch, *, is_on: bool) -> None:
         """Agree on the longest position of a pass; every data-parallel rank makes the call.
 
         Args:
@@ -58,14 +59,13 @@ class LongestPosition:
             is_on: whether all ranks run this pass, because it computes a loss or gradients.
         """
         self._most = None
-        tokens = next((x for name in ("input_ids", "inputs_embeds") if isinstance(x := inputs.get(name), Tensor)), None)
-        if not self.is_needed or not is_on or tokens is None:
+        if not self.is_needed or not is_on or not (schema := BatchSchema(inputs)).has_tokens:
             return
         positions = inputs.get("position_ids")
         own = (
             positions.max()
             if isinstance(positions, Tensor)
-            else tokens.new_tensor(tokens.shape[1] - 1, dtype=torch.long)
+            else schema.tokens.new_tensor(schema.tokens.shape[1] - 1, dtype=torch.long)
         )
         self._most = maximum(own, self._dp)
 

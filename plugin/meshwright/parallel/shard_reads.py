@@ -110,5 +110,7 @@ def unreadable(
                 "call meshwright.full_state_dict(model) on all ranks and read the whole tensor on rank 0; for a "
                 "penalty on weights, set the optimizer's weight_decay"
             )
+        if values_of(x) is not None and not is_gradient and not is_elsewhere:
+            cure += ". If the model reads this weight outside of the forward of its module, use zero_stage=2"
     part = "" if is_elsewhere else " (This rank's part is tensor.as_subclass(torch.Tensor).)"
     return UnreadableTensorError(f"{held}, and {why}. Instead, {cure}.{part}")

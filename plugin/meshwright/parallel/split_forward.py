@@ -9,7 +9,6 @@ gradients are reduced as they arrive, and each rank keeps its shard of their sum
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -18,22 +17,20 @@ from torch import Tensor, nn
 from meshwright.faults.guard import Guard
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch_loss import BatchLoss
+from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import largest
-from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.gradient_sync import GradientSync
-from meshwright.parallel.mean_over_ranks import TARGETS
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import BatchStep, StepOrder
 from meshwright.parallel.micro_batch_outputs import Pieces
 from meshwright.parallel.output_loss import loss_of
-from meshwright.parallel.split_batch import split_batch
 from meshwright.parallel.summed_gradients import TWICE, SummedGradients
 from meshwright.plan.config import ParallelPlan
 
 
-class SplitForward(MethodOverride):
-    """The ``forward`` of a model whose plan has micro-batches: splits training batches by rows.
+class SplitForward(BatchStep):
+    """The step of a model whose plan has micro-batches, which splits training batches by rows.
 
     Args:
         model: a model whose forward returns an output with ``.loss``.
@@ -47,6 +44,8 @@ class SplitForward(MethodOverride):
         keeps_logits: whether the outputs of all micro-batches are kept, so that they can be read.
     """
 
+    order = StepOrder.MICRO_BATCHES
+
     def __init__(
         self,
         model: nn.Module,
@@ -58,27 +57,26 @@ class SplitForward(MethodOverride):
         guard: Guard | None,
         keeps_logits: bool = False,
     ):
-        super().__init__(model.forward)
-        self.model, self.plan, self.dp, self.syncs, self.loss = model, plan, dp, syncs, loss
+        super().__init__(model)
+        self.plan, self.dp, self.syncs, self.loss = plan, dp, syncs, loss
         self.keeps_logits = keeps_logits
-        self.signature = inspect.signature(model.forward)
         self.writes = WritesPerPiece(model, guard)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        batch = arguments(self.signature, args, kwargs)
-        targets = next((x for name in TARGETS if isinstance(x := batch.get(name), Tensor)), None)
-        if not (self.model.training and torch.is_grad_enabled() and targets is not None):
+        batch = self.batch_of(args, kwargs)
+        schema = BatchSchema(batch)
+        if not (self.model.training and torch.is_grad_enabled() and schema.targets is not None):
             return self.method(*args, **kwargs)
         check_inputs(batch)
-        rows = targets.shape[0]
+        rows = schema.rows
         count = count_micro_batches(self.plan, rows, self.dp)
         pieces = Pieces([(i + 1) * rows // count - i * rows // count for i in range(count)], keeps=self.keeps_logits)
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
         with self.loss.mean.divided_by(divisors), cut():
-            return self._run(split_batch(batch, rows, count), pieces)
+            return self._run(schema.split(count), pieces)
 
-    def _run(self, batches: list[dict[str, Any]], pieces: Pieces) -> Any:
+    def _run(self, batches: list[dict[str, object]], pieces: Pieces) -> Any:
         *inner, last = batches
         whole = all(sync.reduction.can_wait for sync in self.syncs)
         gradients = _WholeGradients(self.model, self.syncs) if whole else _ReducedGradients(self.syncs)
@@ -96,7 +94,7 @@ class SplitForward(MethodOverride):
         self.writes.finish()
         return output if total is None else pieces.whole(output, gradients.attach(loss_of(output), total))
 
-    def _forward(self, batch: dict[str, Any]) -> Any:
+    def _forward(self, batch: dict[str, object]) -> Any:
         output = self.method(**batch)
         self.writes.look()
         return self.loss.of_output(batch, output)
@@ -108,7 +106,7 @@ def count_micro_batches(plan: ParallelPlan, rows: int, dp: Axis) -> int:
     return count if plan.micro_batch_size is None else largest(count, dp)
 
 
-def check_inputs(batch: dict[str, Any]) -> None:
+def check_inputs(batch: Batch) -> None:
     """Raise if an input requires a gradient, which a plan with micro-batches does not compute."""
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.requires_grad:

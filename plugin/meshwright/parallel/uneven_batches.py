@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import read_later
+from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import labels_beside
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
@@ -146,18 +147,17 @@ def said_of_ranks(ranks: list[list[float]]) -> str:
     return "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
 
 
-def rows_and_labels(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
+def rows_and_labels(batch: Batch, *, with_mask: bool) -> Tensor:
     """Return the numbers of rows and of valid labels in a batch. Without labels, count tokens that are not padding.
 
     The second number is -1 if it is unknown.
     """
-    tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.ndim > 0]
+    schema = BatchSchema(batch)
     labels, mask = batch.get("labels"), batch.get("attention_mask")
-    rows = tensors[0].shape[0] if tensors else 0
     count: Tensor | int = -1
     if isinstance(labels, Tensor):
         count = valid_labels(labels, batch.get("ignore_index", IGNORE_INDEX))
     elif with_mask and isinstance(mask, Tensor) and mask.ndim == 2:
         count = mask.sum()
-    device = tensors[0].device if tensors else torch.device("cpu")
-    return torch.stack([torch.as_tensor(x, device=device, dtype=torch.float64) for x in (rows, count)])
+    device = next((x.device for x in schema.tensors.values()), torch.device("cpu"))
+    return torch.stack([torch.as_tensor(x, device=device, dtype=torch.float64) for x in (schema.rows, count)])

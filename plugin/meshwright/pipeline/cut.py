@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.pipeline.layer_order import LayerOrder, record_order
+from meshwright.plan.config import ParallelPlan
 from meshwright.plan.partition import check_stages, even_stages
 from meshwright.plan.schedule import rank_of_stage, stages_of_rank
 from meshwright.roles import Decoder
@@ -26,6 +26,7 @@ class Cut:
         layers: the decoder's layers.
         spans: for each virtual stage, the indices of its layers.
         order: what the decoder's forward does around its layers.
+        has_towers: whether there are towers, whose features the decoder adds to the embeddings.
         schedule: the name of the schedule, which says which rank holds which stage.
         size: the number of ranks in the pipeline.
         rank: this rank's place in the pipeline.
@@ -36,6 +37,7 @@ class Cut:
     layers: tuple[nn.Module, ...]
     spans: tuple[range, ...]
     order: LayerOrder
+    has_towers: bool
     schedule: str
     size: int
     rank: int
@@ -75,7 +77,7 @@ class Cut:
 
 
 def cut_decoder(
-    decoder: nn.Module, structure: Decoder, plan: Any, *, rank: int, order: LayerOrder | None = None
+    decoder: nn.Module, structure: Decoder, plan: ParallelPlan, *, rank: int, order: LayerOrder | None = None
 ) -> Cut:
     """Cut a decoder into the virtual stages of a plan, without changing it.
 
@@ -98,6 +100,7 @@ def cut_decoder(
         layers=structure.layers,
         spans=spans,
         order=order,
+        has_towers=bool(structure.towers),
         schedule=plan.schedule,
         size=plan.pp,
         rank=rank,
@@ -122,7 +125,7 @@ def _check_shared(cut: Cut) -> None:
         )
 
 
-def _sizes(plan: Any, layers: int, count: int, model: str) -> Sequence[int]:
+def _sizes(plan: ParallelPlan, layers: int, count: int, model: str) -> Sequence[int]:
     """Return the number of layers of each virtual stage."""
     try:
         return even_stages(layers, count) if plan.stages is None else check_stages(plan.stages, layers, count)

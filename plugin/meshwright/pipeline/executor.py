@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.parallel.batch_schema import Batch
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.summed_gradients import SummedGradients
@@ -18,7 +19,6 @@ from meshwright.pipeline.weight_gradients import WeightGradients
 from meshwright.plan.schedule import Kind, Operation
 from meshwright.plan.transfers import received_by, receiving_stage, transfers
 
-Batch = dict[str, Any]
 Key = tuple[bool, int, int]  # a transfer: is it an activation (or a gradient), its receiving stage, its micro-batch
 
 
@@ -64,7 +64,7 @@ class Step:
     stages: Stages
     links: Links
     operations: tuple[Operation, ...]
-    batches: list[Batch]
+    batches: Sequence[Batch]
     boundaries: Boundaries
     parameters: dict[int, list[nn.Parameter]]
     finish: Callable[[Batch, Any], Any]

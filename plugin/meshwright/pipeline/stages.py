@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.errors import PlanError
+from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.block_boundary import hidden_states
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.cut import Cut
 from meshwright.plan.context_methods import local_tokens
@@ -34,13 +35,13 @@ class Stages:
 
     Args:
         cut: the cut, whose layers get another ``forward``.
-        forward: the decoder's own forward.
+        step: the step of the decoder's forward that runs the stages.
         region: the region in which each rank has its own tokens, under sequence parallelism.
         cp: the number of ranks that share each sequence.
     """
 
-    def __init__(self, cut: Cut, forward: Callable[..., Any], region: SequenceRegion | None, cp: int = 1):
-        self.cut, self.forward, self.region, self.cp = cut, forward, region, cp
+    def __init__(self, cut: Cut, step: ChainStep, region: SequenceRegion | None, cp: int = 1):
+        self.cut, self.step, self.region, self.cp = cut, step, region, cp
         self._length = 0
         self._active: int | None = None
         self._received: Tensor | None = None
@@ -48,7 +49,7 @@ class Stages:
             [module for module in layer.modules() if hasattr(module, "gradient_checkpointing")] for layer in cut.layers
         ]
         for index, layer in enumerate(cut.layers):
-            layer.forward = _LayerForward(layer.forward, index, self)
+            add_step(layer, _LayerForward(index, self))
 
     @property
     def is_checkpointed(self) -> bool:
@@ -66,7 +67,7 @@ class Stages:
             for m in modules
         )
 
-    def run(self, stage: int, batch: dict[str, Any], received: Tensor | None) -> Any:
+    def run(self, stage: int, batch: Batch, received: Tensor | None) -> Any:
         """Run a stage on one micro-batch.
 
         Args:
@@ -78,10 +79,13 @@ class Stages:
         Returns:
             The hidden states for the next stage, or the output of the decoder if this is the last stage.
         """
+        schema = BatchSchema(batch)
         with self.active(stage):
-            self._received, self._length = received, local_tokens(tokens_of(batch).shape[1], self.cp)
+            self._received, self._length = received, local_tokens(schema.tokens.shape[1], self.cp)
+            # Features of images are in the embeddings, which the first stage alone has.
+            unread = schema.of_towers if stage and self.cut.has_towers else ()
             try:
-                return self.forward(**batch)
+                return self.step.method(**{name: value for name, value in batch.items() if name not in unread})
             except StageEnd as end:
                 if self.region is not None:
                     self.region.end_stage()
@@ -128,21 +132,12 @@ class Stages:
         return (x, *[None] * (size - 1)) if size else x
 
 
-def tokens_of(batch: dict[str, Any]) -> Tensor:
-    """Return the argument of a forward call that has a token in each place, ``[B, S, ...]``."""
-    tokens: Tensor | None = next(
-        (x for name in ("input_ids", "inputs_embeds") if (x := batch.get(name)) is not None), None
-    )
-    if tokens is None:
-        raise PlanError("the model was called without input_ids or inputs_embeds")
-    return tokens
-
-
-class _LayerForward(MethodOverride):
+class _LayerForward(ChainStep):
     """The ``forward`` of a layer, which computes only in the stage that the layer belongs to."""
 
-    def __init__(self, method: Callable[..., Any], index: int, stages: Stages):
-        super().__init__(method)
+    order = StepOrder.STAGE
+
+    def __init__(self, index: int, stages: Stages):
         self.index, self.stages = index, stages
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

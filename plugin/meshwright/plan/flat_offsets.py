@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 ALIGNMENT = 64  # elements, which are 128 bytes in half precision: the unit in which a GPU reads memory
+BUCKET_MB = 25.0  # the default size of the buckets in which gradients are reduced, in MiB
+IN_FLIGHT = 4  # number of buckets that are reduced at the same time; 1 under ZeRO-3
 
 
 def flat_offsets(sizes: Iterable[int]) -> list[int]:

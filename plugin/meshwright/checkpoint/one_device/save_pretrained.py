@@ -21,7 +21,7 @@ from meshwright.faults.together import on_first_rank
 from meshwright.layout.tensor_layout import global_shape
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.optim.state_dicts import StateDictCalls
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep, add_step
 from meshwright.roles.adapters import wrapped
 
 Call = dict[str, Any]  # the arguments of a call of ``save_pretrained``, by name
@@ -35,15 +35,14 @@ def export_with_full_weights(model: nn.Module) -> None:
     names on disk than in the model, rank 0 gathers the whole model first. For a PEFT model it gathers only the
     adapters.
     """
-    if (save_pretrained := getattr(model, "save_pretrained", None)) is not None:
-        object.__setattr__(model, "save_pretrained", _FullSave(save_pretrained, model))
+    if getattr(model, "save_pretrained", None) is not None:
+        add_step(model, _FullSave(model), "save_pretrained")
 
 
-class _FullSave(MethodOverride):
-    """The method that replaces a model's ``save_pretrained`` and writes whole weights."""
+class _FullSave(ChainStep):
+    """A step around a model's ``save_pretrained`` that writes whole weights."""
 
-    def __init__(self, method: Callable[..., object], model: nn.Module):
-        super().__init__(method)
+    def __init__(self, model: nn.Module):
         self.model = model
 
     def __call__(self, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from statistics import mode
 from typing import Any
 
 from torch import Generator, Tensor
@@ -29,6 +28,7 @@ from meshwright.data.readers.base import (
 )
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.schema import integer, maybe
 
 ENDED = -1
@@ -220,9 +220,10 @@ class WholeReader:
     def _cut(self, batch: Any) -> Portion:
         if self._dp.size > 1 and (reason := why_no_batch(batch)):
             raise ValueError(f"the loader yields single samples, whose tokens would be split as rows: {reason}")
-        rows = _num_rows(batch, is_split=self._dp.size > 1)
+        schema = _schema_of(batch, is_split=self._dp.size > 1)
+        rows = schema.rows
         share = self._share(rows, self._dp)
-        own = batch if self._dp.size == 1 else _rows_of(batch, rows, slice(share.low, share.high))
+        own = batch if self._dp.size == 1 else _rows_of(batch, schema, slice(share.low, share.high))
         return Portion.of(share, own, rows)
 
 
@@ -262,39 +263,38 @@ class _After(IterableDataset[Any]):
         return islice(self._dataset, self._samples, None)
 
 
-def _num_rows(batch: Any, *, is_split: bool) -> int:
-    """Return the number of rows of a batch, which must be the same for all its tensors if the batch is split.
-
-    Otherwise tensors such as the patches of images may have other numbers, and most tensors have the rows.
+def _schema_of(batch: object, *, is_split: bool) -> BatchSchema:
+    """Return what a batch holds, of which each tensor must have the rows if the batch is split.
 
     Raises:
-        ValueError: the tensors have different numbers of rows, or the batch has no tensors.
+        ValueError: a tensor does not have the rows, or the batch has no tensors.
     """
-    tensors = {name: leaf for name, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
-    dense = {name: x for name, x in tensors.items() if is_dense(x)}  # a sparse tensor may describe the whole batch
-    rows = {name: x.shape[0] for name, x in (dense or tensors).items()}
-    if not rows:
+    schema = BatchSchema(dict(leaves(batch)))
+    if not schema.tensors:
         raise ValueError(
             f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks; if it is a "
             "single sample, wrap the samples: DataLoader(samples, batch_size=8)"
         )
-    if is_split and len(set(rows.values())) > 1:
+    if is_split and len(schema.row_dims) < len(schema.tensors):
+        rows = {name: x.shape[0] for name, x in schema.tensors.items()}
         raise ValueError(
             f"the tensors of a batch have different numbers of rows, {rows}, so the batch cannot be split over "
             "data-parallel ranks; pass a DataLoader over samples, so that its collate function runs on each rank"
         )
-    return mode(rows.values())
+    return schema
 
 
-def _rows_of(value: Any, rows: int, own: slice) -> Any:
+def _rows_of(value: Any, schema: BatchSchema, own: slice, name: str = "") -> Any:
     """Return a batch with only the rows ``own`` of its tensors, and of its lists that have one value per row."""
     if isinstance(value, Mapping):
-        return {key: _rows_of(item, rows, own) for key, item in value.items()}
+        return {key: _rows_of(item, schema, own, f"{name}.{key}".lstrip(".")) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        if len(value) == rows and not any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
+        if len(value) == schema.rows and not any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
             return value[own]
-        items = [_rows_of(item, rows, own) for item in value]
+        items = [_rows_of(item, schema, own, f"{name}.{index}".lstrip(".")) for index, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Tensor) and value.ndim and (is_dense(value) or value.shape[0] == rows):
-        return take_rows(value, own)
-    return value
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    if is_dense(value):
+        return schema.of_rows(name or "batch", own.start, own.stop)
+    return take_rows(value, own) if value.shape[0] == schema.rows else value
