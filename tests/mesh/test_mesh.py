@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.mesh import process_mesh as mesh_module
 from meshwright.mesh import rank_grid as rank_grid_module
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.process_mesh import ParallelDims, ProcessMesh
 
 SQUARE = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
@@ -186,6 +187,23 @@ def test_tp_is_innermost_then_cp_dp_pp(dims):
     for name in reversed(mesh.dim_names):
         assert mesh.axis_ranks(0, name) == tuple(range(0, mesh.axis_size(name) * stride, stride))
         stride *= mesh.axis_size(name)
+
+
+@given(parallel_dims())
+def test_a_mesh_knows_the_place_of_every_rank(dims):
+    places = list(itertools.product(*map(range, dims.shape)))
+    for rank, (pp, dp, cp, tp) in enumerate(places):
+        group = next(ranks for ranks in dims.groups("dp", "cp") if rank in ranks)
+        mesh = Mesh(
+            pp=Axis("pp", dims.pp, pp),
+            dp=Axis("dp", dims.dp, dp),
+            cp=Axis("cp", dims.cp, cp),
+            tp=Axis("tp", dims.tp, tp),
+            tokens=Axis("dp", len(group), group.index(rank)),
+        )
+        assert mesh.index == rank and mesh.size == len(mesh.places) == dims.world_size
+        assert mesh.place == {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "tokens": group.index(rank)}
+        assert mesh.without_groups() == mesh
 
 
 @given(parallel_dims(), st.sets(st.sampled_from(ParallelDims.axis_names), min_size=1))

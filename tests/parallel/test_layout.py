@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -57,10 +59,18 @@ def test_each_part_of_a_fused_matrix_is_cut(parts: list[int], ranks: int) -> Non
 
 
 @given(
-    rows=st.integers(1, 7), columns=st.integers(1, 7), tp=st.integers(1, 3), ep=st.integers(1, 3), copied=st.booleans()
+    rows=st.integers(1, 7),
+    columns=st.integers(1, 7),
+    tp=st.integers(1, 3),
+    ep=st.integers(1, 3),
+    tokens=st.integers(1, 3),
+    copied=st.booleans(),
 )
-def test_two_axes_cut_two_dims(rows: int, columns: int, tp: int, ep: int, copied: bool) -> None:
-    """The shards of all ranks add up to each element times its copies; ranks with padding have zeros there."""
+def test_two_axes_cut_two_dims(rows: int, columns: int, tp: int, ep: int, tokens: int, copied: bool) -> None:
+    """The shards of all ranks add up to each element times its copies; ranks with padding have zeros there.
+
+    A flat cut gives each rank of a third axis some of the elements of the flattened shard, and their copies.
+    """
     over_tp = RowLayout.replicated(rows, tp) if copied else RowLayout.padded(rows, tp)
     layouts = [
         TensorLayout(
@@ -81,7 +91,14 @@ def test_two_axes_cut_two_dims(rows: int, columns: int, tp: int, ep: int, copied
         padded = shard + (shard == 0)
         layout.zero_padding(padded)
         assert torch.equal(padded, shard)
-        layout.add(total, shard / layout.copies(shard))
+        copies = layout.copies(shard)
+        layout.add(total, shard / copies)
+        sliced = layout.flattened(RowLayout.padded(shard.numel(), tokens))
+        own = [dataclasses.replace(sliced, place={**layout.place, "tokens": rank}) for rank in range(tokens)]
+        assert torch.equal(torch.cat([part.take(full) for part in own]), shard.flatten()[: shard.numel()])
+        assert [part.local_shape for part in own] == [part.take(full).shape for part in own]
+        shares = torch.cat([part.take(full) / part.copies(shard) for part in own])
+        assert torch.equal(shares, (shard / copies).flatten())
     torch.testing.assert_close(total, full)  # a third of a number, three times
 
 

@@ -32,6 +32,8 @@ class StridedBlock:
 
     def moved(self, local: int, whole: int) -> StridedBlock:
         """Return a block of the same form whose positions are larger by these numbers."""
+        if local == whole == 0:
+            return self
         return StridedBlock(
             self.local + local, self.whole + whole, self.length, self.count, self.local_stride, self.whole_stride
         )

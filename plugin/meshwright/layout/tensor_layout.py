@@ -169,18 +169,14 @@ class TensorLayout:
         own = {rows.dim: rows.spans[place[axis]] for axis, rows in self.cuts if not rows.is_replicated}
         found, local, whole = [StridedBlock(0, 0, 1)], 1, 1
         for dim in reversed(range(len(self.shape))):
-            size, offset, rows_of = self.shape[dim], 0, []
+            size, offset, inner, found = self.shape[dim], 0, found, []
             for start, stop in own.get(dim, [(0, size)]):
                 for first, last in spans.get(dim, [(0, size)]):
-                    if (low := max(start, first)) < (high := min(stop, last)):
-                        rows_of.append((low, high - low, offset + low - start))
+                    low, count = max(start, first), min(stop, last) - max(start, first)
+                    for block in inner if count > 0 else ():
+                        first_row = block.moved((offset + low - start) * local, low * whole)
+                        found += first_row.repeated(count, local, whole)
                 offset += stop - start
-            found = [
-                block
-                for low, count, at in rows_of
-                for inner in found
-                for block in inner.moved(at * local, low * whole).repeated(count, local, whole)
-            ]
             local, whole = local * self.shard_shape[dim], whole * size
         return found if self.flat is None else between(found, *self.span(place))
 
@@ -194,15 +190,16 @@ class TensorLayout:
             places: the coordinates of all ranks.
         """
         cuts = [(axis, rows) for axis, rows in self.cuts if not rows.is_replicated]
+        slicing = self.flat[0] if self.flat is not None and self.is_sliced else None
+        shards: dict[tuple[int, ...], dict[int, list[int]]] = {}
+        for rank, place in enumerate(places):
+            if self._has(place):
+                groups = shards.setdefault(tuple([place[axis] for axis, _ in cuts]), {})
+                groups.setdefault(place[slicing] if slicing is not None else 0, []).append(rank)
         for part in itertools.product(*(rows.holders() for _, rows in cuts)):
-            shards: dict[tuple[int, ...], dict[int, list[int]]] = {}
-            for rank, place in enumerate(places):
-                own = tuple(place[axis] for axis, _ in cuts)
-                if self._has(place) and all(at in ranks for at, (ranks, _) in zip(own, part, strict=True)):
-                    shard, index = (own, place[self.flat[0]]) if self.flat is not None and self.is_sliced else ((), 0)
-                    shards.setdefault(shard, {}).setdefault(index, []).append(rank)
+            held = [list(shards[own].values()) for own in itertools.product(*(ranks for ranks, _ in part))]
             spans = {rows.dim: own_rows for (_, rows), (_, own_rows) in zip(cuts, part, strict=True)}
-            yield [list(groups.values()) for groups in shards.values()], spans
+            yield held if slicing is not None else [[sorted(rank for (ranks,) in held for rank in ranks)]], spans
 
     def own(self, local: Tensor) -> Tensor:
         """Return this rank's elements of a tensor that has the shape of its shard, 1-d."""

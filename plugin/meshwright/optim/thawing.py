@@ -25,7 +25,7 @@ class TrainedParameters:
     If the parameter is frozen later, it keeps both and gets no gradients.
 
     Args:
-        model: the model, whose parameters carry records.
+        model: the model, whose parameters have layouts.
         optimizer: the optimizer of those parameters, if any.
         runtime: the model's runtime, whose ``syncs`` this class fills; under stage 3 its ``weights`` are attached.
         zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 act as 1.
@@ -60,7 +60,7 @@ class TrainedParameters:
         self._of_zero: GradientSync | None = None
         self._of_others: GradientSync | None = None
         if self.stage > 0:
-            self.zero = ReduceScatter(dp, can_wait=self.stage == 1, sent=self._sent)
+            self.zero = ReduceScatter(can_wait=self.stage == 1, sent=self._sent)
             if optimizer is not None:
                 bind_optimizer(optimizer, self.zero)
             # A bucket of stage 3 is a whole layer, so one in flight is enough to hide the communication.

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
-from meshwright.mesh.axes import Axis
 from meshwright.optim.ownership import Ownership
 from meshwright.optim.whole_weights import WholeWeights
 from meshwright.parallel.collectives import all_gather, start_reduce_scatter
@@ -38,7 +37,7 @@ class Weights(Protocol):
     """The storage of a bucket's parameter values, and the methods that a step calls to update them."""
 
     master: Tensor
-    """This rank's 1/dp part of the flat bucket, which the optimizer steps."""
+    """This rank's segment of the flat bucket, which the optimizer steps."""
 
     def publish(self) -> None:
         """Make the next forward pass use the stepped values."""
@@ -77,7 +76,7 @@ class ShardedBucket:
     """
 
     def __init__(self, bucket: Bucket, ownership: Ownership, weights: Weights):
-        self.bucket, self.ownership, self.weights = bucket, ownership, weights
+        self.bucket, self.ownership, self.axis, self.weights = bucket, ownership, ownership.axis, weights
         self.unsynced: Tensor | None = None  # this rank's own gradients from passes under no_sync
         self.slices = list(self._slices())
 
@@ -103,7 +102,7 @@ class ShardedBucket:
         for piece in self.slices:
             if piece.shard.grad is not None:
                 own[piece.in_shard] = piece.shard.grad.as_subclass(Tensor)
-        return all_gather(own, self.ownership.axis)
+        return all_gather(own, self.axis)
 
 
 Gradients = dict[int, Tensor]  # keyed by the ``id`` of a parameter, or of a slice's shard
@@ -113,7 +112,6 @@ class ReduceScatter:
     """ZeRO's reduction for GradientSync. Gradients go to the slices, and a parameter's ``.grad`` holds a stand-in.
 
     Args:
-        dp: the data-parallel axis.
         can_wait: whether gradients of passes under ``no_sync`` are kept whole (stage 1).
         sent: the dtype in which gradients travel; None for that of the flat buckets.
 
@@ -123,10 +121,10 @@ class ReduceScatter:
         num_steps: how many steps have changed the parameters.
     """
 
-    def __init__(self, dp: Axis, *, can_wait: bool, sent: torch.dtype | None = None):
+    def __init__(self, *, can_wait: bool, sent: torch.dtype | None = None):
         self.sent = sent
         self.sharded: list[ShardedBucket] = []
-        self.dp, self.can_wait = dp, can_wait
+        self.can_wait = can_wait
         self.groups: list[list[nn.Parameter]] = []
         self.num_steps = 0
         self._of: dict[int, ShardedBucket] = {}
@@ -173,7 +171,7 @@ class ReduceScatter:
     def hold(self, bucket: Bucket) -> None:
         sharded = self._of[id(bucket)]
         if any(has_gradient(p) for p in bucket.parameters):
-            flat = bucket.take_gradients(1 / self.dp.size)
+            flat = bucket.take_gradients(1 / sharded.axis.size)
             sharded.unsynced = flat if sharded.unsynced is None else sharded.unsynced.add_(flat)
             self._stand_in(bucket)
 
@@ -182,7 +180,7 @@ class ReduceScatter:
 
     def take(self, bucket: Bucket) -> Tensor:
         sharded = self._of[id(bucket)]
-        flat = bucket.take_gradients(1 / self.dp.size)
+        flat = bucket.take_gradients(1 / sharded.axis.size)
         if sharded.unsynced is not None:
             flat.add_(sharded.unsynced)
             sharded.unsynced = None
@@ -190,7 +188,7 @@ class ReduceScatter:
 
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
         sharded = self._of[id(bucket)]
-        wait = start_reduce_scatter(flat.to(self.sent or flat.dtype), self.dp, flat.dtype)
+        wait = start_reduce_scatter(flat.to(self.sent or flat.dtype), sharded.axis, flat.dtype)
         if missing := [p for p in bucket.parameters if not has_gradient(p)]:
             self._forget(missing)  # another rank may have their gradients
         self._stand_in(bucket)
@@ -285,7 +283,7 @@ class ReduceScatter:
                 self._give_memory(parameter)
                 assert parameter.grad is not None
                 layout_of(parameter).zero_padding(parameter.grad.as_subclass(Tensor))
-            own = start_reduce_scatter(sharded.bucket.flatten_gradients(1 / self.dp.size), self.dp)()
+            own = start_reduce_scatter(sharded.bucket.flatten_gradients(1 / sharded.axis.size), sharded.axis)()
             self.clear(given)
             for parameter in given:
                 parameter.grad = HeldGradient.stand_in(parameter)
@@ -298,7 +296,7 @@ class ReduceScatter:
             return
         with reading_shards():
             whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            values.cut(whole).copy_(values.own() * self.dp.size)  # each element is on one rank
+            values.cut(whole).copy_(values.own() * self._with[id(parameter)].axis.size)  # each element is on one rank
             parameter.grad = whole
 
     def _forget(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -41,6 +41,7 @@ def assign_writes(
                 borders = [total * index // len(writers) for index in range(len(writers) + 1)]
                 for rank, (start, stop) in zip(writers, pairwise(borders), strict=True):
                     if start < stop:
-                        found[rank].setdefault(name, []).extend(between(share, start, stop))
+                        part = share if len(writers) == 1 else between(share, start, stop)
+                        found[rank].setdefault(name, []).extend(part)
                         load[rank] += (stop - start) * dtype.itemsize
     return [{name: packed(blocks) for name, blocks in share.items()} for share in found]

@@ -19,6 +19,7 @@ from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes
 from meshwright.errors import CheckpointError
 from meshwright.plan.text import format_plan
 
+Report = dict[str, Any]  # what JSON can hold, by name
 _SHOWN = 20  # the most files or damages that the text lists
 
 
@@ -66,7 +67,7 @@ def as_text(found: Inspection, others: list[dict[str, object]] | None = None) ->
     return "\n".join(lines + _verdict(found))
 
 
-def listing_lines(rows: list[dict[str, Any]]) -> list[str]:
+def listing_lines(rows: list[Report]) -> list[str]:
     """Return the lines of the table of several checkpoints."""
     width = max(len("checkpoint"), *(len(row["name"]) for row in rows))
     lines = [f"{'checkpoint':<{width}} {'step':>9}  {'written':<20} {'size':>9}  at first sight"]
@@ -78,11 +79,11 @@ def listing_lines(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _contents(manifest: Manifest, random: list[str]) -> dict[str, Any]:
-    groups: dict[str, dict[str, Any]] = {"weights": {}, "state": {}, "master": {}}
+def _contents(manifest: Manifest, random: list[str]) -> Report:
+    groups: dict[str, Report] = {"weights": {}, "state": {}, "master": {}}
     for key, form in manifest.tensors.items():
         groups.setdefault(key.partition("/")[0], {})[key] = form
-    components: dict[str, Any] = {
+    components: Report = {
         "weights": _tensors(groups["weights"]) | {"other_names": len(manifest.ties)},
         "optimizer": None,
         "scheduler": _keys(manifest.scheduler),
@@ -135,7 +136,7 @@ def _keys(encoded: object) -> list[str] | None:
     return sorted(table) if isinstance(table, dict) else []
 
 
-def _sizes(manifest: Manifest, files: Mapping[str, int]) -> dict[str, Any]:
+def _sizes(manifest: Manifest, files: Mapping[str, int]) -> Report:
     ranks = [sum(files.get(name, 0) for name in file_names(place)) for place in range(manifest.ranks)]
     return {
         "ranks": {"saved": manifest.ranks, "largest": max(ranks), "mean": sum(ranks) / len(ranks)},
@@ -144,7 +145,7 @@ def _sizes(manifest: Manifest, files: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _content_lines(report: dict[str, Any]) -> list[str]:
+def _content_lines(report: Report) -> list[str]:
     mesh, parts, optimizer = report["mesh"], report["components"], report["components"]["optimizer"]
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
     ranks = f"{report['ranks']['saved']} rank(s)" + (f": {axes}" if axes else "")
@@ -213,7 +214,7 @@ def _damage(damage: Damage) -> str:
     return f"{damage.file}: {damage.problem}{place}"
 
 
-def _counted(tensors: dict[str, Any], noun: str = "elements") -> str:
+def _counted(tensors: Report, noun: str = "elements") -> str:
     dtypes = ", ".join(tensors["dtypes"]) or "none"
     return f"{tensors['tensors']} tensors, {tensors['elements']:,} {noun}, {dtypes}, {_size(tensors['bytes'])}"
 
