@@ -29,7 +29,7 @@ LARGE = 20  # minimum rows of a publisher in the table of publishers
 GOALS = {"DGXC": 0.03, "llm-foundry": 0.06, "BigScience": 0.08, "vTrain": 0.10}
 GOAL = 0.08  # of a publisher, and of a group that GOALS does not name
 VIEWS: tuple[LeaveOut, ...] = ("rows", "model", "gpus", "test")
-LLAMA_405B = ModelShape(
+LLAMA_405B = ModelShape.of(
     name="405B", layers=126, hidden=16384, heads=128, kv_heads=8, head_dim=128, ffn=53248, vocab=128256
 )  # fmt: skip
 

@@ -79,7 +79,7 @@ class Run:
     def choice(self) -> tuple[Any, ...]:
         """The model, cluster and job; runs that agree in all three are competing plans."""
         shape = self.shape
-        model = (shape.name, shape.hidden, shape.layers, shape.heads, shape.ffn)
+        model = (shape.name, shape.hidden, shape.layers, shape.runs[0].heads, shape.runs[0].ffn)
         return (self.group, *model, self.cluster.gpus, self.job.seq_len, self.job.global_batch)
 
 
@@ -246,7 +246,7 @@ def _shape(row: Mapping[str, str], number: Callable[..., Any]) -> ModelShape:
         "vocab": number("vocab", int),
     }
     stated = number("params_B", float, 0.0) * 1e9
-    forms = [ModelShape(**sizes, gated=gated, tied=tied) for gated in (False, True) for tied in (False, True)]
+    forms = [ModelShape.of(**sizes, gated=gated, tied=tied) for gated in (False, True) for tied in (False, True)]
     nearest = min(forms, key=lambda shape: abs(shape.parameters - stated)) if stated else forms[2]
     if stated > _TOO_LARGE * nearest.parameters:
         raise PlanError(

@@ -40,7 +40,7 @@ MACHINE = Device(
 
 def shape(hidden: int) -> ModelShape:
     heads = hidden // 64
-    return ModelShape(
+    return ModelShape.of(
         name="x", layers=1, hidden=hidden, heads=heads, kv_heads=heads, head_dim=64, ffn=4 * hidden, vocab=1
     )
 

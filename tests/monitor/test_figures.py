@@ -43,9 +43,9 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
         model(input_ids=ids, labels=ids).loss.backward()
     shape = describe(model.config)
     matmuls = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    scores = 12 * shape.layers * shape.heads * shape.head_dim  # for each position that a token attends to
+    scores = 12 * shape.layers * shape.runs[0].query_width  # for each position that a token attends to
     # The planner's formula, which MFU uses, counts only the positions that a causal mask leaves.
-    assert shape.flops(LENGTH) == 6 * matmuls + scores * shape.attended(LENGTH)
+    assert shape.flops(LENGTH) == 6 * matmuls + scores * shape.runs[0].attended(LENGTH)
     # Rotary embeddings multiply tiny matrices (positions by frequencies), which nobody counts.
     counted = counter.get_total_flops() / ids.numel()
     assert counted == pytest.approx(6 * matmuls + scores * LENGTH, rel=1e-3)

@@ -23,8 +23,9 @@ from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel, boundary_bytes
 from support.models import build
+from support.shapes import changed
 
-EIGHT = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
+EIGHT = ModelShape.of(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
 LONG = Job(seq_len=131_072, global_batch=4, own_runtime=True)
 
 
@@ -51,7 +52,7 @@ def test_a_length_need_not_be_divisible(length: int) -> None:
 
 def test_heads_and_short_chunks_rule_methods_out_with_the_reason() -> None:
     space = Space(
-        shape=dataclasses.replace(EIGHT, heads=12, kv_heads=4), cluster=Cluster(device=device("h100-sxm"), gpus=8),
+        shape=changed(EIGHT, heads=12, kv_heads=4), cluster=Cluster(device=device("h100-sxm"), gpus=8),
         job=Job(seq_len=8192, global_batch=8, own_runtime=True),
     )  # fmt: skip
     of_eight = {(r.context, r.ulysses) for r in space.regions() if r.cp == 8}
@@ -65,7 +66,7 @@ def test_heads_and_short_chunks_rule_methods_out_with_the_reason() -> None:
 def test_families_whose_attention_cannot_be_split() -> None:
     """Bloom's layers do not call transformers' attention interface; GraniteSWA's sinks are read for all heads."""
     for family, methods in (("bloom", set()), ("granite_swa", {"gather", "ring"}), ("llama", {*METHODS})):
-        shape = dataclasses.replace(EIGHT, traits=traits_of(family, {}))
+        shape = changed(EIGHT, traits=traits_of(family, {}))
         space = Space(shape=shape, cluster=Cluster(device=device("h100-sxm"), gpus=8), job=LONG)
         assert {region.context for region in space.regions() if region.cp > 1} == methods
     model = build_family("bloom")
@@ -86,7 +87,7 @@ def test_context_and_pipeline_parallelism_together() -> None:
 def sent(context: str, cp: int, tp: int = 1, ulysses: int | None = None) -> tuple[float, float]:
     """The elements that a rank sends in forward and in backward for each of its positions; a 32-bit one counts two."""
     plan = Candidate(cp=cp, tp=tp, context=context, ulysses=ulysses)
-    phases = exchanges(EIGHT, plan, seq_len=8192, element_bytes=2)
+    phases = exchanges(EIGHT.runs[0], plan, seq_len=8192, element_bytes=2)
     share = {"send": lambda x: 1.0}
     totals = [sum(x.count * x.bytes * share.get(x.kind, lambda x: (x.ranks - 1) / x.ranks)(x) for x in phase)
               for phase in phases]  # fmt: skip
@@ -130,7 +131,7 @@ def test_time_by_method() -> None:
 
 def test_time_without_flash_kernels() -> None:
     """With soft caps, "gather" runs attention again in backward, and the blocks of a ring move their scores."""
-    step = steps(dataclasses.replace(EIGHT, traits=dataclasses.replace(EIGHT.traits, keeps_scores=True)))
+    step = steps(changed(EIGHT, traits=dataclasses.replace(EIGHT.traits, keeps_scores=True)))
     ratio = step["gather", True].attention / step["gather", False].attention
     assert ratio == pytest.approx(4.5 / 3.5)  # the forward is 1, the backward 2.5
     assert step["ring", True].attention > 5 * step["ring", False].attention

@@ -20,7 +20,7 @@ from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Space
 from meshwright.planner.sweep import is_met, row_of, smallest_cluster, sweep_text
 
-EIGHT = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
+EIGHT = ModelShape.of(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
 JOB = Job(seq_len=4096, global_batch=64, own_runtime=True)
 
 

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
+from meshwright.planner.activations import SavedByLayer, saved_activations
 from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.hardware import Cluster, device
+from meshwright.planner.expected_traffic import step_traffic
+from meshwright.planner.hardware import Cluster, Coefficients, device
 from meshwright.planner.memory import (
     held_activations,
-    layer_activations,
-    layer_checkpoint,
     least_memory,
     peak_memory,
     pending_weight_grads,
@@ -20,18 +20,25 @@ from meshwright.planner.memory import (
 )
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Space
+from meshwright.planner.time import StepModel
+from support.shapes import changed, in_runs
 
 pytestmark = pytest.mark.quick
 
-SEVEN = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
-EIGHT = dataclasses.replace(SEVEN, name="8B", kv_heads=8, ffn=14336, vocab=128256)
+SEVEN = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
+EIGHT = changed(SEVEN, name="8B", kv_heads=8, ffn=14336, vocab=128256)
 JOB = Job(seq_len=2048, global_batch=8)
+
+
+def saved(shape: ModelShape, plan: Candidate) -> SavedByLayer:
+    """Return what a layer of a model of equal layers saves."""
+    return saved_activations(shape, plan, seq_len=JOB.seq_len, element_bytes=JOB.activation_bytes).runs[0]
 
 
 @pytest.mark.parametrize(("shape", "expected"), [(SEVEN, 45.53), (EIGHT, 49.03)])
 def test_saved_activations_are_those_that_were_traced(shape: ModelShape, expected: float) -> None:
     """Bytes for each position and channel, traced on transformers 5.23 with the fused attention kernel."""
-    assert layer_activations(shape, Candidate(), JOB) / (2048 * 4096) == pytest.approx(expected, abs=0.005)
+    assert saved(shape, Candidate()).layer / (2048 * 4096) == pytest.approx(expected, abs=0.005)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -60,7 +67,7 @@ def test_all_stages_together_hold_every_parameter_once() -> None:
 ])  # fmt: skip
 def test_every_plan_holds_the_weights_and_the_state_once(job: Job, tied: bool) -> None:
     """So a plan that fits is never missed, if the devices together have less memory than that."""
-    shape = dataclasses.replace(EIGHT, tied=tied)
+    shape = changed(EIGHT, tied=tied)
     space = Space(shape=shape, cluster=Cluster(device=device("h100-sxm"), gpus=4), job=job, allow_future=True)
     held = [
         4 * peak_memory(shape, space.candidate(region, micro, zero, recompute), job).total / state_memory(shape, job)
@@ -82,7 +89,7 @@ def test_every_plan_holds_the_weights_and_the_state_once(job: Job, tied: bool) -
 )
 def test_activations_in_flight(schedule: str, chunks: int, held: tuple[float, ...]) -> None:
     plan = Candidate(pp=4, schedule=schedule, chunks=chunks, accumulation=8)
-    micro_batch = 8 * layer_activations(SEVEN, plan, JOB)
+    micro_batch = 8 * saved(SEVEN, plan).layer
     assert [held_activations(SEVEN, plan, JOB, rank) / micro_batch for rank in range(4)] == pytest.approx(held)
 
 
@@ -90,8 +97,8 @@ def test_activations_in_flight(schedule: str, chunks: int, held: tuple[float, ..
 def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b(schedule: str, chunks: int) -> None:
     """What waits for its weight gradients is less than the activations that the first stage holds instead."""
     plan = Candidate(pp=4, schedule=schedule, chunks=chunks, accumulation=8)
-    whole = 8 * layer_activations(SEVEN, plan, JOB)
-    queue = 8 * pending_weight_grads(SEVEN, plan, JOB)
+    whole = 8 * saved(SEVEN, plan).layer
+    queue = 8 * pending_weight_grads(SEVEN.runs[0], plan, JOB)
     assert 0.5 * whole < queue < whole
     held = [held_activations(SEVEN, plan, JOB, rank) for rank in range(4)]
     if schedule == "zb-h1":
@@ -102,15 +109,15 @@ def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b(schedule: str, c
 
 
 def test_sequence_parallel_divides_all_of_a_layer() -> None:
-    one = layer_activations(SEVEN, Candidate(), JOB)
-    tensor = layer_activations(SEVEN, Candidate(tp=4), JOB)
-    both = layer_activations(SEVEN, Candidate(tp=4, sequence_parallel=True), JOB)
+    one = saved(SEVEN, Candidate()).layer
+    tensor = saved(SEVEN, Candidate(tp=4)).layer
+    both = saved(SEVEN, Candidate(tp=4, sequence_parallel=True)).layer
     assert both == pytest.approx(one / 4)
     assert both < tensor < one
 
 
 def test_recompute_keeps_a_layers_input() -> None:
-    assert layer_checkpoint(SEVEN, Candidate(), JOB) == 2 * 2048 * 4096
+    assert saved(SEVEN, Candidate()).kept == 2 * 2048 * 4096
     plans = [Candidate(recompute="full", recomputed=count) for count in (8, 16, 24)]
     plans = [Candidate(), *plans, Candidate(recompute="full")]
     totals = [peak_memory(SEVEN, plan, Job(seq_len=8192, global_batch=1)).total for plan in plans]
@@ -146,3 +153,51 @@ def test_parts_add_up() -> None:
         memory = peak_memory(EIGHT, plan, JOB)
         assert memory.total == pytest.approx(sum(memory.parts.values()))
         assert all(value >= 0 for value in memory.parts.values())
+
+
+PLANS = (
+    Candidate(micro_batch=8),
+    Candidate(shard=4, zero_stage=3, accumulation=2),
+    Candidate(tp=2, sequence_parallel=True, recompute="full", recomputed=7, micro_batch=8),
+    Candidate(cp=4, context="ring", replicate=2, micro_batch=4),
+    Candidate(pp=2, accumulation=8, recompute="full", recomputed=3),
+    Candidate(pp=4, schedule="zbv", chunks=2, accumulation=8),
+    Candidate(pp=4, stages=(9, 9, 8, 6), accumulation=8, shard=2, zero_stage=1),
+)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.label)
+@pytest.mark.parametrize("own_runtime", [True, False])
+def test_equal_layers_in_several_runs_cost_as_much_as_in_one(plan: Candidate, own_runtime: bool) -> None:
+    job = dataclasses.replace(JOB, global_batch=plan.global_batch, own_runtime=own_runtime)
+    one, several = EIGHT, in_runs(EIGHT, 5, 20, 7)
+
+    def estimates(shape: ModelShape) -> list[float]:
+        model = StepModel(shape, Cluster(device=device("h100-sxm"), gpus=8), Coefficients())
+        traffic = step_traffic(shape, plan, seq_len=2048, element_bytes=2) if plan.pp == 1 else {}
+        sent = [axis.bytes for phase in traffic.values() for axis in phase.values()]
+        memory = [stage_memory(shape, plan, job, stage).total for stage in range(plan.pp)]
+        times = [model.step(plan, job).total, model.bound(plan, job), model.layer(plan, job).forward]
+        return [shape.parameters, shape.flops(2048), least_memory(shape, plan, job), *memory, *times, *sent]
+
+    assert estimates(several) == pytest.approx(estimates(one), rel=1e-9)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.label)
+@pytest.mark.parametrize("own_runtime", [True, False])
+def test_layers_of_another_kind_cost_something_between(plan: Candidate, own_runtime: bool) -> None:
+    job = dataclasses.replace(JOB, global_batch=plan.global_batch, own_runtime=own_runtime)
+    wide = changed(EIGHT, ffn=2 * 14336)
+    mixed = dataclasses.replace(EIGHT, runs=(in_runs(EIGHT, 16).runs[0], in_runs(wide, 16).runs[0]))
+    cluster = Cluster(device=device("h100-sxm"), gpus=8)
+    costs = []
+    for shape in (EIGHT, mixed, wide):
+        time = StepModel(shape, cluster, Coefficients()).step(plan, job).total
+        costs.append((shape.parameters, shape.flops(2048), peak_memory(shape, plan, job).total, time))
+        assert least_memory(shape, plan, job) < costs[-1][2]
+    assert all(low < between <= high for low, between, high in zip(*costs, strict=True))
+    if plan.pp == 2:  # the wide layers are on the second rank, beside the head
+        first, second = (stage_memory(mixed, plan, job, stage).weights for stage in range(2))
+        assert second / first > 1.2 * (
+            stage_memory(EIGHT, plan, job, 1).weights / stage_memory(EIGHT, plan, job, 0).weights
+        )

@@ -39,13 +39,14 @@ from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import SimulatedPipeline, pipeline_events, pipeline_time
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
+from support.shapes import changed
 from support.tiers import crossings
 
 WEIGHTS = (0.2126, 0.7152, 0.0722)  # of red, green and blue in the luminance
 SVG = "{http://www.w3.org/2000/svg}"
-SEVEN = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
-SEVENTY = dataclasses.replace(SEVEN, name="70B", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
-HUGE = dataclasses.replace(SEVENTY, name="405B", layers=126, hidden=16384, heads=128, ffn=53248)
+SEVEN = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
+SEVENTY = changed(SEVEN, name="70B", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
+HUGE = changed(SEVENTY, name="405B", layers=126, hidden=16384, heads=128, ffn=53248)
 
 
 @functools.cache
@@ -201,7 +202,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(found: Search) -> None:
 
 def test_a_models_name_is_text_not_markup() -> None:
     name = "<script>alert(\"1\")</script> & 'co'"
-    content = page(find(dataclasses.replace(SEVEN, name=name), 8, 64, seq=4096))
+    content = page(find(changed(SEVEN, name=name), 8, 64, seq=4096))
     root = tree(content)
     assert len(list(root.iter("script"))) == 2 and "alert" not in "".join(
         "".join(node.itertext()) for node in root.iter("script") if node.get("type") is None
@@ -215,7 +216,7 @@ def test_a_plan_that_does_not_fit_has_no_page() -> None:
 
 
 def test_a_single_device_has_a_page() -> None:
-    small = dataclasses.replace(SEVEN, name="small", layers=8, hidden=1024, heads=8, kv_heads=8, ffn=4096)
+    small = changed(SEVEN, name="small", layers=8, hidden=1024, heads=8, kv_heads=8, ffn=4096)
     found = find(small, 1, 3, seq=1024)
     assert found.choices[0].plan.label in page(found, changed=())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,11 +16,12 @@ from meshwright.planner.search import Search, search
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
+from support.shapes import changed
 from support.tiers import crossing
 
-EIGHT = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
-HUGE = dataclasses.replace(EIGHT, name="405B", layers=126, hidden=16384, heads=128, ffn=53248)
-TINY = dataclasses.replace(EIGHT, name="tiny", layers=4, hidden=256, heads=8, ffn=1024, vocab=4096, head_dim=32)
+EIGHT = ModelShape.of(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
+HUGE = changed(EIGHT, name="405B", layers=126, hidden=16384, heads=128, ffn=53248)
+TINY = changed(EIGHT, name="tiny", layers=4, hidden=256, heads=8, ffn=1024, vocab=4096, head_dim=32)
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def test_batches_that_exceed_a_device_are_not_weighed() -> None:
 
 
 def test_every_pruned_axis_has_a_reason() -> None:
-    found = find(dataclasses.replace(EIGHT, heads=24, kv_heads=8, head_dim=128), gpus=64, batch=48)
+    found = find(changed(EIGHT, heads=24, kv_heads=8, head_dim=128), gpus=64, batch=48)
     reasons = dict(explain.reasons(found))
     assert "heads=24 is not divisible by 16" not in reasons  # the domain of 8 comes first
     assert any("fast domain" in reason for reason in reasons.values())
@@ -135,7 +135,7 @@ def test_remedy_of_more_memory_holds_for_the_share_that_a_plan_may_fill() -> Non
 
 def test_no_legal_plan_is_an_error_with_reasons() -> None:
     with pytest.raises(PlanError, match=r"no legal plan.*3 sequences"):
-        find(dataclasses.replace(EIGHT, heads=31, kv_heads=31), gpus=512, batch=3)
+        find(changed(EIGHT, heads=31, kv_heads=31), gpus=512, batch=3)
 
 
 def test_changes_answer_three_questions() -> None:

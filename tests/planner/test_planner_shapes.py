@@ -73,7 +73,7 @@ def test_every_family_that_runs_is_described_or_refused(family: str) -> None:
         model = model_class(family)(config)
     roles = {plan_for(model).role_of(name) for name, _ in model.named_modules()}
     shape = describe(config)
-    assert shape.gated == (not roles.isdisjoint({Role.GATE, Role.GATE_UP}))
+    assert shape.runs[0].gated == (not roles.isdisjoint({Role.GATE, Role.GATE_UP}))
     # Its head has a matrix and a norm of its own, which is little of a real one.
     extra = 32 * 32 + 64 if family == "modernbert-decoder" else 0
     assert shape.parameters + extra == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.025)
@@ -107,9 +107,9 @@ def test_window_shortens_attention() -> None:
             "layer_types": ["sliding_attention", "full_attention"] * 16,
         }
     )
-    assert plain.attended(8192) == 4096.5
-    assert windowed.attended(8192) < 1024 < mixed.attended(8192) < 4096
-    assert windowed.attended(512) == plain.attended(512)
+    assert plain.runs[0].attended(8192) == 4096.5
+    assert windowed.runs[0].attended(8192) < 1024 < mixed.runs[0].attended(8192) < 4096
+    assert windowed.runs[0].attended(512) == plain.runs[0].attended(512)
 
 
 @pytest.mark.parametrize(
@@ -145,4 +145,4 @@ def test_bad_files_are_named(tmp_path: Path, content: str | None, said: str) -> 
 
 def test_sizes_are_checked_on_the_shape_too() -> None:
     with pytest.raises(PlanError, match="layers=0"):
-        ModelShape(name="m", layers=0, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=8)
+        ModelShape.of(name="m", layers=0, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=8)

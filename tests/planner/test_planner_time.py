@@ -18,10 +18,11 @@ from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import SimulatedPipeline, pipeline_time
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
+from support.shapes import changed
 
 pytestmark = pytest.mark.quick
 
-SHAPE = ModelShape(
+SHAPE = ModelShape.of(
     name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256
 )  # fmt: skip
 JOB = Job(seq_len=4096, global_batch=64)
@@ -121,7 +122,7 @@ def test_parts_are_not_negative_and_add_up(plan: Candidate) -> None:
     model = StepModel(SHAPE, Cluster(device=device("h100-sxm"), gpus=8), Coefficients())
     time = model.step(plan, JOB)
     assert all(value >= 0 for value in time.parts.values()), time.parts
-    forward, backward, _, _ = model.stages(plan, JOB)
+    forward, backward = model.stages(plan, JOB)
     held = (stages_of_rank(plan.schedule, rank, plan.pp, plan.chunks) for rank in range(plan.pp))
     busy = plan.accumulation * max(sum(forward[stage] + backward[stage] for stage in stages) for stages in held)
     computed = sum(
@@ -206,7 +207,7 @@ def test_twice_the_devices_never_halve_the_time_entirely() -> None:
     assert 0.5 < sixteen / eight < 0.75
 
 
-WIDE = ModelShape(name="m", layers=4, hidden=13824, heads=96, kv_heads=96, head_dim=144, ffn=55296, vocab=50304)
+WIDE = ModelShape.of(name="m", layers=4, hidden=13824, heads=96, kv_heads=96, head_dim=144, ffn=55296, vocab=50304)
 
 
 def _model(shape: ModelShape = WIDE, *, gpus: int = 64) -> StepModel:
@@ -223,7 +224,7 @@ def test_a_ring_pays_each_neighbour_inside_a_node_and_each_doubling_between_node
 
 def test_heads_of_no_multiple_of_eight_are_slow_without_a_fused_kernel() -> None:
     """BigScience's chronicles: 128 heads of 108 take a quarter longer than 96 heads of 144, of the same work."""
-    odd = dataclasses.replace(WIDE, heads=128, kv_heads=128, head_dim=108)
+    odd = changed(WIDE, heads=128, kv_heads=128, head_dim=108)
     plan = Candidate(tp=8, micro_batch=4)
     for fused, slower in ((False, 1.15), (True, 0.99)):
         job = Job(seq_len=2048, global_batch=4, fused_attention=fused)

@@ -296,7 +296,9 @@ def _errors(
 
 def _layer_shape(hidden: int, ffn: int) -> ModelShape:
     heads = hidden // 64
-    return ModelShape(name="layer", layers=1, hidden=hidden, heads=heads, kv_heads=heads, head_dim=64, ffn=ffn, vocab=1)
+    return ModelShape.of(
+        name="layer", layers=1, hidden=hidden, heads=heads, kv_heads=heads, head_dim=64, ffn=ffn, vocab=1
+    )
 
 
 def _seconds(points: Sequence[Measurement]) -> Array:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import Sizes, takes_options
+from meshwright.cli.options import PlanSizes, takes_options
 
 
 class MixedPrecision(StrEnum):
@@ -34,7 +34,7 @@ def launch(
             "(default: the plan of --dp, --tp and the sizes below)."
         ),
     ] = None,
-    sizes: Sizes,
+    sizes: PlanSizes,
     num_processes: Annotated[
         int | None,
         typer.Option(

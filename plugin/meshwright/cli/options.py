@@ -22,13 +22,13 @@ PlanWords = Annotated[
     str,
     typer.Option(help='Plan in words, for example "dp2 tp2+sp zero1", or a file that meshwright plan --save wrote.'),
 ]
-HIDDEN = "hidden"  # Annotated[Sizes, HIDDEN]: the options work, and --help does not list them
+HIDDEN = "hidden"  # Annotated[PlanSizes, HIDDEN]: the options work, and --help does not list them
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that has an option for each field of a dataclass among its parameters, and passes the object.
 
-    A command with the parameter ``sizes: Sizes`` has the options ``--tp``, ``--pp`` and so on.
+    A command with the parameter ``sizes: PlanSizes`` has the options ``--tp``, ``--pp`` and so on.
     """
     hints = get_type_hints(command, include_extras=True)
     groups = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(_bare(kind))}
@@ -102,7 +102,7 @@ _option = partial(typer.Option, rich_help_panel="A plan of your own")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class PlanSizes:
     """Fields of ``ParallelPlan``; None for those that were not given."""
 
     dp: Annotated[

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.grouped_help import GroupedCommand, GroupedCommands
-from meshwright.cli.options import HIDDEN, Sizes, takes_options
+from meshwright.cli.options import HIDDEN, PlanSizes, takes_options
 from meshwright.cli.plan_answers import (
     Outputs,
     PageOutputs,
@@ -74,7 +74,7 @@ def plan(
     search: SearchOptions,
     outputs: PageOutputs,
     plan: Annotated[_OwnPlans, HIDDEN] = None,
-    sizes: Annotated[Sizes, HIDDEN],
+    sizes: Annotated[PlanSizes, HIDDEN],
     days: Annotated[_Days, HIDDEN] = None,
     removed: Annotated[str | None, _Removed] = None,
 ) -> None:
@@ -114,7 +114,7 @@ def plan(
 
 @app.command(cls=GroupedCommand)
 @takes_options
-def weigh(*, job: JobOptions, run: RunOptions, plan: _OwnPlans = None, sizes: Sizes, outputs: Outputs) -> None:
+def weigh(*, job: JobOptions, run: RunOptions, plan: _OwnPlans = None, sizes: PlanSizes, outputs: Outputs) -> None:
     """Estimate the time and memory of plans of your own, whether they fit or not.
 
     Prints where time and memory go, and how far the first plan is from the fastest one. Give plans in words, or one
@@ -162,7 +162,9 @@ def _check_order(ctx: typer.Context) -> None:
             )
 
 
-def _weigh(question: PlanQuestion, outputs: Outputs, words: Sequence[str], sizes: Sizes, days: float | None) -> None:
+def _weigh(
+    question: PlanQuestion, outputs: Outputs, words: Sequence[str], sizes: PlanSizes, days: float | None
+) -> None:
     settings = question.settings
     if settings.swept is not None or days is not None:
         several = "--days" if settings.swept is None else f"all but one value of --{settings.swept.replace('_', '-')}"

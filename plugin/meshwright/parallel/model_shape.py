@@ -39,7 +39,7 @@ def shape_of(model: nn.Module, plan: ShardingPlan) -> ModelShape:
     head = 0 if _is_tied(structure) or others < vocab * hidden else vocab * hidden
     query, kv = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
     gated = sum(out_features(column) for column in mlp.columns) == 2 * ffn
-    return ModelShape(
+    return ModelShape.of(
         name=type(model).__name__,
         layers=layers,
         hidden=hidden,

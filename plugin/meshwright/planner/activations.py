@@ -6,6 +6,7 @@ runtime's own loss and sequence parallelism. ``meshwright plan --trace`` measure
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.context_methods import group_sizes, local_tokens
@@ -13,7 +14,24 @@ from meshwright.planner.candidate import Candidate, Logits
 from meshwright.planner.context_cost import exchanged_keys, runs_flash
 from meshwright.planner.family_traits import Traits
 from meshwright.planner.head_memory import saved_by_head
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.shapes import LayerShape, ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedByLayer:
+    """The bytes that forward saves for one micro-batch in each layer of a run.
+
+    Args:
+        count: number of layers in the run.
+        layer: bytes that one decoder layer saves.
+        attention: bytes that the attention block of the layer saves.
+        kept: bytes that one layer saves if backward recomputes the layer.
+    """
+
+    count: int
+    layer: float
+    attention: float
+    kept: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,26 +39,39 @@ class Saved:
     """The bytes that forward saves for one micro-batch.
 
     Args:
-        layer: bytes that one decoder layer saves.
-        attention: bytes that the attention block of the layer saves.
-        kept: bytes that one layer saves if backward recomputes the layer.
+        runs: what the layers save, run by run.
         shared: bytes of the rotary sines and cosines, which are computed once for all layers.
         arguments: bytes of the positions and masks that are passed to recomputed layers.
         head: bytes of the last norm, the head and the loss.
         of_head: bytes of the head and the loss alone.
     """
 
-    layer: float
-    attention: float
-    kept: float
+    runs: tuple[SavedByLayer, ...]
     shared: float
     arguments: float
     head: float
     of_head: float
 
-    def total(self, layers: int, recomputed: int) -> float:
-        """Return the bytes that a model saves if backward recomputes ``recomputed`` of its ``layers``."""
-        held = (layers - recomputed) * self.layer + recomputed * self.kept + self.shared + self.head
+    def held(self, counts: Sequence[int], recomputed: int) -> list[float]:
+        """Return the bytes that ``counts`` layers of each run save, of which backward recomputes the first ones."""
+        found = []
+        for run, count in zip(self.runs, counts, strict=True):
+            again = min(count, recomputed)
+            recomputed -= again
+            found.append(again * run.kept + (count - again) * run.layer)
+        return found
+
+    def below(self, layer: int, recomputed: int) -> float:
+        """Return the bytes that the layers before one save, of which backward recomputes the first ones."""
+        counts = []
+        for run in self.runs:
+            counts.append(min(run.count, layer))
+            layer -= counts[-1]
+        return sum(self.held(counts, recomputed))
+
+    def total(self, recomputed: int) -> float:
+        """Return the bytes that a model saves if backward recomputes its first ``recomputed`` layers."""
+        held = sum(self.held([run.count for run in self.runs], recomputed)) + self.shared + self.head
         return held + (self.arguments if recomputed else 0)
 
 
@@ -77,89 +108,94 @@ def saved_activations(
         logits: the logits that are in memory at once, as in ``Job``.
 
     Example:
-        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
-        ...                    vocab=32000)
+        >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                       vocab=32000)
         >>> saved = saved_activations(shape, Candidate(), seq_len=2048, element_bytes=2)
-        >>> round(saved.layer / (2048 * 4096), 2)
+        >>> round(saved.runs[0].layer / (2048 * 4096), 2)
         45.53
     """
-    b, traits, tp = element_bytes, shape.traits, plan.tp
+    b, tp = element_bytes, plan.tp
     tokens = local_tokens(seq_len, plan.cp)
     n = plan.micro_batch * tokens
     # This rank's share of the positions between blocks, after padding to a multiple of tp.
     share = -(-tokens // tp) / tokens if plan.sequence_parallel else 1.0
-    sizes = _Sizes(
-        hidden=shape.hidden * share,
-        query=shape.query_width / tp,
-        keys=shape.local_kv_width(tp),
-        ffn=shape.ffn / tp,
-        heads=shape.heads / tp,
-        key_heads=shape.local_kv_width(tp) / shape.head_dim,
-    )
-    # A norm saves its input in 32 bits, one number per position, and the tensor that it multiplies by its weight.
-    normed = 4 if traits.norms_in_float32 else b
-    norm = n * (sizes.hidden * (4 + normed) + 4 * share)
-    norm += 4 * shape.hidden if traits.norm_copies_weight else 0
-    inputs = 2 * n * sizes.hidden * b  # inputs of the attention's and the MLP's first projections
-    block = (traits.norms * norm + inputs) / 2
-    of_attention = _attention(shape, sizes, seq_len, b) if plan.cp == 1 else _in_parts(shape, sizes, plan, seq_len, b)
-    attention = block + n * of_attention + _query_norm(sizes, traits, n, b, tp)
-    mlp = block + n * b * sizes.ffn * (4 if shape.gated else 2)
-
     of_head = saved_by_head(shape, plan, n, b, logits)
-    shared = 2.0 * tokens * shape.head_dim * (4 if traits.rotates_in_float32 else b)
+    rotated = max(run.head_dim * (4 if run.traits.rotates_in_float32 else b) for run in shape.runs)
     return Saved(
-        layer=attention + mlp,
-        attention=attention,
-        kept=n * sizes.hidden * b,
-        shared=shared,
+        runs=tuple(_saved_by_layer(run, plan, seq_len, b, share) for run in shape.runs),
+        shared=2.0 * tokens * rotated,
         # Under cp, masks are functions, and a block of a mask is made where it is needed.
         arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 else 0),
-        head=norm + of_head,
+        head=_norm(shape.runs[-1], n, share, b) + of_head,
         of_head=of_head,
     )
 
 
-def _is_masked(shape: ModelShape, seq_len: int) -> bool:
+def _saved_by_layer(layer: LayerShape, plan: Candidate, seq_len: int, b: int, share: float) -> SavedByLayer:
+    traits, tp = layer.traits, plan.tp
+    n = plan.micro_batch * local_tokens(seq_len, plan.cp)
+    sizes = _Sizes(
+        hidden=layer.hidden * share,
+        query=layer.query_width / tp,
+        keys=layer.local_kv_width(tp),
+        ffn=layer.ffn / tp,
+        heads=layer.heads / tp,
+        key_heads=layer.local_kv_width(tp) / layer.head_dim,
+    )
+    inputs = 2 * n * sizes.hidden * b  # inputs of the attention's and the MLP's first projections
+    block = (traits.norms * _norm(layer, n, share, b) + inputs) / 2
+    of_attention = _attention(layer, sizes, seq_len, b) if plan.cp == 1 else _in_parts(layer, sizes, plan, seq_len, b)
+    attention = block + n * of_attention + _query_norm(sizes, traits, n, b, tp)
+    mlp = block + n * b * sizes.ffn * (4 if layer.gated else 2)
+    return SavedByLayer(count=layer.count, layer=attention + mlp, attention=attention, kept=n * sizes.hidden * b)
+
+
+def _norm(layer: LayerShape, n: int, share: float, b: int) -> float:
+    """Return the bytes that a norm saves: its input in 32 bits, a number per position, and what its weight scales."""
+    norm = n * (layer.hidden * share * (4 + (4 if layer.traits.norms_in_float32 else b)) + 4 * share)
+    return norm + (4 * layer.hidden if layer.traits.norm_copies_weight else 0)
+
+
+def _is_masked(layer: LayerShape, seq_len: int) -> bool:
     """Return whether a window needs a mask; with a mask, the fused kernel needs a key and value head per query head."""
-    return shape.window is not None and shape.window < seq_len and not shape.traits.keeps_scores
+    return layer.window is not None and layer.window < seq_len and not layer.traits.keeps_scores
 
 
 def _masks(shape: ModelShape, n: int, seq_len: int, b: int) -> float:
     """Return the bytes of the masks that are passed to the layers: one for layers with a window, one for the others."""
     if shape.traits.keeps_scores:
-        kinds = (shape.window_layers > 0) + (shape.window_layers < shape.layers)
+        kinds = any(run.windowed > 0 for run in shape.runs) + any(run.windowed < 1 for run in shape.runs)
         return n * seq_len * b * kinds
-    return seq_len**2 if _is_masked(shape, seq_len) else 0
+    return seq_len**2 if any(_is_masked(run, seq_len) for run in shape.runs) else 0
 
 
-def _attention(shape: ModelShape, sizes: _Sizes, seq_len: int, b: int) -> float:
+def _attention(layer: LayerShape, sizes: _Sizes, seq_len: int, b: int) -> float:
     """Return the bytes per position that attention saves, from q, k and v to the output projection."""
-    if shape.traits.keeps_scores:
+    if layer.traits.keeps_scores:
         # Attention saves q, k and v for every query head, the output, capped scores, their 32-bit softmax and a cast.
         capped = b
         scores = sizes.heads * seq_len * (capped + 4 + (b if b < 4 else 0))
         return b * 4 * sizes.query + scores
-    masked = _is_masked(shape, seq_len)
+    masked = _is_masked(layer, seq_len)
     keys = sizes.query if masked and sizes.key_heads > 1 else sizes.keys  # a single key head is repeated without a copy
     # After a fused projection, attention's output is copied. Unless v is repeated, v is a view that keeps the whole
     # projection alive.
     values = keys
-    if shape.traits.fused_qkv:
+    if layer.traits.fused_qkv:
         values = sizes.query + (keys if masked else sizes.query + 2 * sizes.keys)
     return b * (2 * sizes.query + keys + values + (seq_len if masked else 0)) + 4 * sizes.heads
 
 
-def _in_parts(shape: ModelShape, sizes: _Sizes, plan: Candidate, seq_len: int, b: int) -> float:
+def _in_parts(layer: LayerShape, sizes: _Sizes, plan: Candidate, seq_len: int, b: int) -> float:
     """Return the bytes per position that attention saves under context parallelism."""
     inner, outer = group_sizes(plan.context, plan.cp, plan.ulysses)
-    keys = exchanged_keys(shape, plan)
+    keys = exchanged_keys(layer, plan)
     # Kept: q, k and v, and the output as the output projection reads it. Unless attention runs again in backward, the
     # logarithm of each row's sum of exponentials too. An exchange of heads copies the output that attention keeps.
-    is_kept = outer > 1 or runs_flash(shape, seq_len)
+    is_kept = outer > 1 or runs_flash(layer, seq_len)
     copied = sizes.query if is_kept and inner > 1 else 0
     # Without an exchange, the values of a fused projection are a view that keeps the whole projection alive.
-    values = sizes.query + 2 * keys if shape.traits.fused_qkv and inner == 1 else keys
+    values = sizes.query + 2 * keys if layer.traits.fused_qkv and inner == 1 else keys
     return b * (2 * sizes.query + keys + values + copied) + (4 * sizes.heads if is_kept else 0)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 
@@ -61,6 +62,17 @@ class Work:
     backward: float = 0.0
     weight_grad: float = 0.0
     hidden: float = 0.0
+
+
+def mean_work(works: Sequence[Work], counts: Sequence[int]) -> Work:
+    """Return the mean over layers of which ``counts`` have each ``Work``."""
+    if len(works) == 1:
+        return works[0]
+    weights = [count / sum(counts) for count in counts]
+    names = (field.name for field in fields(Work))
+    return Work(
+        **{name: sum(w * getattr(work, name) for w, work in zip(weights, works, strict=True)) for name in names}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

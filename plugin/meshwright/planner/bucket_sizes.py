@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.plan.flat_offsets import BUCKET_MB
 from meshwright.planner.candidate import Candidate
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.shapes import LayerShape, ModelShape
 
 BUCKET_BYTES = int(BUCKET_MB * 2**20)
 
@@ -39,7 +39,7 @@ def parameters(shape: ModelShape, plan: Candidate) -> Iterator[Parameter]:
         plan: the plan; only its tp and sequence_parallel are used.
 
     Example:
-        >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
+        >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
         >>> sum(parameter.numel for parameter in parameters(shape, Candidate())) == shape.parameters
         True
     """
@@ -48,42 +48,43 @@ def parameters(shape: ModelShape, plan: Candidate) -> Iterator[Parameter]:
     yield Parameter(numel=words * hidden)
     if shape.positions:
         yield _seen_in_part(shape.positions * hidden, tp, plan.sequence_parallel, -1)
-    for layer in range(shape.layers):
-        yield from _layer(shape, plan, layer)
+    layers = (run for run in shape.runs for _ in range(run.count))
+    for index, layer in enumerate(layers):
+        yield from _layer(layer, plan, index)
     yield _seen_in_part(hidden, tp, plan.sequence_parallel, shape.layers)
     if not shape.tied:
         yield Parameter(numel=words * hidden, layer=shape.layers)
 
 
-def _layer(shape: ModelShape, plan: Candidate, layer: int) -> Iterator[Parameter]:
-    tp, traits, hidden = plan.tp, shape.traits, shape.hidden
-    query, keys, ffn = shape.query_width // tp, shape.local_kv_width(tp), shape.ffn // tp
-    copied = shape.kv_width if keys * tp > shape.kv_width else 0  # several ranks hold the same key heads
+def _layer(layer: LayerShape, plan: Candidate, index: int) -> Iterator[Parameter]:
+    tp, traits, hidden = plan.tp, layer.traits, layer.hidden
+    query, keys, ffn = layer.query_width // tp, layer.local_kv_width(tp), layer.ffn // tp
+    copied = layer.kv_width if keys * tp > layer.kv_width else 0  # several ranks hold the same key heads
 
     def small(numel: int, by_part: bool = plan.sequence_parallel) -> Parameter:
-        return _seen_in_part(numel, tp, by_part, layer)
+        return _seen_in_part(numel, tp, by_part, index)
 
     widths = [(query, 0), (keys, copied), (keys, copied)]
     if traits.fused_qkv:
-        widths = [(query + 2 * keys, shape.query_width + 2 * copied if copied else 0)]
+        widths = [(query + 2 * keys, layer.query_width + 2 * copied if copied else 0)]
     for width, full in widths:
-        yield Parameter(numel=width * hidden, full=full * hidden, layer=layer)
+        yield Parameter(numel=width * hidden, full=full * hidden, layer=index)
         if traits.qkv_bias:
-            yield Parameter(numel=width, full=full, layer=layer)
-    yield Parameter(numel=query * hidden, layer=layer)
+            yield Parameter(numel=width, full=full, layer=index)
+    yield Parameter(numel=query * hidden, layer=index)
     if traits.output_bias:
         yield small(hidden)
     if traits.query_norm == "head":
-        yield from [small(shape.head_dim, True)] * 2
+        yield from [small(layer.head_dim, True)] * 2
     elif traits.query_norm == "whole":
-        yield Parameter(numel=query, layer=layer)
-        yield Parameter(numel=keys, full=copied, layer=layer)
-    ups = 2 if shape.gated else 1
+        yield Parameter(numel=query, layer=index)
+        yield Parameter(numel=keys, full=copied, layer=index)
+    ups = 2 if layer.gated else 1
     for width in [ups * ffn] if traits.fused_qkv else [ffn] * ups:
-        yield Parameter(numel=width * hidden, layer=layer)
+        yield Parameter(numel=width * hidden, layer=index)
         if traits.mlp_bias:
-            yield Parameter(numel=width, layer=layer)
-    yield Parameter(numel=ffn * hidden, layer=layer)
+            yield Parameter(numel=width, layer=index)
+    yield Parameter(numel=ffn * hidden, layer=index)
     if traits.mlp_bias:
         yield small(hidden)
     yield from [small(hidden)] * traits.norms

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 from meshwright.errors import PlanError
@@ -300,6 +301,36 @@ def rank_layers(candidate: Candidate, layers: int) -> tuple[int, ...]:
         (5, 5)
     """
     return _rank_layers(candidate.schedule, candidate.pp, candidate.chunks, stage_layers(candidate, layers))
+
+
+def stage_runs(candidate: Candidate, runs: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return how many layers of each run of a model each virtual stage holds.
+
+    Args:
+        candidate: the plan.
+        runs: the number of layers of each run.
+
+    Example:
+        >>> stage_runs(Candidate(pp=2), (5, 3))
+        ((4, 0), (1, 3))
+    """
+    return _stage_runs(stage_layers(candidate, sum(runs)), runs)
+
+
+def rank_runs(candidate: Candidate, runs: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return how many layers of each run of a model each rank of the pipeline holds."""
+    stages, p, v = stage_runs(candidate, runs), candidate.pp, candidate.chunks
+    held = ((stages[stage] for stage in stages_of_rank(candidate.schedule, rank, p, v)) for rank in range(p))
+    return [tuple(map(sum, zip(*counts, strict=True))) for counts in held]
+
+
+@lru_cache(maxsize=1024)
+def _stage_runs(stages: tuple[int, ...], runs: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    ends, last = list(accumulate(runs)), list(accumulate(stages))
+    return tuple(
+        tuple(max(0, min(stop, end) - max(stop - size, end - run)) for run, end in zip(runs, ends, strict=True))
+        for size, stop in zip(stages, last, strict=True)
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from meshwright.plan.context_methods import can_exchange, group_sizes, local_tokens
 from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.shapes import LayerShape, ModelShape
 
 Kind = Literal["all-gather", "reduce-scatter", "all-to-all", "send"]
 # Bytes moved through memory for each visible score of 16-bit queries and keys in a ring whose blocks are computed by
@@ -40,12 +40,12 @@ class ContextExchange:
 
 
 def exchanges(
-    shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, own_runtime: bool = True
+    layer: LayerShape, plan: Candidate, *, seq_len: int, element_bytes: int, own_runtime: bool = True
 ) -> tuple[list[ContextExchange], list[ContextExchange]]:
     """Return what one layer sends over cp for one micro-batch, in forward and in backward without recompute.
 
     Args:
-        shape: the model.
+        layer: the layer.
         plan: the plan.
         seq_len: tokens per sequence.
         element_bytes: bytes per element of the activations.
@@ -53,15 +53,15 @@ def exchanges(
             or more, over one hop more than Transformer Engine's, which begins with the last keys of forward.
 
     Example:
-        >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
-        >>> forward, backward = exchanges(shape, Candidate(cp=4, context="ring"), seq_len=64, element_bytes=2)
+        >>> layer = LayerShape(count=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128)
+        >>> forward, backward = exchanges(layer, Candidate(cp=4, context="ring"), seq_len=64, element_bytes=2)
         >>> [(x.kind, x.count, x.bytes) for x in (*forward, *backward)]
         [('send', 3, 4096), ('send', 3, 4096), ('send', 4, 8192)]
     """
     if plan.cp == 1:
         return [], []
     rows = plan.micro_batch * local_tokens(seq_len, plan.cp)
-    keys, wide = shape.local_kv_width(plan.tp), max(4, element_bytes) if own_runtime else element_bytes
+    keys, wide = layer.local_kv_width(plan.tp), max(4, element_bytes) if own_runtime else element_bytes
     if plan.context == "gather":
         whole = plan.cp * rows * 2 * keys
         gather = ContextExchange(kind="all-gather", count=1, bytes=whole * element_bytes, ranks=plan.cp)
@@ -69,8 +69,8 @@ def exchanges(
     inner, outer = group_sizes(plan.context, plan.cp, plan.ulysses)
     forward: list[ContextExchange] = []
     if inner > 1:
-        query = shape.query_width // plan.tp
-        keys = exchanged_keys(shape, plan)
+        query = layer.query_width // plan.tp
+        keys = exchanged_keys(layer, plan)
         sizes = (query + 2 * keys, query)  # q, k and v together, and the output
         forward = [
             ContextExchange(kind="all-to-all", count=1, bytes=rows * n * element_bytes, ranks=inner) for n in sizes
@@ -87,60 +87,61 @@ def exchanges(
     return forward, backward
 
 
-def exchanged_keys(shape: ModelShape, plan: Candidate) -> int:
+def exchanged_keys(layer: LayerShape, plan: Candidate) -> int:
     """Return the elements of k per position of a rank, with the heads that an exchange of heads repeats."""
     inner, _ = group_sizes(plan.context, plan.cp, plan.ulysses)
-    keys = shape.local_kv_width(plan.tp)
-    return max(keys, inner * shape.head_dim) if inner > 1 else keys
+    keys = layer.local_kv_width(plan.tp)
+    return max(keys, inner * layer.head_dim) if inner > 1 else keys
 
 
-def runs_flash(shape: ModelShape, seq_len: int) -> bool:
+def runs_flash(layer: LayerShape, seq_len: int) -> bool:
     """Return whether this version computes the blocks of attention by flash kernels, which take no mask or soft cap."""
-    return not shape.traits.keeps_scores and (shape.window is None or shape.window >= seq_len)
+    return not layer.traits.keeps_scores and (layer.window is None or layer.window >= seq_len)
 
 
-def block_bytes(shape: ModelShape, plan: Candidate, job: Job) -> tuple[float, float]:
+def block_bytes(layer: LayerShape, plan: Candidate, job: Job) -> tuple[float, float]:
     """Return the bytes that this version moves to put a layer's blocks together, in forward and in backward."""
     outer = group_sizes(plan.context, plan.cp, plan.ulysses)[1]
     if plan.cp == 1 or not job.own_runtime or (outer == 1 and plan.context != "gather"):
         return 0.0, 0.0
     rows = plan.micro_batch * job.seq_len / plan.cp
-    if not runs_flash(shape, job.seq_len):
-        scores = rows * shape.heads / plan.tp * shape.attended(job.seq_len) * job.activation_bytes / 2
+    if not runs_flash(layer, job.seq_len):
+        scores = rows * layer.heads / plan.tp * layer.attended(job.seq_len) * job.activation_bytes / 2
         return (_RING_FORWARD * scores, _RING_BACKWARD * scores) if outer > 1 else (0.0, 0.0)
     # All queries attend to half of the keys of a rank before it, and half of them to all keys of a rank after it.
     merges = 0.5 + 0.75 * (outer - 1) if outer > 1 else 1.0
-    query, keys = rows * shape.query_width / plan.tp, rows * 2 * exchanged_keys(shape, plan)
+    query, keys = rows * layer.query_width / plan.tp, rows * 2 * exchanged_keys(layer, plan)
     return _MERGE * query * merges, _ADD * (query + keys) * merges
 
 
-def attends_twice(shape: ModelShape, plan: Candidate, job: Job) -> bool:
+def attends_twice(layer: LayerShape, plan: Candidate, job: Job) -> bool:
     """Return whether backward runs this version's attention again, block by block, instead of keeping its result."""
     if plan.cp == 1 or not job.own_runtime:
         return False
-    return plan.context in ("gather", "ulysses") and not runs_flash(shape, job.seq_len)
+    return plan.context in ("gather", "ulysses") and not runs_flash(layer, job.seq_len)
 
 
 def methods(shape: ModelShape, cp: int, tp: int) -> Iterator[tuple[str, int | None, str | None]]:
     """Yield each method over ``cp`` ranks as (context, ulysses, the reason against it or None).
 
     Example:
-        >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=6, kv_heads=2, head_dim=16, ffn=128, vocab=100)
+        >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=6, kv_heads=2, head_dim=16, ffn=128, vocab=100)
         >>> [(context, ulysses) for context, ulysses, reason in methods(shape, 4, 1) if reason is None]
         [('gather', None), ('ring', None), ('hybrid', 2)]
     """
     if cp == 1:
         yield "gather", None, None
         return
-    heads, key_heads = shape.heads // tp, shape.local_kv_width(tp) // shape.head_dim
 
     def reason(ranks: int) -> str | None:
         if "ulysses" not in shape.traits.context:
             return "the attention reads all heads, so it cannot run on some of them"
-        if can_exchange(heads, key_heads, ranks):
-            return None
-        of_tp = f" of each rank of tp={tp}" if tp > 1 else ""
-        return f"{heads} query and {key_heads} key heads{of_tp} cannot be shared by {ranks} ranks"
+        for run in shape.runs:
+            heads, key_heads = run.heads // tp, run.local_kv_width(tp) // run.head_dim
+            if not can_exchange(heads, key_heads, ranks):
+                of_tp = f" of each rank of tp={tp}" if tp > 1 else ""
+                return f"{heads} query and {key_heads} key heads{of_tp} cannot be shared by {ranks} ranks"
+        return None
 
     yield "gather", None, None
     yield "ulysses", None, reason(cp)

@@ -46,7 +46,7 @@ def step_traffic(
         gloo: whether the plan runs on CPU, where a reduce-scatter is an all-to-all and a sum.
 
     Example:
-        >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
+        >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
         >>> plan = Candidate(tp=2, sequence_parallel=True)
         >>> step_traffic(shape, plan, seq_len=16, element_bytes=2)["forward"]["tp"].counts["reduce-scatter"]
         4
@@ -68,14 +68,17 @@ def _axes(plan: Candidate) -> list[str]:
 def _context(
     shape: ModelShape, plan: Candidate, seq_len: int, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]
 ) -> None:
-    forward, backward = exchanges(shape, plan, seq_len=seq_len, element_bytes=b)
-    again = count_recomputed(plan, shape.layers)
-    for phase, sent, layers in (
-        ("forward", forward, shape.layers), ("backward", backward, shape.layers), ("backward", forward, again)
-    ):  # fmt: skip
-        for exchange in sent:
-            kind = "all-to-all" if gloo and exchange.kind == "reduce-scatter" else exchange.kind
-            phases[phase]["cp"].add(kind, plan.accumulation * layers * exchange.count, exchange.bytes)
+    first = 0
+    for run in shape.runs:
+        forward, backward = exchanges(run, plan, seq_len=seq_len, element_bytes=b)
+        again = min(run.count, max(0, count_recomputed(plan, shape.layers) - first))
+        for phase, sent, layers in (
+            ("forward", forward, run.count), ("backward", backward, run.count), ("backward", forward, again)
+        ):  # fmt: skip
+            for exchange in sent:
+                kind = "all-to-all" if gloo and exchange.kind == "reduce-scatter" else exchange.kind
+                phases[phase]["cp"].add(kind, plan.accumulation * layers * exchange.count, exchange.bytes)
+        first += run.count
 
 
 def _tensor(

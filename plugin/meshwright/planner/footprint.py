@@ -14,7 +14,7 @@ from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, unit
 from meshwright.planner.candidate import Candidate, Logits, count_recomputed
 from meshwright.planner.context_memory import attention_memory, embedding_memory
 from meshwright.planner.head_memory import after_head, head_peak
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.shapes import LayerShape, ModelShape
 
 _Gradients = tuple[tuple[Parameter, float, float], ...]
 
@@ -59,7 +59,7 @@ def footprint(
         logits: the logits that are in memory at once, as in ``Job``.
 
     Example:
-        >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
+        >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
         >>> held = footprint(shape, Candidate(), seq_len=16, element_bytes=4)
         >>> held.optimizer == 2 * held.parameters
         True
@@ -100,7 +100,7 @@ def footprint(
         backward += accumulated
     elif accumulated:
         forward = accumulated + max(forward, weights)
-    activations = saved.total(shape.layers, recomputed) + gathered.head
+    activations = saved.total(recomputed) + gathered.head
     # On CPU the optimizer steps one parameter after the other, on other devices all parameters at once.
     temporary = (2 * max(member.numel for member in members) if cpu else elements) * state / ranks
     return Footprint(
@@ -126,7 +126,10 @@ class _Gathered:
 
     @staticmethod
     def of(members: Sequence[Parameter], shape: ModelShape, b: int) -> _Gathered:
-        layer = sum(member.numel for member in members if member.layer == 0) * b
+        sizes = Counter[int]()
+        for member in members:
+            sizes[member.layer] += member.numel
+        layer = max(sizes[index] for index in range(shape.layers)) * b
         head = members[0 if shape.tied else -1].numel * b
         return _Gathered(layers=layer * min(2, shape.layers), head=head)
 
@@ -150,30 +153,25 @@ class _MicroBatch:
         """The tokens that a rank holds."""
         return self.plan.micro_batch * local_tokens(self.seq_len, self.plan.cp)
 
-    def held_below(self, layer: int) -> float:
-        """Return the bytes that the layers before one have saved; the first ones are recomputed."""
-        again = min(layer, self.recomputed)
-        return again * self.saved.kept + (layer - again) * self.saved.layer
-
-    @property
-    def attention(self) -> tuple[float, float]:
-        """The temporary bytes of one attention under context parallelism, in forward and in backward."""
-        return attention_memory(self.shape, self.plan, seq_len=self.seq_len, element_bytes=self.element_bytes)
+    def attention(self, layer: LayerShape) -> tuple[float, float]:
+        """Return the temporary bytes of one attention under context parallelism, in forward and in backward."""
+        return attention_memory(layer, self.plan, seq_len=self.seq_len, element_bytes=self.element_bytes)
 
 
 def _forward(micro: _MicroBatch) -> float:
     shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
-    total = saved.total(shape.layers, recomputed)
+    layer, own = shape.runs[-1], saved.runs[-1]
+    total = saved.total(recomputed)
     at_loss = total - saved.of_head + head_peak(shape, plan, n, b, cpu=micro.cpu, logits=micro.logits)
     # When the last layer ends, its saved tensors are alive, and so is its output, both before and after the
     # reduction over tp.
     before = total - saved.head
     is_last_kept = recomputed < shape.layers
     # A recomputed layer runs without a graph, so its tensors are freed early; most are alive in the MLP.
-    in_recomputed = min(saved.layer - saved.kept, n * b * (3 * shape.ffn / plan.tp + 3 * shape.hidden))
+    in_recomputed = min(own.layer - own.kept, n * b * (3 * layer.ffn / plan.tp + 3 * shape.hidden))
     in_layer = before + (0 if is_last_kept else in_recomputed) + _joined(shape, plan, n, b)
-    in_attention = before + saved.attention - (saved.layer if is_last_kept else saved.kept) + micro.attention[0]
+    in_attention = before + own.attention - (own.layer if is_last_kept else own.kept) + micro.attention(layer)[0]
     in_norm = total - saved.of_head + _in_last_norm(shape, plan, n, b)
     embedded = embedding_memory(shape, plan, seq_len=micro.seq_len, element_bytes=b)
     in_decoder = max(in_norm, max(in_layer, in_attention) + gathered.layers) + embedded
@@ -196,13 +194,10 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
     shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     rows = n * shape.hidden * b
-    total = saved.total(shape.layers, recomputed)
+    total = saved.total(recomputed)
     norm = 24 * n * shape.hidden / (plan.tp if plan.sequence_parallel else 1)  # six 32-bit tensors of a norm's size
-    mlp = max(norm, n * b * (3 * shape.ffn / plan.tp + 2 * shape.hidden))
-    attention = max(norm, n * b * (3 * shape.query_width / plan.tp + 2 * shape.hidden))
-    if shape.traits.keeps_scores:
-        attention += 2 * n * b * micro.seq_len * shape.heads / plan.tp  # scores, capped, their softmax, their gradients
-    attention = max(attention, micro.attention[1] + rows)
+    working = [_in_backward(micro, run, norm) for run in shape.runs]
+    run_of = [number for number, run in enumerate(shape.runs) for _ in range(run.count)]
     counts = Counter(member.layer for member in members)
     # The sum over earlier micro-batches is first cast to the gradients' dtype, then becomes the gradients one by one.
     is_reduced = plan.zero_stage > 1 and plan.data_ranks > 1
@@ -214,27 +209,40 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
     for member, arrival, most in gradients:
         layer, rest = member.layer, saved.shared + rows
         if 0 <= layer < shape.layers:
+            number = run_of[layer]
+            run, own, (mlp, attention) = shape.runs[number], saved.runs[number], working[number]
             # A layer's activations are freed as its gradients arrive, first those of the MLP.
             left = 1 - arrived[layer] / counts[layer]
             of_mlp, of_attention = max(0.0, 2 * left - 1), min(1.0, 2 * left)
-            of_mlp *= saved.layer - saved.attention
-            rest += micro.held_below(layer) + of_attention * saved.attention + (saved.arguments if recomputed else 0)
+            of_mlp *= own.layer - own.attention
+            below = saved.below(layer, recomputed)
+            rest += below + of_attention * own.attention + (saved.arguments if recomputed else 0)
             if left <= 0.5:
                 rest += attention + of_mlp
             elif layer < recomputed:  # backward frees a recomputed tensor after its last reader, which is the norm
-                rest += max(norm, of_mlp + n * b * (2 * shape.ffn / plan.tp + shape.hidden))
+                rest += max(norm, of_mlp + n * b * (2 * run.ffn / plan.tp + shape.hidden))
             else:
                 # The first gradients of a layer are those of norms, before the backward of the MLP.
                 rest += (mlp if arrived[layer] else norm + rows) + of_mlp
             rest += gathered.layers if layer else gathered.layers / 2
         elif layer == shape.layers:
-            rest += micro.held_below(layer) + gathered.head
+            rest += saved.below(layer, recomputed) + gathered.head
         elif shape.tied:
             arrival += member.numel * b  # the embedding's gradient, which is added to the gradient of the tied head
         arrived[layer] += 1
         left_over -= b * member.numel if before else 0
         peak = max(peak, max(arrival, most) + rest + left_over)
     return peak
+
+
+def _in_backward(micro: _MicroBatch, layer: LayerShape, norm: float) -> tuple[float, float]:
+    """Return the temporary bytes of the backward of a layer's MLP and of its attention."""
+    plan, b, n = micro.plan, micro.element_bytes, micro.positions
+    mlp = max(norm, n * b * (3 * layer.ffn / plan.tp + 2 * layer.hidden))
+    attention = max(norm, n * b * (3 * layer.query_width / plan.tp + 2 * layer.hidden))
+    if layer.traits.keeps_scores:
+        attention += 2 * n * b * micro.seq_len * layer.heads / plan.tp  # scores, capped, their softmax, their gradients
+    return mlp, max(attention, micro.attention(layer)[1] + n * layer.hidden * b)
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ def saved_by_head(shape: ModelShape, plan: Candidate, tokens: int, b: int, logit
         logits: the logits that are in memory at once, as in ``Job``.
 
     Example:
-        >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=1000)
+        >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=1000)
         >>> [saved_by_head(shape, Candidate(tp=2), 16, 2, logits) for logits in ("chunked", "sharded", "gathered")]
         [66048, 34048, 66048]
     """
@@ -39,8 +39,8 @@ def head_peak(shape: ModelShape, plan: Candidate, tokens: int, b: int, *, cpu: b
         logits: the logits that are in memory at once, as in ``Job``.
 
     Example:
-        >>> shape = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
-        ...                    vocab=128256)
+        >>> shape = ModelShape.of(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
+        ...                       vocab=128256)
         >>> whole = 4 * 8192 * 128256  # 32-bit logits
         >>> round(head_peak(shape, Candidate(), 8192, 2, cpu=False, logits="chunked") / whole, 2)
         0.78

@@ -10,11 +10,11 @@ from meshwright.plan.flat_offsets import IN_FLIGHT
 from meshwright.plan.schedule import most_held, rank_of_stage, stages_of_rank
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import BUCKET_BYTES
-from meshwright.planner.candidate import Candidate, Job, count_recomputed, rank_layers, stage_layers
+from meshwright.planner.candidate import Candidate, Job, count_recomputed, rank_runs, stage_runs
 from meshwright.planner.context_memory import attention_memory, embedding_memory
 from meshwright.planner.footprint import footprint
 from meshwright.planner.head_memory import after_head, head_peak, saved_by_head
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.shapes import LayerShape, ModelShape
 
 _CONTEXT = 0.6e9  # bytes of the device's context and kernels
 _GROUP = 0.15e9  # bytes of the buffers of one communicator
@@ -60,24 +60,6 @@ class Memory:
         return {name: value for name, value in vars(self).items() if name != "stage"}
 
 
-def layer_activations(shape: ModelShape, plan: Candidate, job: Job) -> float:
-    """Return the bytes that one layer's forward saves for one micro-batch, without recompute.
-
-    Example:
-        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
-        ...                    vocab=32000)
-        >>> saved = layer_activations(shape, Candidate(), Job(seq_len=2048, global_batch=1))
-        >>> round(saved / (2048 * 4096), 2)
-        45.53
-    """
-    return _saved(shape, plan, job).layer
-
-
-def layer_checkpoint(shape: ModelShape, plan: Candidate, job: Job) -> float:
-    """Return the bytes of a layer's input, which is all that full recompute saves."""
-    return _saved(shape, plan, job).kept
-
-
 def least_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """Return a lower bound on ``peak_memory(shape, plan, job).total`` that costs little.
 
@@ -85,18 +67,19 @@ def least_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
     weights and the optimizer state, which ``state_memory`` bounds for all devices together.
 
     Example:
-        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
-        ...                    vocab=32000)
+        >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                       vocab=32000)
         >>> plan, job = Candidate(pp=4, accumulation=8), Job(seq_len=4096, global_batch=8)
         >>> 0.1 < least_memory(shape, plan, job) / peak_memory(shape, plan, job).total < 1
         True
     """
     saved = _saved(shape, plan, job)
     # If stages are even, ``peak_memory`` includes the first rank, but may leave out the rank of the longest stage.
-    count = max(plan.stages) if plan.stages else stage_layers(plan, shape.layers)[0]
+    held = stage_runs(plan, shape.counts)[plan.stages.index(max(plan.stages)) if plan.stages else 0]
     if plan.recompute != "full":
-        return count * saved.layer
-    return count * saved.kept + (saved.layer - saved.kept if plan.recomputed is None else 0.0)
+        return sum(saved.held(held, 0))
+    again = min(run.layer - run.kept for run in saved.runs) if plan.recomputed is None else 0.0
+    return sum(saved.held(held, sum(held))) + again
 
 
 def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
@@ -113,23 +96,22 @@ def _saved_by_layout(shape: ModelShape, layout: Candidate, seq_len: int, element
     return saved_activations(shape, layout, seq_len=seq_len, element_bytes=element_bytes)
 
 
-def pending_weight_grads(shape: ModelShape, plan: Candidate, job: Job) -> float:
+def pending_weight_grads(layer: LayerShape, plan: Candidate, job: Job) -> float:
     """Return the bytes that one layer holds of a micro-batch of which only the gradients of the weights are missing.
 
     These are the input of each matmul and the gradient of its output; the rest of the layer is freed before.
 
     Example:
-        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
-        ...                    vocab=32000)
+        >>> layer = LayerShape(count=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008)
         >>> job = Job(seq_len=2048, global_batch=1)
-        >>> round(pending_weight_grads(shape, Candidate(), job) / (2048 * 4096), 2)
+        >>> round(pending_weight_grads(layer, Candidate(), job) / (2048 * 4096), 2)
         32.12
     """
     rows, t = plan.micro_batch * job.seq_len / plan.cp, plan.tp
     split = t if plan.sequence_parallel else 1
-    query, keys, inner = shape.query_width / t, shape.local_kv_width(t), shape.ffn / t
-    inputs = 2 * shape.hidden / split + query + inner
-    gradients = query + 2 * keys + inner * (2 if shape.gated else 1) + 2 * shape.hidden / split
+    query, keys, inner = layer.query_width / t, layer.local_kv_width(t), layer.ffn / t
+    inputs = 2 * layer.hidden / split + query + inner
+    gradients = query + 2 * keys + inner * (2 if layer.gated else 1) + 2 * layer.hidden / split
     return rows * job.activation_bytes * (inputs + gradients)
 
 
@@ -137,27 +119,26 @@ def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int) ->
     """Return the bytes of the activations that a rank of the pipeline holds at most, of all micro-batches in flight.
 
     Example:
-        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
-        ...                    vocab=32000)
+        >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                       vocab=32000)
         >>> job = Job(seq_len=2048, global_batch=16)
         >>> held = [held_activations(shape, Candidate(pp=4, accumulation=16), job, rank) for rank in range(4)]
         >>> [value / held[-1] for value in held]
         [4.0, 3.0, 2.0, 1.0]
     """
-    saved = _saved(shape, plan, job)
-    held = rank_layers(plan, shape.layers)[rank]
-    again = count_recomputed(plan, held)
-    layer = (again * saved.kept + (held - again) * saved.layer) / max(1, held)  # no layer beside the embedding alone
-    pending = pending_weight_grads(shape, plan, job) if plan.splits_backward else 0.0
-    p, v = plan.pp, plan.chunks
-    if p == 1:
-        return held * layer
-    counts = stage_layers(plan, shape.layers)
-    layers = [counts[stage] for stage in stages_of_rank(plan.schedule, rank, p, v)]
+    counts = rank_runs(plan, shape.counts)[rank]
+    held = _saved(shape, plan, job).held(counts, count_recomputed(plan, sum(counts)))
+    each = [size / max(1, count) for size, count in zip(held, counts, strict=True)]  # no layer beside the embedding
+    if plan.pp == 1:
+        return sum(count * size for count, size in zip(counts, each, strict=True))
+    pending = [pending_weight_grads(run, plan, job) if plan.splits_backward else 0.0 for run in shape.runs]
+    stages = stage_runs(plan, shape.counts)
+    own = [stages[stage] for stage in stages_of_rank(plan.schedule, rank, plan.pp, plan.chunks)]
     return max(
         sum(
-            count * (active * layer + waiting * pending)
-            for count, (active, waiting) in zip(layers, moment, strict=True)
+            count * (active * size + waiting * later)
+            for runs, (active, waiting) in zip(own, moment, strict=True)
+            for count, size, later in zip(runs, each, pending, strict=True)
         )
         for moment in _most_held(plan)[rank]
     )
@@ -198,80 +179,129 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     """Return the peak memory of one device of a rank of the pipeline."""
     if job.own_runtime and plan.runs_today and plan.pp == 1:
         return runtime_memory(shape, plan, job)
-    t, layers = plan.tp, rank_layers(plan, shape.layers)[stage]
-    replicated = layers * shape.norm_parameters + shape.hidden
-    split = layers * (shape.layer_parameters - shape.norm_parameters)
-    first, last = stage == 0, stage == rank_of_stage(plan.schedule, plan.pp * plan.chunks - 1, plan.pp)
-    split += shape.embedding_parameters if first else 0
-    if last and (not first or not shape.tied):
-        split += shape.vocab * shape.hidden
-    elements = split / t + replicated
-    sharded = plan.shard * plan.cp if plan.zero_stage else 1
-    weights = elements * job.weight_bytes / (sharded if plan.zero_stage >= 3 else 1)
-    # This runtime sums the gradients of a pipeline's micro-batches in 32 bits.
-    per_gradient = max(job.gradient_bytes, 4) if job.own_runtime and plan.pp > 1 else job.gradient_bytes
-    gradients = elements * per_gradient / (sharded if plan.zero_stage >= 2 else 1)
-    optimizer = elements * _optimizer_bytes(plan, job) / sharded
+    return _Stage(shape=shape, plan=plan, job=job, rank=stage).memory()
 
-    saved = _saved(shape, plan, job)
-    # When the backward of the last recomputed layer begins, the layers after it are freed already.
-    again = count_recomputed(plan, layers) == layers
-    activations = held_activations(shape, plan, job, stage)
-    working = saved.layer if again else 0.5 * saved.layer
-    if job.own_runtime:
-        sizes_of_cp = {"seq_len": job.seq_len, "element_bytes": job.activation_bytes}
-        working += max(attention_memory(shape, plan, **sizes_of_cp)) + embedding_memory(shape, plan, **sizes_of_cp)
-    logits = 0.0
-    rows = plan.micro_batch * job.seq_len / plan.cp
-    if last and job.own_runtime and plan.schedule != "gpipe":
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """One rank of the pipeline, whose memory is estimated by formulas for each part.
+
+    The formulas are those of Megatron-LM, and of this version's runtime under a pipeline.
+    """
+
+    shape: ModelShape
+    plan: Candidate
+    job: Job
+    rank: int
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of layers of each run that the rank holds."""
+        return rank_runs(self.plan, self.shape.counts)[self.rank]
+
+    @property
+    def is_last(self) -> bool:
+        plan = self.plan
+        return self.rank == rank_of_stage(plan.schedule, plan.pp * plan.chunks - 1, plan.pp)
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks over which ZeRO shards."""
+        return self.plan.shard * self.plan.cp if self.plan.zero_stage else 1
+
+    @property
+    def elements(self) -> float:
+        """The parameters of the rank, before ZeRO shards them."""
+        shape, held = self.shape, list(zip(self.counts, self.shape.runs, strict=True))
+        replicated = sum(count * run.norm_parameters for count, run in held) + shape.hidden
+        split = sum(count * (run.parameters - run.norm_parameters) for count, run in held)
+        split += shape.embedding_parameters if self.rank == 0 else 0
+        if self.is_last and (self.rank > 0 or not shape.tied):
+            split += shape.vocab * shape.hidden
+        return split / self.plan.tp + replicated
+
+    def working(self, saved: Saved) -> float:
+        """Return the temporary bytes of a layer's backward."""
+        shape, plan, job = self.shape, self.plan, self.job
+        largest = max(run.layer for run in saved.runs)
+        # When the backward of the last recomputed layer begins, the layers after it are freed already.
+        is_whole = count_recomputed(plan, sum(self.counts)) == sum(self.counts)
+        working = largest if is_whole else 0.5 * largest
+        if not job.own_runtime:
+            return working
+        sizes = {"seq_len": job.seq_len, "element_bytes": job.activation_bytes}
+        attention = max(max(attention_memory(run, plan, **sizes)) for run in shape.runs)
+        return working + (attention + embedding_memory(shape, plan, **sizes))
+
+    def logits(self) -> float:
+        """Return the bytes of the head and the loss at their peak."""
+        shape, plan, job = self.shape, self.plan, self.job
+        if not self.is_last:
+            return 0.0
+        if not job.own_runtime or plan.schedule == "gpipe":
+            # The 16-bit logits, a saved 32-bit copy, and two temporary 32-bit tensors in backward.
+            rows = plan.micro_batch * job.seq_len / plan.cp
+            return (12 + job.activation_bytes) * rows * shape.vocab / plan.tp
         sizes = shape, plan, plan.micro_batch * local_tokens(job.seq_len, plan.cp), job.activation_bytes
         logits = head_peak(*sizes, cpu=job.on_cpu, logits=job.logits)
-        if job.logits != "chunked":
-            logits = max(logits, saved_by_head(*sizes, job.logits) + after_head(*sizes, job.logits))
-    elif last:
-        # The 16-bit logits, a saved 32-bit copy, and two temporary 32-bit tensors in backward.
-        logits = (12 + job.activation_bytes) * rows * shape.vocab / t
-    unsharded = 0.0
-    if plan.zero_stage >= 3 and sharded > 1:
-        unit = max(shape.layer_parameters, shape.vocab * shape.hidden if first or last else 0) / t
-        unsharded = 2 * unit * job.weight_bytes + unit * job.gradient_bytes
-    step = 4 * elements / sharded  # the 32-bit update of one step, when the activations are already freed
-    buckets = 2 * BUCKET_BYTES if plan.data_ranks > 1 else 0
-    communication = 0.0 if job.on_cpu else _groups(plan) * _GROUP + buckets
-    # The backward of the head, the backward of the last layer and the optimizer step peak at different times.
-    peak = max(working + activations, logits + activations, step)
-    if job.own_runtime and plan.pp > 1:
-        passed = activations + working + _new_gradients(shape, plan, job, stage, elements)
-        peak = max(peak, passed, _reduction(plan, job, elements))
-    rest = peak - activations if peak > activations else 0.0
-    is_logits = logits >= working
-    held = weights + gradients + optimizer + unsharded + peak + communication
-    return Memory(
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=min(activations, peak),
-        logits=rest if is_logits else 0.0,
-        unsharded=unsharded,
-        working=0.0 if is_logits else rest,
-        communication=communication,
-        slack=_PROCESS if job.on_cpu else _CONTEXT + _SLACK * held,
-        stage=stage,
-    )
+        if job.logits == "chunked":
+            return logits
+        return max(logits, saved_by_head(*sizes, job.logits) + after_head(*sizes, job.logits))
 
+    def unsharded(self) -> float:
+        """Return the bytes of the layers that ZeRO-3 has gathered."""
+        shape, plan, job = self.shape, self.plan, self.job
+        if plan.zero_stage < 3 or self.shards == 1:
+            return 0.0
+        ends = shape.vocab * shape.hidden if self.rank == 0 or self.is_last else 0
+        unit = max(ends, *(run.parameters for run in shape.runs)) / plan.tp
+        return 2 * unit * job.weight_bytes + unit * job.gradient_bytes
 
-def _new_gradients(shape: ModelShape, plan: Candidate, job: Job, stage: int, elements: float) -> float:
-    """Return the memory that a backward pass in this runtime's pipeline adds to the sum of earlier gradients.
+    def new_gradients(self, saved: Saved, elements: float) -> float:
+        """Return the memory that a backward in this runtime's pipeline adds to the sum of earlier gradients.
 
-    At its end, the gradients of a virtual stage exist, and the activations of a micro-batch are free.
-    """
-    if plan.accumulation == 1:
-        return 0.0
-    saved = _saved(shape, plan, job)
-    held = rank_layers(plan, shape.layers)[stage]
-    again = count_recomputed(plan, held)
-    freed = (again * saved.kept + (held - again) * saved.layer) / plan.chunks
-    return max(0.0, elements / plan.chunks * job.weight_bytes - freed)
+        At its end, the gradients of a virtual stage exist, and the activations of a micro-batch are free.
+        """
+        plan, counts = self.plan, self.counts
+        if plan.accumulation == 1:
+            return 0.0
+        freed = sum(saved.held(counts, count_recomputed(plan, sum(counts)))) / plan.chunks
+        return max(0.0, elements / plan.chunks * self.job.weight_bytes - freed)
+
+    def memory(self) -> Memory:
+        """Return the memory at the peak."""
+        shape, plan, job, elements, sharded = self.shape, self.plan, self.job, self.elements, self.shards
+        is_pipeline = job.own_runtime and plan.pp > 1
+        weights = elements * job.weight_bytes / (sharded if plan.zero_stage >= 3 else 1)
+        # This runtime sums the gradients of a pipeline's micro-batches in 32 bits.
+        per_gradient = max(job.gradient_bytes, 4) if is_pipeline else job.gradient_bytes
+        gradients = elements * per_gradient / (sharded if plan.zero_stage >= 2 else 1)
+        optimizer = elements * _optimizer_bytes(plan, job) / sharded
+        saved, activations = _saved(shape, plan, job), held_activations(shape, plan, job, self.rank)
+        working, logits, unsharded = self.working(saved), self.logits(), self.unsharded()
+        step = 4 * elements / sharded  # the 32-bit update of one step, when the activations are already freed
+        buckets = 2 * BUCKET_BYTES if plan.data_ranks > 1 else 0
+        communication = 0.0 if job.on_cpu else _groups(plan) * _GROUP + buckets
+        # The backward of the head, the backward of the last layer and the optimizer step peak at different times.
+        peak = max(working + activations, logits + activations, step)
+        if is_pipeline:
+            passed = activations + working + self.new_gradients(saved, elements)
+            peak = max(peak, passed, _reduction(plan, job, elements))
+        rest = peak - activations if peak > activations else 0.0
+        is_logits = logits >= working
+        held = weights + gradients + optimizer + unsharded + peak + communication
+        return Memory(
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=min(activations, peak),
+            logits=rest if is_logits else 0.0,
+            unsharded=unsharded,
+            working=0.0 if is_logits else rest,
+            communication=communication,
+            slack=_PROCESS if job.on_cpu else _CONTEXT + _SLACK * held,
+            stage=self.rank,
+        )
 
 
 def _reduction(plan: Candidate, job: Job, elements: float) -> float:
@@ -286,8 +316,8 @@ def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
     """Return the memory of the rank of the pipeline that needs the most.
 
     Example:
-        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
-        ...                    vocab=32000)
+        >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                       vocab=32000)
         >>> job = Job(seq_len=4096, global_batch=8)
         >>> plan = Candidate(shard=8, zero_stage=1, recompute="full")
         >>> peak_memory(shape, plan, job).total < peak_memory(shape, Candidate(replicate=8), job).total
@@ -305,8 +335,8 @@ def state_memory(shape: ModelShape, job: Job) -> float:
     The devices of any plan hold at least this much together, so no plan fits on fewer bytes.
 
     Example:
-        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
-        ...                    vocab=32000)
+        >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                       vocab=32000)
         >>> job = Job(seq_len=4096, global_batch=8)
         >>> plan = Candidate(shard=8, zero_stage=3, recompute="full")
         >>> 0.5 < state_memory(shape, job) / (8 * peak_memory(shape, plan, job).total) < 1

@@ -17,9 +17,8 @@ from meshwright.planner.time import StepModel
 
 def check_plan(shape: ModelShape, plan: Candidate) -> None:
     """Raise a PlanError if the sizes of a model cannot be split as a plan says."""
-    for name in ("heads", "ffn"):
-        if (size := getattr(shape, name)) % plan.tp:
-            raise PlanError(f"{plan.label}: {name}={size} of {shape.name} is not divisible by tp={plan.tp}")
+    for uneven in shape.uneven(plan.tp):
+        raise PlanError(f"{plan.label}: {uneven} of {shape.name} is not divisible by tp={plan.tp}")
     count = plan.pp * plan.chunks
     if count > shape.layers:
         raise PlanError(f"{plan.label}: {count} stages are more than the {shape.layers} layers of {shape.name}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from meshwright.errors import PlanError
 from meshwright.model_kinds import kind_of
@@ -38,66 +38,36 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The sizes of a decoder, which decide its memory and its time.
+class LayerShape:
+    """A run of decoder layers of one kind: their number, and the sizes that decide the memory and time of each.
 
     Args:
-        name: name of the model in tables.
-        layers: number of decoder layers.
+        count: number of layers in the run.
         hidden: width of the residual stream.
         heads: number of query heads.
         kv_heads: number of key and value heads; equal to ``heads`` without grouped-query attention.
         head_dim: width of one head.
         ffn: width of the MLP.
-        vocab: rows of the embedding.
         gated: whether the MLP has a gate projection besides up and down.
-        tied: whether embedding and head are one matrix.
         window: largest number of tokens that a query attends to; None for all tokens before it.
-        window_layers: number of layers with that window; the other layers have no window.
+        windowed: share of the layers with that window; the other layers have no window.
         biases: bias elements per layer.
         norms: elements of the norm weights per layer.
-        positions: rows of a learned position table; 0 for rotary positions or ALiBi.
         traits: properties of the family's code that decide what backward needs.
-
-    Raises:
-        PlanError: a size is below one, or heads is not divisible by kv_heads.
-
-    Example:
-        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
-        ...                    vocab=32000)
-        >>> round(shape.parameters / 1e9, 2)
-        6.74
     """
 
-    name: str
-    layers: int
+    count: int
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     ffn: int
-    vocab: int
     gated: bool = True
-    tied: bool = False
     window: int | None = None
-    window_layers: int = 0
+    windowed: float = 0.0
     biases: int = 0
     norms: int | None = None
-    positions: int = 0
     traits: Traits = field(default_factory=Traits)
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(f"{self.name}: {name}={value!r} must be a positive integer; correct it in the config")
-        if self.heads % self.kv_heads:
-            raise PlanError(
-                f"{self.name}: heads={self.heads} is not divisible by kv_heads={self.kv_heads}; correct "
-                "num_key_value_heads in the config"
-            )
-        if self.window is not None and self.window < 1:
-            raise PlanError(f"{self.name}: window={self.window} must be above zero; use None for no window")
 
     @property
     def query_width(self) -> int:
@@ -111,9 +81,8 @@ class ModelShape:
         """Return the width of the keys on one of ``tp`` ranks; several ranks share a key head if there are too few.
 
         Example:
-            >>> shape = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
-            ...                    vocab=128256)
-            >>> shape.local_kv_width(8), shape.local_kv_width(16)
+            >>> layer = LayerShape(count=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336)
+            >>> layer.local_kv_width(8), layer.local_kv_width(16)
             (128, 128)
         """
         local = max(1, self.heads // tp)
@@ -135,8 +104,91 @@ class ModelShape:
         return 2 * self.hidden if self.norms is None else self.norms
 
     @property
-    def layer_parameters(self) -> int:
+    def parameters(self) -> int:
+        """Elements of one layer."""
         return self.attention_parameters + self.mlp_parameters + self.norm_parameters + self.biases
+
+    def attended(self, seq_len: int) -> float:
+        """Return the mean number of positions that a query attends to, averaged over the layers."""
+        full = (seq_len + 1) / 2
+        if self.window is None or self.window >= seq_len:
+            return full
+        windowed = self.window * (1 - self.window / (2 * seq_len)) + 0.5
+        return self.windowed * windowed + (1 - self.windowed) * full
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder, which decide its memory and its time.
+
+    Args:
+        name: name of the model in tables.
+        runs: the layers, as runs of equal layers in the order of the model.
+        vocab: rows of the embedding.
+        tied: whether embedding and head are one matrix.
+        positions: rows of a learned position table; 0 for rotary positions or ALiBi.
+
+    Raises:
+        PlanError: a size is below one, or heads is not divisible by kv_heads.
+
+    Example:
+        >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                       vocab=32000)
+        >>> round(shape.parameters / 1e9, 2)
+        6.74
+    """
+
+    name: str
+    runs: tuple[LayerShape, ...]
+    vocab: int
+    tied: bool = False
+    positions: int = 0
+
+    @classmethod
+    def of(cls, *, name: str, layers: int, vocab: int, tied: bool = False, positions: int = 0, **sizes: Any) -> Self:
+        """Return a model whose layers are alike; ``sizes`` are those of a ``LayerShape``."""
+        return cls(name=name, runs=(LayerShape(count=layers, **sizes),), vocab=vocab, tied=tied, positions=positions)
+
+    def __post_init__(self) -> None:
+        for run in self.runs:
+            sizes = {"layers": run.count, "vocab": self.vocab}
+            sizes |= {name: getattr(run, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn")}
+            for name, value in sizes.items():
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                    raise PlanError(
+                        f"{self.name}: {name}={value!r} must be a positive integer; correct it in the config"
+                    )
+            if run.heads % run.kv_heads:
+                raise PlanError(
+                    f"{self.name}: heads={run.heads} is not divisible by kv_heads={run.kv_heads}; correct "
+                    "num_key_value_heads in the config"
+                )
+            if run.window is not None and run.window < 1:
+                raise PlanError(f"{self.name}: window={run.window} must be above zero; use None for no window")
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return sum(self.counts)
+
+    @property
+    def hidden(self) -> int:
+        return self.runs[0].hidden
+
+    @property
+    def traits(self) -> Traits:
+        """The properties of the family's code outside of the layers, such as the last norm's."""
+        return self.runs[0].traits
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of layers of each run."""
+        return tuple(run.count for run in self.runs)
+
+    def uneven(self, tp: int) -> Iterator[str]:
+        """Yield the sizes of layers that ``tp`` ranks cannot share evenly, as in "heads=6"."""
+        sizes = ((name, getattr(run, name)) for run in self.runs for name in ("heads", "ffn"))
+        return (f"{name}={size}" for name, size in sizes if size % tp)
 
     @property
     def embedding_parameters(self) -> int:
@@ -150,35 +202,27 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Elements of all parameters; a tied matrix counts once."""
-        return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters + self.hidden
+        return sum(self.roles.values())
 
     @property
     def roles(self) -> dict[str, int]:
         """Elements by role, over all layers; their sum is ``parameters``."""
         return {
             "embedding": self.embedding_parameters,
-            "attention": self.layers * self.attention_parameters,
-            "mlp": self.layers * self.mlp_parameters,
-            "norm and bias": self.layers * (self.norm_parameters + self.biases) + self.hidden,
+            "attention": sum(run.count * run.attention_parameters for run in self.runs),
+            "mlp": sum(run.count * run.mlp_parameters for run in self.runs),
+            "norm and bias": sum(run.count * (run.norm_parameters + run.biases) for run in self.runs) + self.hidden,
             "head": self.head_parameters,
         }
-
-    def attended(self, seq_len: int) -> float:
-        """Return the mean number of positions that a query attends to, averaged over the layers."""
-        full = (seq_len + 1) / 2
-        if self.window is None or self.window >= seq_len:
-            return full
-        windowed = self.window * (1 - self.window / (2 * seq_len)) + 0.5
-        share = self.window_layers / self.layers
-        return share * windowed + (1 - share) * full
 
     def flops(self, seq_len: int) -> float:
         """Return the floating-point operations of forward and backward for one token.
 
         A parameter of a matmul counts six operations, and causal attention is added. Recompute is not counted.
         """
-        matmul = self.layers * (self.attention_parameters + self.mlp_parameters) + self.vocab * self.hidden
-        return 6 * matmul + 12 * self.layers * self.query_width * self.attended(seq_len)
+        matmul = sum(run.count * (run.attention_parameters + run.mlp_parameters) for run in self.runs)
+        scores = sum(12 * run.count * run.query_width * run.attended(seq_len) for run in self.runs)
+        return 6 * (matmul + self.vocab * self.hidden) + scores
 
 
 def describe(source: Any, *, name: str | None = None) -> ModelShape:
@@ -245,7 +289,7 @@ def _shape(name: str, family: str, config: Mapping[str, Any], found: Mapping[str
         biases += found["ffn"] + hidden
     norms = {"gemma2": 4 * hidden, "gemma3_text": 4 * hidden + 2 * head_dim, "qwen3": 2 * hidden + 2 * head_dim}
     norms["olmo2"] = 2 * hidden + heads * head_dim + kv_heads * head_dim
-    return ModelShape(
+    return ModelShape.of(
         name=name,
         layers=layers,
         hidden=hidden,
@@ -257,7 +301,7 @@ def _shape(name: str, family: str, config: Mapping[str, Any], found: Mapping[str
         gated=gated,
         tied=is_tied(family, config),
         window=window if windowed else None,
-        window_layers=windowed if window else 0,
+        windowed=windowed / layers if window else 0.0,
         biases=biases,
         norms=norms.get(family, 4 * hidden if has_norm_biases(family) else 2 * hidden),
         positions=_positions(config) if family in LEARNED_POSITIONS else 0,

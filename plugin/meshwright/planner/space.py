@@ -37,8 +37,8 @@ class Space:
 
     Example:
         >>> from meshwright.planner.hardware import device
-        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
-        ...                    vocab=32000)
+        >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                       vocab=32000)
         >>> space = Space(shape=shape, cluster=Cluster(device=device("a100-80"), gpus=4), job=Job(seq_len=4096,
         ...               global_batch=2))
         >>> [(region.dp, region.tp) for region in space.regions() if region.pp == region.cp == 1]
@@ -157,10 +157,8 @@ class Space:
             return f"crosses the fast domain of {domain} devices"
         if domain % tp and tp > 1:
             return f"is not a divisor of {domain}, the number of devices in the fast domain"
-        for name in ("heads", "ffn"):
-            if getattr(shape, name) % tp:
-                return f"{name}={getattr(shape, name)} is not divisible by {tp}"
-        return None
+        uneven = next(shape.uneven(tp), None)
+        return uneven and f"{uneven} is not divisible by {tp}"
 
     def _cp_reason(self, cp: int) -> str | None:
         if cp == 1:

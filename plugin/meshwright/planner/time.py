@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from meshwright.plan.partition import balanced_stages, even_stages
+from meshwright.plan.partition import balanced_stages
 from meshwright.plan.schedule import rank_of_stage, stages_of_rank
-from meshwright.planner.breakdown import Overlap, StepTime, Work
-from meshwright.planner.candidate import Candidate, Job, Precision, rank_layers, recomputed_share, stage_layers
+from meshwright.planner.breakdown import Overlap, StepTime, Work, mean_work
+from meshwright.planner.candidate import Candidate, Job, Precision, rank_runs, recomputed_share, stage_runs
 from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges
 from meshwright.planner.devices import matmul_peak
 from meshwright.planner.hardware import Cluster, Coefficients
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.shapes import LayerShape, ModelShape
 from meshwright.planner.simulate import SimulatedPipeline, pipeline_time
 
 _TILE = 128  # size of a matmul's tile in each of its three dims
@@ -44,8 +44,8 @@ class StepModel:
 
     Example:
         >>> from meshwright.planner.hardware import device
-        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
-        ...                    vocab=32000)
+        >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                       vocab=32000)
         >>> model = StepModel(shape, Cluster(device=device("a100-80"), gpus=8), Coefficients())
         >>> step = model.step(Candidate(shard=8, zero_stage=1, accumulation=4), Job(seq_len=4096, global_batch=32))
         >>> 1 < step.total < 20
@@ -55,7 +55,7 @@ class StepModel:
     def __init__(self, shape: ModelShape, cluster: Cluster, coefficients: Coefficients):
         self.shape, self.cluster, self.k = shape, cluster, coefficients
         self.memory_rate = cluster.device.bandwidth
-        self._layers: dict[object, Work] = {}  # a cache: in a search, many plans have equal layers
+        self._layers: dict[object, tuple[Work, ...]] = {}  # a cache: in a search, many plans have equal layers
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
@@ -89,44 +89,48 @@ class StepModel:
         return volume * (size - 1) / size / rate + k.latency * hops
 
     def layer(self, plan: Candidate, job: Job) -> Work:
-        """Return the seconds of one layer for one micro-batch."""
+        """Return the seconds of one layer for one micro-batch, as the mean over the layers."""
+        return mean_work(self.layers(plan, job), self.shape.counts)
+
+    def layers(self, plan: Candidate, job: Job) -> tuple[Work, ...]:
+        """Return the seconds of one layer of each run for one micro-batch."""
         key = (plan.tp, plan.sequence_parallel, plan.cp, plan.context, plan.ulysses, plan.micro_batch,
                plan.recompute, plan.splits_backward, job)  # fmt: skip
         if key not in self._layers:
-            self._layers[key] = self._layer(plan, job)
+            self._layers[key] = tuple(self._layer(run, plan, job) for run in self.shape.runs)
         return self._layers[key]
 
-    def _layer(self, plan: Candidate, job: Job) -> Work:
-        shape, k, t = self.shape, self.k, plan.tp
+    def _layer(self, layer: LayerShape, plan: Candidate, job: Job) -> Work:
+        k, t = self.k, plan.tp
         rows = plan.micro_batch * job.seq_len / plan.cp
         precision = job.precision
-        h, f, q, kv = shape.hidden, shape.ffn / t, shape.query_width / t, shape.local_kv_width(t)
+        h, f, q, kv = layer.hidden, layer.ffn / t, layer.query_width / t, layer.local_kv_width(t)
         matmul = (
             self.matmul(rows, h, q + 2 * kv, precision=precision)
             + self.matmul(rows, q, h, precision=precision)
-            + self.matmul(rows, h, f * (2 if shape.gated else 1), precision=precision)
+            + self.matmul(rows, h, f * (2 if layer.gated else 1), precision=precision)
             + self.matmul(rows, f, h, precision=precision)
         )
         # Without a fused kernel, causal attention computes all scores and moves them through memory several times.
-        seen = shape.attended(job.seq_len) if job.fused_attention else job.seq_len
+        seen = layer.attended(job.seq_len) if job.fused_attention else job.seq_len
         attention = 4 * rows * q * seen / (self.cluster.device.flops * k.attention)
-        if not job.fused_attention and shape.head_dim % _ALIGNED:
+        if not job.fused_attention and layer.head_dim % _ALIGNED:
             attention *= _MISALIGNED
-        scores = 0.0 if job.fused_attention else _SCORE_BYTES * rows * shape.heads / t * job.seq_len
+        scores = 0.0 if job.fused_attention else _SCORE_BYTES * rows * layer.heads / t * job.seq_len
         # A norm reads once and writes once, a residual sum reads twice and writes once, and a layer has two of each.
         # The other terms are the rotation of q and k, and the gate.
         split = t if plan.sequence_parallel else 1
-        traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (6 if shape.gated else 4))
+        traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (6 if layer.gated else 4))
         traffic *= job.activation_bytes / 2
         elementwise = k.elementwise * traffic / self.memory_rate
         # Weights are cast once per step and the casts are kept, so only the casts of inputs count.
         elementwise += k.elementwise * _CAST_BYTES[precision] * rows * (2 * h + q + f) / self.memory_rate
         reduce = 2 * self.ring(job.activation_bytes * rows * h, t, 1)
-        in_blocks = [k.elementwise * size / self.memory_rate for size in block_bytes(shape, plan, job)]
+        in_blocks = [k.elementwise * size / self.memory_rate for size in block_bytes(layer, plan, job)]
         attended = attention + in_blocks[0]
-        attended_back = (3.5 if attends_twice(shape, plan, job) else 2.5) * attention + in_blocks[1]
+        attended_back = (3.5 if attends_twice(layer, plan, job) else 2.5) * attention + in_blocks[1]
         sent, sent_back = exchanges(
-            shape, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes, own_runtime=job.own_runtime
+            layer, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes, own_runtime=job.own_runtime
         )
         exchange, hidden = self._exchanged(sent, attended, plan)
         exchange_back, hidden_back = self._exchanged(sent_back, attended_back, plan)
@@ -194,22 +198,23 @@ class StepModel:
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float], Work, Work]:
-        """Return the seconds of each virtual stage's forward and backward, and the ``Work`` of a layer and the head."""
-        layer, head = self.layer(plan, job), self.head(plan, job)
-        skipped = layer.recompute * (1 - recomputed_share(plan, self.shape.layers))
-        counts = stage_layers(plan, self.shape.layers)
-        forward = [count * layer.forward for count in counts]
-        backward = [count * (layer.backward - skipped) for count in counts]
+    def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float]]:
+        """Return the seconds of each virtual stage's forward and backward."""
+        layers, head = self.layers(plan, job), self.head(plan, job)
+        repeated = 1 - recomputed_share(plan, self.shape.layers)
+        held = stage_runs(plan, self.shape.counts)
+        forward = _weighted(held, [layer.forward for layer in layers])
+        backward = _weighted(held, [layer.backward - layer.recompute * repeated for layer in layers])
         forward[-1] += head.forward
         backward[-1] += head.backward
-        return forward, backward, layer, head
+        return forward, backward
 
     def pipeline(self, plan: Candidate, job: Job) -> SimulatedPipeline:
         """Return what is simulated: the schedule and the seconds of its virtual stages."""
-        forward, backward, layer, head = self.stages(plan, job)
-        weight = [count * layer.weight_grad for count in stage_layers(plan, self.shape.layers)]
-        weight[-1] += head.weight_grad
+        forward, backward = self.stages(plan, job)
+        held = stage_runs(plan, self.shape.counts)
+        weight = _weighted(held, [layer.weight_grad for layer in self.layers(plan, job)])
+        weight[-1] += self.head(plan, job).weight_grad
         transfer = self.transfer(plan, job) if plan.pp > 1 else 0.0
         shared = (1 - self.k.overlap) * transfer  # a transfer slows the compute that runs at the same time
         return SimulatedPipeline(
@@ -223,36 +228,46 @@ class StepModel:
 
     def balanced(self, plan: Candidate, job: Job) -> Candidate | None:
         """Return the plan with fewer layers on the head's stage; None if its slowest stage would not be faster."""
-        layer, head = self.layer(plan, job), self.head(plan, job)
-        layers, count = self.shape.layers, plan.pp * plan.chunks
-        # Layers are equal, so the head's share of a layer decides; it is rounded, so that few partitions are computed.
-        last = round((head.forward + head.backward) / (layer.forward + layer.backward) * 8) / 8
-        even, stages = even_stages(layers, count), balanced_stages([1.0] * layers, count, last=last)
-        if max(*stages[:-1], stages[-1] + last) >= max(*even[:-1], even[-1] + last):
-            return None
-        return replace(plan, stages=stages)
+        both, head = [layer.forward + layer.backward for layer in self.layers(plan, job)], self.head(plan, job)
+        counts, count = self.shape.counts, plan.pp * plan.chunks
+        # The head's share of a layer is rounded, so that few partitions are computed.
+        last = round((head.forward + head.backward) / both[0] * 8) / 8
+        units = [seconds / both[0] for seconds in both]
+        each = [unit for unit, layers in zip(units, counts, strict=True) for _ in range(layers)]
+        stages = balanced_stages(each, count, last=last)
+
+        def slowest(plan: Candidate) -> float:
+            *others, final = _weighted(stage_runs(plan, counts), units)
+            return max(*others, final + last)
+
+        balanced = replace(plan, stages=stages)
+        return None if slowest(balanced) >= slowest(replace(plan, stages=None)) else balanced
 
     def step(self, plan: Candidate, job: Job) -> StepTime:
         """Return the time of one step of a plan that fits this cluster and this job."""
         k, m = self.k, plan.accumulation
-        every_forward, every_backward, layer, head = self.stages(plan, job)
-        forward, backward = _of_ranks(plan, every_forward), _of_ranks(plan, every_backward)
+        layers, head = self.layers(plan, job), self.head(plan, job)
+        forward, backward = (_of_ranks(plan, seconds) for seconds in self.stages(plan, job))
         slowest = max(range(plan.pp), key=lambda i: forward[i] + backward[i])
         busy = m * (forward[slowest] + backward[slowest])
         piped = pipeline_time(self.pipeline(plan, job), m) if plan.pp > 1 else busy
-        held = m * rank_layers(plan, self.shape.layers)[slowest]
+        held = rank_runs(plan, self.shape.counts)[slowest]
+
+        def of(kind: str) -> float:
+            return float(sum(m * count * getattr(layer, kind) for count, layer in zip(held, layers, strict=True)))
+
         tail = m if slowest == _last_rank(plan) else 0
         data = self.data(plan, job, forward[slowest], backward[slowest])
         optimizer = self.optimizer(plan, job)
         total = piped + data + optimizer + k.step
         straggler = total * k.straggler * math.log2(self.cluster.nodes)
         return StepTime(
-            matmul=held * layer.matmul + tail * head.matmul,
-            attention=held * layer.attention,
-            elementwise=held * layer.elementwise + tail * head.elementwise,
-            recompute=held * layer.recompute * recomputed_share(plan, self.shape.layers),
-            tensor=held * layer.tensor,
-            context=held * layer.context,
+            matmul=of("matmul") + tail * head.matmul,
+            attention=of("attention"),
+            elementwise=of("elementwise") + tail * head.elementwise,
+            recompute=of("recompute") * recomputed_share(plan, self.shape.layers),
+            tensor=of("tensor"),
+            context=of("context"),
             data=data,
             bubble=piped - busy,
             optimizer=optimizer,
@@ -274,7 +289,7 @@ class StepModel:
 
     def _piped(self, plan: Candidate, job: Job) -> tuple[float, float, float]:
         """Return a lower bound on the time of the pipeline, and the slowest rank's forward and backward."""
-        every_forward, every_backward, _, _ = self.stages(plan, job)
+        every_forward, every_backward = self.stages(plan, job)
         forward, backward = _of_ranks(plan, every_forward), _of_ranks(plan, every_backward)
         busy = [f + b for f, b in zip(forward, backward, strict=True)]
         # A rank waits for its first forward and, after its last backward, for the backwards of the earlier stages,
@@ -297,7 +312,8 @@ class StepModel:
         """Return the number of parameter elements on the largest rank of the pipeline, before ZeRO shards them."""
         shape = self.shape
         ends = shape.embedding_parameters + (shape.head_parameters if _last_rank(plan) == 0 else 0)
-        return (max(rank_layers(plan, shape.layers)) * shape.layer_parameters + ends) / plan.tp
+        elements = _weighted(rank_runs(plan, shape.counts), [run.parameters for run in shape.runs])
+        return (max(elements) + ends) / plan.tp
 
     def data(self, plan: Candidate, job: Job, forward: float, backward: float) -> float:
         """Return the seconds per step of data-parallel communication that compute does not hide."""
@@ -364,13 +380,18 @@ def boundary_bytes(shape: ModelShape, plan: Candidate, job: Job) -> float:
     A step sends them ``2 * plan.accumulation`` times over each boundary between virtual stages of different ranks.
 
     Example:
-        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
-        ...                    vocab=32000)
+        >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                       vocab=32000)
         >>> boundary_bytes(shape, Candidate(pp=2, tp=2, sequence_parallel=True), Job(seq_len=4096, global_batch=1))
         16777216.0
     """
     split = plan.tp if plan.sequence_parallel else 1
     return job.activation_bytes * plan.micro_batch * job.seq_len / plan.cp * shape.hidden / split
+
+
+def _weighted(held: Sequence[Sequence[int]], values: Sequence[float]) -> list[float]:
+    """Return the sum of the values of the layers of each stage or rank, which holds so many layers of each run."""
+    return [sum(count * value for count, value in zip(counts, values, strict=True)) for counts in held]
 
 
 def _of_ranks(plan: Candidate, stages: Sequence[float]) -> list[float]:

@@ -222,7 +222,7 @@ def stage_work(model: StepModel, plan: Candidate, job: Job) -> StageWork:
     layer, head = model.layer(plan, job), model.head(plan, job)
     share = recomputed_share(plan, model.shape.layers)
     backward = layer.backward - (1 - share) * layer.recompute
-    forwards, backwards, _, _ = model.stages(plan, job)
+    forwards, backwards = model.stages(plan, job)
     slowest = max(range(len(forwards)), key=lambda stage: forwards[stage] + backwards[stage])
     transfer = model.transfer(plan, job) if plan.pp > 1 else 0.0
     busy = layer.forward + backward
