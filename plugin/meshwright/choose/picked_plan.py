@@ -6,12 +6,12 @@ import dataclasses
 import logging
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -23,10 +23,12 @@ from meshwright.choose.stages import against_stages, why_not_cut
 from meshwright.context.check_method import check_method
 from meshwright.context.record import record_context
 from meshwright.context.token_wise import check_token_wise
+from meshwright.data.nested import leaves
 from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.faults.together import on_first_rank
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.elementwise import check_elementwise
+from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.model_shape import shape_of
 from meshwright.parallel.recompute import can_recompute_some, check_recompute
@@ -218,20 +220,14 @@ def _length(dataloader: DataLoader[Any]) -> int:
         batch = dataloader.collate_fn([dataloader.dataset[index] for index in range(count)])
     random.setstate(state)
     np.random.set_state(of_numpy)
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    for tensor in [ids, *_leaves(batch)]:
-        if isinstance(tensor, Tensor) and tensor.ndim == 2:
+    schema = BatchSchema(dict(leaves(batch)))
+    for tensor in [*([schema.tokens] if schema.has_tokens else []), *schema.tensors.values()]:
+        if tensor.ndim == 2:
             return tensor.shape[1]
     raise PlanError(
         "picking a plan needs the length of a row, but the dataloader's batches have no tensor of shape (rows, "
         'tokens); write ToDistributedConfig(input_spec={"input_ids": ((8, 2048), torch.int64)})'
     )
-
-
-def _leaves(batch: Any) -> Iterable[Any]:
-    if isinstance(batch, Mapping):
-        return batch.values()
-    return batch if isinstance(batch, tuple | list) else ()
 
 
 def cluster_at_hand(device: torch.device, nodes: int, profile: HardwareProfile | None) -> Cluster:
