@@ -25,7 +25,6 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
-from meshwright.choose.plan_file import runnable_fields
 from meshwright.planner.candidate import Job
 from meshwright.planner.hardware import HardwareProfile
 from meshwright.planner.search import Search, search
@@ -62,7 +61,7 @@ def worker(arguments: argparse.Namespace) -> None:
         for choice in found.choices:
             model = copy.deepcopy(origin)
             optimizer = torch.optim.AdamW(model.parameters())
-            plan = mw.ParallelPlan(**runnable_fields(choice.plan))
+            plan = mw.ParallelPlan(**choice.plan.runnable_fields())
             model, optimizer, _ = mw.to_distributed(model, optimizer, config=mw.ToDistributedConfig(plan=plan))
             own = rows // plan.dp
             first = dist.get_rank() // plan.tp * own

@@ -16,7 +16,7 @@ import meshwright as mw
 from conformance.families.models import DENSE, build, tiny_config
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.roles import Role, plan_for
-from meshwright.roles.projection import is_transposed
+from meshwright.roles.projection import output_dim
 from meshwright.verification.float64_modules import in_float64, relative_difference
 
 TOLERANCE = 1e-10
@@ -196,7 +196,7 @@ def traits(model: nn.Module) -> str:
         found.append("latent attention")
     elif Role.PER_HEAD in roles:
         found.append("a sink for each head")
-    if any(is_transposed(module) for module in model.modules()):
+    if any(output_dim(module) == 1 for module in model.modules()):
         found.append("transposed weights")
     if any(block.module in structure.layers for block in structure.blocks):
         found.append("MLP owned by the layer")

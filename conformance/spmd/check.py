@@ -28,6 +28,7 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.column_projections import ColumnProjections
+from meshwright.parallel.method_chain import find_step
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
@@ -117,8 +118,8 @@ def _check_step(
     for value in inputs.values():
         mode.declare(value, Kind.INVARIANT)
     findings = list(_held_rows(model))
-    pipeline = without_wrappers(model)[1].forward
-    tie = pipeline.pipeline.tie if isinstance(pipeline, PipelineForward) else Axis("tie")
+    step = find_step(without_wrappers(model)[1], PipelineForward)
+    tie = Axis("tie") if step is None else step.pipeline.tie
     try:
         with mode.watching(model), receiving(mode, runtime), _Reductions(tie) as summed:
             loss = model(**inputs).loss

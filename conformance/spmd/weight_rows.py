@@ -20,7 +20,7 @@ from conformance.spmd.rules import names
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.roles.adapters import projection
-from meshwright.roles.projection import is_transposed
+from meshwright.roles.projection import out_features
 
 Rows = tuple[int, ...]
 
@@ -143,7 +143,7 @@ def compare_rows(whole: RowsRead, own: RowsRead, rank: int) -> Iterator[tuple[st
 def _rows_held(module: Any) -> list[int]:
     layout = layout_if_any(module.weight)
     if layout is None:
-        return list(range(module.weight.shape[1] if is_transposed(module) else module.weight.shape[0]))
+        return list(range(out_features(module)))
     return [row for start, stop in layout.over("tp").spans[layout.rank("tp")] for row in range(start, stop)]
 
 

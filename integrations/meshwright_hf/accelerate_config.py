@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line, runnable_fields
+from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.hardware import Cluster
 
@@ -23,7 +23,7 @@ def accelerate_config(plan: Candidate, cluster: Cluster, *, saved: Path | None, 
     """
     cpu = cluster.device.shares_host or cluster.device.name == "cpu"
     machines = -(-cluster.gpus // cluster.gpus_per_node)
-    value = str(saved) if saved else f"'{plan_line(runnable_fields(plan))}'"
+    value = str(saved) if saved else f"'{plan_line(plan.runnable_fields())}'"
     variables = f"{PLAN_VARIABLE}={value} " + ("ACCELERATE_USE_CPU=true " if cpu else "")
     address = " --machine_rank RANK --main_process_ip ADDRESS_OF_MACHINE_0" if machines > 1 else ""
     lines = [

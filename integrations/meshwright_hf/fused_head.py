@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +12,11 @@ from meshwright.context.region import ContextRegion
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import unsplit_rows
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 
 
 def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
-    """Wrap the forward to gather the whole head for calls with ``fused_lm_head=True``; other calls are unchanged.
+    """Gather the whole head for calls of the forward with ``fused_lm_head=True``; other calls are unchanged.
 
     TRL's trainers replace the model's forward before the model is sharded. TRL's forward multiplies hidden states by
     ``get_output_embeddings().weight`` tile by tile, so with a rank's own rows the softmax would cover only part of the
@@ -30,12 +30,22 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
     if is_whole or not hasattr(model, "get_output_embeddings"):
         return
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    forward, find_head = owner.forward, owner.get_output_embeddings
+    add_step(owner, _WholeHead(owner, runtime))
 
-    @functools.wraps(forward)
-    def with_whole_head(*args: object, **kwargs: object) -> Any:
+
+class _WholeHead(ChainStep):
+    """The step of a model's forward that gathers the head where TRL's forward reads it."""
+
+    order = StepOrder.WHOLE_HEAD
+
+    def __init__(self, owner: Any, runtime: Runtime):
+        self.owner, self.runtime = owner, runtime
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("fused_lm_head"):
-            return forward(*args, **kwargs)
+            return self.method(*args, **kwargs)
+        owner, runtime = self.owner, self.runtime
+        find_head = owner.get_output_embeddings
         with contextlib.ExitStack() as stack:
             if (region := runtime.features.find(ContextRegion)) is not None:
                 stack.enter_context(region.joining())  # TRL's loss shifts the labels of the whole row
@@ -48,11 +58,9 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
 
             owner.get_output_embeddings = find_whole_head  # TRL's forward calls this once, after the backbone
             try:
-                return forward(*args, **kwargs)
+                return self.method(*args, **kwargs)
             finally:
                 del owner.get_output_embeddings
-
-    owner.forward = with_whole_head
 
 
 def _whole(head: nn.Linear, runtime: Runtime) -> SimpleNamespace:

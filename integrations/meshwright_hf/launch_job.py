@@ -93,9 +93,8 @@ class Launch:
             raise PlanError(f"--main_process_port {self.main_process_port} must be from 1 to 65535")
         if self.plan is not None and self.plan.world_size != self.num_processes:
             raise PlanError(
-                f"the plan dp={self.plan.dp} x tp={self.plan.tp} x cp={self.plan.cp} x pp={self.plan.pp} needs "
-                f"{self.plan.world_size} processes, but --num_processes is {self.num_processes}; leave it out, or "
-                "change the plan's sizes"
+                f"the plan {self.plan.product()} needs {self.plan.world_size} processes, but --num_processes is "
+                f"{self.num_processes}; leave it out, or change the plan's sizes"
             )
         if self.module and (self.script.endswith(".py") or "/" in self.script):
             raise PlanError(f"-m takes the name of a module, such as my_package.train; for {self.script} leave -m out")

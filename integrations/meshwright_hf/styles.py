@@ -31,22 +31,20 @@ class PartialNorm(TensorParallelLayer):
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         hooked: dict[str, Tensor] = {}
-        forward = module.forward
 
         def add_up(grad: Tensor) -> Tensor:
             grad = grad.contiguous().clone()
             dist.all_reduce(grad, group=mesh.get_group())
             return grad
 
-        def tp_forward(*args: object, **kwargs: object) -> Any:
+        def hook(module: nn.Module, _: object) -> None:
             # Loading replaces the parameters after install_forward, so hooks are added at the first forward pass.
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and hooked.get(name) is not parameter:
                     parameter.register_hook(add_up)
                     hooked[name] = parameter
-            return forward(*args, **kwargs)
 
-        module.forward = tp_forward
+        module.register_forward_pre_hook(hook)
         return module
 
 

@@ -27,6 +27,7 @@ from meshwright.checkpoint.sealed.sealed_folder import check_seal, close_seal, s
 from meshwright.data.loader import DistributedLoader
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
+from meshwright.mesh.axis_sizes import AXES
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright_hf.launch_job import LAUNCH_VARIABLE
@@ -291,5 +292,6 @@ def _check_is_here(best: Path, is_ours: bool, output_dir: str) -> None:
 
 
 def _sizes(runtime: Runtime) -> tuple[int, ...]:
-    of_context = (runtime.mesh.cp.size,) if runtime.mesh.cp.size > 1 else ()
-    return runtime.mesh.pp.size, runtime.mesh.dp.size, runtime.mesh.tp.size, *of_context
+    sizes = {name: getattr(runtime.mesh, name).size for name in AXES}
+    context = sizes.pop("cp")
+    return (*sizes.values(), *((context,) if context > 1 else ()))

@@ -145,7 +145,6 @@ class DataParallel(nn.Module):
                 self._trainable,
                 max_bytes=int(comm_buffer_size * MB),
                 last_bytes=int(last_comm_buffer_size * MB),
-                multiple=1,
                 accumulate_in_float32=False,
             )
             self._sync = GradientSync(
@@ -268,7 +267,7 @@ def fused_allreduce_gradients(params: Iterable[Tensor], mesh: ProcessMesh | Devi
     for axis in _axes(mesh):
         reduction = AllReduce(axis)
         for group in group_parameters(parameters, FUSED_BYTES):  # type: ignore[arg-type]
-            bucket = Bucket(group, 1, group[0].dtype)
+            bucket = Bucket(group, group[0].dtype)
             reduction.start(bucket, reduction.take(bucket))()
 
 

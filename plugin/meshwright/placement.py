@@ -21,10 +21,18 @@ from meshwright.faults.memory_digest import value_digest
 from meshwright.faults.same_call import Claim, agreed
 from meshwright.mesh.process_group import ensure_process_group
 from meshwright.mesh.process_mesh import ProcessMesh
-from meshwright.resharding.layouts import check_dtype, decode, encode, layout_of, make_layout, process_mesh
+from meshwright.resharding.layouts import (
+    Layout,
+    check_dtype,
+    decode,
+    encode,
+    layout_of,
+    make_layout,
+    of_gradient,
+    process_mesh,
+)
 from meshwright.resharding.move import move, settle, wrap
 from meshwright.resharding.plain_operands import PlainOperands
-from meshwright.resharding.regions import Layout, of_gradient, within
 
 __all__ = ["Partial", "Replicate", "Shard", "reshard", "shard_tensor"]
 
@@ -218,10 +226,9 @@ def _own_part(tensor: Tensor, layout: Layout, device_mesh: DeviceMesh) -> Tensor
     rank = dist.get_rank()
     if rank not in layout.mesh:
         return tensor.new_empty(0, device=device_mesh.device_type)
-    whole = tuple((0, length) for length in tensor.shape)
-    part = tensor[within(layout.box(tensor.shape, rank), whole)]
+    part = layout.part(tensor.shape, rank).take(tensor)
     part = part if layout.has_value(rank) else torch.zeros_like(part)
-    return part.to(device_mesh.device_type).clone(memory_format=torch.contiguous_format)
+    return part.to(device_mesh.device_type)
 
 
 def _device_type(tensor: Tensor) -> str:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict, deque
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.format.assign_writes import Held, Sizes, assign_writes, copies
-from meshwright.checkpoint.one_device.blocks import StridedBlock, between, numel, overlap, packed, shard
+from meshwright.checkpoint.format.assign_writes import assign_writes
+from meshwright.checkpoint.one_device import gather_tensor
+from meshwright.layout.blocks import StridedBlock, between, numel, overlap, packed
 from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.mesh.axes import Axis, Mesh, Place
 
 
 def positions(blocks: list[StridedBlock]) -> dict[int, int]:
@@ -26,55 +31,65 @@ def positions(blocks: list[StridedBlock]) -> dict[int, int]:
     return found
 
 
+def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1, at: Place | None = None) -> Mesh:
+    sizes = {"pp": pp, "dp": dp, "tp": tp}
+    return Mesh(**{name: Axis(name, size, 0 if at is None else at[name]) for name, size in sizes.items()})
+
+
 @st.composite
-def layouts(draw: Any, tp: int) -> tuple[tuple[int, ...], RowLayout]:
-    """A shape and how its rows are sharded: evenly, fused, unevenly with padding, shared by ranks, or not at all."""
-    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-    dim = draw(st.integers(0, len(shape) - 1))
-    size = shape[dim]
+def rows_of(draw: Any, dim: int, size: int, ranks: int) -> RowLayout:
+    """How the rows of a dim are sharded: evenly, fused, unevenly with padding, shared by ranks, or not at all."""
     kind = draw(st.sampled_from(["padded", "replicated", "shared", "any"]))
     if kind == "padded":
-        return shape, RowLayout.padded(size, tp, dim)
+        return RowLayout.padded(size, ranks, dim)
     if kind == "replicated":
-        return shape, RowLayout.replicated(size, tp, dim)
+        return RowLayout.replicated(size, ranks, dim)
     if kind == "shared":  # one row for two ranks, as key heads are
-        return shape, RowLayout(
-            dim, size, tuple(((rank * size // tp, -(-(rank + 1) * size // tp)),) for rank in range(tp))
-        )
-    owner = [draw(st.integers(0, tp - 1)) for _ in range(size)]
-    spans = tuple(tuple((row, row + 1) for row in range(size) if owner[row] == rank) for rank in range(tp))
-    return shape, RowLayout(dim, size, spans)
+        return RowLayout(dim, size, tuple(((r * size // ranks, -(-(r + 1) * size // ranks)),) for r in range(ranks)))
+    owner = [draw(st.integers(0, ranks - 1)) for _ in range(size)]
+    spans = tuple(tuple((row, row + 1) for row in range(size) if owner[row] == rank) for rank in range(ranks))
+    return RowLayout(dim, size, spans)
 
 
 @st.composite
-def held(draw: Any, tp: int, dp: int) -> Held:
-    shape, layout = draw(layouts(tp))
-    local = torch.Size(shape).numel() // layout.size * layout.local_size
-    cut = None
-    if draw(st.booleans()):
-        start = draw(st.integers(0, 5))
-        length = -(-(start + local + draw(st.integers(0, 5))) // dp)
-        cut = RowLayout.stretches(start, local, length, dp)
-    return Held(dtype=torch.float32, shape=shape, layout=layout, cut=cut)
+def layouts(draw: Any, mesh: Mesh, shape: tuple[int, ...] | None = None) -> TensorLayout:
+    """A tensor of up to 3 dims, cut along one dim by tp, maybe along another by dp, and maybe once more when flat."""
+    shape = shape or tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    axes = draw(st.lists(st.sampled_from([("tp", mesh.tp.size), ("dp", mesh.dp.size)]), max_size=2, unique=True))
+    dims = draw(st.permutations(range(len(shape))))
+    cuts = tuple((axis, draw(rows_of(dim, shape[dim], size))) for (axis, size), dim in zip(axes, dims, strict=False))
+    held = draw(st.sampled_from([None, (0,), (mesh.pp.size - 1,), tuple(sorted({0, mesh.pp.size - 1}))]))
+    layout = TensorLayout(shape=torch.Size(shape), cuts=cuts, stages=held)
+    if draw(st.booleans()) or any(axis == "dp" for axis, _ in cuts):
+        return layout
+    start, local, dp = draw(st.integers(0, 5)), layout.shard_shape.numel(), mesh.tokens.size
+    length = -(-(start + local + draw(st.integers(0, 5))) // dp)
+    return layout.flattened(RowLayout.stretches(start, local, length, dp))
+
+
+def at(layout: TensorLayout, place: Place) -> TensorLayout:
+    return dataclasses.replace(layout, place=place)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_a_shard_has_the_positions_that_take_gives(data: Any) -> None:
-    tp = data.draw(st.integers(1, 4))
-    shape, layout = data.draw(layouts(tp))
-    whole = torch.arange(1, torch.Size(shape).numel() + 1).view(shape)
-    for rank in range(tp):
-        local = layout.take(whole, rank).flatten().tolist()
-        assert positions(shard(shape, layout, rank)) == {i: value - 1 for i, value in enumerate(local) if value}
+def test_blocks_have_the_positions_that_take_gives(data: Any) -> None:
+    mesh = mesh_of(dp=data.draw(st.integers(1, 3)), tp=data.draw(st.integers(1, 4)))
+    layout = data.draw(layouts(mesh))
+    whole = torch.arange(1, layout.shape.numel() + 1).view(layout.shape)
+    for place in mesh.places:
+        local = at(layout, place).take(whole)
+        assert local.shape == at(layout, place).local_shape
+        found = {i: value - 1 for i, value in enumerate(local.flatten().tolist()) if value}
+        assert positions(layout.blocks(place)) == found
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_restricting_packing_and_overlaps_are_those_of_sets(data: Any) -> None:
-    tp = data.draw(st.integers(1, 4))
-    shape, layout = data.draw(layouts(tp))
-    part = shard(shape, layout, 0)
+    mesh = mesh_of(dp=data.draw(st.integers(1, 3)), tp=data.draw(st.integers(1, 4)))
+    layout = data.draw(layouts(mesh))
+    part = layout.blocks(mesh.places[0])
     known = positions(part)
     start = data.draw(st.integers(0, 40))
     stop = data.draw(st.integers(start, 80))
@@ -82,62 +97,71 @@ def test_restricting_packing_and_overlaps_are_those_of_sets(data: Any) -> None:
     assert sorted(positions(packed(part)).values()) == sorted(known.values())
     assert sorted(positions(packed(part))) == list(range(numel(part)))
     # Another part, of a tensor of these positions: overlapping elements are found once, at their places in both.
-    other = between(shard(shape, RowLayout.padded(shape[-1], 2, len(shape) - 1), 1), start // 4, stop)
+    other = between(data.draw(layouts(mesh, layout.shape)).blocks(mesh.places[-1]), start // 4, stop)
     theirs = {whole: local for local, whole in positions(other).items()}
-    assert positions(list(overlap(part, other))) == {k: theirs[v] for k, v in known.items() if v in theirs}
-
-
-def stages(mesh: Sizes) -> Any:
-    """The ranks of pp that hold a tensor: one, the first and the last as for a tied weight, or all."""
-    return st.sampled_from(sorted({(0,), (mesh.pp - 1,), tuple(sorted({0, mesh.pp - 1})), tuple(range(mesh.pp))}))
+    assert positions(overlap(part, other)) == {k: theirs[v] for k, v in known.items() if v in theirs}
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_each_element_is_written_once_and_read_by_every_rank_that_holds_it(data: Any) -> None:
     meshes = [
-        Sizes(tp=tp, dp=dp, pp=pp) for tp, dp in [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 2)] for pp in (1, 3)
+        mesh_of(tp=tp, dp=dp, pp=pp) for tp, dp in [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 2)] for pp in (1, 3)
     ]
     mesh, new = data.draw(st.sampled_from(meshes)), data.draw(st.sampled_from(meshes))
-    before = data.draw(held(mesh.tp, mesh.dp))
-    before = dataclasses.replace(before, stages=data.draw(stages(mesh)))
-    written = assign_writes({"w": before}, mesh)
+    before = data.draw(layouts(mesh))
+    written = assign_writes({"w": (torch.float32, before)}, mesh.places)
     files = [positions(share.get("w", [])) for share in written]
-    assert sorted(whole for file in files for whole in file.values()) == list(range(torch.Size(before.shape).numel()))
-    for place, file in enumerate(files):
+    assert sorted(whole for file in files for whole in file.values()) == list(range(before.shape.numel()))
+    for place, file in zip(mesh.places, files, strict=True):
         assert sorted(file) == list(range(len(file)))
-        assert set(file.values()) <= set(positions(before.part(mesh.place(place))).values())
+        assert set(file.values()) <= set(positions(before.blocks(place)).values())
     # Under another mesh, chunk by chunk.
-    rows = before.shape[before.layout.dim]
-    layout = RowLayout.padded(rows, new.tp, before.layout.dim)
-    local = torch.Size(before.shape).numel() // rows * layout.local_size
-    after = Held(
-        dtype=torch.float32,
-        shape=before.shape,
-        layout=layout,
-        cut=RowLayout.stretches(0, local, -(-local // new.dp), new.dp),
-        stages=data.draw(stages(new)),
-    )
+    after = data.draw(layouts(new, before.shape))
     chunk = data.draw(st.integers(1, 9))
-    for place in range(new.ranks):
-        part = after.part(new.place(place))
-        assert bool(part) <= (new.place(place).pp in after.stages)
+    for place in new.places:
+        part = after.blocks(place)
+        assert bool(part) <= (after.stages is None or place["pp"] in after.stages)
         read: dict[int, int] = {}
         for file, share in zip(files, written, strict=True):
             blocks = share.get("w", [])
             for start in range(0, numel(blocks), chunk):
-                for local_position, in_chunk in positions(
-                    copies(part, blocks, start, min(start + chunk, numel(blocks)))
-                ).items():
+                for local_position, in_chunk in positions(overlap(part, between(blocks, start, start + chunk))).items():
                     assert local_position not in read
                     read[local_position] = file[start + in_chunk]
         assert read == positions(part)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_first_rank_gathers_every_element(data: Any) -> None:
+    """Pieces are sent to ranks with a smaller index only, so that the ranks can run one after the other."""
+    sizes = {axis: data.draw(st.integers(1, 3)) for axis in ("pp", "dp", "tp")}
+    mesh = mesh_of(**sizes)
+    layout = data.draw(layouts(mesh))
+    whole = torch.arange(1, layout.shape.numel() + 1).view(layout.shape)
+    mail: defaultdict[Any, deque[torch.Tensor]] = defaultdict(deque)
+    chunk = data.draw(st.integers(1, 9)) * whole.element_size()
+    for place in reversed(mesh.places):
+        rank, own = mesh_of(**sizes, at=place), at(layout, place)
+
+        def hop(piece: torch.Tensor, source: int, axis: Axis, rank: Mesh = rank) -> None:
+            box = mail[axis.name, source, *(other.rank for other in rank.factors if other is not axis)]
+            box.append(piece.clone()) if axis.rank == source else piece.copy_(box.popleft())
+
+        part = own.take(whole).flatten() if own.is_held else whole.new_empty(0)
+        with mock.patch.multiple(gather_tensor, _hop=hop, _CHUNK=chunk):
+            found = gather_tensor.assemble(part, own, rank)
+        assert (found is not None) == rank.is_first
+    assert found is not None and torch.equal(found, whole)
+    assert not any(mail.values())
+
+
 def test_shares_are_even() -> None:
-    layout = RowLayout.even(64, 2)
-    tensors = {f"w{i}": Held(dtype=torch.float32, shape=(64, 512), layout=layout) for i in range(3)}
-    tensors |= {f"n{i}": Held.of(torch.float32, (512,), Sizes(dp=2, tp=2)) for i in range(8)}
-    loads = [sum(numel(blocks) for blocks in share.values()) for share in assign_writes(tensors, Sizes(dp=2, tp=2))]
+    mesh, rows = mesh_of(dp=2, tp=2), RowLayout.even(64, 2)
+    tensors = {f"w{i}": TensorLayout(shape=torch.Size([64, 512]), cuts=(("tp", rows),)) for i in range(3)}
+    tensors |= {f"n{i}": TensorLayout(shape=torch.Size([512])) for i in range(8)}
+    shares = assign_writes({name: (torch.float32, layout) for name, layout in tensors.items()}, mesh.places)
+    loads = [sum(numel(blocks) for blocks in share.values()) for share in shares]
     assert sum(loads) == 3 * 64 * 512 + 8 * 512
     assert max(loads) / (sum(loads) / 4) < 1.05

@@ -18,8 +18,8 @@ import meshwright as mw
 from meshwright.checkpoint.format.loaded_line import loaded_line
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.format.part_files import read_elements
-from meshwright.checkpoint.one_device.blocks import StridedBlock
 from meshwright.errors import CheckpointError
+from meshwright.layout.blocks import StridedBlock
 from support.exact import Float64
 from support.tiers import crossings
 

@@ -20,8 +20,8 @@ from meshwright.checkpoint.format import part_files
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.format.open_checkpoint import miscovered
 from meshwright.checkpoint.format.part_files import FileRecord, file_names
-from meshwright.checkpoint.one_device.blocks import StridedBlock
 from meshwright.cli import app
+from meshwright.layout.blocks import StridedBlock
 
 TENSORS, INDEX = file_names(0)
 

@@ -20,7 +20,6 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.checkpoint.one_device import gather_tensor
 from meshwright.checkpoint.one_device.safetensors_file import SafetensorsWriter
-from meshwright.layout.row_layout import RowLayout
 from meshwright.optim.state_parts import parts_of
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
@@ -238,7 +237,7 @@ def bfloat16_run(plan: dict[str, Any], folder: Path, action: str) -> dict[str, T
     for name, part in parts_of(training.model, training.optimizer).parts.items():
         if part.has_master and part.key is not None:
             parameter = training.model.get_parameter(name).detach().as_subclass(torch.Tensor)
-            masters[name] = (part.key.detach().bfloat16() == parameter.flatten()[slice(*part.own)]).all()
+            masters[name] = (part.key.detach().bfloat16() == part.layout.own(parameter)).all()
     assert all(masters.values()) and bool(masters) == bool(plan.get("zero_stage"))
     return {key: x for file in (folder / "optimizer").glob("*.safetensors") for key, x in load_file(file).items()}
 
@@ -379,25 +378,6 @@ def peak_while_saving(plan: dict[str, Any], folder: Path) -> tuple[int, int]:
 def test_saving_holds_one_full_tensor_at_a_time(pools: dict[int, Any], tmp_path: Path) -> None:
     (peak, largest), *others = pools[4].run(peak_while_saving, PLANS["tp2xdp2+zero1"], tmp_path)
     assert largest <= peak <= largest + 2**16 and all(other <= 2**16 for other, _ in others)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 3), (4, 6, 2)])
-@pytest.mark.parametrize("chunk", [1, 5, 1000])
-def test_every_element_of_a_cut_tensor_finds_its_place(shape: tuple[int, ...], chunk: int) -> None:
-    full = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    for dim in range(max(len(shape), 1)):
-        size = shape[dim] if shape else 1
-        for layout in (
-            RowLayout.padded(size, 2, dim),
-            RowLayout.replicated(size, 2, dim),
-            RowLayout(dim, size, (((0, size // 2), (size - 1, size)), ((size // 2, size - 1),))),
-        ):
-            found = torch.full_like(full, -1)
-            for rank in range(2):
-                local = layout.take(full.reshape(shape or 1), rank).flatten()
-                for start in range(0, len(local), chunk):
-                    gather_tensor._place(found, local[start : start + chunk], layout, rank, start)
-            assert torch.equal(found, full)
 
 
 class Wrapper(torch.optim.Optimizer):

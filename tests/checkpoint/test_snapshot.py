@@ -19,8 +19,8 @@ import meshwright as mw
 from meshwright.checkpoint.format.background import Background
 from meshwright.checkpoint.format.part_files import RankPart, Source
 from meshwright.checkpoint.format.snapshot import HostMemory, Snapshot
-from meshwright.checkpoint.one_device.blocks import StridedBlock
 from meshwright.checkpoint.one_device.safetensors_file import memory_of
+from meshwright.layout.blocks import StridedBlock
 
 
 def part(values: dict[str, Tensor]) -> RankPart:

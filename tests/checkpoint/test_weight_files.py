@@ -19,9 +19,10 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.checkpoint.one_device import safetensors_file
-from meshwright.checkpoint.one_device.safetensors_file import ShardSlice, read_header, read_rows
+from meshwright.checkpoint.one_device.safetensors_file import read_header, read_rows
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import TensorLayout
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
 from support.models import tokens
 from support.tiers import crossings
@@ -117,10 +118,11 @@ def test_rows_of_any_dim(
         for rows in (RowLayout.padded(size, 2, dim), fused, RowLayout.replicated(size, 2, dim)):
             for rank in (0, 1):
                 counts: list[int] = []
-                shard = read_rows(file, entries["x"], ShardSlice(rows=rows, rank=rank), dtype, counts.append)
+                layout = TensorLayout(shape=full.shape, cuts=(("tp", rows),), place={"tp": rank})
+                shard = read_rows(file, entries["x"], layout, dtype, counts.append)
                 assert torch.equal(shard, rows.take(full, rank).to(dtype))
                 assert sum(counts) == rows.real_rows(rank) * full.numel() // size * 4
-        scalar = read_rows(file, entries["scalar"], ShardSlice(), dtype, counts.append)
+        scalar = read_rows(file, entries["scalar"], entries["scalar"].layout, dtype, counts.append)
         assert scalar.shape == () and scalar.item() == 2
 
 

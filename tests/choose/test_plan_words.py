@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.choose.given_plan import config_with, given_plan, plan_of_fields, resolve_plan
-from meshwright.choose.plan_file import PLAN_VARIABLE, read_plan, runnable_fields, save_plan
+from meshwright.choose.plan_file import PLAN_VARIABLE, read_plan, save_plan
 from meshwright.plan.config import PLAN_FIELDS
 from meshwright.plan.context_methods import METHODS
 from meshwright.plan.schedule import SCHEDULES
@@ -99,7 +99,7 @@ def test_the_planners_own_words(plan: Candidate) -> None:
     default = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "sequence_parallel": False, "recompute": "none"}
     assert default | found == wanted
     if plan.runs_today:
-        fields = runnable_fields(plan) | {"sequence_parallel": sharing}
+        fields = plan.runnable_fields() | {"sequence_parallel": sharing}
         assert made(lambda: resolve_plan(plan.label)) == made(lambda: mw.ParallelPlan(**fields))
 
 

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForTokenClassification
 import meshwright as mw
 from meshwright.mesh.axes import Axis
 from meshwright.optim.flat_parameters import FlatShard
+from meshwright.optim.ownership import EqualSlices
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.gradient_buckets import Bucket
 from support.exact import Float64, relative_difference
@@ -40,7 +41,7 @@ def parameters_of(sizes: list[int], dtype: torch.dtype) -> list[nn.Parameter]:
 )
 def test_offsets_of_any_sizes(sizes: list[int], ranks: int, extra: int, dtype: torch.dtype) -> None:
     parameters = parameters_of(sizes, dtype)
-    bucket = Bucket(parameters, ranks, dtype)
+    bucket = Bucket(parameters, dtype, EqualSlices(Axis("dp", ranks)).pack)
     assert all(offset * dtype.itemsize % LINE == 0 for offset in bucket.offsets)
     assert bucket.numel % ranks == 0 and bucket.numel < sum(sizes) + 64 * len(sizes) + ranks
     for parameter in parameters:
@@ -52,9 +53,9 @@ def test_offsets_of_any_sizes(sizes: list[int], ranks: int, extra: int, dtype: t
         segment.zero_()
     assert not flat.any()  # the segments do not overlap, and all else was zero
     # The units of stage 3, whose gradients are reduced in such buckets, have the same offsets.
-    shards = [FlatShard(parameters, [p.shape for p in parameters], Axis("dp", ranks, rank), flat.device)
+    shards = [FlatShard(parameters, [p.shape for p in parameters], EqualSlices(Axis("dp", ranks, rank)), flat.device)
               for rank in range(ranks)]  # fmt: skip
-    assert shards[0].bucket.offsets == shards[0].starts == bucket.offsets
+    assert shards[0].bucket.offsets == bucket.offsets
     for index, parameter in enumerate(parameters):
         for shard in shards:
             shard.keep(index, parameter.data)
@@ -69,7 +70,7 @@ def test_offsets_of_any_sizes(sizes: list[int], ranks: int, extra: int, dtype: t
 @given(blocks=st.lists(st.integers(1, 9), min_size=1, max_size=9), ranks=st.integers(1, 9))
 def test_multiples_of_64_elements_have_no_padding(blocks: list[int], ranks: int) -> None:
     sizes = [64 * count for count in blocks]
-    bucket = Bucket(parameters_of(sizes, torch.bfloat16), ranks, torch.float32)
+    bucket = Bucket(parameters_of(sizes, torch.bfloat16), torch.float32, EqualSlices(Axis("dp", ranks)).pack)
     *offsets, total = accumulate(sizes, initial=0)
     assert bucket.offsets == offsets
     assert 0 <= bucket.numel - total < ranks  # only what makes the ranks' shares equal

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.mesh.axes import Axis
+from meshwright.optim.ownership import EqualSlices
 from meshwright.parallel.gradient_buckets import Bucket
 
 
@@ -16,7 +18,7 @@ def bucket_of(gradient: Tensor | None, *, size: int = 128, dtype: torch.dtype = 
     parameter = nn.Parameter(torch.zeros(size))
     if gradient is not None:
         parameter.grad = gradient
-    return Bucket([parameter], 2, dtype)
+    return Bucket([parameter], dtype, EqualSlices(Axis("dp", 2)).pack)
 
 
 def is_scaled_in_place(bucket: Bucket) -> bool:
@@ -45,7 +47,7 @@ held = torch.randn(128)
         bucket_of(torch.randn(128), dtype=torch.float64),
         bucket_of(torch.randn(100), size=100),  # padded to 128
         bucket_of(torch.randn(256)[::2]),
-        Bucket([bucket_of(torch.randn(64), size=64).parameters[0] for _ in range(2)], 2, torch.float32),
+        Bucket([bucket_of(torch.randn(64), size=64).parameters[0] for _ in range(2)], torch.float32),
     ],
     ids=["no-gradient", "shared", "wider", "padded", "strided", "two-parameters"],
 )

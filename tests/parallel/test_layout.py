@@ -12,8 +12,8 @@ from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout, expanded
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.head_layout import HeadLayout
 from meshwright.parallel.tensor_parallel import _WideNorm
+from meshwright.roles.blocks.head_layout import HeadLayout
 
 pytestmark = pytest.mark.quick
 

@@ -14,7 +14,7 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.cost import Budget, bill, bill_line, parse_tokens
 from meshwright.planner.hardware import Cluster, device
 from meshwright.planner.notes import batch_warning, notes, without_repetitions
-from meshwright.planner.own_plan import candidate_of, weigh
+from meshwright.planner.own_plan import weigh
 from meshwright.planner.search import search
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Space
@@ -92,14 +92,14 @@ def test_options_with_several_values(text: str, kind: Any, message: str) -> None
     ],
 )
 def test_words_are_the_plan_that_is_weighed(words: str, label: str) -> None:
-    assert candidate_of(parse_plan(words), JOB).label == label
+    assert Candidate.of(parse_plan(words), JOB).label == label
 
 
 def test_each_plan_of_a_search_is_weighed_alike_by_its_words() -> None:
     """Time and memory are bitwise those of the search, for tp, cp, pp, ZeRO and recompute."""
     found = search(space(16), top=40)
     assert {choice.plan.pp > 1 for choice in found.choices} == {True, False}
-    given = [candidate_of(parse_plan(choice.plan.label.replace("x1 ", " ")), JOB) for choice in found.choices]
+    given = [Candidate.of(parse_plan(choice.plan.label.replace("x1 ", " ")), JOB) for choice in found.choices]
     weighed = weigh(space(16), None, given)
     for one, other in zip(found.choices, weighed.choices, strict=True):
         assert one.plan.label == other.plan.label and one.memory == other.memory and one.time == other.time
@@ -119,10 +119,10 @@ def test_each_plan_of_a_search_is_weighed_alike_by_its_words() -> None:
 )
 def test_plans_that_do_not_suit_the_model_or_the_cluster(words: str, message: str | None) -> None:
     if message is None:
-        assert weigh(space(), None, [candidate_of(parse_plan(words), JOB)]).choices
+        assert weigh(space(), None, [Candidate.of(parse_plan(words), JOB)]).choices
         return
     with pytest.raises(PlanError, match=message):
-        weigh(space(), None, [candidate_of(parse_plan(words), JOB)])
+        weigh(space(), None, [Candidate.of(parse_plan(words), JOB)])
 
 
 def test_equal_plans_are_one_row() -> None:

@@ -14,12 +14,7 @@ import torch
 
 import meshwright as mw
 from meshwright.choose.logits_in_training import logits_in_training
-from meshwright.context import masks
-from meshwright.parallel import gradient_sync as gradients
-from meshwright.planner import context_memory
-from meshwright.planner import footprint as footprint_module
 from meshwright.planner.activations import saved_activations
-from meshwright.planner.bucket_sizes import BUCKET_BYTES
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.footprint import footprint
@@ -214,13 +209,6 @@ def test_what_would_have_failed() -> None:
         describe(config_of("llama")), Candidate(micro_batch=ROWS), seq_len=LENGTH, element_bytes=4
     )
     assert llama.total(3, 0) < 0.95 * trace.activations
-
-
-def test_the_sizes_that_the_runtime_and_the_planner_share() -> None:
-    """The planner works without torch, so it cannot read them there."""
-    assert footprint_module.IN_FLIGHT == gradients.IN_FLIGHT
-    assert mw.ToDistributedConfig().bucket_size_mb * 2**20 == BUCKET_BYTES
-    assert context_memory.BLOCK == masks.BLOCK
 
 
 def test_a_plan_of_this_runtime_is_weighed_by_its_own_formulas() -> None:

@@ -14,9 +14,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshwright import ProcessMesh
 from meshwright.faults import same_call as agreement
+from meshwright.layout.blocks import copy_blocks, numel, packed
 from meshwright.resharding import layouts as layouts_module
-from meshwright.resharding import regions, transfer
-from meshwright.resharding.regions import Layout, within
+from meshwright.resharding import transfer
+from meshwright.resharding.layouts import Layout
 from meshwright.resharding.transfer import plan, traffic, without_partial
 from support.placements import EVERY, Case, lacking, shard_of
 
@@ -35,7 +36,7 @@ def layouts(draw: st.DrawFn, partial: bool) -> Layout:
     return Layout(ProcessMesh(torch.tensor(ranks).view(mesh_shape)), tuple(placements))
 
 
-@pytest.mark.parametrize("module", [regions, transfer, agreement, layouts_module])
+@pytest.mark.parametrize("module", [transfer, agreement, layouts_module])
 def test_examples_in_the_docstrings_hold(module):
     results = doctest.testmod(module)
     assert results.attempted > 0
@@ -43,23 +44,24 @@ def test_examples_in_the_docstrings_hold(module):
 
 
 @given(SHAPES, layouts(partial=True))
-def test_a_box_is_what_slicing_gives(shape, layout):
+def test_a_part_is_what_slicing_gives(shape, layout):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for rank in layout.mesh.ranks:
-        box = layout.box(shape, rank)
-        assert torch.equal(whole[tuple(slice(*ends) for ends in box)], shard_of(whole, *vars(layout).values(), rank))
+        part = layout.part(shape, rank)
+        assert torch.equal(part.take(whole), shard_of(whole, *vars(layout).values(), rank))
 
 
 @given(SHAPES, layouts(partial=False), layouts(partial=True))
 def test_a_plan_fills_every_target_once_and_sends_only_what_it_lacks(shape, source, target):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    everything = tuple((0, length) for length in shape)
     pieces = plan(shape, source, target)
     arrived: dict[int, Counter[int]] = {rank: Counter() for rank in target.mesh.ranks}
     for piece in pieces:
-        elements = whole[within(piece.box, everything)].flatten().tolist()
-        held = shard_of(whole, source.mesh, source.placements, piece.source).flatten().tolist()
-        assert elements and set(elements) <= set(held)
+        held = shard_of(whole, source.mesh, source.placements, piece.source).contiguous().view(-1)
+        taken = torch.full([numel(piece.blocks)], -1)
+        copy_blocks(taken, held, packed(piece.blocks))
+        elements = taken.tolist()
+        assert elements and set(elements) <= set(held.tolist())
         arrived[piece.target].update(elements)
     for rank, counts in arrived.items():
         wanted = shard_of(whole, target.mesh, target.placements, rank).flatten().tolist()

@@ -17,14 +17,14 @@ from conformance.spmd import check_plan
 from conformance.spmd.types import Kind, Typed, TypeMismatch, join
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.parallel import role_rows as rows
 from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.gradient_buckets import Bucket
-from meshwright.parallel.head_layout import HeadLayout
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.vocab_parallel import VocabParallelHead
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import Role
+from meshwright.roles.blocks import Attention
+from meshwright.roles.blocks.head_layout import HeadLayout
 from support.parity import crossed
 from support.tiers import crossings
 
@@ -125,7 +125,7 @@ def patch(owner: Any, name: str, value: Any) -> Callable[[], AbstractContextMana
 
 
 def rows_by_head(role: Role, layout: Any) -> Callable[[], AbstractContextManager[Any]]:
-    return lambda: mock.patch.dict(rows._ROWS_BY_HEAD, {role: layout})
+    return lambda: mock.patch.dict(Attention.rows, {role: lambda block, _: layout(block.heads)})
 
 
 O_PROJ, UP_PROJ = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.up_proj"

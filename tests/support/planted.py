@@ -17,9 +17,9 @@ from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.gradient_buckets import Bucket
-from meshwright.parallel.head_layout import HeadLayout
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import decoder_roles
+from meshwright.roles.blocks.head_layout import HeadLayout
 from support.models import build
 
 

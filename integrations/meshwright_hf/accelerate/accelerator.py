@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from accelerate import Accelerator, PartialState
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -23,6 +24,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.monitor.monitor import monitor_of
 from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.collectives import all_reduce, maximum
+from meshwright.parallel.method_chain import ChainStep, StepOrder, find_step, remove_step
 from meshwright.plan.config import LoaderOptions, ParallelPlan
 from meshwright_hf.accelerate import state
 from meshwright_hf.accelerate.checks import check_num_processes
@@ -30,6 +32,18 @@ from meshwright_hf.accelerate.folders import folder_to_load, folder_to_save, rem
 from meshwright_hf.accelerate.loader import PlannedLoader, plan_loader
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
+
+
+class InAutocast(ChainStep):
+    """The step of a model's ``forward`` that runs it in mixed precision."""
+
+    order = StepOrder.AUTOCAST
+
+    def __init__(self, context: Any):
+        self.context = context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_outputs_to_fp32(self.context(self.method))(*args, **kwargs)
 
 
 class PlannedAccelerator(Accelerator):
@@ -185,8 +199,8 @@ class PlannedAccelerator(Accelerator):
         if find_runtime(model) is None:
             return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         plain = without_compilation(model)
-        if not keep_fp32_wrapper and (forward := vars(plain).pop("_original_forward", None)) is not None:
-            plain.forward = forward
+        if not keep_fp32_wrapper and (step := find_step(plain, InAutocast)) is not None:
+            remove_step(plain, step)
         return model if keep_torch_compile else plain
 
     def skip_first_batches(self, dataloader: DataLoader[object], num_batches: int = 0) -> Any:

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
+from accelerate.utils import get_mixed_precision_context_manager
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,9 +28,9 @@ from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.mesh.process_group import device_for
 from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.runtime import Watch, device_of, find_runtime, no_sync, runtime_of
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import add_step
 from meshwright.plan.config import ParallelPlan, PlanLike, ToDistributedConfig
-from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
+from meshwright_hf.accelerate.accelerator import InAutocast, PlannedAccelerator, become_planned
 from meshwright_hf.accelerate.checks import (
     check_launch,
     check_model,
@@ -199,17 +199,6 @@ def _show(accelerator: Accelerator, model: nn.Module, config: ToDistributedConfi
         start_monitor(model, runtime, config, Preparation.make(model, config), every=_EVERY, prints=False)
 
 
-class _InAutocast(MethodOverride):
-    """Runs a model's ``forward`` in mixed precision."""
-
-    def __init__(self, forward: Callable[..., Any], context: Callable[[Callable[..., Any]], Callable[..., Any]]):
-        super().__init__(forward)
-        self.context = context
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        return convert_outputs_to_fp32(self.context(self.method))(*args, **kwargs)
-
-
 def _mark(value: Any) -> Any:
     """Mark an object so that ``accelerator.prepare`` returns it unchanged; return the object."""
     value._is_accelerate_prepared = True
@@ -222,9 +211,8 @@ def _equip(accelerator: Accelerator, model: Any) -> None:
     model.no_sync = functools.partial(_no_sync, model)
     if accelerator.native_amp:
         leave_out_of_graphs(__name__)
-        model._original_forward = forward = model.forward
         context = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
-        model.forward = _InAutocast(forward, context)
+        add_step(model, InAutocast(context))
 
 
 def _no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:

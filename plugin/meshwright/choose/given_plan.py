@@ -171,9 +171,9 @@ def plan_in_model(model: nn.Module, config: ToDistributedConfig) -> ParallelPlan
     plan = plan_of_fields(fields, source)
     if plan.world_size != world_size():
         raise PlanError(
-            f"{source} plans dp={plan.dp} x tp={plan.tp} x cp={plan.cp} x pp={plan.pp} = {plan.world_size} processes, "
-            f"but {world_size()} were launched; pass another plan, ToDistributedConfig(plan=ParallelPlan(...)), or "
-            f"launch with torchrun --nproc-per-node {plan.world_size} SCRIPT"
+            f"{source} plans {plan.product()} = {plan.world_size} processes, but {world_size()} were launched; pass "
+            "another plan, ToDistributedConfig(plan=ParallelPlan(...)), or launch with torchrun --nproc-per-node "
+            f"{plan.world_size} SCRIPT"
         )
     return with_sequence_parallel(plan, config)
 

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.logits_in_training import logits_in_training
-from meshwright.choose.plan_file import runnable_fields
 from meshwright.choose.run_profile import load_run_profile
 from meshwright.choose.stages import against_stages, why_not_cut
 from meshwright.context.check_method import check_method
@@ -26,6 +25,7 @@ from meshwright.context.token_wise import check_token_wise
 from meshwright.data.nested import leaves
 from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.faults.together import on_first_rank
+from meshwright.mesh.axis_sizes import AXES
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.parallel.batch_schema import BatchSchema
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS_TO_MEASURE = 8  # samples from which the length of a row is measured
 _TOLERANCE = 0.1  # share of a model's parameters by which the planner's count may be off without a warning
-_AXES = ("dp", "tp", "pp", "zero", "micro_batch")  # the log says why other values of these fields were not chosen
+_EXPLAINED = {*AXES, "zero", "micro_batch"} - {"cp"}  # the log says why other values of these were not chosen
 _CHOICES = 64  # number of the fastest plans to try, since the model may be unable to run some
 
 
@@ -88,7 +88,7 @@ def choose_plan(
             found = _search(model, rows, length, nodes, config, device, no_stages=reason)
             choice = _first_runnable(found, model, optimizer, config)
         logger.warning("%s", "\n".join(_lines(found, choice, type(model).__name__)))  # INFO is hidden by default
-        return runnable_fields(choice.plan)
+        return choice.plan.runnable_fields()
 
     return with_sequence_parallel(ParallelPlan(**on_first_rank(pick)), config)
 
@@ -184,7 +184,7 @@ def _refusals(
             structure = outline(decoder, config.sharding_plan, instead="ParallelPlan(cp=1)")
             if plan.tp == 1:  # with tp, the roles say what the modules of a layer do
                 check_token_wise(structure, config.sharding_plan)
-            check_method(record_context(structure), ParallelPlan(**runnable_fields(plan)))
+            check_method(record_context(structure), ParallelPlan(**plan.runnable_fields()))
     except (PlanError, OptimizerMismatchError) as error:
         yield str(error)
 
@@ -271,7 +271,7 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
             slower = f"next {other.plan.label}, {other.time.total / choice.time.total - 1:+.0%} time; "
             break
     against = "; ".join(
-        f"{value} {reason}" for value, reason in explain.reasons(found) if value.partition("=")[0] in _AXES
+        f"{value} {reason}" for value, reason in explain.reasons(found) if value.partition("=")[0] in _EXPLAINED
     )
     return [
         f"picked {choice.plan.label} for {name} ({found.shape.parameters / 1e6:,.1f} M parameters), "

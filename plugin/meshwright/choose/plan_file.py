@@ -27,17 +27,6 @@ USED_VARIABLE = "MESHWRIGHT_PLAN_USED"
 _FORM = """a plan has one field per line, as in 'dp: 2', or is a dict in one line, as in '{"dp": 2, "tp": 2}'"""
 
 
-def runnable_fields(plan: Candidate) -> dict[str, Any]:
-    """Return the arguments of ``ParallelPlan`` for a candidate that this version can run.
-
-    Example:
-        >>> runnable_fields(Candidate(replicate=2, micro_batch=4))["micro_batch_size"] is None
-        True
-    """
-    assert plan.runs_today
-    return {**plan.fields(), "micro_batch_size": plan.micro_batch if plan.accumulation > 1 else None}
-
-
 def save_plan(plan: Candidate, path: str | Path, *, comment: str = "", dtype: str | None = None) -> None:
     """Write a plan to a YAML file.
 

@@ -204,7 +204,7 @@ def own_plans(
     # Imported here, since it imports torch, which takes seconds.
     from meshwright.choose.given_plan import resolve_plan
     from meshwright.plan.config import ParallelPlan
-    from meshwright.planner.own_plan import candidate_of
+    from meshwright.planner.candidate import Candidate
 
     if words and sizes:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in sizes)
@@ -225,7 +225,7 @@ def own_plans(
             plan = dataclasses.replace(plan, dp=gpus // plan.world_size)
         plans = [plan]
     world = gpus if gpus is not None else plans[0].world_size if plans else None
-    return world, lambda job: [candidate_of(dataclasses.asdict(plan), job) for plan in plans]
+    return world, lambda job: [Candidate.of(dataclasses.asdict(plan), job) for plan in plans]
 
 
 _SPLITS = ("dp", "tp", "cp", "pp")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.format.load_weights import open_weights
-from meshwright.checkpoint.one_device.safetensors_file import ShardSlice, memory_of
+from meshwright.checkpoint.one_device.safetensors_file import memory_of
 from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSource
 from meshwright.construct.deferred_init import Recipe, forget_recipe, recipe_of
 from meshwright.construct.init_recording import Tape
@@ -20,6 +20,7 @@ from meshwright.construct.rebuild_from_config import build_twin, meta_tensors
 from meshwright.errors import PlanError, UninitialisedParameterError
 from meshwright.faults.memory_digest import memory_digest
 from meshwright.faults.together import take_from_first, texts_of_all
+from meshwright.layout.blocks import numel
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.collectives import all_gather
@@ -112,8 +113,7 @@ class InitialWeights:
 
     def _shard(self, parameter: nn.Parameter, layout: TensorLayout) -> Tensor | None:
         if self.files is not None and id(parameter) in self.names:
-            shard = ShardSlice(rows=layout.over("tp"), rank=layout.rank("tp"))
-            return self.files.read(self.names[id(parameter)], shard, parameter.dtype)
+            return self.files.read(self.names[id(parameter)], parameter.dtype, layout)
         if id(parameter) in self.recipes:
             full = self.recipes[id(parameter)].compute(parameter.dtype)
         elif id(parameter) in self.values:
@@ -130,7 +130,7 @@ class InitialWeights:
                     if not isinstance(tensor, Tensor):
                         continue
                     if self.files is not None and id(tensor) in self.names:
-                        buffer = self.files.read(self.names[id(tensor)], ShardSlice(), tensor.dtype)
+                        buffer = self.files.read(self.names[id(tensor)], tensor.dtype)
                         found.append((owner, name, buffer))
                     elif tensor.is_meta:
                         found.append((owner, name, self.values[id(tensor)].to(tensor.dtype)))
@@ -143,8 +143,7 @@ class InitialWeights:
             num_bytes = self.files.entries[self.names[id(parameter)]][1].num_bytes
             layout = layouts.get(name, TensorLayout.whole(parameter, mesh.tp.size)).placed(name, mesh)
             if layout.is_held:
-                rows = layout.over("tp")
-                total += num_bytes * rows.real_rows(mesh.tp.rank) // max(rows.size, 1)
+                total += num_bytes * numel(layout.blocks()) // max(layout.shape.numel(), 1)
         return total
 
     def _own_tensors(self, model: nn.Module) -> list[Tensor]:

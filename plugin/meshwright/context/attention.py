@@ -23,10 +23,10 @@ from meshwright.context.masks import ContextMask
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.local_heads import LocalConfig
 from meshwright.parallel.sequence_parts import SequenceParts, TokenRun
 from meshwright.plan.config import ParallelPlan
 from meshwright.roles import Decoder
+from meshwright.roles.blocks.attention import LocalConfig
 
 NAME = "meshwright_context"
 _OWNER = "meshwright_context"  # the attribute of a LocalConfig that holds the ContextAttention

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -11,49 +10,41 @@ from torch import nn
 
 from meshwright.context.region import ContextRegion
 from meshwright.errors import PlanError
-from meshwright.mesh.axes import Mesh
 from meshwright.parallel.batch_schema import BatchSchema
-from meshwright.parallel.forward_state import arguments
-from meshwright.parallel.method_override import MethodOverride, RefusedMethod
-from meshwright.parallel.refused_arguments import check_arguments
+from meshwright.parallel.method_chain import BatchStep, StepOrder
 from meshwright.parallel.tensor_guards import UnreadableTensor
 
 
-class ContextForward(MethodOverride):
+class ContextForward(BatchStep):
     """Runs a decoder's forward with the tokens of its layers cut over cp, and joins the logits that programs read.
 
     Args:
-        decoder: the decoder, whose forward this object replaces.
+        decoder: the decoder, to whose forward this step is added.
         region: the region in which each rank has its own tokens.
-        mesh: the axes.
         has_token_loss: whether the head and the loss take each token by itself, as those of a causal LM do. Otherwise
             the tokens are joined after the final norm.
         joins_logits: a function that returns whether the logits of a pass are joined, given whether the pass is one of
             training with labels.
     """
 
+    order = StepOrder.TOKENS
+    has_whole_cache = False
+
     def __init__(
         self,
         decoder: nn.Module,
         region: ContextRegion,
-        mesh: Mesh,
         *,
         has_token_loss: bool,
         joins_logits: Callable[[bool], bool],
     ):
-        super().__init__(decoder.forward)
-        self.decoder, self.region, self.mesh = decoder, region, mesh
-        self.has_token_loss, self.joins_logits = has_token_loss, joins_logits
-        self.signature = inspect.signature(decoder.forward)
+        super().__init__(decoder)
+        self.region, self.has_token_loss, self.joins_logits = region, has_token_loss, joins_logits
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        batch = arguments(self.signature, args, kwargs)
-        check_arguments(self.decoder, batch, self.mesh, "cp")
-        if "use_cache" in self.signature.parameters:
-            batch["use_cache"] = False  # each rank would have the keys and values of its own tokens only
-        schema = BatchSchema(batch)
+        batch = self.batch_of(args, kwargs)
+        schema, region = BatchSchema(batch), self.region
         tokens = schema.tokens
-        region = self.region
         region.keeps_parted = self.has_token_loss and not region.joins
         region.inputs = schema.per_token
         try:
@@ -63,13 +54,13 @@ class ContextForward(MethodOverride):
             region.leave()
         if not self.has_token_loss or region.joins:
             return output
-        trains = self.decoder.training and torch.is_grad_enabled() and batch.get("labels") is not None
+        trains = self.model.training and torch.is_grad_enabled() and batch.get("labels") is not None
         return self._with_logits(output, tokens.shape[1], joins=self.joins_logits(trains))
 
     def _with_logits(self, output: Any, length: int, *, joins: bool) -> Any:
         if not isinstance(output, MutableMapping):
             raise PlanError(
-                f"under ParallelPlan.cp > 1 {type(self.decoder).__name__} must return an output with loss and logits, "
+                f"under ParallelPlan.cp > 1 {type(self.model).__name__} must return an output with loss and logits, "
                 "as transformers' models do; call it without return_dict=False"
             )
         logits = output["logits"]
@@ -94,14 +85,3 @@ class PartedLogits(UnreadableTensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "PartedLogits(not gathered: see ToDistributedConfig.gather_logits)"
-
-
-def refuse_generating_parts(model: nn.Module) -> None:
-    """Make ``model.generate`` raise, if the model has one."""
-    if callable(getattr(model, "generate", None)):
-        message = (
-            "generate needs the keys and values of all tokens on one rank, and under ParallelPlan.cp > 1 each rank has "
-            "those of its part. Save the model (model.save_pretrained) and generate on one device or under a plan "
-            "with cp=1"
-        )
-        object.__setattr__(model, "generate", RefusedMethod(message))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from meshwright.context.causal_blocks import Documents
 from meshwright.parallel.sequence_parts import SequenceParts, TokenRun
+from meshwright.plan.context_methods import BLOCK
 
-BLOCK = 1024  # queries whose mask is materialised at a time
 _SHORTEST = 64  # mean tokens of a document below which one mask costs less than a block for each document
 
 

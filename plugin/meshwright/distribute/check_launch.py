@@ -59,9 +59,9 @@ def check_launch(plan: ParallelPlan) -> None:
     world = world_size()
     if plan.world_size != world:
         raise PlanError(
-            f"the plan dp={plan.dp} x tp={plan.tp} x cp={plan.cp} x pp={plan.pp} needs {plan.world_size} processes, "
-            f"but {world} were launched; change the sizes of ParallelPlan, or launch with: torchrun "
-            f"--nproc-per-node {plan.world_size} SCRIPT\nThe plan's ranks:\n{plan.dims.rank_grid()}"
+            f"the plan {plan.product()} needs {plan.world_size} processes, but {world} were launched; change the sizes "
+            f"of ParallelPlan, or launch with: torchrun --nproc-per-node {plan.world_size} SCRIPT\n"
+            f"The plan's ranks:\n{plan.dims.rank_grid()}"
         )
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.errors import PlanError
 from meshwright.optim.attach_gradients import install_gradient_sync
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.shard_reads import reading_shards
-
-_BUCKET_BYTES = 25 * 2**20
+from meshwright.plan.flat_offsets import BUCKET_MB
 
 
 def make_copyable(part: nn.Module, model: nn.Module, runtime: Runtime) -> None:
@@ -37,6 +37,11 @@ class _Copier:
         self.part, self.model, self.runtime = part, model, runtime
 
     def __call__(self, memo: dict[int, Any]) -> Any:
+        if self.runtime.mesh.pp.size > 1:
+            raise PlanError(
+                "a model whose layers are spread over the ranks of pp cannot be copied. For an average of its weights "
+                "or a frozen copy, use a plan with pp=1"
+            )
         if id(self.runtime) in memo:  # inside a wrapper that is being copied
             return _reconstruct(self.part, memo)
         new = self.runtime.without_gradients()
@@ -60,7 +65,7 @@ class _Copier:
             new.weights.guard()
         stage = 0 if self.runtime.plan is None else self.runtime.plan.zero_stage
         with reading_shards():
-            install_gradient_sync(new, model, None, zero_stage=stage, bucket_bytes=_BUCKET_BYTES)
+            install_gradient_sync(new, model, None, zero_stage=stage, bucket_bytes=int(BUCKET_MB * 2**20))
         return part
 
 

@@ -32,7 +32,7 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
     Raises:
         PlanError: if the plan cannot cut the decoder.
     """
-    axes = [axis for axis in ("tp", "cp", "pp") if getattr(plan, axis) > 1]
+    axes = [axis for axis, size in plan.sizes_beside_dp.items() if size > 1]
     if not axes:
         return None
     try:

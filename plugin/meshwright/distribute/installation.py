@@ -22,7 +22,6 @@ from meshwright.parallel.collectives import agree
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.tensor_guards import refuse_wrapping
 from meshwright.parallel.tensor_parallel import guard_shards, share_partial_gradients
-from meshwright.pipeline.refusals import refuse_copying
 from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_unloading
 
 Make = Callable[..., NewTensors]
@@ -78,9 +77,7 @@ def distribute(build: Build, optimizer: Optimizer | None, make: Make) -> None:
     for part in build.owners:
         export_with_full_weights(part)
         attach(part, runtime)
-        if build.cut is not None:
-            refuse_copying(part)
-        elif runtime.engine is None:
+        if runtime.engine is None:
             make_copyable(part, model, runtime)
     if build.cuts_weights:
         refuse_unloading(model, " and ".join(axis for axis in ("tp", "pp") if getattr(build.plan, axis) > 1))

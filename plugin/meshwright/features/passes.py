@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright.compiling import leave_out_of_graphs
-from meshwright.context.context_forward import refuse_generating_parts
 from meshwright.features.build import Build
 from meshwright.features.check_compile import layers_of, why_not_compiled
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.forward_state import ForwardState
-from meshwright.parallel.generate_together import sample_together
+from meshwright.parallel.generate_together import GenerateTogether
 from meshwright.parallel.longest_position import LongestPosition
+from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.mixed_rows import BatchStatistics
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.replicated_state import ModuleTensors
@@ -20,7 +20,6 @@ from meshwright.parallel.tensor_parallel import install_tensor_parallel
 from meshwright.parallel.tower_features import refuse_features_between_layers
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
-from meshwright.pipeline.refusals import refuse_generating
 
 
 def compare_replicas(build: Build) -> None:
@@ -109,10 +108,11 @@ def cut_blocks(build: Build) -> None:
 
 
 def generate_alike(build: Build) -> None:
-    """Make ``generate`` draw the same tokens on the ranks of tp, and refuse it where ranks have parts of a pass."""
+    """Let all ranks take part in ``generate`` alike, and refuse it where they have parts of a pass."""
+    runtime = build.runtime
+    if runtime.mesh.row_copies == 1 and runtime.weights is None:
+        return
     for part in build.owners:
-        if build.cut is not None:
-            refuse_generating(part)
-        if build.context is not None:
-            refuse_generating_parts(part)
-        sample_together(part, build.runtime.mesh.tp, build.runtime.guard)
+        if callable(getattr(part, "generate", None)):
+            step = GenerateTogether(part, runtime.mesh, runtime.guard, gathers=runtime.weights is not None)
+            add_step(part, step, "generate")

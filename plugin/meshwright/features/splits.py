@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torch import nn
 
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
 from meshwright.context.context_forward import ContextForward
@@ -11,6 +11,7 @@ from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.features.build import Build
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch_loss import BatchLoss
+from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
@@ -32,15 +33,15 @@ def part_tokens(build: Build) -> None:
     # receive before they see the documents of a row.
     balances = build.plan.context != "ulysses" and not is_staged
     region = ContextRegion(build.structure, build.context, attention.parts, runtime.streams, balances=balances)
-    build.decoder.forward = ContextForward(
+    step = ContextForward(
         build.decoder,
         runtime.features.add(region),
-        runtime.mesh,
         has_token_loss=build.is_causal_lm,
         joins_logits=lambda trains: (
             runtime.logits.in_training or (not trains and (not is_staged or runtime.logits.in_evaluation))
         ),
     )
+    add_step(build.decoder, step)
 
 
 def run_in_parts(build: Build) -> None:
@@ -58,12 +59,12 @@ def run_in_parts(build: Build) -> None:
         kind=build.cut.order.output_kind, pp=runtime.mesh.pp, last=build.cut.last_rank, device=build.device
     )
     region = runtime.features.find(SequenceRegion)
-    build.decoder.forward = PipelineForward(build.decoder, pipeline, runtime, outputs, region)
+    add_step(build.decoder, PipelineForward(build.decoder, pipeline, runtime, outputs, region))
 
 
-def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:
+def split_batches(decoder: nn.Module, runtime: Runtime, plan: ParallelPlan) -> None:
     """Make the decoder's forward run its batch as the plan's micro-batches."""
-    decoder.forward = SplitForward(
+    step = SplitForward(
         decoder,
         plan=plan,
         dp=runtime.mesh.tokens,
@@ -72,6 +73,7 @@ def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:
         guard=runtime.guard,
         keeps_logits=runtime.logits.in_training,
     )
+    add_step(decoder, step)
 
 
 def _set_timeouts(build: Build) -> None:

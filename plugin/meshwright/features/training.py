@@ -14,6 +14,7 @@ from meshwright.parallel.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.head_losses import install_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
+from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.token_loss import TokenLoss
 
@@ -78,7 +79,7 @@ def defer_logits(build: Build) -> None:
         has_values=runtime.has_values,
         token_loss=None if build.is_causal_lm else TokenLoss(vocab_size=build.sharded_words, tp=runtime.mesh.tp),
     )
-    head.forward = DeferringHead(head, deferral)
+    add_step(head, DeferringHead(head, deferral))
 
 
 def compile_layers(build: Build) -> None:

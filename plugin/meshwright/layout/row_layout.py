@@ -113,6 +113,16 @@ class RowLayout:
             offset += length
         return pairs
 
+    def holders(self) -> list[tuple[tuple[int, ...], list[Span]]]:
+        """Return the spans that only the same ranks hold, with these ranks; each row that is held is in one span."""
+        borders = sorted({border for spans in self.spans for span in spans for border in span})
+        found: dict[tuple[int, ...], list[Span]] = {}
+        for low, high in pairwise(borders):
+            ranks = (r for r, spans in enumerate(self.spans) if any(a <= low and high <= b for a, b in spans))
+            found.setdefault(tuple(ranks), []).append((low, high))
+        found.pop((), None)
+        return list(found.items())
+
     def copies(self, rank: int) -> list[tuple[int, int]]:
         """Return a rank's runs of rows as pairs: the length, and the number of copies of each row (padding: 1)."""
         everywhere = [span for spans in self.spans for span in spans]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from meshwright.layout.row_layout import RowLayout, expanded
-from meshwright.mesh.axes import Mesh
+from meshwright.layout.blocks import StridedBlock, between
+from meshwright.layout.row_layout import RowLayout, Span, expanded
+from meshwright.mesh.axes import Mesh, Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,7 @@ class TensorLayout:
     """The layout of one tensor on a mesh; a parameter of a distributed model has it as ``.meshwright``.
 
     Each axis that cuts the tensor gives each of its ranks some rows along one dim; different axes cut different dims.
-    A shard is what all cuts leave::
+    A shard is what all cuts leave. ZeRO may cut the flattened shard once more::
 
         whole [8, 6]      cuts: tp along dim 0, ep along dim 1       shard [4, 3] of tp=1, ep=0
         ┌─────┬─────┐
@@ -27,12 +29,14 @@ class TensorLayout:
         ├─────┼─────┤
         │  x  │     │ tp=1
         └─────┴─────┘
-         ep=0  ep=1
+         ep=0  ep=1                                                  flat: [6] of tokens=0, [6] of tokens=1
 
     Args:
         shape: the tensor's one-device shape.
         cuts: the name of each axis that may cut the tensor, with the rows of each of its ranks. The rows are replicated
             if every rank of the axis holds the whole tensor.
+        flat: the name of the axis that cuts the flattened shard, with the elements of each of its ranks, which are one
+            span; None if each rank holds its shard as it is.
         addends: the axes of which each rank that holds an element computes an addend of the element's gradient (norms
             under sequence parallelism, replicated key/value heads). The gradient is the sum over these ranks.
         stages: the ranks of pp that hold the tensor; several for an embedding tied to a head on another rank. None
@@ -48,10 +52,11 @@ class TensorLayout:
 
     shape: torch.Size
     cuts: tuple[tuple[str, RowLayout], ...] = ()
+    flat: tuple[str, RowLayout] | None = None
     addends: frozenset[str] = frozenset()
     stages: tuple[int, ...] | None = None
     name: str = field(default="", compare=False)
-    place: Mapping[str, int] = field(default_factory=dict, compare=False)
+    place: Place = field(default_factory=dict, compare=False)
 
     @staticmethod
     def whole(tensor: Tensor, tp: int = 1, *, addends: frozenset[str] = frozenset()) -> TensorLayout:
@@ -61,20 +66,35 @@ class TensorLayout:
 
     def placed(self, name: str, mesh: Mesh) -> TensorLayout:
         """Return the layout of the tensor of this name, as the rank with this place on a mesh sees it."""
-        axes = ("pp", "dp", "cp", "tp", "tokens")
-        place = {axis: getattr(mesh, axis).rank for axis in axes}
-        return dataclasses.replace(self, name=name, place=place)
+        return dataclasses.replace(self, name=name, place=mesh.place)
+
+    def flattened(self, rows: RowLayout, axis: str = "tokens") -> TensorLayout:
+        """Return the layout of this tensor if an axis cuts the flattened shards as ``rows`` says."""
+        return dataclasses.replace(self, flat=(axis, rows))
 
     # The next properties are computed once: they are read for every gradient of every step.
     @functools.cached_property
     def is_held(self) -> bool:
         """Whether a pipeline stage of this rank holds the tensor. If not, zeros without memory are in its place."""
-        return self.stages is None or self.place.get("pp", 0) in self.stages
+        return self._has(self.place)
+
+    def _has(self, place: Place) -> bool:
+        return self.stages is None or place.get("pp", 0) in self.stages
 
     @functools.cached_property
     def is_sharded(self) -> bool:
         """Whether this rank has only a part of the tensor, or nothing of it."""
-        return not (self.is_held and all(rows.is_replicated for _, rows in self.cuts))
+        return not self.is_held or self.is_cut
+
+    @functools.cached_property
+    def is_cut(self) -> bool:
+        """Whether ranks have different parts of the tensor."""
+        return self.is_sliced or not all(rows.is_replicated for _, rows in self.cuts)
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether ranks have different elements of a flattened shard."""
+        return self.flat is not None and not self.flat[1].is_replicated
 
     @functools.cached_property
     def has_addends(self) -> bool:
@@ -97,13 +117,24 @@ class TensorLayout:
         return 0 if self.stages is None else self.stages[0]
 
     @functools.cached_property
-    def local_shape(self) -> torch.Size:
-        """The shape of a rank's shard, padding included."""
+    def shard_shape(self) -> torch.Size:
+        """The shape of a rank's shard, padding included, before a flat cut."""
         shape = list(self.shape)
         for _, rows in self.cuts:
             if not rows.is_replicated:
                 shape[rows.dim] = rows.local_size
         return torch.Size(shape)
+
+    @functools.cached_property
+    def local_shape(self) -> torch.Size:
+        """The shape of what this rank has of the tensor, padding included."""
+        start, stop = self.span()
+        return self.shard_shape if self.flat is None else torch.Size([stop - start])
+
+    @property
+    def local_numel(self) -> int:
+        """The number of elements that this rank has, padding included."""
+        return self.local_shape.numel() if self.is_held else 0
 
     def rank(self, axis: str) -> int:
         """Return this rank's coordinate on an axis; 0 on one that the layout was not placed on."""
@@ -116,12 +147,76 @@ class TensorLayout:
                 return rows
         return RowLayout.replicated(self.shape[0] if self.shape else 1, 1)
 
+    def span(self, place: Place | None = None) -> Span:
+        """Return which elements of the flattened shard a rank has, of whose coordinates ``place`` is (default: own)."""
+        if self.flat is None:
+            return 0, self.shard_shape.numel()
+        axis, rows = self.flat
+        return rows.spans[(self.place if place is None else place)[axis]][0]
+
+    def blocks(
+        self, place: Place | None = None, spans: Mapping[int, Sequence[Span]] | None = None
+    ) -> list[StridedBlock]:
+        """Return a rank's elements, without padding; their storage is what the rank has of the tensor, flattened.
+
+        Args:
+            place: the rank's coordinates; None for this rank's.
+            spans: for some dims, the rows of the whole tensor to which the blocks are restricted.
+        """
+        place, spans = self.place if place is None else place, spans or {}
+        if not self._has(place):
+            return []
+        own = {rows.dim: rows.spans[place[axis]] for axis, rows in self.cuts if not rows.is_replicated}
+        found, local, whole = [StridedBlock(0, 0, 1)], 1, 1
+        for dim in reversed(range(len(self.shape))):
+            size, offset, rows_of = self.shape[dim], 0, []
+            for start, stop in own.get(dim, [(0, size)]):
+                for first, last in spans.get(dim, [(0, size)]):
+                    if (low := max(start, first)) < (high := min(stop, last)):
+                        rows_of.append((low, high - low, offset + low - start))
+                offset += stop - start
+            found = [
+                block
+                for low, count, at in rows_of
+                for inner in found
+                for block in inner.moved(at * local, low * whole).repeated(count, local, whole)
+            ]
+            local, whole = local * self.shard_shape[dim], whole * size
+        return found if self.flat is None else between(found, *self.span(place))
+
+    def regions(self, places: Sequence[Place]) -> Iterator[tuple[list[list[list[int]]], dict[int, list[Span]]]]:
+        """Yield the parts of the tensor that different ranks hold: the ranks, and the rows of the part along each dim.
+
+        The ranks are grouped. All ranks of a group have the same elements, and the groups of one list have together
+        each element of the part once. There is one such list for each shard that has the part.
+
+        Args:
+            places: the coordinates of all ranks.
+        """
+        cuts = [(axis, rows) for axis, rows in self.cuts if not rows.is_replicated]
+        for part in itertools.product(*(rows.holders() for _, rows in cuts)):
+            shards: dict[tuple[int, ...], dict[int, list[int]]] = {}
+            for rank, place in enumerate(places):
+                own = tuple(place[axis] for axis, _ in cuts)
+                if self._has(place) and all(at in ranks for at, (ranks, _) in zip(own, part, strict=True)):
+                    shard, index = (own, place[self.flat[0]]) if self.flat is not None and self.is_sliced else ((), 0)
+                    shards.setdefault(shard, {}).setdefault(index, []).append(rank)
+            spans = {rows.dim: own_rows for (_, rows), (_, own_rows) in zip(cuts, part, strict=True)}
+            yield [list(groups.values()) for groups in shards.values()], spans
+
+    def own(self, local: Tensor) -> Tensor:
+        """Return this rank's elements of a tensor that has the shape of its shard, 1-d."""
+        start, stop = self.span()
+        return local.flatten()[start:stop]
+
     def take(self, full: Tensor) -> Tensor:
-        """Return a contiguous copy of this rank's shard of ``full``."""
+        """Return a contiguous copy of what this rank has of ``full``."""
         shard = full
         for axis, rows in self.cuts:
-            shard = rows.take(shard, self.place[axis])
-        return shard if self.cuts else full.clone(memory_format=torch.contiguous_format)
+            shard = shard if rows.is_replicated else rows.take(shard, self.place[axis])
+        if self.flat is not None:
+            return self.own(shard).clone()
+        return full.clone(memory_format=torch.contiguous_format) if shard is full else shard
 
     def add(self, full: Tensor, local: Tensor) -> None:
         """Add this rank's shard to ``full``, in place."""
@@ -139,7 +234,7 @@ class TensorLayout:
                 local.narrow(rows.dim, real, missing).zero_()
 
     def copies(self, like: Tensor) -> Tensor | float:
-        """Return how many ranks of the axes that cut hold each element, shaped to broadcast over the shard."""
+        """Return how many ranks of the axes that cut hold each element, shaped to broadcast over what this rank has."""
         count: Tensor | float = 1.0
         for axis, rows in self.cuts:
             runs = rows.copies(self.place[axis])
@@ -149,7 +244,9 @@ class TensorLayout:
             shape = [1] * len(self.shape)
             shape[rows.dim] = rows.local_size
             count = count * expanded(runs, like).view(shape)
-        return count
+        if self.flat is None or isinstance(count, float):
+            return count
+        return self.own(count.expand(self.shard_shape))
 
 
 def layout_of(parameter: Tensor) -> TensorLayout:

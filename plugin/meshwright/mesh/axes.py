@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from meshwright.mesh.axis_sizes import AXES
 from meshwright.mesh.process_mesh import ParallelDims
 from meshwright.mesh.shared_groups import shared_group
+
+Place = Mapping[str, int]  # a rank's coordinate on each axis, by the axis's name
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Axis:
     rank: int = 0
     group: ProcessGroup | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+    def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         return self  # a copied model is on the same ranks
 
     @classmethod
@@ -119,9 +124,36 @@ class Mesh:
         return all(axis.rank == 0 for axis in self.factors)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes whose product is the world, as checkpoints name them."""
+        return {"pp": self.pp.size, "dp": self.tokens.size, "tp": self.tp.size}
+
+    @property
+    def index(self) -> int:
+        """This rank's index among the mesh's ranks, of which tp varies fastest."""
+        return (self.pp.rank * self.tokens.size + self.tokens.rank) * self.tp.size + self.tp.rank
+
+    @functools.cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Each rank's coordinate on each axis, in the order of ``index``."""
+        ranks = itertools.product(range(self.pp.size), range(self.tokens.size), range(self.tp.size))
+        cp = self.cp.size
+        return tuple({"pp": p, "tokens": t, "dp": t // cp, "cp": t % cp, "tp": r} for p, t, r in ranks)
+
+    @property
+    def place(self) -> Place:
+        """This rank's coordinate on each axis."""
+        return self.places[self.index]
+
+    def without_groups(self) -> Mesh:
+        """Return the same place on the same axes, without the process groups."""
+        axes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Mesh(**{name: dataclasses.replace(axis, group=None) for name, axis in axes.items()})
+
+    @property
     def of_same_rows(self) -> tuple[Axis, ...]:
         """The axes along which ranks have the same rows of a batch, from the outermost to the innermost."""
-        return self.pp, self.cp, self.tp
+        return tuple(getattr(self, name) for name in AXES if name != "dp")
 
     @property
     def row_copies(self) -> int:
@@ -131,5 +163,5 @@ class Mesh:
     @property
     def coordinates(self) -> str:
         """This rank's coordinates, for messages."""
-        axes = (self.pp, self.dp, self.cp, self.tp)
+        axes = (getattr(self, name) for name in AXES)
         return " ".join(f"{axis.name}={axis.rank}" for axis in axes if axis.size > 1 or axis.name in ("dp", "tp"))

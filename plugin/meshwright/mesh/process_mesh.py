@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.mesh.axis_sizes import AXES, AxisSizes
 from meshwright.mesh.process_group import backend_of_new_groups
 from meshwright.mesh.rank_grid import flatten, grid_text, nest
 
@@ -251,7 +252,7 @@ class ProcessMesh:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelDims:
+class ParallelDims(AxisSizes):
     """The sizes of the parallel axes, from the outermost to the innermost: PP, DP, CP, TP.
 
     TP is innermost because it communicates most, and neighbouring ranks share a node.
@@ -275,7 +276,7 @@ class ParallelDims:
         dp=1   [2]     3
     """
 
-    axis_names: ClassVar[tuple[str, ...]] = ("pp", "dp", "cp", "tp")
+    axis_names: ClassVar[tuple[str, ...]] = tuple(AXES)
 
     pp: int = 1
     dp: int = 1
@@ -283,24 +284,19 @@ class ParallelDims:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in zip(self.axis_names, self.shape, strict=True):
+        for name, size in self.sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name} must be a positive int, got {name}={size!r}")
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The size of each axis, in the order of ``axis_names``."""
-        return self.pp, self.dp, self.cp, self.tp
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks: the product of the sizes."""
-        return math.prod(self.shape)
+        return tuple(self.sizes.values())
 
     @property
     def active(self) -> tuple[str, ...]:
         """The axes larger than 1."""
-        return tuple(name for name, size in zip(self.axis_names, self.shape, strict=True) if size > 1)
+        return tuple(name for name, size in self.sizes.items() if size > 1)
 
     def process_mesh(self, ranks: Sequence[int] | None = None) -> ProcessMesh:
         """Return the mesh of all four axes over ``ranks``, or over ranks 0 to ``world_size - 1``.
@@ -310,7 +306,9 @@ class ParallelDims:
         """
         ranks = range(self.world_size) if ranks is None else ranks
         if len(ranks) != self.world_size:
-            raise ValueError(f"{self._product()} = {self.world_size} ranks, but {len(ranks)} were given")
+            raise ValueError(
+                f"{self.product(*(self.active or ('tp',)))} = {self.world_size} ranks, but {len(ranks)} were given"
+            )
         return ProcessMesh(nest(ranks, self.shape), self.axis_names)
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
@@ -338,7 +336,7 @@ class ParallelDims:
         if world_size % replica == 0:
             change = f"set dp={world_size // replica}"
         raise ValueError(
-            f"{self._product()} = {self.world_size} ranks, but the world has {world_size}:\n"
+            f"{self.product(*(self.active or ('tp',)))} = {self.world_size} ranks, but the world has {world_size}:\n"
             f"{self.rank_grid()}\nStart {self.world_size} processes, or {change}."
         )
 
@@ -360,7 +358,3 @@ class ParallelDims:
         on the other axes is a block with a title.
         """
         return grid_text(range(self.world_size), self.shape, self.axis_names, rank)
-
-    def _product(self) -> str:
-        sizes = zip(self.axis_names, self.shape, strict=True)
-        return " x ".join(f"{name}={size}" for name, size in sizes if name in (self.active or ("tp",)))

@@ -56,8 +56,8 @@ class Card:
 
     def __str__(self) -> str:
         plan, world = self.plan, self.plan.world_size
-        sizes = [(name, getattr(plan, name)) for name in ("pp", "dp", "cp", "tp")]
-        mesh = " x ".join(f"{name}={size}" for name, size in sizes if size > 1) or "one device"
+        active = plan.dims.active
+        mesh = plan.product(*active) if active else "one device"
         if world <= _WIDEST and world > 1:
             mesh += "".join(f"\n    {line}" for line in plan.dims.rank_grid().splitlines())
         lines = [

@@ -14,7 +14,6 @@ from meshwright.errors import PlanError
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.planner import own_plan
 from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, Job, Logits
 from meshwright.planner.hardware import Cluster, HardwareProfile
@@ -167,7 +166,7 @@ def estimate(machine: Machine, plan: ParallelPlan, dtype: torch.dtype, batch: tu
         time=time,
         memory=memory,
         band=machine.profile.band,
-        ranks_per_stage=plan.dp * plan.cp * plan.tp,
+        ranks_per_stage=plan.world_size // plan.pp,
         launches=3 * machine.profile.coefficients.launch / computing,  # backward launches twice as many as forward
     )
 
@@ -187,4 +186,4 @@ def candidate_of(plan: ParallelPlan, rows: int, passes: int = 1) -> Candidate:
     count = max(1, plan.count_micro_batches(rows))
     micro = max(1, -(-rows // count))  # the largest, if their sizes differ
     job = Job(seq_len=1, global_batch=plan.dp * micro * count * passes)
-    return own_plan.candidate_of({**asdict(plan), "micro_batch_size": micro}, job)
+    return Candidate.of({**asdict(plan), "micro_batch_size": micro}, job)

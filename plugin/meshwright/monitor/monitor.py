@@ -238,7 +238,7 @@ class Monitor(Watch):
                 "parameters": card.parameters,
                 "plan": plan.label,
                 "why": card.source,
-                "mesh": {name: getattr(plan, name) for name in ("pp", "dp", "cp", "tp")},
+                "mesh": plan.sizes,
                 "ranks": plan.world_size,
                 "device": card.device,
                 "rows_per_rank": None if card.batch is None else card.batch[0],

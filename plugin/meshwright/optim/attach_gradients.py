@@ -24,6 +24,7 @@ from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.zero_optimizer import hook_optimizer
 from meshwright.parallel.guard_windows import StepWindow
 from meshwright.parallel.shared_rows import sum_copies_in_backward
+from meshwright.plan.flat_offsets import BUCKET_MB
 
 
 def install_gradient_sync(
@@ -77,7 +78,7 @@ def shard_optimizer(
     mesh: ProcessMesh | DeviceMesh | None = None,
     stage: int = 1,
     axis: str = "dp",
-    bucket_size_mb: float = 25.0,
+    bucket_size_mb: float = BUCKET_MB,
 ) -> Optimizer:
     """Shard an optimizer's state over the data-parallel axis of a mesh (ZeRO), in place.
 
@@ -132,9 +133,9 @@ def shard_optimizer(
     if any(hasattr(p, "meshwright") for p in parameters):
         raise PlanError("these parameters are distributed already; use ParallelPlan.zero_stage in to_distributed")
     dp = _axis_of(_mesh_of_all(parameters, axis) if mesh is None else mesh, axis, parameters[0].device.type)
-    for index, parameter in enumerate(parameters):
-        parameter.meshwright = TensorLayout(shape=parameter.shape, name=str(index))
     runtime = Runtime(mesh=Mesh(dp=dp), gradients=Gradients(parameters))
+    for index, parameter in enumerate(parameters):
+        parameter.meshwright = TensorLayout(shape=parameter.shape).placed(str(index), runtime.mesh)
     install_gradient_sync(
         runtime,
         nn.ParameterList(parameters),

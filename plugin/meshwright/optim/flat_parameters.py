@@ -8,15 +8,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout.row_layout import RowLayout, Span
+from meshwright.layout.row_layout import Span
 from meshwright.layout.tensor_layout import layout_of
-from meshwright.mesh.axes import Axis
+from meshwright.optim.ownership import Ownership
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.collectives import start_all_gather
 from meshwright.parallel.gradient_buckets import Bucket, flat_dtype
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import ShardedParameter, guard
-from meshwright.plan.flat_offsets import flat_offsets, sharded_length
 
 
 class FlatShard:
@@ -28,22 +27,25 @@ class FlatShard:
     Args:
         parameters: parameters of one dtype, all trainable or all frozen; the constructor leaves them unchanged.
         shapes: shape of this rank's TP shard of each parameter.
-        dp: the axis over which the parameters are sharded.
+        ownership: which elements each rank keeps, and steps if they are trainable.
         device: device of this rank's part, which is in float32 if the parameters are trainable and half-precision.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], shapes: list[torch.Size], dp: Axis, device: torch.device):
-        self.parameters, self.shapes, self.dp = parameters, shapes, dp
+    def __init__(
+        self, parameters: list[nn.Parameter], shapes: list[torch.Size], ownership: Ownership, device: torch.device
+    ):
+        self.parameters, self.shapes, self.ownership, self.dp = parameters, shapes, ownership, ownership.axis
         first = parameters[0]
         self.dtype, self.is_trained = first.dtype, first.requires_grad
         sizes = [shape.numel() for shape in shapes]
-        offsets = flat_offsets(sizes)
-        self.starts = offsets[:-1]
-        self.length = sharded_length(sizes, dp.size) // dp.size
+        offsets, numel = ownership.pack(sizes)
         spans = [stop - start for start, stop in pairwise(offsets)]
-        self._sizes, self._spans = sizes, [*spans, self.length * dp.size - offsets[-1]]  # the last one is padding
+        self._sizes, self._spans = sizes, [*spans, numel - offsets[-1]]  # the last one is padding
+        self.rows = [ownership.rows(start, size, numel) for start, size in zip(offsets[:-1], sizes, strict=True)]
+        segment = ownership.segment(numel)
+        self._begins = [start - segment.start for start in offsets[:-1]]
         kept = flat_dtype(self.dtype) if self.is_trained else self.dtype
-        self.master = torch.zeros(self.length, dtype=kept, device=device)
+        self.master = torch.zeros(segment.stop - segment.start, dtype=kept, device=device)
         self.stand_in = torch.full((), torch.nan, dtype=self.dtype, device=device)
         self._stand_ins = [self.stand_in.expand(shape) for shape in shapes]
         self.is_lent = self.is_guarded = False
@@ -54,14 +56,11 @@ class FlatShard:
     @property
     def bucket(self) -> Bucket:
         """A gradient bucket of the same parameters."""
-        bucket = Bucket(self.parameters, self.dp.size, self.master.dtype)
-        assert bucket.offsets == self.starts and bucket.numel == self.length * self.dp.size
-        return bucket
+        return Bucket(self.parameters, self.master.dtype, self.ownership.pack)
 
     def keep(self, index: int, local: Tensor) -> Tensor:
         """Copy this rank's part out of a parameter's TP shard; return a placeholder for the parameter."""
-        (low, high), begin = self._own(index)
-        self.master[begin : begin + high - low].copy_(local.flatten()[low:high])
+        self.own(index).copy_(self.own_of(index, local))
         return self.stand_in.expand(local.shape)
 
     @property
@@ -131,7 +130,7 @@ class FlatShard:
         parts = []
         for indices in groups.values():
             shapes = [self.shapes[index] for index in indices]
-            part = FlatShard([self.parameters[index] for index in indices], shapes, self.dp, self.master.device)
+            part = FlatShard([self.parameters[index] for index in indices], shapes, self.ownership, self.master.device)
             for new, index in enumerate(indices):
                 self.parameters[index].data = part.keep(new, segments[index])
             if self.is_guarded:
@@ -165,22 +164,18 @@ class FlatShard:
 
     def own(self, index: int) -> Tensor:
         """Return this rank's elements of a parameter, as the optimizer steps them. Writes change the parameter."""
-        (low, high), begin = self._own(index)
-        return self.master[begin : begin + high - low]
+        low, high = self._span(index)
+        begin = self._begins[index] if low < high else 0
+        return self.master[begin + low : begin + high]
 
     def own_of(self, index: int, local: Tensor) -> Tensor:
         """Return this rank's elements of a tensor that has the shape of the parameter's TP shard."""
-        low, high = self._own(index)[0]
+        low, high = self._span(index)
         return local.flatten()[low:high]
 
     def holds(self, tensor: Tensor, storage: int) -> bool:
         """Return whether ``tensor``, which has this storage, is a view of the gathered tensor."""
         return storage == self._storage and tensor.dtype == self.dtype
-
-    def part(self, index: int) -> tuple[Tensor, RowLayout]:
-        """Return this rank's elements of a parameter's flattened TP shard, and the shard's row layout over dp."""
-        (low, high), begin = self._own(index)
-        return self.master[begin : begin + high - low].to(self.dtype), self._cut(index)
 
     def _segments(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         pieces = full.split_with_sizes(self._spans)[:-1]
@@ -189,13 +184,8 @@ class FlatShard:
         ):
             yield parameter, (piece if size == span else piece[:size]).view(shape)
 
-    def _cut(self, index: int) -> RowLayout:
-        return RowLayout.stretches(self.starts[index], self.shapes[index].numel(), self.length, self.dp.size)
-
-    def _own(self, index: int) -> tuple[Span, int]:
-        """Return this rank's span of a parameter's elements, and its start in ``master`` (0 for an empty span)."""
-        low, high = self._cut(index).spans[self.dp.rank][0]
-        return (low, high), self.starts[index] + low - self.dp.rank * self.length if low < high else 0
+    def _span(self, index: int) -> Span:
+        return self.rows[index].spans[self.dp.rank][0]
 
 
 class _OwnElements:

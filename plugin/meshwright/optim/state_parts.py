@@ -5,13 +5,14 @@ This is the only definition, under every plan: saving gathers the state by it, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
-from meshwright.layout.row_layout import RowLayout, Span
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.engine_state import check_no_engine
@@ -20,24 +21,26 @@ from meshwright.optim.runtime import Runtime, find_runtime
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """This rank's part of one parameter.
+    """What this rank steps of one parameter.
 
     Args:
-        record: the layout of the parameter.
-        cut: the layout of the flattened TP shard over dp: the elements that each data-parallel rank steps. It is
-            replicated if each rank steps all elements.
-        own: this rank's span of the flattened TP shard.
-        key: the tensor for this part in ``optimizer.state`` and the groups; None if this rank steps no element.
+        layout: which elements of the parameter each rank steps.
+        key: the tensor for this rank's elements in ``optimizer.state`` and the groups; None if it steps none.
         has_master: whether ``key`` is a float32 copy, which is stepped in place of half-precision weights.
-        is_whole: whether every rank steps all of the parameter.
     """
 
-    record: TensorLayout
-    cut: RowLayout
-    own: Span
+    layout: TensorLayout
     key: Tensor | None
     has_master: bool
-    is_whole: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank steps all of the parameter."""
+        return not (self.layout.is_sharded or self.layout.is_staged)
+
+    def layout_of_state(self, shape: Sequence[int]) -> TensorLayout:
+        """Return the layout of a tensor of the state, which is whole on each rank if it has a shape of its own."""
+        return self.layout if self.layout.shape == tuple(shape) else TensorLayout(shape=torch.Size(shape))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,8 +77,6 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
     zero = runtime.gradients.zero
     for one in zero.sharded if zero else ():
         one.weights.take_over()
-    sharded = {id(p): bucket for bucket in (zero.sharded if zero else ()) for p in bucket.bucket.parameters}
-    slices = {id(piece.parameter): piece.shard for bucket in (zero.sharded if zero else ()) for piece in bucket.slices}
     groups = zero.groups if zero else [group["params"] for group in optimizer.param_groups]
     names = {id(p): name for name, p in model.named_parameters()}
     parts: dict[str, Part] = {}
@@ -86,18 +87,15 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; pass the "
                 "model and the optimizer that to_distributed returned"
             )
-        bucket = sharded.get(id(parameter))
-        cut = (
-            bucket.cut(parameter) if bucket else RowLayout.replicated(parameter.shape.numel(), runtime.mesh.tokens.size)
-        )
-        record = _record(name, parameter)
+        layout, key = layout_if_any(parameter) or TensorLayout(shape=parameter.shape, name=name), parameter
+        bucket = zero.bucket_of(parameter) if zero else None
+        if bucket is not None:
+            layout = bucket.layout(parameter)
+            key = next((piece.shard for piece in bucket.slices if piece.parameter is parameter), None)
         parts[name] = Part(
-            record=record,
-            cut=cut,
-            own=cut.spans[runtime.mesh.tokens.rank][0] if record.is_held else (0, 0),
-            key=None if not record.is_held else slices.get(id(parameter)) if bucket else parameter,
+            layout=layout,
+            key=key if layout.is_held else None,
             has_master=bucket is not None and bucket.bucket.dtype != parameter.dtype,
-            is_whole=not record.is_sharded and cut.is_replicated and runtime.mesh.pp.size == 1,
         )
     return OptimizerParts(
         optimizer=optimizer, runtime=runtime, parts=parts, groups=[[names[id(p)] for p in group] for group in groups]
@@ -119,7 +117,3 @@ def _common_runtime(model: nn.Module, optimizer: Optimizer) -> Runtime:
             "this optimizer was not distributed with the model; pass both as to_distributed returned them"
         )
     return of_model or of_optimizer or Runtime(mesh=Mesh())
-
-
-def _record(name: str, parameter: nn.Parameter) -> TensorLayout:
-    return layout_if_any(parameter) or TensorLayout(shape=parameter.shape, name=name)

@@ -9,11 +9,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.layout.tensor_layout import layout_of
+from meshwright.optim.ownership import EqualSlices
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, bind_optimizer, lay_out, step_slices
 from meshwright.parallel.gradient_buckets import make_buckets
-from meshwright.parallel.gradient_sync import IN_FLIGHT, AllReduce, GradientSync
+from meshwright.parallel.gradient_sync import AllReduce, GradientSync
 from meshwright.parallel.shard_reads import reading_shards
+from meshwright.plan.flat_offsets import IN_FLIGHT
 
 
 class TrainedParameters:
@@ -126,13 +128,13 @@ class TrainedParameters:
         if self.stage > 1:  # the gradients of parameters that the optimizer does not step are sharded too
             stepped = {id(p) for group in groups for p in group}
             groups.append([p for p in new if id(p) not in stepped])
-        return [one for group in groups for one in lay_out(group, self.dp, self.bucket_bytes)]
+        return [one for group in groups for one in lay_out(group, EqualSlices(self.dp), self.bucket_bytes)]
 
     def _reduce_whole(self, parameters: list[nn.Parameter]) -> None:
         # On one data-parallel rank, only partial gradients need a reduction.
         reduced = [p for p in parameters if self.dp.size > 1 or layout_of(p).has_addends]
         unreduced = [p for p in parameters if self.dp.size == 1 and not layout_of(p).has_addends]
-        buckets = make_buckets(reduced, max_bytes=self.bucket_bytes, multiple=1, accumulate_in_float32=False)
+        buckets = make_buckets(reduced, max_bytes=self.bucket_bytes, accumulate_in_float32=False)
         if self._of_others is None:
             self._of_others = GradientSync(
                 [], tp=self.tp, reduction=AllReduce(self.dp, self._sent), meet=self._meet, peers=self.syncs

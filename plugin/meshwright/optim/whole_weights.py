@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshwright.layout.tensor_layout import layout_of
-from meshwright.mesh.axes import Axis
+from meshwright.optim.ownership import Ownership
 from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.collectives import all_gather_into
 from meshwright.parallel.gradient_buckets import Bucket
@@ -18,21 +18,19 @@ class WholeWeights:
     """The parameters of a bucket as views of one flat tensor that every rank holds.
 
     Args:
-        bucket: the bucket, whose length is a multiple of the size of ``dp``.
-        dp: the data-parallel axis.
+        bucket: the bucket.
+        ownership: which part of it each rank steps.
     """
 
-    def __init__(self, bucket: Bucket, dp: Axis):
-        self.bucket, self.dp = bucket, dp
+    def __init__(self, bucket: Bucket, ownership: Ownership):
+        self.bucket, self.dp = bucket, ownership.axis
         first = bucket.parameters[0]
         self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         for parameter, segment in bucket.segments(self.flat):
             segment.copy_(parameter.data)
             parameter.data = segment
         self._shapes = [p.shape for p in bucket.parameters]
-        length = bucket.numel // dp.size
-        self._start = dp.rank * length
-        self.own = self.flat[self._start : self._start + length]
+        self.own = self.flat[ownership.segment(bucket.numel)]
         self.master = self.own if bucket.dtype == first.dtype else self.own.to(bucket.dtype)
 
     def publish(self) -> None:

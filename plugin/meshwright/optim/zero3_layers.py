@@ -28,16 +28,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.errors import PlanError
-from meshwright.layout.row_layout import RowLayout
-from meshwright.layout.tensor_layout import layout_of
+from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.flat_parameters import FlatShard
+from meshwright.optim.ownership import EqualSlices
 from meshwright.optim.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.roles.adapters import without_wrappers
 
 
 class ShardedWeights:
@@ -63,7 +61,7 @@ class ShardedWeights:
         for module, recurse in _modules(model):
             own = [p for p in module.parameters(recurse=recurse) if p.is_floating_point()]
             new = [p for p in own if id(p) not in self._place]
-            flats = [FlatShard(some, [shapes[id(p)] for p in some], dp, device) for some in _alike(new)]
+            flats = [FlatShard(some, [shapes[id(p)] for p in some], EqualSlices(dp), device) for some in _alike(new)]
             self._place |= {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
             # A tied parameter is in a FlatShard of its first module, and its other modules gather that shard too.
             needed = list(dict.fromkeys(self._place[id(p)][0] for p in own))
@@ -89,10 +87,6 @@ class ShardedWeights:
         """Add the hooks that gather and release a model's weights, after :meth:`keep` was called for its parameters."""
         for step in self.steps:
             step.hook()
-        parts: dict[int, Any] = {id(x): x for x in (model, without_wrappers(model)[1])}
-        for part in parts.values():
-            if callable(getattr(part, "generate", None)):
-                object.__setattr__(part, "generate", _GenerateTogether(part.generate))
 
     def find_places(self) -> None:
         """Look up the place of each parameter again, after the parameters of the FlatShards were replaced."""
@@ -118,14 +112,21 @@ class ShardedWeights:
                 position = flats.index(old)
                 flats[position : position + 1] = parts
         trained = [flat for flat in reversed(self.flats) if any(id(p) in new for p in flat.parameters)]
-        return [ShardedBucket(flat.bucket, self.dp, flat) for flat in trained]
+        return [ShardedBucket(flat.bucket, flat.ownership, flat) for flat in trained]
 
-    def part(self, parameter: nn.Parameter) -> tuple[Tensor, RowLayout]:
-        """Return this rank's elements of a parameter's flattened TP shard, and the shard's row layout over dp."""
+    def layout(self, parameter: nn.Parameter) -> TensorLayout:
+        """Return which elements of a parameter each rank keeps."""
         if id(parameter) not in self._place:
-            return parameter.detach().reshape(-1), RowLayout.replicated(parameter.shape.numel(), self.dp.size)
+            return layout_of(parameter)
         flat, index = self._place[id(parameter)]
-        return flat.part(index)
+        return layout_of(parameter).flattened(flat.rows[index])
+
+    def part(self, parameter: nn.Parameter) -> Tensor:
+        """Return the elements of a parameter that this rank keeps, 1-d."""
+        if id(parameter) not in self._place:
+            return parameter.detach().reshape(-1)
+        flat, index = self._place[id(parameter)]
+        return flat.own(index).to(flat.dtype)
 
     def set_part(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Overwrite this rank's elements of a parameter, as :meth:`part` returns them."""
@@ -380,13 +381,3 @@ def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
     return list(groups.values())
-
-
-class _GenerateTogether(MethodOverride):
-    """A ``generate`` in which every rank runs as many forward passes as the longest text needs.
-
-    Each forward pass gathers weights, so all ranks must take part.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.method(*args, **{"synced_gpus": True, **kwargs})

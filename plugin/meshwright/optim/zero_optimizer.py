@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
-from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
+from meshwright.optim.ownership import Ownership
 from meshwright.optim.whole_weights import WholeWeights
 from meshwright.parallel.collectives import all_gather, start_reduce_scatter
 from meshwright.parallel.gradient_buckets import Bucket, has_gradient, make_buckets
@@ -56,44 +56,46 @@ class Slice:
 
     Args:
         parameter: the model's (TP-sharded) parameter.
-        start: index of the part's first element in the flattened parameter.
+        layout: which elements of the parameter each rank steps.
         shard: the optimizer's parameter, a 1-d view into the bucket's master shard.
         in_shard: the part's position in the bucket's master shard.
     """
 
     parameter: nn.Parameter
-    start: int
+    layout: TensorLayout
     shard: nn.Parameter
     in_shard: slice
 
 
 class ShardedBucket:
-    """A bucket of parameters of which this rank steps a 1/dp part.
+    """A bucket of parameters of which this rank steps a segment.
 
     Args:
-        bucket: the bucket, whose length is a multiple of the size of ``dp``.
-        dp: the data-parallel axis.
+        bucket: the bucket, which ``ownership`` has packed.
+        ownership: which elements each rank steps.
         weights: the storage of the parameters' values.
     """
 
-    def __init__(self, bucket: Bucket, dp: Axis, weights: Weights):
-        self.bucket, self.dp, self.weights = bucket, dp, weights
+    def __init__(self, bucket: Bucket, ownership: Ownership, weights: Weights):
+        self.bucket, self.ownership, self.weights = bucket, ownership, weights
         self.unsynced: Tensor | None = None  # this rank's own gradients from passes under no_sync
-        length = bucket.numel // dp.size
-        self.slices = list(self._cut(dp.rank * length, length))
+        self.slices = list(self._slices())
 
-    def _cut(self, start: int, length: int) -> Iterator[Slice]:
+    def _slices(self) -> Iterator[Slice]:
+        first = self.ownership.segment(self.bucket.numel).start
         for parameter, offset in zip(self.bucket.parameters, self.bucket.offsets, strict=True):
-            low, high = max(start, offset), min(start + length, offset + parameter.shape.numel())
+            layout = self.layout(parameter)
+            low, high = layout.span()
             if low < high:
-                in_shard = slice(low - start, high - start)
+                in_shard = slice(offset + low - first, offset + high - first)
                 shard = nn.Parameter(self.weights.master[in_shard])
-                yield Slice(parameter=parameter, start=low - offset, shard=shard, in_shard=in_shard)
+                yield Slice(parameter=parameter, layout=layout, shard=shard, in_shard=in_shard)
 
-    def cut(self, parameter: nn.Parameter) -> RowLayout:
-        """Return which elements of a flattened parameter each data-parallel rank steps."""
+    def layout(self, parameter: nn.Parameter) -> TensorLayout:
+        """Return which elements of a parameter each rank steps."""
         (offset,) = (o for p, o in zip(self.bucket.parameters, self.bucket.offsets, strict=True) if p is parameter)
-        return RowLayout.stretches(offset, parameter.shape.numel(), self.bucket.numel // self.dp.size, self.dp.size)
+        rows = self.ownership.rows(offset, parameter.shape.numel(), self.bucket.numel)
+        return layout_of(parameter).flattened(rows)
 
     def gather_gradients(self) -> Tensor:
         """Return the reduced gradients of the whole bucket, gathered on every rank."""
@@ -101,7 +103,7 @@ class ShardedBucket:
         for piece in self.slices:
             if piece.shard.grad is not None:
                 own[piece.in_shard] = piece.shard.grad.as_subclass(Tensor)
-        return all_gather(own, self.dp)
+        return all_gather(own, self.ownership.axis)
 
 
 Gradients = dict[int, Tensor]  # keyed by the ``id`` of a parameter, or of a slice's shard
@@ -140,6 +142,10 @@ class ReduceScatter:
             self._with |= {id(p): one for p in one.bucket.parameters}
             for piece in one.slices:
                 self._slices_of.setdefault(id(piece.parameter), []).append(piece)
+
+    def bucket_of(self, parameter: nn.Parameter) -> ShardedBucket | None:
+        """Return the bucket that has a parameter, if any."""
+        return self._with.get(id(parameter))
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -319,16 +325,16 @@ class ReduceScatter:
                 parameter.grad = HeldGradient.stand_in(parameter, zero)
 
 
-def lay_out(parameters: Iterable[nn.Parameter], dp: Axis, bucket_bytes: int) -> list[ShardedBucket]:
+def lay_out(parameters: Iterable[nn.Parameter], ownership: Ownership, bucket_bytes: int) -> list[ShardedBucket]:
     """Put parameters that every rank holds (stages 1 and 2) into buckets of which each rank steps a share.
 
     Args:
         parameters: parameters of one optimizer group, with layouts, in the order in which backward finishes them.
-        dp: the data-parallel axis.
+        ownership: which elements each rank steps.
         bucket_bytes: size of the buckets in which gradients are reduced.
     """
-    buckets = make_buckets(parameters, max_bytes=bucket_bytes, multiple=dp.size, accumulate_in_float32=True)
-    return [ShardedBucket(bucket, dp, WholeWeights(bucket, dp)) for bucket in buckets]
+    buckets = make_buckets(parameters, max_bytes=bucket_bytes, accumulate_in_float32=True, pack=ownership.pack)
+    return [ShardedBucket(bucket, ownership, WholeWeights(bucket, ownership)) for bucket in buckets]
 
 
 def bind_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
@@ -367,8 +373,7 @@ def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[Sharde
 
 def _slice_state(value: Any, piece: Slice) -> Any:
     if torch.is_tensor(value) and value.shape == piece.parameter.shape and value.ndim:
-        part = value.flatten()[piece.start : piece.start + piece.shard.numel()]
-        return part.to(piece.shard.dtype).clone()
+        return piece.layout.own(value).to(piece.shard.dtype).clone()
     return value.clone() if torch.is_tensor(value) else value
 
 
@@ -401,8 +406,4 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
 
 def slice_copies(piece: Slice) -> Tensor | float:
     """Return the number of copies over the axes tp and pp of each element of a slice."""
-    layout: TensorLayout = layout_of(piece.parameter)
-    copies = layout.copies(piece.shard) * layout.stage_copies
-    if isinstance(copies, float):
-        return copies
-    return copies.expand(piece.parameter.shape).flatten()[piece.start : piece.start + piece.shard.numel()]
+    return piece.layout.copies(piece.shard) * piece.layout.stage_copies

@@ -28,12 +28,12 @@ from meshwright.parallel.collectives import gather_rows, reduce, share
 from meshwright.parallel.column_projections import ColumnProjections
 from meshwright.parallel.dropout_streams import DropoutStreams, Rates, Restore
 from meshwright.parallel.local_heads import HeadInputs
-from meshwright.parallel.method_override import EagerMethod
+from meshwright.parallel.method_chain import Uncompiled, add_step
 from meshwright.parallel.regather import RegatheredProjections
 from meshwright.parallel.sequence_parallel import SequenceSharding
-from meshwright.parallel.structure import Block
 from meshwright.roles.adapters import projection
-from meshwright.roles.projection import is_transposed
+from meshwright.roles.blocks import Block
+from meshwright.roles.linear_kernel import kernel_of
 
 
 @dataclass
@@ -75,6 +75,8 @@ class BlockHooks:
         self._sharers = [self]  # the blocks with the same output projection
         # Only the projection has a bias. The reduction sums the projection's output and its adapters' output.
         self._row = projection(block.row)
+        kernel = kernel_of(self._row)
+        self._needs_bias = kernel is not None and kernel.needs_bias
         block.row.register_forward_pre_hook(self._lift_bias)
         block.row.register_forward_hook(self._reduce, always_call=True)
 
@@ -86,7 +88,7 @@ class BlockHooks:
         if self._regathered is not None and self._is_whole_module:
             self._regathered.span_block()
         self._columns.remove()
-        self._output.forward = EagerMethod(self._output.forward)
+        add_step(self._output, Uncompiled())
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -143,8 +145,8 @@ class BlockHooks:
             return
         # Every rank would add the bias to its partial sum, so it is removed here and added once after the reduction.
         self._bias = self._row._parameters["bias"]
-        none = torch.zeros_like(self._bias) if self._bias is not None and is_transposed(self._row) else None
-        self._row._parameters["bias"] = none  # Conv1D needs a bias
+        none = torch.zeros_like(self._bias) if self._bias is not None and self._needs_bias else None
+        self._row._parameters["bias"] = none  # type: ignore[assignment]  # a tensor without a gradient
         if self._pass is None:
             raise PlanError(
                 f"the output projection of {self._name} ran, but the block was not called as a module: the gradient of "

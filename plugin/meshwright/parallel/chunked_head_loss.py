@@ -19,6 +19,7 @@ from torch import Tensor
 from meshwright.parallel.cross_entropy import Words, at_least_float32, exponentials_, gradient_, refuse_second_order
 from meshwright.parallel.logit_steps import LogitStep, run, run_backward
 from meshwright.plan.head_chunks import SUMMED_WORDS, head_chunk
+from meshwright.roles.linear_kernel import PLAIN, LinearKernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +30,13 @@ class ChunkedLoss:
         words: the part of the vocabulary that this rank scores.
         steps: what the model does to the logits.
         dtype: the dtype of the head's matrix multiplication.
+        kernel: how the head computes.
     """
 
     words: Words
     steps: tuple[LogitStep, ...]
     dtype: torch.dtype
+    kernel: LinearKernel = PLAIN
 
 
 class ChunkedHeadLoss(torch.autograd.Function):
@@ -91,16 +94,13 @@ def _forward(
     chunk = head_chunk(num_tokens, hidden_ND.shape[1])
     own_weight = weight_WD.detach().to(dtype)
     own_bias = None if bias_W is None else bias_W.detach().to(dtype)
-    gradients = _Gradients(hidden_ND, own_weight, bias_W, needs, is_summed=chunk != num_tokens)
+    gradients = _Gradients(loss.kernel, hidden_ND, own_weight, bias_W, needs, is_summed=chunk != num_tokens)
     losses = []
     logits = own_weight.new_empty(min(chunk, num_tokens), own_weight.shape[0])
     for rows in _chunks(num_tokens, chunk):
         hidden = hidden_ND[rows].detach().to(dtype)
         scores = logits[: hidden.shape[0]]
-        if own_bias is None:
-            torch.mm(hidden, own_weight.t(), out=scores)
-        else:
-            torch.addmm(own_bias, hidden, own_weight.t(), out=scores)
+        loss.kernel.forward(hidden, own_weight, own_bias, out=scores)
         final, kept = run(loss.steps, scores)
         wide = at_least_float32(final)
         losses_N, softmax = exponentials_(wide, targets_N[rows], loss.words)
@@ -125,6 +125,7 @@ class _Gradients:
     Those of the weight and of the bias are sums over all tokens, so that 16-bit ones are summed in 32 bits.
 
     Args:
+        kernel: how the head computes.
         hidden_ND: the hidden states.
         weight_WD: the weight, in the dtype of the matrix multiplication.
         bias_W: the bias, or None.
@@ -133,9 +134,16 @@ class _Gradients:
     """
 
     def __init__(
-        self, hidden_ND: Tensor, weight_WD: Tensor, bias_W: Tensor | None, needs: Sequence[bool], *, is_summed: bool
+        self,
+        kernel: LinearKernel,
+        hidden_ND: Tensor,
+        weight_WD: Tensor,
+        bias_W: Tensor | None,
+        needs: Sequence[bool],
+        *,
+        is_summed: bool,
     ):
-        self.weight_WD = weight_WD
+        self.kernel, self.weight_WD = kernel, weight_WD
         self.needs_weight = needs[1]
         summed = _wide(weight_WD.dtype)
         self.of_hidden = hidden_ND.new_empty(hidden_ND.shape, dtype=weight_WD.dtype) if needs[0] else None
@@ -146,15 +154,19 @@ class _Gradients:
     def add(self, rows: slice, grad: Tensor, hidden: Tensor) -> None:
         """Add the gradients of one chunk, given that of its logits."""
         if self.of_hidden is not None:
-            torch.mm(grad, self.weight_WD, out=self.of_hidden[rows])
+            self.kernel.input_gradient(grad, self.weight_WD, out=self.of_hidden[rows])
         if self.of_bias is not None:
             self.of_bias += grad.sum(0, dtype=self.of_bias.dtype)
+        total = self.of_weight
         if not self.needs_weight:
             return
-        if self.of_weight is None:
-            self.of_weight = grad.t() @ hidden
-        else:
-            _add_product(self.of_weight, grad, hidden)
+        if total is None or total.dtype == grad.dtype or grad.device.type == "cuda":
+            self.of_weight = self.kernel.weight_gradient(hidden, grad, total=total)
+            return
+        # On CPU no product of 16-bit tensors has a 32-bit result, and a wide copy of the whole gradient would be large.
+        wide = hidden.to(total.dtype)
+        for sums, own in zip(total.split(SUMMED_WORDS), grad.split(SUMMED_WORDS, dim=1), strict=True):
+            self.kernel.weight_gradient(wide, own.to(total.dtype), total=sums)
 
     def finished(self, weight_dtype: torch.dtype | None) -> list[Tensor | None]:
         """Return the gradients, that of the weight cast to ``weight_dtype`` if given."""
@@ -162,20 +174,6 @@ class _Gradients:
         if of_weight is not None and weight_dtype is not None:
             of_weight = of_weight.to(weight_dtype)
         return [self.of_hidden, of_weight, self.of_bias]
-
-
-def _add_product(sums_WD: Tensor, grad_NW: Tensor, hidden_ND: Tensor) -> None:
-    """Add ``grad.T @ hidden`` to sums that may be wider, without rounding the product to the narrower dtype."""
-    if sums_WD.dtype == grad_NW.dtype:
-        sums_WD.addmm_(grad_NW.t(), hidden_ND)
-        return
-    if grad_NW.device.type == "cuda":
-        torch.addmm(sums_WD, grad_NW.t(), hidden_ND, out_dtype=sums_WD.dtype, out=sums_WD)
-        return
-    wide = hidden_ND.to(sums_WD.dtype)
-    for first in range(0, sums_WD.shape[0], SUMMED_WORDS):
-        words = slice(first, first + SUMMED_WORDS)
-        sums_WD[words].addmm_(grad_NW[:, words].t().to(sums_WD.dtype), wide)
 
 
 def _chunks(num_tokens: int, chunk: int) -> Iterator[slice]:

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.mesh.axes import Axis
@@ -29,9 +28,9 @@ from meshwright.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from meshwright.parallel.linear_layers import is_stock_linear, weight_gradient
-from meshwright.parallel.method_override import MethodOverride
-from meshwright.roles.projection import is_transposed
+from meshwright.parallel.linear_layers import LinearForward
+from meshwright.parallel.method_chain import StepOrder, add_step, remove_step
+from meshwright.roles.linear_kernel import LinearKernel, kernel_of
 
 
 class ColumnProjections:
@@ -47,33 +46,34 @@ class ColumnProjections:
 
     def __init__(self, modules: Sequence[nn.Module], *, is_gathered: bool):
         self.is_gathered = is_gathered
-        self.modules = list(modules) if all(map(is_stock_linear, modules)) else []
         self.current: _ColumnPass | None = None
-        self._overrides = [_ColumnForward(module.forward, module, i, self) for i, module in enumerate(self.modules)]
-        for module, override in zip(self.modules, self._overrides, strict=True):
-            module.forward = override
+        kernels = [kernel for module in modules if (kernel := kernel_of(module)) is not None]
+        self.forwards: list[_ColumnForward] = []
+        if len(kernels) == len(modules):
+            pairs = zip(modules, kernels, strict=True)
+            self.forwards = [_ColumnForward(module, kernel, i, self) for i, (module, kernel) in enumerate(pairs)]
+        self._chains = [add_step(forward.module, forward) for forward in self.forwards]
 
     def remove(self) -> None:
         """Give the projections their own forward, and leave all gradients to autograd."""
-        for module, override in zip(self.modules, self._overrides, strict=True):
-            if vars(module).get("forward") is override:
-                del module.forward
-                if module.forward != override.method:
-                    module.forward = override.method
-        self.modules, self._overrides = [], []
+        for forward in self.forwards:
+            remove_step(forward.module, forward)
+        self.forwards, self._chains = [], []
 
     def can_enter(self, x: Tensor) -> bool:
         """Return whether the next pass can use :meth:`enter`; otherwise autograd computes all gradients."""
-        if not (self.modules and x.requires_grad and torch.is_grad_enabled()):
+        if not (self.forwards and x.requires_grad and torch.is_grad_enabled()):
             return False
-        for module, override in zip(self.modules, self._overrides, strict=True):
-            if module.__dict__.get("forward") is not override or module._parameters.get("weight") is None:
+        for forward, chain in zip(self.forwards, self._chains, strict=True):
+            if forward.module.__dict__.get("forward") is not chain or chain.first is not forward:
+                return False
+            if forward.module._parameters.get("weight") is None:
                 return False
         return True
 
     def enter(self, x: Tensor, axis: Axis) -> Tensor:
         """Return the rows that the projections read, from this rank's rows or from all; :meth:`open` must follow."""
-        weights: list[Any] = [module._parameters["weight"] for module in self.modules]
+        weights: list[Any] = [forward.module._parameters["weight"] for forward in self.forwards]
         self.current = _ColumnPass(weights)
         full: Tensor = _EnterProjections.apply(x, axis, self.is_gathered, self.current, *weights)
         return full
@@ -122,13 +122,14 @@ class _ColumnPass:
         return is_whole and saved.memory(x) == self.memory
 
 
-class _ColumnForward(MethodOverride):
+class _ColumnForward(LinearForward):
     """The ``forward`` of a projection; the node of the block's input computes the gradient of the weight."""
 
-    def __init__(self, method: Callable[..., Any], module: nn.Module, index: int, group: ColumnProjections):
-        super().__init__(method)
-        self.module, self.index, self.group = module, index, group
-        self.is_transposed = is_transposed(module)
+    order = StepOrder.COLUMN
+
+    def __init__(self, module: nn.Module, kernel: LinearKernel, index: int, group: ColumnProjections):
+        super().__init__(module, kernel)
+        self.index, self.group = index, group
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         current = self.group.current
@@ -138,10 +139,9 @@ class _ColumnForward(MethodOverride):
             result: Tensor = self.method(*args, **kwargs)
             return result
         current.unread.discard(self.index)
-        own = weight.detach()
-        y = F.linear(args[0], own.t() if self.is_transposed else own, parameters["bias"])
+        y = self.kernel.with_graph(args[0], weight.detach(), parameters["bias"])
         if weight.requires_grad:
-            y.register_hook(partial(_take, current.node, self.index, self.is_transposed))
+            y.register_hook(partial(_take, current.node, self.index, self.kernel))
         return y
 
 
@@ -169,10 +169,10 @@ class _EnterProjections(torch.autograd.Function):
         of_weights: list[Tensor | None] = [None] * len(ctx.dtypes)
         if taken:
             x = (ctx.saved_tensors[0] if regathered is None else regathered()).flatten(0, -2)
-            for index, transposed, gradient in taken:
+            for index, kernel, gradient in taken:
                 rows = gradient.flatten(0, -2)
                 read = x if x.shape[0] == rows.shape[0] else x[: rows.shape[0]]  # without the padding
-                own = weight_gradient(read, rows, transposed).to(ctx.dtypes[index])
+                own = kernel.weight_gradient(read, rows).to(ctx.dtypes[index])
                 before = of_weights[index]
                 of_weights[index] = own if before is None else before + own
         return None if reduced is None else reduced(), None, None, None, *of_weights
@@ -185,7 +185,7 @@ def _start_reduction(grad: Tensor, axis: Axis, is_gathered: bool) -> Callable[[]
     return start_all_reduce(grad.clone(memory_format=torch.contiguous_format), axis)
 
 
-def _take(node: Any, index: int, transposed: bool, gradient: Tensor) -> None:
+def _take(node: Any, index: int, kernel: LinearKernel, gradient: Tensor) -> None:
     """Keep the gradient of a projection's output for the block's node; the first of them starts to gather the input."""
     task = torch._C._current_graph_task_id()
     if node.task != task:
@@ -193,4 +193,4 @@ def _take(node: Any, index: int, transposed: bool, gradient: Tensor) -> None:
             return
         node.task, node.taken = task, []
         node.regathered = start_all_gather(node.saved_tensors[0], node.axis) if node.gathers else None
-    node.taken.append((index, transposed, gradient))
+    node.taken.append((index, kernel, gradient))

@@ -17,7 +17,7 @@ from meshwright.compiling import active_backend, is_compiled_function, pause_com
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.compile_options import check_compile_options
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 
 Restore = Callable[[], Any]
 
@@ -55,8 +55,7 @@ class CompilableLayers:
         self._is_compiled = True
         self._prepare()
         for layer in self.layers:
-            owner, name = _innermost(layer)
-            setattr(owner, name, _CompiledForward(getattr(owner, name), options))
+            add_step(layer, _CompiledForward(options))
 
     def compile_if_possible(self, **options: Any) -> None:
         """Compile each layer's forward, or log once why the model runs eagerly."""
@@ -126,11 +125,12 @@ def outermost_layers(model: nn.Module) -> Iterator[nn.Module]:
             yield from outermost_layers(child)
 
 
-class _CompiledForward(MethodOverride):
+class _CompiledForward(ChainStep):
     """A layer's forward, compiled at its first call."""
 
-    def __init__(self, method: Callable[..., Any], options: dict[str, Any]):
-        super().__init__(method)
+    order = StepOrder.COMPILED
+
+    def __init__(self, options: dict[str, Any]):
         self.options = options
         self._compiled: Callable[..., Any] | None = None
 
@@ -141,14 +141,6 @@ class _CompiledForward(MethodOverride):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_compiled": None}  # a copy compiles the method of its own layer
-
-
-def _innermost(layer: nn.Module) -> tuple[Any, str]:
-    """Return the place of a layer's own forward, inside the overrides that skip it or choose its inputs."""
-    owner, name = layer, "forward"
-    while isinstance(inner := getattr(owner, name), MethodOverride):
-        owner, name = inner, "method"  # type: ignore[assignment]
-    return owner, name
 
 
 def _nothing() -> None:

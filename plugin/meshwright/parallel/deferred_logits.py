@@ -23,10 +23,11 @@ from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.cross_entropy import Words
 from meshwright.parallel.logit_steps import Cast, LogitStep, step_of
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep, StepOrder
 from meshwright.parallel.sharded_parameter import become
 from meshwright.parallel.tensor_guards import METADATA, SHAPE, ShardedLogits
 from meshwright.parallel.user_hooks import has_foreign_hooks
+from meshwright.roles.linear_kernel import kernel_of
 
 _GATHER = "pass ToDistributedConfig(gather_logits=True)"
 _CHANGED = (
@@ -55,11 +56,12 @@ class Deferral:
     token_loss: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Tensor | None] | None = None
 
 
-class DeferringHead(MethodOverride):
+class DeferringHead(ChainStep):
     """The ``forward`` of a linear head whose logits are computed when they are needed."""
 
+    order = StepOrder.HEAD
+
     def __init__(self, head: nn.Linear, deferral: Deferral):
-        super().__init__(head.forward)
         self.head, self.deferral = head, deferral
 
     def __call__(self, x: Any) -> Any:
@@ -111,12 +113,13 @@ class DeferringHead(MethodOverride):
 
     @staticmethod
     def is_deferrable(head: Any) -> bool:
-        """Return whether a head is a linear layer with its class's own forward and a weight that is a parameter.
+        """Return whether a head is a linear layer with a kernel and a weight that is a parameter.
 
         A weight that is computed when it is read (a parametrization) may change by being read, so it is not.
         """
-        is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-        return is_plain and head._parameters.get("weight") is not None
+        return (
+            isinstance(head, nn.Linear) and kernel_of(head) is not None and head._parameters.get("weight") is not None
+        )
 
 
 class InHead:
@@ -215,7 +218,9 @@ class Deferred:
                 f"the head has logits of {len(hidden)} tokens, but there are {len(targets_N)} labels. Pass labels of "
                 "the same shape as input_ids; with logits_to_keep, pass those of the tokens whose logits are kept"
             )
-        what = ChunkedLoss(words=words, steps=self.steps, dtype=self.product)
+        kernel = kernel_of(self.head.head)
+        assert kernel is not None
+        what = ChunkedLoss(words=words, steps=self.steps, dtype=self.product, kernel=kernel)
 
         def run() -> Tensor:
             bias = self.head.head._parameters["bias"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.forward_state import arguments
+from meshwright.parallel.method_chain import arguments
 
 
 def keep_documents_apart(model: nn.Module) -> None:

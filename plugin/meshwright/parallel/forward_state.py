@@ -25,6 +25,7 @@ from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.forward_writes import ForwardWrites
 from meshwright.parallel.input_comparison import ComparedInputs
 from meshwright.parallel.longest_position import LongestPosition
+from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.mixed_rows import BatchStatistics
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.padded_rows import PaddedRows
@@ -112,9 +113,9 @@ class ForwardState:
         self.statistics.check()
         trains = module.training and torch.is_grad_enabled()
         self._writes.begin(trains=trains)
-        check_arguments(module, kwargs, self.mesh, "tp", "cp")
         kwargs = without_fillers_targets(kwargs)
         inputs = arguments(self._signatures[module], args, kwargs)
+        check_arguments(module, inputs, self.mesh)
         enter_pass(inputs.values())
         labels = inputs.get("labels")
         if trains:
@@ -228,11 +229,6 @@ def _without_graph(output: Any) -> Any:
             if isinstance(x, ShardedLogits):
                 output[name] = x.detach()
     return output
-
-
-def arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward call by name, including positional arguments."""
-    return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -22,7 +22,7 @@ from meshwright.faults.guard import Guard
 from meshwright.faults.together import raise_if_any, succeed_together
 from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 from meshwright.parallel.replicated_state import is_comparable
 from meshwright.parallel.shard_reads import reading_shards
 
@@ -76,7 +76,7 @@ def _is_written(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
     return before[0] is not now[0] or before[1] != now[1]
 
 
-class WritesInRecompute(MethodOverride):
+class WritesInRecompute(ChainStep):
     """The ``forward`` of a module that backward runs again: raises if this writes the module's state a second time.
 
     Args:
@@ -84,8 +84,9 @@ class WritesInRecompute(MethodOverride):
         name: the module's name in the model.
     """
 
+    order = StepOrder.RECOMPUTED
+
     def __init__(self, module: nn.Module, name: str):
-        super().__init__(module.forward)
         self.module, self.name = module, name
 
     @staticmethod
@@ -94,7 +95,7 @@ class WritesInRecompute(MethodOverride):
         inside = {id(module) for layer in layers for module in layer.modules()}
         for name, module in model.named_modules():
             if id(module) in inside and any(_own(module, Tensor)):
-                module.forward = WritesInRecompute(module, name)
+                add_step(module, WritesInRecompute(module, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not in_backward():

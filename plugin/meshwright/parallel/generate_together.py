@@ -1,4 +1,4 @@
-"""Make tensor-parallel ranks draw the same tokens in ``generate``, since they process the same rows."""
+"""Let the ranks of a distributed model take part in ``generate`` alike."""
 
 from __future__ import annotations
 
@@ -9,34 +9,27 @@ from torch import nn
 
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.guard import Guard
-from meshwright.mesh.axes import Axis
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.collectives import agree
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep
+from meshwright.parallel.refused_arguments import GENERATE, check_arguments
 
 
-def sample_together(model: nn.Module, tp: Axis, guard: Guard | None) -> None:
-    """Make ``model.generate`` begin with the first rank's random state on all ranks of the TP axis.
+class GenerateTogether(ChainStep):
+    """The step of a model's ``generate``, which every rank must call.
 
-    If the first rank has the seed of a one-device run, the ranks draw that run's tokens. All ranks end in the same
-    random state.
+    The ranks of tp process the same rows, so they begin with the random state of their first rank. If it has the seed
+    of a one-device run, they draw that run's tokens. All ranks end in the same random state.
 
     Args:
-        model: a model or an adapter's wrapper around one, changed in place if it has a ``generate``.
-        tp: the axis whose ranks process the same rows.
-        guard: the guard that checks that all ranks of the axis call ``generate``; None on one process.
+        model: a model, or an adapter's wrapper around one.
+        mesh: the axes.
+        guard: the guard that checks that all ranks of tp call ``generate``; None on one process.
+        gathers: whether each forward pass gathers weights, so that every rank must run as many as the longest text.
     """
-    if tp.size == 1 or not callable(getattr(model, "generate", None)):
-        return
-    override: Any = _SampleTogether(model, tp, guard)
-    object.__setattr__(model, "generate", override)
 
-
-class _SampleTogether(MethodOverride):
-    """Replaces a model's ``generate``; see ``sample_together``."""
-
-    def __init__(self, model: Any, tp: Axis, guard: Guard | None):
-        super().__init__(model.generate)
-        self.model, self.tp, self.guard = model, tp, guard
+    def __init__(self, model: nn.Module, mesh: Mesh, guard: Guard | None, *, gathers: bool):
+        self.model, self.mesh, self.guard, self.gathers = model, mesh, guard, gathers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.generate(*args, **kwargs)
@@ -44,10 +37,12 @@ class _SampleTogether(MethodOverride):
     @on_every_rank
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate tokens; every rank must make the call."""
-        if self.guard is not None:
-            self.guard.meet("generate", self.tp.group)
-        _take_first_state(next(self.model.parameters()).device, self.tp)
-        return self.method(*args, **kwargs)
+        check_arguments(self.model, {GENERATE: self}, self.mesh)
+        if self.mesh.tp.size > 1:
+            if self.guard is not None:
+                self.guard.meet("generate", self.mesh.tp.group)
+            _take_first_state(next(self.model.parameters()).device, self.mesh.tp)
+        return self.method(*args, **{"synced_gpus": True, **kwargs} if self.gathers else kwargs)
 
 
 def _take_first_state(device: torch.device, tp: Axis) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -15,25 +15,27 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.tensor_guards import is_stand_in
-from meshwright.plan.flat_offsets import flat_offsets, sharded_length
+from meshwright.plan.flat_offsets import packed
+
+Pack = Callable[[Sequence[int]], tuple[list[int], int]]
 
 
 @dataclass(eq=False)
 class Bucket:
     """Parameters whose gradients are reduced as one flat tensor.
 
-    The parameters begin at the positions that ``flat_offsets`` defines. The padding between and after them is zero.
+    The padding between and after the parameters is zero.
 
     Args:
         parameters: the bucket's parameters, of one dtype and on one device.
-        multiple: the divisor of the padded flat length: under ZeRO the data-parallel size, since its reduce-scatter
-            needs equal parts; otherwise 1.
         dtype: the dtype of the flat gradient; float32 for half-precision parameters under ZeRO.
+        pack: function of the sizes of the parameters that returns their offsets, with the end of the last, and the
+            length of the bucket; under ZeRO that of an ``Ownership``.
     """
 
     parameters: list[nn.Parameter]
-    multiple: int
     dtype: torch.dtype
+    pack: Pack = packed
     offsets: list[int] = field(init=False)
     numel: int = field(init=False)
     _end: int = field(init=False)  # of the last parameter, with its padding
@@ -42,9 +44,8 @@ class Bucket:
 
     def __post_init__(self) -> None:
         sizes = [p.shape.numel() for p in self.parameters]
-        offsets = flat_offsets(sizes)
+        offsets, self.numel = self.pack(sizes)
         *self.offsets, self._end = offsets
-        self.numel = sharded_length(sizes, self.multiple)
         self._sizes, self._spans = sizes, [stop - start for start, stop in pairwise(offsets)]
 
     @functools.cached_property
@@ -171,8 +172,8 @@ def make_buckets(
     parameters: Iterable[nn.Parameter],
     *,
     max_bytes: int,
-    multiple: int,
     accumulate_in_float32: bool,
+    pack: Pack = packed,
     last_bytes: int | None = None,
 ) -> list[Bucket]:
     """Return buckets of the parameters, in the given order.
@@ -183,15 +184,15 @@ def make_buckets(
     Args:
         parameters: the parameters, each with a layout.
         max_bytes: the size limit of a bucket; a larger parameter gets its own bucket.
-        multiple: see Bucket.
         accumulate_in_float32: whether gradients of half-precision parameters are flattened in float32.
+        pack: see Bucket.
         last_bytes: the size limit of the last bucket whose gradients are not partial; None for ``max_bytes``.
     """
     parameters = list(parameters)
     whole = [p for p in parameters if not layout_of(p).has_addends]
     partial = [p for p in parameters if layout_of(p).has_addends]
     groups = group_parameters(whole, max_bytes, last_bytes) + group_parameters(partial, max_bytes)
-    return [Bucket(members, multiple, flat_dtype(members[0].dtype, accumulate_in_float32)) for members in groups]
+    return [Bucket(members, flat_dtype(members[0].dtype, accumulate_in_float32), pack) for members in groups]
 
 
 def group_parameters(

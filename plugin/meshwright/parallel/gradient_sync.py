@@ -26,8 +26,7 @@ from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.gradient_buckets import Bucket, has_part
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import LocalGradient
-
-IN_FLIGHT = 4  # number of buckets that are reduced at the same time
+from meshwright.plan.flat_offsets import IN_FLIGHT
 
 
 class Reduction(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep
 from meshwright.parallel.partial_gradients import PartialParameter
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import Shard, ShardedParameter, become
@@ -35,7 +35,7 @@ class Window:
             module.register_forward_hook(self.close, always_call=True)
 
 
-class OnShards(MethodOverride):
+class OnShards(ChainStep):
     """Runs a method that is exact on shards, such as merging a low-rank adapter: each rank merges its own rows."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,8 +21,8 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.added_losses import AddedToLoss, check_nothing_added
 from meshwright.parallel.batch_loss import Batch, BatchLoss
 from meshwright.parallel.causal_lm_loss import CausalLMLoss, next_words
-from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
+from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.output_loss import loss_of, with_loss
 from meshwright.plan.config import AveragesOver
 

@@ -1,31 +1,49 @@
-"""Linear layers whose weights' gradients the runtime computes itself, apart from the gradients of their inputs."""
+"""Replaces the forward of a linear layer by that of its kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
 from torch import Tensor, nn
 
-from meshwright.roles.projection import is_transposed
+from meshwright.parallel import saved_tensors as saved
+from meshwright.parallel.method_chain import ChainStep, StepOrder
+from meshwright.roles.linear_kernel import LinearKernel
 
 
-def is_stock_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer (or transformers' Conv1D) with its class's own forward."""
-    return type(module).forward is nn.Linear.forward or is_transposed(module)
-
-
-def weight_gradient(x: Tensor, gradient: Tensor, transposed: bool) -> Tensor:
-    """Return the gradient of a linear weight.
+class LinearForward(ChainStep):
+    """The ``forward`` of a linear layer, which saves the layer's input itself instead of a copy in another dtype.
 
     Args:
-        x: the layer's input, ``[..., in]``.
-        gradient: the gradient of the layer's output, ``[..., out]``.
-        transposed: whether the weight is ``[in, out]``.
+        module: the layer.
+        kernel: how the layer computes.
     """
-    left, right = weight_factors(x, gradient, transposed)
-    return left.t() @ right
 
+    order = StepOrder.LATER_GRADIENT
 
-def weight_factors(x: Tensor, gradient: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Return ``left, right`` such that ``left.T @ right`` is :func:`weight_gradient`."""
-    rows = x if x.ndim == 2 else x.flatten(0, -2)
-    gradients = gradient if gradient.ndim == 2 else gradient.flatten(0, -2)
-    return (rows, gradients) if transposed else (gradients, rows)
+    def __init__(self, module: nn.Module, kernel: LinearKernel):
+        self.module, self.kernel = module, kernel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.module._parameters.get("weight")  # none if a hook computes it, as prune's and weight_norm's do
+        bias: Tensor | None = self.module._parameters.get("bias")
+        if weight is None or not (torch.is_grad_enabled() and weight.requires_grad):
+            result: Tensor = self.method(x)
+            return result
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        # Not by save_for_backward: the part of a backward that needs only the weight would unpack the input too, and
+        # under sequence parallelism gather it.
+        take = partial(self.weight_gradient, weight, saved.keep(x))
+        with torch.autocast(kind, enabled=False):
+            return self.kernel.with_graph(x, weight, bias, take)
+
+    def weight_gradient(
+        self, weight: nn.Parameter, read_input: Callable[[], Tensor], gradient: Tensor
+    ) -> Tensor | None:
+        """Return the gradient of the weight from that of the output, or None if it is computed later."""
+        return self.kernel.weight_gradient(read_input(), gradient).to(weight.dtype)

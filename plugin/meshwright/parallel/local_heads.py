@@ -1,7 +1,4 @@
-"""Give stock attention code this rank's head counts and per-head biases.
-
-Attention code reads these counts and biases separately from the projection weights.
-"""
+"""Give stock attention code this rank's part of biases and masks for each head, which it gets as arguments."""
 
 from __future__ import annotations
 
@@ -11,38 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.head_layout import HeadLayout
-from meshwright.parallel.structure import Block
-from meshwright.roles.projection import is_transposed, out_features
-
-
-class LocalConfig:
-    """A model's config with some values replaced, for one module that reads its head counts from the config."""
-
-    def __init__(self, config: Any, **local: int):
-        self.__dict__.update(_config=config, **local)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_config" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["_config"], name)
-
-
-def localise_attributes(block: Block) -> None:
-    """Set the head counts and widths in a block's modules to those of this rank's part."""
-    module: Any = block.module
-    projections: list[Any] = [*block.columns, block.row]
-    for projection in projections:
-        if is_transposed(projection):
-            projection.nf = out_features(projection)  # the width that Conv1D reshapes to
-    for name, value in block.local_attributes.items():
-        setattr(module, name, value)
-    if block.heads is not None and block.has_fused_qkv and hasattr(module, "config"):
-        module.config = LocalConfig(
-            module.config,
-            num_attention_heads=block.heads.local_heads,
-            num_key_value_heads=block.heads.num_local_kv_heads,
-        )
+from meshwright.roles.blocks.head_layout import HeadLayout
 
 
 class HeadInputs:

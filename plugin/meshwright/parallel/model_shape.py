@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.structure import Block, DecoderStructure
+from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.planner.shapes import ModelShape
 from meshwright.roles import ShardingPlan
+from meshwright.roles.blocks import Block
 from meshwright.roles.projection import in_features, out_features, weight_of
 
 

@@ -1,4 +1,4 @@
-"""What a forward pass cannot take under a plan: one table of arguments, by the axis whose ranks would each have a part.
+"""What a model cannot be asked for under a plan: one table of arguments, by the axis whose ranks have parts.
 
 docs/support.md prints the table.
 """
@@ -46,7 +46,8 @@ def _is_no_padding_mask(mask: Any) -> bool:
 
 _INTERNALS = ("output_hidden_states", "output_attentions")
 _OWN_HEADS = "each rank has only its own heads, and under sequence parallelism only its own tokens"
-_GENERATE = "save the model and generate on one device"
+_ELSEWHERE = "save the model (model.save_pretrained) and generate on one device"
+GENERATE = "generate()"  # the method, which asks for keys and values
 
 REFUSALS = (
     Refusal(axis="tp", arguments=_INTERNALS, reason=_OWN_HEADS, cure="turn the option off", is_option=True),
@@ -59,9 +60,9 @@ REFUSALS = (
     ),
     Refusal(
         axis="cp",
-        arguments=("past_key_values", "use_cache"),
+        arguments=("past_key_values", "use_cache", GENERATE),
         reason="each rank has the keys and values of its own tokens",
-        cure=_GENERATE,
+        cure=_ELSEWHERE,
         is_given=_is_passed,
     ),
     Refusal(
@@ -87,30 +88,29 @@ REFUSALS = (
     ),
     Refusal(
         axis="pp",
-        arguments=("past_key_values", "use_cache"),
+        arguments=("past_key_values", "use_cache", GENERATE),
         reason="each rank has only the keys and values of its stage",
-        cure=_GENERATE,
+        cure=_ELSEWHERE,
         is_given=_is_passed,
     ),
 )
 
 
-def check_arguments(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, *axes: str) -> None:
+def check_arguments(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh) -> None:
     """Raise if a forward pass is given an argument that it cannot take under an axis with more than one rank.
 
     Args:
         model: the model, whose config may set an option.
         batch: the arguments by name.
         mesh: the axes.
-        axes: the names of the axes to look at.
 
     Raises:
         PlanError: if there is such an argument; the message says why, and what to do instead.
     """
-    sizes = {name: getattr(mesh, name).size for name in axes}
     config = getattr(model, "config", None)
     for refusal in REFUSALS:
-        if sizes.get(refusal.axis, 1) == 1:
+        size = getattr(mesh, refusal.axis).size
+        if size == 1:
             continue
         for name in refusal.arguments:
             value = batch.get(name)  # PEFT passes None
@@ -118,7 +118,7 @@ def check_arguments(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, *axe
                 value = getattr(config, name, False)
             if refusal.is_given(value):
                 raise PlanError(
-                    f"{_shown(name, value)} cannot be used under ParallelPlan.{refusal.axis}={sizes[refusal.axis]}: "
+                    f"{_shown(name, value)} cannot be used under ParallelPlan.{refusal.axis}={size}: "
                     f"{refusal.reason}. To go on, {refusal.cure}, or use {refusal.axis}=1"
                 )
 

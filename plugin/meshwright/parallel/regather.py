@@ -21,6 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.mesh.axes import Axis
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.collectives import all_gather
+from meshwright.parallel.linear_layers import LinearForward
+from meshwright.parallel.method_chain import add_step, remove_step
+from meshwright.roles.linear_kernel import kernel_of
 
 
 class GatheredInput:
@@ -64,6 +67,11 @@ class RegatheredProjections:
         self._current: GatheredInput | None = None
         self._is_pushed = self._spans_block = False
         self._projections = projections
+        inner = {module: kernel_of(module) for projection in projections for module in projection.modules()}
+        # Another kernel's own forward may save a copy of its input, which is not recognised here.
+        self._forwards = [LinearForward(m, k) for m, k in inner.items() if k is not None and not k.is_differentiable]
+        for forward in self._forwards:
+            add_step(forward.module, forward)
         self._handles: list[RemovableHandle] = []
 
     def span_block(self) -> None:
@@ -74,6 +82,8 @@ class RegatheredProjections:
         self._spans_block = True
         for handle in self._handles:
             handle.remove()
+        for forward in self._forwards:
+            remove_step(forward.module, forward)
         self._projections = []
 
     def open(self, full: Tensor, local: Tensor, axis: Axis) -> None:

@@ -9,7 +9,6 @@ gradients are reduced as they arrive, and each rank keeps its shard of their sum
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -21,18 +20,17 @@ from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import largest
-from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.gradient_sync import GradientSync
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import BatchStep, StepOrder
 from meshwright.parallel.micro_batch_outputs import Pieces
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.summed_gradients import TWICE, SummedGradients
 from meshwright.plan.config import ParallelPlan
 
 
-class SplitForward(MethodOverride):
-    """The ``forward`` of a model whose plan has micro-batches: splits training batches by rows.
+class SplitForward(BatchStep):
+    """The step of a model whose plan has micro-batches, which splits training batches by rows.
 
     Args:
         model: a model whose forward returns an output with ``.loss``.
@@ -46,6 +44,8 @@ class SplitForward(MethodOverride):
         keeps_logits: whether the outputs of all micro-batches are kept, so that they can be read.
     """
 
+    order = StepOrder.MICRO_BATCHES
+
     def __init__(
         self,
         model: nn.Module,
@@ -57,14 +57,13 @@ class SplitForward(MethodOverride):
         guard: Guard | None,
         keeps_logits: bool = False,
     ):
-        super().__init__(model.forward)
-        self.model, self.plan, self.dp, self.syncs, self.loss = model, plan, dp, syncs, loss
+        super().__init__(model)
+        self.plan, self.dp, self.syncs, self.loss = plan, dp, syncs, loss
         self.keeps_logits = keeps_logits
-        self.signature = inspect.signature(model.forward)
         self.writes = WritesPerPiece(model, guard)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        batch = arguments(self.signature, args, kwargs)
+        batch = self.batch_of(args, kwargs)
         schema = BatchSchema(batch)
         if not (self.model.training and torch.is_grad_enabled() and schema.targets is not None):
             return self.method(*args, **kwargs)

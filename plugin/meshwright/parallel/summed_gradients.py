@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.tensor_checks import is_known_one
+from meshwright.roles.linear_kernel import LinearKernel
 
 TWICE = (
     "backward ran a second time through a batch that the plan splits into micro-batches, but the first backward "
@@ -92,13 +93,13 @@ class SummedGradients:
         self._storages.add(gradient.untyped_storage()._cdata)
         return gradient
 
-    def add_product(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """Add ``left.T @ right`` to the gradient of one parameter, at once if no rounding of the product is lost."""
-        total = self._sums.get(id(parameter))
-        if total is None or total.dtype != left.dtype:
-            self.add([parameter], [left.t() @ right])
+    def add_linear(self, weight: nn.Parameter, kernel: LinearKernel, x: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of a linear layer's weight, at once if no rounding of it is lost; see ``LinearKernel``."""
+        total = self._sums.get(id(weight))
+        if total is None or total.dtype != gradient.dtype:
+            self.add([weight], [kernel.weight_gradient(x, gradient)])
         else:
-            total.addmm_(left.t(), right)
+            kernel.weight_gradient(x, gradient, total=total)
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the sum for a parameter; None if it has no gradient."""

@@ -24,13 +24,14 @@ from meshwright.parallel.block_boundary import BlockHooks, SharedDropout, hidden
 from meshwright.parallel.collectives import reduce_for_shards
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.guard_windows import OnShards, Window
-from meshwright.parallel.local_heads import localise_attributes
+from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.partial_gradients import ModelWindow
 from meshwright.parallel.region_borders import RegionBorders
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
-from meshwright.parallel.structure import Block, DecoderStructure
+from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
+from meshwright.roles.blocks import Block
 
 # Takes a parameter and its layout; returns this rank's shard, or None if the parameter holds its values itself.
 ShardSource = Callable[[nn.Parameter, TensorLayout], Tensor | None]
@@ -128,10 +129,9 @@ def install_tensor_parallel(
     sequence = SequenceSharding(axis) if sequence_parallel else None
     for layer in dict.fromkeys(structure.layers):
         layer.register_forward_pre_hook(refuse_second_activations, with_kwargs=True)
-    blocks = []
+    blocks = [BlockHooks(block, axis, sequence, streams) for block in structure.blocks]
     for block in structure.blocks:
-        blocks.append(BlockHooks(block, axis, sequence, streams))
-        localise_attributes(block)
+        block.localise()
     share_output_projections(blocks)
     for dropout in dict.fromkeys(dropout for block in structure.blocks for dropout in block.shared_dropouts):
         SharedDropout(dropout, streams)
@@ -155,8 +155,8 @@ def guard_shards(model: nn.Module, blocks: Iterable[Block]) -> None:
         if id(module) not in inside:
             Window(module.parameters(recurse=False)).over(module)
         for name in ("merge_adapter", "unmerge_adapter"):
-            if callable(method := getattr(module, name, None)):
-                object.__setattr__(module, name, OnShards(method))
+            if callable(getattr(module, name, None)):
+                add_step(module, OnShards(), name)
 
 
 def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: DecoderStructure) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +19,8 @@ from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import all_reduce
-from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.forward_writes import WritesPerPiece
-from meshwright.parallel.method_override import MethodOverride
-from meshwright.parallel.refused_arguments import check_arguments
+from meshwright.parallel.method_chain import BatchStep, StepOrder
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.split_forward import check_inputs, count_micro_batches
 from meshwright.parallel.summed_gradients import SummedGradients
@@ -97,34 +94,36 @@ def _tie_axis(cut: Cut, pp: Axis, pipelines: list[tuple[int, ...]]) -> Axis:
     return Axis("tie")
 
 
-class PipelineForward(MethodOverride):
+class PipelineForward(BatchStep):
     """Runs a batch's micro-batches through the stages; in training, forward and backward.
 
     The loss is returned on every rank. Its ``backward()`` gives the gradients, which are computed in the call, to the
     parameters.
 
     Args:
-        decoder: the decoder, whose forward this object replaces.
+        decoder: the decoder, to whose forward this step is added.
         pipeline: this rank's place in the pipeline.
         runtime: the model's runtime, with its loss and the hooks that it watches.
         outputs: makes what the call returns.
         region: the region of sequence parallelism, if there is one.
     """
 
+    order = StepOrder.MICRO_BATCHES
+    has_whole_cache = False
+
     def __init__(
         self,
-        decoder: Any,
+        decoder: nn.Module,
         pipeline: Pipeline,
         runtime: Any,
         outputs: StageOutputs,
         region: SequenceRegion | None,
     ):
-        super().__init__(decoder.forward)
-        self.decoder, self.pipeline, self.runtime, self.outputs = decoder, pipeline, runtime, outputs
+        super().__init__(decoder)
+        self.pipeline, self.runtime, self.outputs = pipeline, runtime, outputs
         self.loss, self.hooked = runtime.features.find(BatchLoss), runtime.features.find(HookedModules)
-        self.signature = inspect.signature(decoder.forward)
         cut = pipeline.cut
-        self.stages = Stages(cut, self.method, region, runtime.mesh.cp.size)
+        self.stages = Stages(cut, self, region, runtime.mesh.cp.size)
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
@@ -145,12 +144,10 @@ class PipelineForward(MethodOverride):
     # A compiled model runs its stages uncompiled, since they send and receive.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        batch = arguments(self.signature, args, kwargs)
+        batch = self.batch_of(args, kwargs)
         targets = BatchSchema(batch).targets
-        trains = torch.is_grad_enabled() and (self.decoder.training or self._may_train_in_eval(batch, targets))
+        trains = torch.is_grad_enabled() and (self.model.training or self._may_train_in_eval(batch, targets))
         self._check(batch, has_targets=targets is not None, trains=trains)
-        if "use_cache" in self.signature.parameters:
-            batch["use_cache"] = False  # a stage has no keys and values of the layers of other stages
         if trains:
             assert targets is not None
             return self._train(batch, targets)
@@ -158,7 +155,7 @@ class PipelineForward(MethodOverride):
 
     def _may_train_in_eval(self, batch: dict[str, Any], targets: Tensor | None) -> bool:
         """Return whether the loss of a batch in eval mode gets gradients; the program may only evaluate."""
-        is_trainable = any(p.requires_grad for p in self.decoder.parameters())
+        is_trainable = any(p.requires_grad for p in self.model.parameters())
         return targets is not None and is_trainable and torch.float16 not in self._precision(batch)
 
     def _check(self, batch: dict[str, Any], *, has_targets: bool, trains: bool) -> None:
@@ -168,7 +165,6 @@ class PipelineForward(MethodOverride):
                 "model's own: pass labels, as in model(**batch, labels=labels).loss. For a loss of your own, use "
                 "pp=1; to read outputs without training, call the model under torch.no_grad()"
             )
-        check_arguments(self.decoder, batch, self.runtime.mesh, "pp", "cp")
         if not trains:
             return
         check_inputs(batch)
@@ -198,14 +194,14 @@ class PipelineForward(MethodOverride):
         try:
             operations = self._operations(count)
         except PlanError:
-            if self.decoder.training:
+            if self.model.training:
                 raise
             return self._evaluate(batch, has_targets=True)
         with reading_shards():  # reading a guarded parameter's property takes microseconds
-            parameters = [p for p in self.decoder.parameters() if p.requires_grad and layout_of(p).is_held]
+            parameters = [p for p in self.model.parameters() if p.requires_grad and layout_of(p).is_held]
         sums = SummedGradients(parameters, runtime.gradients.syncs)
         self.outputs.start(
-            gathers_logits=runtime.logits.in_training or (runtime.logits.in_evaluation and not self.decoder.training)
+            gathers_logits=runtime.logits.in_training or (runtime.logits.in_evaluation and not self.model.training)
         )
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
@@ -221,7 +217,7 @@ class PipelineForward(MethodOverride):
         row_counts = [(i + 1) * rows // count - i * rows // count for i in range(count)]
         loss.is_global()
         # A stage whose own weights are all frozen runs backward too, if another stage trains.
-        trained = any(p.requires_grad for p in self.decoder.parameters())
+        trained = any(p.requires_grad for p in self.model.parameters())
         root = torch.zeros_like(total, requires_grad=trained)
         return self.outputs.of_batch(loss.mean.watched(sums.attach(root, total)), row_counts)
 
@@ -279,7 +275,7 @@ class PipelineForward(MethodOverride):
         tokens = BatchSchema(batch).tokens
         kind = tokens.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return next(self.decoder.parameters()).dtype, autocast, tokens.dtype
+        return next(self.model.parameters()).dtype, autocast, tokens.dtype
 
     @own_collectives()
     def _share_loss(self, step: Step) -> Tensor | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.errors import PlanError
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.block_boundary import hidden_states
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.cut import Cut
 from meshwright.plan.context_methods import local_tokens
@@ -35,13 +35,13 @@ class Stages:
 
     Args:
         cut: the cut, whose layers get another ``forward``.
-        forward: the decoder's own forward.
+        step: the step of the decoder's forward that runs the stages.
         region: the region in which each rank has its own tokens, under sequence parallelism.
         cp: the number of ranks that share each sequence.
     """
 
-    def __init__(self, cut: Cut, forward: Callable[..., Any], region: SequenceRegion | None, cp: int = 1):
-        self.cut, self.forward, self.region, self.cp = cut, forward, region, cp
+    def __init__(self, cut: Cut, step: ChainStep, region: SequenceRegion | None, cp: int = 1):
+        self.cut, self.step, self.region, self.cp = cut, step, region, cp
         self._length = 0
         self._active: int | None = None
         self._received: Tensor | None = None
@@ -49,7 +49,7 @@ class Stages:
             [module for module in layer.modules() if hasattr(module, "gradient_checkpointing")] for layer in cut.layers
         ]
         for index, layer in enumerate(cut.layers):
-            layer.forward = _LayerForward(layer.forward, index, self)
+            add_step(layer, _LayerForward(index, self))
 
     @property
     def is_checkpointed(self) -> bool:
@@ -85,7 +85,7 @@ class Stages:
             # Features of images are in the embeddings, which the first stage alone has.
             unread = schema.of_towers if stage and self.cut.has_towers else ()
             try:
-                return self.forward(**{name: value for name, value in batch.items() if name not in unread})
+                return self.step.method(**{name: value for name, value in batch.items() if name not in unread})
             except StageEnd as end:
                 if self.region is not None:
                     self.region.end_stage()
@@ -132,11 +132,12 @@ class Stages:
         return (x, *[None] * (size - 1)) if size else x
 
 
-class _LayerForward(MethodOverride):
+class _LayerForward(ChainStep):
     """The ``forward`` of a layer, which computes only in the stage that the layer belongs to."""
 
-    def __init__(self, method: Callable[..., Any], index: int, stages: Stages):
-        super().__init__(method)
+    order = StepOrder.STAGE
+
+    def __init__(self, index: int, stages: Stages):
         self.index, self.stages = index, stages
 
     def __call__(self, *args: object, **kwargs: object) -> Any:

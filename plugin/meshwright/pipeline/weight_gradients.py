@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.parallel import saved_tensors as saved
-from meshwright.parallel.linear_layers import is_stock_linear, weight_factors, weight_gradient
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.linear_layers import LinearForward
+from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.plan.schedule import Kind, Operation
-from meshwright.roles.projection import is_transposed
+from meshwright.roles.linear_kernel import LinearKernel, kernel_of
 
-# A weight, the layer's input, the gradient of its output, and whether the weight is transposed.
-_Waiting = tuple[nn.Parameter, Callable[[], Tensor], Tensor, bool]
+# A weight, the kernel of its layer, the layer's input, and the gradient of its output.
+_Waiting = tuple[nn.Parameter, LinearKernel, Callable[[], Tensor], Tensor]
 
 
 class WeightGradients:
@@ -41,8 +37,8 @@ class WeightGradients:
         self._waiting: dict[tuple[int, int], list[_Waiting]] = {}
         self._now: list[_Waiting] | None = None
         for module in modules:
-            if is_stock_linear(module):
-                module.forward = _LinearForward(module.forward, module, self)
+            if (kernel := kernel_of(module)) is not None:
+                add_step(module, _DelayedLinear(module, kernel, self))
 
     @contextlib.contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:
@@ -67,57 +63,21 @@ class WeightGradients:
     def add_to(self, sums: SummedGradients, stage: int, micro_batch: int) -> None:
         """Compute the gradients that wait for a stage and a micro-batch, and add them to the sums."""
         # A stage before which all is frozen has run no backward, so nothing waits.
-        for weight, read_input, gradient, transposed in self._waiting.pop((stage, micro_batch), ()):
-            sums.add_product(weight, *weight_factors(read_input(), gradient, transposed))
+        for weight, kernel, read_input, gradient in self._waiting.pop((stage, micro_batch), ()):
+            sums.add_linear(weight, kernel, read_input(), gradient)
 
 
-class _LinearForward(MethodOverride):
+class _DelayedLinear(LinearForward):
     """The ``forward`` of a linear layer whose weight's gradient may be computed later than its input's."""
 
-    def __init__(self, method: Callable[..., Any], module: nn.Module, later: WeightGradients):
-        super().__init__(method)
-        self.module, self.later = module, later
+    def __init__(self, module: nn.Module, kernel: LinearKernel, later: WeightGradients):
+        super().__init__(module, kernel)
+        self.later = later
 
-    def __call__(self, x: Tensor) -> Tensor:
-        weight = self.module._parameters.get("weight")  # none if a hook computes it, as prune's and weight_norm's do
-        bias: Tensor | None = self.module._parameters.get("bias")
-        if weight is None or not (torch.is_grad_enabled() and weight.requires_grad):
-            result: Tensor = self.method(x)
-            return result
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        with torch.autocast(kind, enabled=False):
-            result = _Linear.apply(x, weight, bias, is_transposed(self.module), self.later)
-        return result
-
-
-class _Linear(torch.autograd.Function):
-    """A linear layer that computes its weight's gradient now, or keeps what the gradient needs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool, later: WeightGradients
-    ) -> Tensor:
-        # Not by save_for_backward: the part that needs only the weight would unpack the input too, and under
-        # sequence parallelism gather it.
-        ctx.read_input = saved.keep(x)
-        ctx.save_for_backward(weight)
-        ctx.parameter, ctx.transposed, ctx.later, ctx.dtype = weight, transposed, later, x.dtype
-        own = weight.to(x.dtype)
-        return F.linear(x, own.t() if transposed else own, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        (weight,) = ctx.saved_tensors
-        own = weight.to(ctx.dtype)
-        of_input = grad @ (own.t() if ctx.transposed else own) if needs_input else None
-        of_weight = None
-        if needs_weight and ctx.later.is_open:
-            ctx.later.wait((ctx.parameter, ctx.read_input, grad, ctx.transposed))
-        elif needs_weight:
-            of_weight = weight_gradient(ctx.read_input(), grad, ctx.transposed).to(weight.dtype)
-        of_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
-        return of_input, of_weight, of_bias, None, None
+    def weight_gradient(
+        self, weight: nn.Parameter, read_input: Callable[[], Tensor], gradient: Tensor
+    ) -> Tensor | None:
+        if not self.later.is_open:
+            return super().weight_gradient(weight, read_input, gradient)
+        self.later.wait((weight, self.kernel, read_input, gradient))
+        return None

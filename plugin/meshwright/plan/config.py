@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import PlanError
+from meshwright.mesh.axis_sizes import PLAN_AXES, AxisSizes
 from meshwright.mesh.process_mesh import ParallelDims
 from meshwright.plan.fields import (
     check_bool,
@@ -22,6 +23,7 @@ from meshwright.plan.fields import (
     names_checked,
     unknown_field,
 )
+from meshwright.plan.flat_offsets import BUCKET_MB
 from meshwright.plan.foreign_names import PLAN_NAMES
 from meshwright.plan.schedule import SCHEDULES, SPLIT_BACKWARD, chunks_of
 from meshwright.plan.text import format_plan
@@ -34,7 +36,7 @@ LANES = 32  # number of shards of a dataset that a stream reads at the same time
 
 @names_checked(PLAN_NAMES)
 @dataclass(frozen=True, kw_only=True)
-class ParallelPlan:
+class ParallelPlan(AxisSizes):
     """The parallel layout of a training step.
 
     Args:
@@ -93,7 +95,7 @@ class ParallelPlan:
     dtype: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "cp", "pp", "gradient_accumulation_steps"):
+        for name in (*PLAN_AXES, "gradient_accumulation_steps"):
             check_int("ParallelPlan", name, getattr(self, name))
         check_int("ParallelPlan", "micro_batch_size", self.micro_batch_size, optional=True)
         check_bool("ParallelPlan", "sequence_parallel", self.sequence_parallel)
@@ -186,11 +188,7 @@ class ParallelPlan:
     @property
     def dims(self) -> ParallelDims:
         """The sizes of the mesh."""
-        return ParallelDims(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
-
-    @property
-    def world_size(self) -> int:
-        return self.dims.world_size
+        return ParallelDims(**self.sizes)
 
     @property
     def has_micro_batches(self) -> bool:
@@ -354,7 +352,7 @@ class ToDistributedConfig:
     num_items_in_batch: NumItems = "auto"
     loss_averages_over: AveragesOver | None = None
     optimizer_is_elementwise: bool = False
-    bucket_size_mb: float = 25.0
+    bucket_size_mb: float = BUCKET_MB
     compile: Literal["layers"] | None = None
     compile_options: Mapping[str, Any] | None = None
     engine: str | None = None

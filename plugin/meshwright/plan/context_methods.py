@@ -6,6 +6,7 @@ The runtime and the planner share this module, which needs no torch.
 from __future__ import annotations
 
 METHODS = ("gather", "ulysses", "ring", "hybrid")
+BLOCK = 1024  # queries whose mask and scores are in memory at a time
 
 
 def group_sizes(method: str, cp: int, ulysses: int | None = None) -> tuple[int, int]:

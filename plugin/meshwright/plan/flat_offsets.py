@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 ALIGNMENT = 64  # elements, which are 128 bytes in half precision: the unit in which a GPU reads memory
+BUCKET_MB = 25.0  # the default size of the buckets in which gradients are reduced, in MiB
+IN_FLIGHT = 4  # number of buckets that are reduced at the same time; 1 under ZeRO-3
 
 
 def flat_offsets(sizes: Iterable[int]) -> list[int]:
@@ -37,6 +39,11 @@ def sharded_length(sizes: Iterable[int], ranks: int) -> int:
         258
     """
     return _padded(flat_offsets(sizes)[-1], ranks)
+
+
+def packed(sizes: Sequence[int], ranks: int = 1) -> tuple[list[int], int]:
+    """Return :func:`flat_offsets` and :func:`sharded_length` of some parameters."""
+    return flat_offsets(sizes), sharded_length(sizes, ranks)
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.mesh.axis_sizes import PLAN_AXES
 from meshwright.plan.fields import nearest
 from meshwright.plan.foreign_names import word_for
 
@@ -17,10 +18,10 @@ _FORMS = (
     "(2 micro-batches of 4 rows), ga2 (2 micro-batches), recompute=full, recompute=full(3) (3 layers of each rank) and "
     "reduce=bf16"
 )
-_ABBREVIATIONS = ("dp", "tp", "cp", "pp", "sp", "zero", "mb", "ga", "recompute", "reduce")
-_SIZES = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "zero": "zero_stage", "ga": "gradient_accumulation_steps"}
+_ABBREVIATIONS = (*PLAN_AXES, "sp", "zero", "mb", "ga", "recompute", "reduce")
+_SIZES = {name: name for name in PLAN_AXES} | {"zero": "zero_stage", "ga": "gradient_accumulation_steps"}
 _ASSIGNED = _SIZES | {"sp": "sequence_parallel", "mb": "micro_batch_size", "reduce": "reduce_dtype"}
-_SIZE = re.compile(r"(dp|tp|cp|pp|zero|mb|ga)(\d+)(?:x(\d+))?(?:\(([\w-]+)\))?((?:\+sp)?)")
+_SIZE = re.compile(rf"({'|'.join(_SIZES)}|mb)(\d+)(?:x(\d+))?(?:\(([\w-]+)\))?((?:\+sp)?)")
 _RECOMPUTE = re.compile(r"recompute=(none|selective|full)(?:\((\d+)\))?")
 _REDUCE = re.compile(r"reduce(?:_dtype)?=(bf16|bfloat16|none)")
 _STAGES = re.compile(r"stages=(\d+(?:x\d+)?(?:-\d+(?:x\d+)?)*)")  # "3x2-2": 3, 3 and 2 layers

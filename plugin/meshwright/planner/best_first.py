@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, rank_layers
 from meshwright.planner.memory import Memory, least_memory, peak_memory
-from meshwright.planner.space import Region, Space
+from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
-_Slot = tuple[Region, int]  # a layout of the ranks, and a micro-batch size
+_Slot = tuple[Candidate, int]  # a layout of the ranks, and a micro-batch size
 _Zero = tuple[int, int, int]
 
 
@@ -168,10 +168,5 @@ class BestFirst:
 
 
 def _axes(plan: Candidate) -> tuple[str, ...]:
-    return (
-        f"tp={plan.tp}",
-        f"cp={plan.cp}",
-        f"pp={plan.pp}",
-        f"zero={plan.zero_stage}",
-        f"micro_batch={plan.micro_batch}",
-    )
+    sizes = (f"{name}={size}" for name, size in plan.sizes_beside_dp.items())
+    return (*sizes, f"zero={plan.zero_stage}", f"micro_batch={plan.micro_batch}")

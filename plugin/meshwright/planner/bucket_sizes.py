@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshwright.plan.flat_offsets import BUCKET_MB
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.shapes import ModelShape
 
-BUCKET_BYTES = 25 * 2**20  # the default of ToDistributedConfig.bucket_size_mb
+BUCKET_BYTES = int(BUCKET_MB * 2**20)
 
 
 @dataclass(frozen=True, kw_only=True)

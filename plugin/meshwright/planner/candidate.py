@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from meshwright.errors import PlanError
+from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES, AxisSizes
 from meshwright.plan.partition import even_stages
-from meshwright.plan.schedule import SPLIT_BACKWARD, stages_of_rank
+from meshwright.plan.schedule import SPLIT_BACKWARD, check, chunks_of, stages_of_rank
 from meshwright.plan.text import format_plan
 
 Recompute = Literal["none", "selective", "full"]
@@ -85,7 +87,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Candidate(AxisSizes):
     """A plan in the planner's search space.
 
     Args:
@@ -130,6 +132,58 @@ class Candidate:
     recomputed: int | None = None
     reduce_dtype: str | None = None
 
+    @classmethod
+    def of(cls, fields: Mapping[str, object], job: Job) -> Candidate:
+        """Return the candidate for the fields of a ``ParallelPlan`` and a batch.
+
+        Args:
+            fields: the fields; those that are missing or None have their defaults.
+            job: the job, whose batch is split over dp and into micro-batches.
+
+        Raises:
+            PlanError: the batch cannot be split as the plan says.
+
+        Example:
+            >>> Candidate.of({"dp": 2, "zero_stage": 1, "micro_batch_size": 2}, Job(seq_len=8, global_batch=16)).label
+            'dp2 zero1 mb2x4'
+        """
+        given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        dp, zero = given.get("dp", 1), given.get("zero_stage", 0)
+        rows, rest = divmod(job.global_batch, dp)
+        if rest:
+            raise PlanError(
+                f"--global-batch {job.global_batch} is not divisible by dp={dp}; use a multiple of dp, or another dp"
+            )
+        parts = given.get("gradient_accumulation_steps", 1)
+        micro = given.get("micro_batch_size", max(1, rows // parts))
+        if rows % micro or (parts > 1 and rows % parts):
+            raise PlanError(
+                f"a rank's {rows} sequences (--global-batch {job.global_batch} over dp={dp}) cannot be split into "
+                f"micro-batches of {micro if rows % micro else rows / parts:g}; use a divisor of {rows}"
+            )
+        used = [name for axis, options in OPTIONS.items() if given.get(axis, 1) > 1 for name in (axis, *options)]
+        if "pp" in used:
+            given["chunks"] = chunks_of(given.get("schedule", "1f1b"), given.get("chunks"))
+        if "stages" in given:
+            given["stages"] = tuple(given["stages"])
+        plan = cls(
+            replicate=1 if zero else dp,
+            shard=dp if zero else 1,
+            micro_batch=micro,
+            accumulation=rows // micro,
+            zero_stage=zero,
+            recompute=given.get("recompute", "none"),
+            recomputed=given.get("recomputed_layers"),
+            reduce_dtype=given.get("reduce_dtype"),
+            **{name: given[name] for name in used if name in given},
+        )
+        if plan.pp > 1:
+            try:
+                check(plan.schedule, plan.pp, plan.chunks, plan.accumulation)
+            except ValueError as error:
+                raise PlanError(f"{plan.label}: {error}") from None
+        return plan
+
     @property
     def dp(self) -> int:
         return self.replicate * self.shard
@@ -138,10 +192,6 @@ class Candidate:
     def data_ranks(self) -> int:
         """The number of ranks that hold different tokens of a batch: dp x cp."""
         return self.dp * self.cp
-
-    @property
-    def world_size(self) -> int:
-        return self.data_ranks * self.tp * self.pp
 
     @property
     def global_batch(self) -> int:
@@ -185,7 +235,7 @@ class Candidate:
             >>> Candidate(shard=4, tp=2, sequence_parallel=True, zero_stage=1, accumulation=2).fields()["dp"]
             4
         """
-        fields: dict[str, Any] = {name: getattr(self, name) for name in ("dp", "tp", "cp", "pp")}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in PLAN_AXES}
         fields |= {
             "sequence_parallel": self.sequence_parallel and self.tp > 1,  # one rank has nothing to share
             "zero_stage": self.zero_stage,
@@ -203,6 +253,16 @@ class Candidate:
         if self.zero_stage and self.replicate > 1:
             optional["replicate"] = self.replicate
         return fields | {name: value for name, value in optional.items() if value is not None}
+
+    def runnable_fields(self) -> dict[str, Any]:
+        """Return the arguments of ``ParallelPlan`` for a plan that this version can run.
+
+        Example:
+            >>> Candidate(replicate=2, micro_batch=4).runnable_fields()["micro_batch_size"] is None
+            True
+        """
+        assert self.runs_today
+        return {**self.fields(), "micro_batch_size": self.micro_batch if self.accumulation > 1 else None}
 
     @property
     def label(self) -> str:

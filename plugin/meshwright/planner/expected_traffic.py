@@ -62,7 +62,7 @@ def step_traffic(
 
 
 def _axes(plan: Candidate) -> list[str]:
-    return [name for name, size in (("tp", plan.tp), ("cp", plan.cp), ("dp", plan.data_ranks)) if size > 1]
+    return [name for name, size in reversed(plan.group_sizes.items()) if name != "pp" and size > 1]
 
 
 def _context(

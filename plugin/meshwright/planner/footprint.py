@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.plan.context_methods import local_tokens
-from meshwright.plan.flat_offsets import flat_offsets, sharded_length
+from meshwright.plan.flat_offsets import IN_FLIGHT, flat_offsets, sharded_length
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate, Logits, count_recomputed
 from meshwright.planner.context_memory import attention_memory, embedding_memory
 from meshwright.planner.head_memory import after_head, head_peak
 from meshwright.planner.shapes import ModelShape
-
-IN_FLIGHT = 4  # parallel.gradient_sync.IN_FLIGHT: number of buckets that are reduced at the same time; 1 under ZeRO-3
 
 _Gradients = tuple[tuple[Parameter, float, float], ...]
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.plan.context_methods import local_tokens
+from meshwright.plan.flat_offsets import IN_FLIGHT
 from meshwright.plan.schedule import most_held, rank_of_stage, stages_of_rank
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import BUCKET_BYTES
 from meshwright.planner.candidate import Candidate, Job, count_recomputed, rank_layers, stage_layers
 from meshwright.planner.context_memory import attention_memory, embedding_memory
-from meshwright.planner.footprint import IN_FLIGHT, footprint
+from meshwright.planner.footprint import footprint
 from meshwright.planner.head_memory import after_head, head_peak, saved_by_head
 from meshwright.planner.shapes import ModelShape
 
@@ -318,7 +319,7 @@ def state_memory(shape: ModelShape, job: Job) -> float:
 def _groups(plan: Candidate) -> int:
     """Return the number of communicators of a rank."""
     parts_of_cp = 2 if plan.context == "hybrid" else 0
-    return sum(size > 1 for size in (plan.data_ranks, plan.tp, plan.cp, plan.pp)) + parts_of_cp
+    return sum(size > 1 for size in plan.group_sizes.values()) + parts_of_cp
 
 
 def _optimizer_bytes(plan: Candidate, job: Job) -> int:

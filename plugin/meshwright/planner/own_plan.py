@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from meshwright.errors import PlanError
-from meshwright.plan.schedule import check, chunks_of
-from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.candidate import Candidate
 from meshwright.planner.context_cost import methods
 from meshwright.planner.hardware import HardwareProfile
 from meshwright.planner.memory import peak_memory
@@ -15,62 +13,6 @@ from meshwright.planner.search import HEADROOM, Search, choice_of, outcome
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
-
-
-def candidate_of(fields: Mapping[str, Any], job: Job) -> Candidate:
-    """Return the candidate for the fields of a ``ParallelPlan`` and a batch.
-
-    Args:
-        fields: all fields of a ``ParallelPlan``.
-        job: the job, whose batch is split over dp and into micro-batches.
-
-    Raises:
-        PlanError: the batch cannot be split as the plan says.
-
-    Example:
-        >>> candidate_of({"dp": 2, "zero_stage": 1, "micro_batch_size": 2}, Job(seq_len=8, global_batch=16)).label
-        'dp2 zero1 mb2x4'
-    """
-    dp, zero, pp = fields.get("dp", 1), fields.get("zero_stage", 0), fields.get("pp", 1)
-    rows, rest = divmod(job.global_batch, dp)
-    if rest:
-        raise PlanError(
-            f"--global-batch {job.global_batch} is not divisible by dp={dp}; use a multiple of dp, or another dp"
-        )
-    parts = fields.get("gradient_accumulation_steps") or 1
-    micro = fields.get("micro_batch_size") or max(1, rows // parts)
-    if rows % micro or (parts > 1 and rows % parts):
-        raise PlanError(
-            f"a rank's {rows} sequences (--global-batch {job.global_batch} over dp={dp}) cannot be split into "
-            f"micro-batches of {micro if rows % micro else rows / parts:g}; use a divisor of {rows}"
-        )
-    schedule = fields.get("schedule") or "1f1b"
-    stages = fields.get("stages")
-    plan = Candidate(
-        replicate=1 if zero else dp,
-        shard=dp if zero else 1,
-        tp=fields.get("tp", 1),
-        sequence_parallel=bool(fields.get("sequence_parallel")) and fields.get("tp", 1) > 1,
-        cp=fields.get("cp", 1),
-        context=(fields.get("context") or "gather") if fields.get("cp", 1) > 1 else "gather",
-        ulysses=fields.get("ulysses"),
-        pp=pp,
-        schedule=schedule if pp > 1 else "1f1b",
-        chunks=chunks_of(schedule, fields.get("chunks")) if pp > 1 else 1,
-        stages=tuple(stages) if stages else None,
-        micro_batch=micro,
-        accumulation=rows // micro,
-        zero_stage=zero,
-        recompute=fields.get("recompute") or "none",
-        recomputed=fields.get("recomputed_layers"),
-        reduce_dtype=fields.get("reduce_dtype"),
-    )
-    if pp > 1:
-        try:
-            check(plan.schedule, pp, plan.chunks, plan.accumulation)
-        except ValueError as error:
-            raise PlanError(f"{plan.label}: {error}") from None
-    return plan
 
 
 def check_plan(shape: ModelShape, plan: Candidate) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
+from meshwright.mesh.axis_sizes import PLAN_AXES
 from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.schedule import SPLIT_BACKWARD
 from meshwright.planner.candidate import Candidate, Job, Recompute
@@ -16,25 +17,6 @@ from meshwright.planner.shapes import ModelShape
 _CHUNKS = 8  # largest number of interleaved chunks per stage; more chunks would only add transfers
 _CONTEXT = 64  # largest context-parallel size
 _SHORTEST = 512  # tokens of the shortest chunk that context parallelism gives a rank; shorter ones do not fill a device
-
-
-@dataclass(frozen=True, kw_only=True)
-class Region:
-    """A layout of the ranks, without a choice of micro-batch size, ZeRO stage and recompute.
-
-    Args:
-        dp: data-parallel size.
-        tp, cp, context, ulysses, pp, schedule, chunks: as in ``Candidate``.
-    """
-
-    dp: int
-    tp: int
-    cp: int = 1
-    context: str = "gather"
-    ulysses: int | None = None
-    pp: int = 1
-    schedule: str = "1f1b"
-    chunks: int = 1
 
 
 @dataclass(kw_only=True)
@@ -78,31 +60,32 @@ class Space:
     def __post_init__(self) -> None:
         matmul_peak(self.cluster.device, self.job.precision)  # raises for a precision that the device lacks
 
-    def regions(self) -> Iterator[Region]:
-        """Yield the legal layouts of the ranks, in a fixed order."""
-        gpus = self.cluster.gpus
-        for tp in divisors(gpus):
-            if self._rejected(f"tp={tp}", self._tp_reason(tp)):
-                continue
-            for cp in divisors(gpus // tp):
-                if self._rejected(f"cp={cp}", self._cp_reason(cp)):
-                    continue
-                for pp in divisors(gpus // tp // cp):
-                    if self._rejected(f"pp={pp}", self._pp_reason(pp)):
-                        continue
-                    dp = gpus // (tp * cp * pp)
-                    if self.job.global_batch % dp:
-                        self._rejected(f"dp={dp}", f"the global batch of {self.job.global_batch} sequences is not "
-                                       f"divisible by {dp}")  # fmt: skip
-                        continue
-                    for context, ulysses in self._methods(cp, tp):
-                        for schedule, chunks in self._schedules(pp, self.job.global_batch // dp):
-                            yield Region(
-                                dp=dp, tp=tp, cp=cp, context=context, ulysses=ulysses,
-                                pp=pp, schedule=schedule, chunks=chunks,
-                            )  # fmt: skip
+    def regions(self) -> Iterator[Candidate]:
+        """Yield the legal layouts of the ranks, in a fixed order.
 
-    def micro_batches(self, region: Region) -> list[int]:
+        A layout is a plan without a choice of micro-batch size, ZeRO stage and recompute.
+        """
+        for dp, sizes in self._sizes(self.cluster.gpus, PLAN_AXES[1:]):
+            if self._rejected(f"dp={dp}", self._dp_reason(dp)):
+                continue
+            ranks = Candidate(replicate=dp).resized(sizes)
+            for context, ulysses in self._methods(ranks.cp, ranks.tp):
+                for schedule, chunks in self._schedules(ranks.pp, self.job.global_batch // dp):
+                    yield replace(ranks, context=context, ulysses=ulysses, schedule=schedule, chunks=chunks)
+
+    def _sizes(self, ranks: int, axes: Sequence[str]) -> Iterator[tuple[int, dict[str, int]]]:
+        """Yield the ways to split ranks over axes, as the ranks that are left for dp and the size of each axis."""
+        if not axes:
+            yield ranks, {}
+            return
+        name, *others = axes
+        reason = getattr(self, f"_{name}_reason")
+        for size in divisors(ranks):
+            if not self._rejected(f"{name}={size}", reason(size)):
+                for left, sizes in self._sizes(ranks // size, others):
+                    yield left, {name: size} | sizes
+
+    def micro_batches(self, region: Candidate) -> list[int]:
         """Return the micro-batch sizes that divide a rank's sequences and leave enough micro-batches for a pipeline."""
         rows = self.job.global_batch // region.dp
         sizes = [size for size in divisors(rows) if rows // size >= region.pp or size == 1]
@@ -110,7 +93,7 @@ class Space:
             sizes = [size for size in sizes if rows // size % region.pp == 0]
         return sizes
 
-    def zero(self, region: Region) -> list[tuple[int, int, int]]:
+    def zero(self, region: Candidate) -> list[tuple[int, int, int]]:
         """Return (ZeRO stage, replicate, shard) for each way to shard the state over the data-parallel ranks."""
         dp, cp = region.dp, region.cp
         ways = [(0, dp, 1)]
@@ -127,7 +110,7 @@ class Space:
                 )
         return ways
 
-    def recompute(self, region: Region) -> tuple[Recompute, ...]:
+    def recompute(self, region: Candidate) -> tuple[Recompute, ...]:
         """Return the kinds of recompute, the fastest first."""
         if region.schedule in SPLIT_BACKWARD:
             self.pruned.setdefault(
@@ -138,7 +121,7 @@ class Space:
 
     def candidate(
         self,
-        region: Region,
+        region: Candidate,
         micro_batch: int,
         zero: tuple[int, int, int],
         recompute: Recompute,
@@ -146,19 +129,14 @@ class Space:
     ) -> Candidate:
         """Return the candidate for a region, a micro-batch size, a ZeRO stage and a recompute mode."""
         stage, replicate, shard = zero
-        return Candidate(
+        rows = self.job.global_batch // region.dp
+        return replace(
+            region,
             replicate=replicate,
             shard=shard,
-            tp=region.tp,
             sequence_parallel=region.tp > 1 and local_tokens(self.job.seq_len, region.cp) % region.tp == 0,
-            cp=region.cp,
-            context=region.context,
-            ulysses=region.ulysses,
-            pp=region.pp,
-            schedule=region.schedule,
-            chunks=region.chunks,
             micro_batch=micro_batch,
-            accumulation=self.job.global_batch // (region.dp * micro_batch),
+            accumulation=rows // micro_batch,
             zero_stage=stage,
             recompute=recompute,
             recomputed=first,
@@ -168,6 +146,10 @@ class Space:
         if reason:
             self.pruned.setdefault(region, reason)
         return reason is not None
+
+    def _dp_reason(self, dp: int) -> str | None:
+        batch = self.job.global_batch
+        return f"the global batch of {batch} sequences is not divisible by {dp}" if batch % dp else None
 
     def _tp_reason(self, tp: int) -> str | None:
         shape, domain = self.shape, self.cluster.domain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,8 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshwright.compiling import real_object
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.process_mesh import ProcessMesh
-from meshwright.resharding.regions import Layout, sizes
 
 _REDUCTIONS = ("sum", "avg", "max", "min")
 _SHARDED = 1 + len(_REDUCTIONS)  # codes from here on are Shard(0), Shard(1), ...
@@ -30,6 +32,68 @@ COLLECTIVE_DTYPES = frozenset(
 
 # A cache, since reading the ranks of a DeviceMesh takes longer than a small move.
 _described: WeakKeyDictionary[DeviceMesh, ProcessMesh] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a tensor: a mesh, and one placement for each axis of the mesh.
+
+    Args:
+        mesh: the mesh of the ranks.
+        placements: one ``Shard``, ``Replicate`` or ``Partial`` per mesh axis, with non-negative dims.
+
+    Example:
+        >>> layout = Layout(ProcessMesh([[0, 1], [2, 3]]), (Shard(0), Shard(0)))
+        >>> [layout.part((7, 5), rank).local_shape[0] for rank in range(4)]
+        [2, 2, 2, 1]
+    """
+
+    mesh: ProcessMesh
+    placements: tuple[Placement, ...]
+
+    def part(self, shape: Sequence[int], rank: int) -> TensorLayout:
+        """Return which elements of a tensor of this shape a rank of the mesh stores.
+
+        Each axis splits a dim as ``torch.chunk`` does: the last parts may be short or empty. If two axes shard the same
+        dim, the later axis splits the parts of the earlier axis.
+        """
+        coordinate = self.mesh.coordinate(rank)
+        assert coordinate is not None
+        spans = [(0, length) for length in shape]
+        for placement, parts, index in zip(self.placements, self.mesh.shape, coordinate, strict=True):
+            if isinstance(placement, Shard):
+                start, stop = spans[placement.dim]
+                step = -(-(stop - start) // parts)
+                spans[placement.dim] = min(start + index * step, stop), min(start + (index + 1) * step, stop)
+        cuts = tuple(("mesh", RowLayout(dim, shape[dim], ((span,),))) for dim, span in enumerate(spans))
+        return TensorLayout(shape=torch.Size(shape), cuts=cuts, place={"mesh": 0})
+
+    def has_value(self, rank: int) -> bool:
+        """Return True if a rank of the mesh starts with the values of its part, and False if it starts with zeros.
+
+        Under a partial sum, the first rank of the axis has the value, since dividing it between ranks would round.
+        """
+        coordinate = self.mesh.coordinate(rank)
+        assert coordinate is not None
+        sums = (placement.is_partial("sum") for placement in self.placements)
+        return all(index == 0 for is_sum, index in zip(sums, coordinate, strict=True) if is_sum)
+
+    def with_partial(self, replacement: Placement) -> Layout:
+        """Return this layout with every ``Partial`` replaced."""
+        placements = tuple(replacement if isinstance(p, Partial) else p for p in self.placements)
+        return Layout(self.mesh, placements)
+
+    def same_grid(self, other: Layout) -> bool:
+        """Return whether both meshes have the same ranks in the same places, regardless of axis names."""
+        return (self.mesh.shape, self.mesh.ranks) == (other.mesh.shape, other.mesh.ranks)
+
+    def __str__(self) -> str:
+        return f"[{', '.join(map(str, self.placements))}]"
+
+
+def of_gradient(layout: Layout) -> Layout:
+    """Return the layout of a tensor's gradient: the tensor's layout, with ``Replicate`` in place of ``Partial``."""
+    return layout.with_partial(Replicate())
 
 
 def process_mesh(mesh: ProcessMesh | DeviceMesh) -> ProcessMesh:
@@ -87,7 +151,7 @@ def layout_of(tensor: DTensor) -> Layout:
     """
     layout = make_layout(tensor.device_mesh, tensor.placements, tensor.shape)
     rank = dist.get_rank()
-    expected, actual = sizes(layout.box(tensor.shape, rank)), tuple(tensor.to_local().shape)
+    expected, actual = tuple(layout.part(tensor.shape, rank).local_shape), tuple(tensor.to_local().shape)
     if expected != actual:
         raise ValueError(
             f"the local tensor has shape {actual}, but {layout} of {tuple(tensor.shape)} puts {expected} on "

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
-from meshwright.resharding.layouts import COLLECTIVE_DTYPES, process_mesh
-from meshwright.resharding.regions import Layout, of_gradient
+from meshwright.resharding.layouts import COLLECTIVE_DTYPES, Layout, of_gradient, process_mesh
 from meshwright.resharding.transfer import transfer, without_partial
 
 

@@ -16,18 +16,22 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshwright.faults.interpose import own_collectives
+from meshwright.layout.blocks import StridedBlock, copy_blocks, numel, overlap, packed
 from meshwright.mesh.messages import wait_for_message
 from meshwright.mesh.process_group import wire_device
-from meshwright.resharding.regions import Box, Layout, intersection, sizes, volume, within
+from meshwright.resharding.layouts import Layout
 
 
 @dataclass(frozen=True)
 class TransferPiece:
-    """One box that goes from rank ``source`` to rank ``target``; a local copy if they are the same rank."""
+    """What goes from rank ``source`` to rank ``target``; a local copy if they are the same rank.
+
+    In the blocks, ``local`` is a position in what the target stores, and ``whole`` one in what the source stores.
+    """
 
     source: int
     target: int
-    box: Box
+    blocks: tuple[StridedBlock, ...]
 
 
 @functools.lru_cache(maxsize=256)
@@ -46,34 +50,33 @@ def plan(shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Transf
         >>> from meshwright.mesh.process_mesh import ProcessMesh
         >>> halves, whole = Layout(ProcessMesh([0, 1]), (Shard(0),)), Layout(ProcessMesh([1, 2]), (Replicate(),))
         >>> for piece in plan((4,), halves, whole):
-        ...     print(piece.source, "->", piece.target, piece.box)
-        0 -> 1 ((0, 2),)
-        1 -> 1 ((2, 4),)
-        0 -> 2 ((0, 2),)
-        1 -> 2 ((2, 4),)
+        ...     print(piece.source, "->", piece.target, numel(piece.blocks))
+        0 -> 1 2
+        1 -> 1 2
+        0 -> 2 2
+        1 -> 2 2
     """
     assert not any(isinstance(placement, Partial) for placement in source.placements)
-    holders: dict[Box, list[int]] = defaultdict(list)
+    holders: dict[tuple[StridedBlock, ...], list[int]] = defaultdict(list)
     for rank in source.mesh.ranks:
-        holders[source.box(shape, rank)].append(rank)
+        holders[tuple(source.part(shape, rank).blocks())].append(rank)
     sent: Counter[int] = Counter()
     pieces = []
     for rank in filter(target.has_value, target.mesh.ranks):
-        wanted = target.box(shape, rank)
-        held = source.box(shape, rank) if rank in source.mesh else None
-        # The boxes of a layout do not overlap: two ranks hold the same one or share no element.
-        for cell, ranks in holders.items():
-            if (box := intersection(cell, wanted)) is None:
+        wanted = target.part(shape, rank).blocks()
+        # The parts of a layout do not overlap: two ranks hold the same one or share no element.
+        for held, ranks in holders.items():
+            if not (blocks := overlap(wanted, held)):
                 continue
-            sender = rank if cell == held else min(ranks, key=sent.__getitem__)
-            sent[sender] += volume(box) if sender != rank else 0
-            pieces.append(TransferPiece(sender, rank, box))
+            sender = rank if rank in ranks else min(ranks, key=sent.__getitem__)
+            sent[sender] += numel(blocks) if sender != rank else 0
+            pieces.append(TransferPiece(sender, rank, tuple(blocks)))
     return tuple(pieces)
 
 
 def traffic(pieces: Iterable[TransferPiece]) -> int:
     """Return the number of elements that are sent from one rank to another."""
-    return sum(volume(piece.box) for piece in pieces if piece.source != piece.target)
+    return sum(numel(piece.blocks) for piece in pieces if piece.source != piece.target)
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,7 +91,7 @@ def without_partial(shape: tuple[int, ...], source: Layout, target: Layout) -> L
         once = 0.0
         for placement, size in zip(source.placements, source.mesh.shape, strict=True):
             if isinstance(placement, Partial):
-                stored = sum(volume(source.box(shape, rank)) for rank in source.mesh.ranks)
+                stored = sum(source.part(shape, rank).local_numel for rank in source.mesh.ranks)
                 once += stored * (size - 1) / size
         return once * (1 if reduced in shards else 2) + traffic(plan(shape, reduced, target))
 
@@ -106,37 +109,33 @@ def transfer(held: Tensor, shape: tuple[int, ...], source: Layout, target: Layou
         device: the device of the result.
     """
     me = dist.get_rank()
-    outgoing: dict[int, list[Box]] = defaultdict(list)
-    incoming: dict[int, list[Box]] = defaultdict(list)
+    outgoing: dict[int, list[StridedBlock]] = {}
+    incoming: dict[int, list[StridedBlock]] = {}
     for piece in plan(shape, source, target):
         if piece.source == me:
-            outgoing[piece.target].append(piece.box)
+            outgoing[piece.target] = packed(piece.blocks)
         if piece.target == me:
-            incoming[piece.source].append(piece.box)
+            incoming[piece.source] = packed(block.swapped() for block in piece.blocks)
 
-    origin = source.box(shape, me) if me in source.mesh else ()
-    packed = {rank: _pack([held[within(box, origin)] for box in boxes]) for rank, boxes in outgoing.items()}
-    own = packed.pop(me, None)
-    lengths = {rank: sum(map(volume, boxes)) * held.element_size() for rank, boxes in incoming.items() if rank != me}
-    received = _exchange(packed, lengths, device)
+    messages: dict[int, Tensor] = {}
+    for rank, blocks in outgoing.items():
+        message = held.new_empty(numel(blocks))
+        copy_blocks(message, held.contiguous().view(-1), blocks)
+        messages[rank] = message.view(torch.uint8)  # backends support bytes, but not every dtype
+    own = messages.pop(me, None)
+    lengths = {rank: numel(blocks) * held.element_size() for rank, blocks in incoming.items() if rank != me}
+    received = _exchange(messages, lengths, device)
     if own is not None:
         received[me] = own
 
     if me not in target.mesh:
         return torch.empty(0, dtype=held.dtype, device=device)
-    wanted = target.box(shape, me)
     # Zeros for the ranks that start a sum with zeros; all other ranks overwrite them.
-    result = torch.zeros(sizes(wanted), dtype=held.dtype, device=device)
-    for rank, boxes in incoming.items():
-        parts = received[rank].to(device).view(held.dtype).split([volume(box) for box in boxes])
-        for box, part in zip(boxes, parts, strict=True):
-            result[within(box, wanted)] = part.view(sizes(box))
+    result = torch.zeros(target.part(shape, me).local_shape, dtype=held.dtype, device=device)
+    for rank, blocks in incoming.items():
+        values = received[rank].to(device).view(held.dtype)
+        copy_blocks(result.view(-1), values, [block.swapped() for block in blocks])
     return result
-
-
-def _pack(parts: list[Tensor]) -> Tensor:
-    """Return the bytes of all parts as one message, since backends support bytes, but not every dtype."""
-    return torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)
 
 
 def _exchange(outgoing: dict[int, Tensor], lengths: dict[int, int], device: torch.device) -> dict[int, Tensor]:

@@ -6,8 +6,6 @@ and ``lora_B``. PEFT wraps the model in modules with one child each. ``meshwrigh
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from meshwright.errors import PlanError
@@ -18,9 +16,9 @@ def is_adapted(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in ("base_layer", "lora_A", "lora_B"))
 
 
-def projection(module: Any) -> Any:
+def projection(module: nn.Module) -> nn.Module:
     """Return the projection itself, without its adapters."""
-    return module.base_layer if is_adapted(module) else module
+    return module.base_layer if is_adapted(module) else module  # type: ignore[return-value]
 
 
 def without_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
@@ -81,7 +79,7 @@ def refuse_merging(model: nn.Module) -> None:
 def refuse_resizing(model: nn.Module) -> None:
     """Make ``resize_token_embeddings`` raise, on the decoder and on its wrappers."""
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PlanError(
             "resize_token_embeddings after to_distributed would make new parameters that no rank synchronises or "
             "steps; call model.resize_token_embeddings(...) before to_distributed"
@@ -93,7 +91,7 @@ def refuse_resizing(model: nn.Module) -> None:
 
 
 def _refuse(model: nn.Module, methods: tuple[str, ...], message: str) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PlanError(message)
 
     while (child := wrapped(model)) is not None:
@@ -119,14 +117,13 @@ def check_adapters(modules: dict[str, nn.Module]) -> None:
             raise PlanError(f"{name!r} is a {kind}, but only LoRA adapters can be sharded over tp; merge the adapter")
         if not is_adapted(module):
             continue
-        found: Any = module
-        if variants := sorted({type(v).__name__ for v in getattr(found, "lora_variant", {}).values()}):
+        if variants := sorted({type(v).__name__ for v in getattr(module, "lora_variant", {}).values()}):
             raise PlanError(
                 f"{name!r} has the LoRA variant {', '.join(variants)}, and variants such as DoRA cannot be sharded "
                 "over tp; use plain LoRA, or ParallelPlan(tp=1)"
             )
-        if len(getattr(found, "lora_embedding_A", ())) or not isinstance(found.base_layer, nn.Linear):
+        if len(getattr(module, "lora_embedding_A", ())) or not isinstance(module.base_layer, nn.Linear):
             raise PlanError(
-                f"{name!r} adapts a {type(found.base_layer).__name__}; only adapters of nn.Linear projections can be "
+                f"{name!r} adapts a {type(module.base_layer).__name__}; only adapters of nn.Linear projections can be "
                 "sharded over tp: change LoraConfig.target_modules, or use ParallelPlan(tp=1)"
             )

@@ -1,41 +1,37 @@
-"""Linear projections in two forms: torch's ``nn.Linear``, and GPT-2's ``Conv1D``, whose weight is transposed.
-
-A projection may be wrapped in adapters; these functions look at the projection itself.
-"""
+"""Linear projections and their sizes. A projection may be wrapped in adapters; these functions look inside."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.roles.adapters import projection
+from meshwright.roles.linear_kernel import kernel_of
 
 
 def is_projection(module: nn.Module) -> bool:
     """Return whether a module is a linear projection, with or without a bias or adapters."""
-    return isinstance(projection(module), nn.Linear) or is_transposed(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a projection's weight is ``[in, out]`` (transformers' ``Conv1D``), not ``[out, in]``."""
     module = projection(module)
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and weight_of(module).ndim == 2
+    return isinstance(module, nn.Linear) or kernel_of(module) is not None
+
+
+def output_dim(module: nn.Module) -> int:
+    """Return the dim of a module's weight that is its output."""
+    kernel = kernel_of(projection(module))
+    return 0 if kernel is None else kernel.output_dim
 
 
 def out_features(module: nn.Module) -> int:
-    return int(weight_of(projection(module)).shape[1 if is_transposed(module) else 0])
+    return weight_of(projection(module)).shape[output_dim(module)]
 
 
 def in_features(module: nn.Module) -> int:
-    return int(weight_of(projection(module)).shape[0 if is_transposed(module) else 1])
+    return weight_of(projection(module)).shape[1 - output_dim(module)]
 
 
 def weight_of(module: nn.Module) -> Tensor:
     """Return a module's weight, or what a parametrization computes it from, which may change by being computed."""
     if not is_parametrized(module, "weight"):
         return module.weight  # type: ignore[return-value]
-    parts: Any = module.parametrizations
-    found: Tensor = parts.weight.original if hasattr(parts.weight, "original") else parts.weight.original0
-    return found
+    computed = module.get_submodule("parametrizations.weight")
+    return computed.original if hasattr(computed, "original") else computed.original0  # type: ignore[return-value]

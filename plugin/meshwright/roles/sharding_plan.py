@@ -8,33 +8,52 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 
+class BlockPart(enum.Enum):
+    """What a module is in a block, which decides what each rank of tp holds of its weights."""
+
+    BLOCK = "the block itself"
+    COLUMN = "input projection: each rank computes some of its channels"
+    ROW = "output projection: each rank reads the channels that it has computed"
+    INNER = "weights that belong to the channels between the projections"
+    WIDE_NORM = "norm over all channels between the projections, of which each rank has some"
+    COPY = "weights that every rank has whole and applies to its channels"
+
+
 class Role(enum.Enum):
-    """The role of a module in a Llama-style decoder; the runtime decides how each role is sharded."""
+    """The role of a module in a Llama-style decoder; the kinds of blocks decide how each role is sharded."""
+
+    part: BlockPart | None
+    """What a module with this role is in a block; None outside of blocks."""
+
+    def __new__(cls, description: str, part: BlockPart | None = None) -> Role:
+        role = object.__new__(cls)
+        role._value_, role.part = description, part
+        return role
 
     # Structure: the modules at which activations are gathered and reduced.
     LAYER = "decoder layer"
-    ATTENTION = "attention block"
-    MLP = "mlp block"
+    ATTENTION = "attention block", BlockPart.BLOCK
+    MLP = "mlp block", BlockPart.BLOCK
     # Attention.
-    Q = "query projection"
-    K = "key projection"
-    V = "value projection"
-    QKV = "fused projection: all queries, then all keys, then all values"
-    QKV_BY_GROUP = "fused projection: for each key head its queries, its key, its value"
-    QKV_IN_FOUR = "fused projection in four parts, each of queries, then values, then keys"
-    O = "attention output projection"  # noqa: E741  the field's own name
-    HEAD_NORM = "query or key norm over one head, its weight shared by all heads"
-    Q_NORM = "query norm over the whole width"
-    K_NORM = "key norm over the whole width"
-    PER_HEAD = "rows that belong to the query heads in their order: sinks, gates"
+    Q = "query projection", BlockPart.COLUMN
+    K = "key projection", BlockPart.COLUMN
+    V = "value projection", BlockPart.COLUMN
+    QKV = "fused projection: all queries, then all keys, then all values", BlockPart.COLUMN
+    QKV_BY_GROUP = "fused projection: for each key head its queries, its key, its value", BlockPart.COLUMN
+    QKV_IN_FOUR = "fused projection in four parts, each of queries, then values, then keys", BlockPart.COLUMN
+    O = "attention output projection", BlockPart.ROW  # noqa: E741  the field's own name
+    HEAD_NORM = "query or key norm over one head, its weight shared by all heads", BlockPart.COPY
+    Q_NORM = "query norm over the whole width", BlockPart.WIDE_NORM
+    K_NORM = "key norm over the whole width", BlockPart.WIDE_NORM
+    PER_HEAD = "rows that belong to the query heads in their order: sinks, gates", BlockPart.INNER
     # MLP.
-    GATE = "gate projection"
-    UP = "up projection"
-    GATE_UP = "fused projection: the gate half, then the up half"
-    DOWN = "down projection"
+    GATE = "gate projection", BlockPart.COLUMN
+    UP = "up projection", BlockPart.COLUMN
+    GATE_UP = "fused projection: the gate half, then the up half", BlockPart.COLUMN
+    DOWN = "down projection", BlockPart.ROW
     # Either block.
-    INNER_NORM = "norm over the width that the block's output projection reads"
-    SHARED = "weight that every rank applies to its part of a block"
+    INNER_NORM = "norm over the width that the block's output projection reads", BlockPart.WIDE_NORM
+    SHARED = "weight that every rank applies to its part of a block", BlockPart.COPY
     # The rest.
     NORM = "norm over the hidden width, or another weight applied to each token's hidden state"
     FINAL_NORM = "norm after the last layer"
@@ -45,15 +64,7 @@ class Role(enum.Enum):
     @property
     def is_structural(self) -> bool:
         """Whether modules with this role own no parameters themselves."""
-        return self in (Role.LAYER, Role.ATTENTION, Role.MLP)
-
-
-FUSED_QKV_ROLES = frozenset({Role.QKV, Role.QKV_BY_GROUP, Role.QKV_IN_FOUR})
-MLP_COLUMN_ROLES = frozenset({Role.GATE, Role.UP, Role.GATE_UP})
-COLUMN_ROLES = frozenset({Role.Q, Role.K, Role.V}) | FUSED_QKV_ROLES | MLP_COLUMN_ROLES
-ROW_ROLES = frozenset({Role.O, Role.DOWN})
-WIDE_NORM_ROLES = frozenset({Role.Q_NORM, Role.K_NORM, Role.INNER_NORM})
-BLOCK_ROLES = frozenset({Role.ATTENTION, Role.MLP})
+        return self is Role.LAYER or self.part is BlockPart.BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +121,7 @@ def decoder_roles(
 ) -> dict[str, Role]:
     """Return the roles of a Llama-shaped decoder; the names default to Llama's."""
     layer = f"{base}.{layers}.*"
-    attention_roles = attention_roles or {
-        "q_proj": Role.Q,
-        "k_proj": Role.K,
-        "v_proj": Role.V,
-        "o_proj": Role.O,
-    }
+    attention_roles = attention_roles or {"q_proj": Role.Q, "k_proj": Role.K, "v_proj": Role.V, "o_proj": Role.O}
     mlp_roles = mlp_roles or {"gate_proj": Role.GATE, "up_proj": Role.UP, "down_proj": Role.DOWN}
     return {
         f"{base}.{embedding}": Role.EMBEDDING,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from meshwright.choose.plan_file import runnable_fields
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.candidate import Candidate, Job
@@ -83,7 +82,7 @@ def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job, 
     plan = Candidate(**{**vars(plan), "accumulation": count})
     rows_per_step, config = plan.micro_batch * count, ToDistributedConfig(gather_logits=job.logits == "gathered")
     trace = trace_step(
-        model, ParallelPlan(**runnable_fields(plan)), rows=rows_per_step, length=job.seq_len, config=config
+        model, ParallelPlan(**plan.runnable_fields()), rows=rows_per_step, length=job.seq_len, config=config
     )
     sizes = {"seq_len": job.seq_len, "element_bytes": job.weight_bytes}
     held = footprint(shape, plan, cpu=True, logits=job.logits, **sizes)
@@ -104,7 +103,7 @@ def _of_stage(model: Any, shape: ModelShape, plan: Candidate, job: Job, stage: i
     if not 0 <= stage < plan.pp:
         raise PlanError(f"--stage {stage}: {plan.label} has the stages 0 to {plan.pp - 1}")
     rank, rows = stage * plan.data_ranks * plan.tp, plan.micro_batch * count
-    run = ParallelPlan(**runnable_fields(plan))
+    run = ParallelPlan(**plan.runnable_fields())
     config = ToDistributedConfig(gather_logits=job.logits == "gathered")
     trace = trace_step(model, run, rows=rows, length=job.seq_len, rank=rank, config=config)
     held = stage_memory(shape, plan, dataclasses.replace(job, on_cpu=True), stage)

@@ -21,11 +21,13 @@ def chosen_ranks(plan: ParallelPlan, most: int) -> list[int]:
         plan: the plan.
         most: the largest number of ranks.
     """
-    # From the innermost axis of the mesh to the outermost: tp, cp (which hybrid cuts in two), dp, pp.
-    groups = plan.ulysses or 1
-    apart = plan.world_size // plan.pp
-    strides = ((1, plan.tp), (plan.tp, plan.cp), (plan.tp * groups, plan.cp // groups), (plan.tp * plan.cp, plan.dp))
-    neighbours = [0, *(stride for stride, size in strides if size > 1)]
+    apart, neighbours = 1, [0]
+    for name, size in reversed(plan.sizes.items()):  # from the innermost axis of the mesh to the outermost
+        if name == "pp":
+            break
+        groups = {1, plan.ulysses or 1} if name == "cp" else {1}  # hybrid cuts cp in two
+        neighbours += [apart * group for group in sorted(groups) if size > group]
+        apart *= size
     stages = [0, 1, plan.pp - 1, *range(plan.pp)] if plan.pp > 1 else [0]
     order = [*neighbours, *(s * apart for s in stages), *(s * apart + n for s in stages for n in neighbours)]
     return sorted(list(dict.fromkeys([*order, *range(min(most, plan.world_size))]))[:most])

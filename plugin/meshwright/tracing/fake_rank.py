@@ -21,6 +21,7 @@ from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel import cross_entropy
+from meshwright.parallel.method_chain import find_step
 from meshwright.parallel.tensor_parallel import Keep, make_shards
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
@@ -31,8 +32,8 @@ OptimizerFactory = Callable[[Any], Optimizer]
 def foresee(model: Any, ids: Tensor, *, hidden: torch.dtype) -> None:
     """Tell the stages of a pipeline what they will receive, since no rank sends it."""
     for module in model.modules():  # adapters wrap the decoder
-        if isinstance(forward := vars(module).get("forward"), PipelineForward):
-            forward.foresee({"input_ids": ids}, hidden=hidden, loss=torch.float32)
+        if (step := find_step(module, PipelineForward)) is not None:
+            step.foresee({"input_ids": ids}, hidden=hidden, loss=torch.float32)
 
 
 def install(

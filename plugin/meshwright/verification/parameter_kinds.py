@@ -7,7 +7,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.roles import Role, ShardingPlan, plan_for
 from meshwright.roles.adapters import without_wrappers
-from meshwright.roles.sharding_plan import COLUMN_ROLES, ROW_ROLES
+from meshwright.roles.sharding_plan import BlockPart
 
 _NORMS = frozenset({Role.HEAD_NORM, Role.Q_NORM, Role.K_NORM, Role.INNER_NORM, Role.NORM, Role.FINAL_NORM})
 
@@ -34,9 +34,10 @@ def kinds_of(model: nn.Module, sharding_plan: ShardingPlan | None) -> dict[str, 
 
 
 def _kind(role: Role | None, owner: nn.Module, *, is_bias: bool, ndim: int) -> str:
-    if role in COLUMN_ROLES or role is Role.PER_HEAD:
+    part = None if role is None else role.part
+    if part in (BlockPart.COLUMN, BlockPart.INNER):
         return f"gradients: {'biases of ' if is_bias else ''}column projections"
-    if role in ROW_ROLES:
+    if part is BlockPart.ROW:
         return f"gradients: {'biases of ' if is_bias else ''}row projections"
     if role is Role.HEAD:
         return "gradients: head"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from meshwright.plan.config import ParallelPlan
 
@@ -23,14 +24,12 @@ def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
     plan = dataclasses.replace(plan, stages=None, recomputed_layers=plan.recomputed_layers and 1)
     if plan.world_size <= processes:
         return plan
-    dp, pp = min(plan.dp, 2), min(plan.pp, 2)
+    small = {name: min(plan.sizes[name], 2) for name in ("dp", "pp")}
+    most = processes // math.prod(small.values())
     sizes = [size for size in range(2, plan.tp + 1) if plan.tp % size == 0] or [1]
-    tp = max((size for size in sizes if dp * pp * size <= processes), default=sizes[0])
+    small["tp"] = max((size for size in sizes if size <= most), default=sizes[0])
     return dataclasses.replace(
         plan,
-        dp=dp,
-        tp=tp,
-        pp=pp,
         gradient_accumulation_steps=min(plan.gradient_accumulation_steps, 2),
         micro_batch_size=plan.micro_batch_size and min(plan.micro_batch_size, 2),
-    )
+    ).resized(small)

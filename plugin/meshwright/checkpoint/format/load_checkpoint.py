@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.files.lineage import Lineage, Mark
-from meshwright.checkpoint.format.assign_writes import Held
 from meshwright.checkpoint.format.background import Background
 from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
 from meshwright.checkpoint.format.load_weights import take_over_weights
@@ -23,18 +22,19 @@ from meshwright.checkpoint.format.object_states import check_states, load_states
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint, open_together
 from meshwright.checkpoint.format.part_files import read_elements
 from meshwright.checkpoint.format.random_state import check_random_state, set_random_state
-from meshwright.checkpoint.format.run import Run, RunTensor, held_like
-from meshwright.checkpoint.one_device.blocks import StridedBlock, numel
+from meshwright.checkpoint.format.run import Run, RunTensor
 from meshwright.checkpoint.one_device.check_optimizer import check_fits
 from meshwright.checkpoint.one_device.load_optimizer import ReadState, read_state, set_state
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
-from meshwright.checkpoint.one_device.safetensors_file import storage
+from meshwright.checkpoint.one_device.safetensors_file import Form, storage
 from meshwright.checkpoint.one_device.weight_files import some
 from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
+from meshwright.layout.blocks import StridedBlock, numel
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime, Watch
-from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
+from meshwright.optim.state_parts import OptimizerParts, parts_of
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
@@ -111,9 +111,9 @@ def load_checkpoint(
     opened = open_together(Path(path))
     manifest = opened.manifest
     runtime = run.runtime
-    random = opened.random_of(run.index, run.sizes.ranks, run.sizes.by_axis)
+    random = opened.random_of(run.mesh)
     with Progress(f"reading {opened.folder.name}") as progress, reading_shards():
-        saved = _SavedState(opened, run, progress)
+        saved = _SavedState(opened, progress)
 
         def check() -> tuple[set[str], _Weights, _Optimizer | None]:
             used = _components(opened, given, ignore)
@@ -135,7 +135,7 @@ def load_checkpoint(
             return read_state(*state, saved)
 
         used, weights, state = succeed_together(check)
-        progress.start(sum(_own_bytes(tensor, run) for tensor in weights.tensors.values()))
+        progress.start(sum(numel(x.layout.blocks()) * x.dtype.itemsize for x in weights.tensors.values()))
         loaded = succeed_together(read)
         if state is not None:
             set_state(*state, loaded)
@@ -195,10 +195,10 @@ def _names(opened: OpenCheckpoint, tensors: dict[str, RunTensor], ties: dict[str
             continue
         names[key] = name
         dtype, shape = opened.manifest.tensors[name]
-        if shape != tensor.held.shape:
-            problems.append(f"{shown}: {list(shape)} in the checkpoint, {list(tensor.held.shape)} in the model")
-        elif dtype != tensor.held.dtype:
-            problems.append(f"{shown}: {dtype} in the checkpoint, {tensor.held.dtype} in the model")
+        if shape != tensor.layout.shape:
+            problems.append(f"{shown}: {list(shape)} in the checkpoint, {list(tensor.layout.shape)} in the model")
+        elif dtype != tensor.dtype:
+            problems.append(f"{shown}: {dtype} in the checkpoint, {tensor.dtype} in the model")
     used = set(names.values())
     problems += [f"{name.removeprefix('weights/')} is not in the model" for name in sorted(saved - used)]
     if problems:
@@ -230,18 +230,14 @@ def _checked_optimizer(run: Run, optimizer: Optimizer, opened: OpenCheckpoint, s
     return found, described
 
 
-def _own_bytes(tensor: RunTensor, run: Run) -> int:
-    return numel(tensor.held.part(run.place)) * tensor.held.dtype.itemsize
-
-
 class _SavedState:
-    """Reads this rank's elements of the tensors of a checkpoint."""
+    """Reads what this rank has of the tensors of a checkpoint."""
 
-    def __init__(self, opened: OpenCheckpoint, run: Run, progress: Progress):
-        self._opened, self._run, self._progress = opened, run, progress
+    def __init__(self, opened: OpenCheckpoint, progress: Progress):
+        self._opened, self._progress = opened, progress
         self._present: dict[str, Tensor] = {}  # the optimizer's present tensors, by the checkpoint's keys
 
-    def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    def form(self, tensor: str) -> Form | None:
         return self._opened.manifest.tensors.get(tensor)
 
     def read_over(self, found: OptimizerParts) -> None:
@@ -252,31 +248,26 @@ class _SavedState:
                 state = found.optimizer.state.get(part.key, {})
                 self._present |= {state_key(name, key): x for key, x in state.items() if isinstance(x, Tensor)}
 
-    def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
-        saved_dtype, shape = self._opened.manifest.tensors[tensor]
-        assert part.key is not None
-        held = held_like(part, saved_dtype, shape, self._run.sizes)
-        own = part.key.shape if shape == tuple(part.record.shape) else torch.Size(shape)
+    def read(self, tensor: str, dtype: torch.dtype, layout: TensorLayout) -> Tensor:
+        """Read what this rank has of a tensor, on the CPU; padding is zero."""
         present = self._present.get(tensor)
-        if present is None or present.device.type != "cpu" or (present.dtype, present.shape) != (dtype, own):
-            return self.elements(tensor, held, dtype, own)
-        self.overwrite(present, tensor, held)
-        return present
-
-    def elements(self, tensor: str, held: Held, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        """Read this rank's elements of a tensor, on the CPU; padding is zero."""
-        blocks = held.part(self._run.place)
-        values = storage(shape, blocks, dtype)
+        if present is not None and present.is_cpu and (present.dtype, present.shape) == (dtype, layout.local_shape):
+            self.overwrite(present, tensor, layout)
+            return present
+        blocks = layout.blocks()
+        values = storage(layout.local_shape, blocks, dtype)
         self._read(tensor, blocks, values)
         return values
 
-    def overwrite(self, target: Tensor, tensor: str, held: Held) -> None:
-        """Read this rank's elements of a tensor into ``target``; padding becomes zero."""
-        blocks = held.part(self._run.place)
+    def overwrite(self, target: Tensor, tensor: str, layout: TensorLayout) -> None:
+        """Read what this rank has of a tensor into ``target``; padding becomes zero."""
+        blocks = layout.blocks()
         if target.is_cpu and target.is_contiguous() and numel(blocks) == target.shape.numel():
             self._read(tensor, blocks, target)
         else:
-            target.copy_(self.elements(tensor, held, target.dtype, target.shape))
+            values = storage(layout.local_shape, blocks, target.dtype)
+            self._read(tensor, blocks, values)
+            target.copy_(values)
 
     def _read(self, tensor: str, blocks: list[StridedBlock], values: Tensor) -> None:
         saved_dtype = self._opened.manifest.tensors[tensor][0]
@@ -286,10 +277,9 @@ class _SavedState:
 def _read_weights(runtime: Runtime, weights: _Weights, saved: _SavedState) -> None:
     for key, tensor in weights.tensors.items():
         target, name = weights.objects[key], weights.names[key]
-        if runtime.mesh.pp.rank not in tensor.held.stages:
+        if not tensor.layout.is_held:
             continue
         if runtime.weights is not None and isinstance(target, nn.Parameter):
-            shape = runtime.weights.part(target)[0].shape
-            runtime.weights.set_part(target, saved.elements(name, tensor.held, target.dtype, shape))
+            runtime.weights.set_part(target, saved.read(name, target.dtype, tensor.layout))
         else:
-            saved.overwrite(target.data, name, tensor.held)
+            saved.overwrite(target.data, name, tensor.layout)

@@ -15,13 +15,13 @@ from meshwright.checkpoint.format.checkpoint_folders import checkpoint_folders, 
 from meshwright.checkpoint.format.manifest import NAME
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
 from meshwright.checkpoint.format.part_files import read_elements
-from meshwright.checkpoint.one_device.safetensors_file import Entry, ShardSlice, storage
+from meshwright.checkpoint.one_device.safetensors_file import Entry, storage
 from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSource
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
-from meshwright.layout.tensor_layout import is_held, layout_of
+from meshwright.layout.tensor_layout import TensorLayout, is_held, layout_if_any
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
@@ -68,7 +68,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
             progress.start(sum(files.entries[name][1].num_bytes for name in set(names.values())))
             for tensor in dict.fromkeys((*model.parameters(), *model.buffers())):
                 if id(tensor) in names and is_held(tensor):
-                    value = _read_weight(files, names[id(tensor)], tensor, is_sharded=runtime is not None)
+                    value = files.read(names[id(tensor)], tensor.dtype, layout_if_any(tensor))
                     # Under ZeRO stage 3 the runtime keeps this rank's part; the tensor itself has no memory.
                     if weights is None or weights.keep(tensor, value) is value:
                         tensor.data.copy_(value)
@@ -84,13 +84,6 @@ def take_over_weights(runtime: Runtime) -> None:
         runtime.weights.release()
     for bucket in runtime.gradients.zero.sharded if runtime.gradients.zero is not None else ():
         bucket.weights.refresh()
-
-
-def _read_weight(files: WeightFiles, name: str, tensor: Tensor, *, is_sharded: bool) -> Tensor:
-    if is_sharded and isinstance(tensor, nn.Parameter):
-        record = layout_of(tensor)
-        return files.read(name, ShardSlice(rows=record.over("tp"), rank=record.rank("tp")), tensor.dtype)
-    return files.read(name, ShardSlice(), tensor.dtype)
 
 
 def settled(source: WeightSource | None) -> WeightSource | None:
@@ -153,12 +146,13 @@ class CheckpointWeights(WeightFiles):
         entries = {name: (opened.folder, Entry(*manifest.tensors[key], start=0)) for name, key in keys.items()}
         return CheckpointWeights(opened.folder, entries, Progress(f"reading {opened.folder.name}"), opened, keys)
 
-    def read(self, name: str, wanted: ShardSlice, dtype: torch.dtype) -> Tensor:
-        """Read only this rank's shard of a tensor, or a part of it, to the CPU, and check its digests."""
+    def read(self, name: str, dtype: torch.dtype, layout: TensorLayout | None = None) -> Tensor:
+        """Read only what this rank has of a tensor, to the CPU, and check its digests; all of it without a layout."""
         entry = self.entries[name][1]
-        shape, blocks = wanted.of(entry.shape)
+        layout = layout or entry.layout
+        blocks = layout.blocks()
         try:
-            values = storage(shape, blocks, dtype)
+            values = storage(layout.local_shape, blocks, dtype)
         except RuntimeError as error:  # torch's name for too little memory
             raise CheckpointError(
                 f"{self.opened.folder}: {name} of the shape {list(entry.shape)} does not fit into memory"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from meshwright.checkpoint.files.digested_json import digest_in
 from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.format.part_files import PartIndex
-from meshwright.checkpoint.one_device.blocks import StridedBlock
 from meshwright.errors import CheckpointError
+from meshwright.layout.blocks import StridedBlock
+from meshwright.mesh.axes import Mesh
 from meshwright.schema import shown
 
 
@@ -42,16 +43,15 @@ class OpenCheckpoint:
             raise CheckpointError(f"{folder} is damaged: {NAME} lists {key}, of which {problem}")
         return OpenCheckpoint(folder=folder, manifest=manifest, parts=parts)
 
-    def random_of(self, index: int, ranks: int, mesh: Mapping[str, int]) -> Any:
+    def random_of(self, mesh: Mesh) -> Any:
         """Return the random state for a rank: its own on the mesh of the save, and that of the first rank elsewhere.
 
         Args:
-            index: the rank's index among the ranks that load.
-            ranks, mesh: the number of these ranks, and the sizes of their axes by name.
+            mesh: the ranks that load, and this rank's place among them.
         """
-        saved, present = ({axis: n for axis, n in sizes.items() if n > 1} for sizes in (self.manifest.mesh, mesh))
-        is_same = (self.manifest.ranks, saved) == (ranks, present)
-        return self.parts[index if is_same else 0].random
+        saved, present = ({axis: n for axis, n in sizes.items() if n > 1} for sizes in (self.manifest.mesh, mesh.sizes))
+        is_same = (self.manifest.ranks, saved) == (mesh.size, present)
+        return self.parts[mesh.index if is_same else 0].random
 
 
 def uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[tuple[str, str]]:

@@ -20,10 +20,9 @@ from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.digested_json import digest
 from meshwright.checkpoint.files.reading import read_exactly, read_into, reading
 from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
-from meshwright.checkpoint.format.assign_writes import copies
-from meshwright.checkpoint.one_device.blocks import StridedBlock, copy_blocks, numel, packed
 from meshwright.checkpoint.one_device.safetensors_file import MAX_HEADER, file_header, memory_of
 from meshwright.errors import CheckpointError
+from meshwright.layout.blocks import StridedBlock, between, copy_blocks, numel, overlap, packed
 from meshwright.schema import LARGEST, anything, equal, integer, listed, record, require, row, shown, table, text
 
 # Bytes under one digest: a rank that needs some of them reads them all. It is a part of the format: another size needs
@@ -54,13 +53,13 @@ class Source:
         staging = torch.empty(min(step, total), dtype=self.dtype, device=values.device)
         for start in range(0, total, step):
             stop = min(start + step, total)
-            copy_blocks(staging, values, [b.swapped() for b in copies(self.held, self.share, start, stop)])
+            copy_blocks(staging, values, overlap(between(self.share, start, stop), self.held))
             yield staging[: stop - start].cpu()
 
     def copy_to(self, target: Tensor) -> None:
         """Copy what is written to ``target``, which is 1-d; on CUDA, the copy may still be running."""
         values = self.flat()
-        blocks = [b.swapped() for b in copies(self.held, self.share, 0, len(target))]
+        blocks = overlap(self.share, self.held)
         if values.is_cuda:
             on_device = torch.empty_like(target, device=values.device)
             copy_blocks(on_device, values, blocks)
@@ -232,7 +231,7 @@ class PartIndex:
             CheckpointError: if the file is damaged; it names the file and the tensor.
         """
         piece = self.pieces.get(key)
-        if piece is None or not (found := copies(wanted, piece.blocks, 0, numel(piece.blocks))):
+        if piece is None or not (found := overlap(wanted, piece.blocks)):
             return
         if not piece.has_digests(dtype):
             raise CheckpointError(f"{self.path} is damaged: {key} has {len(piece.digests)} digests, not one per chunk")
@@ -248,7 +247,7 @@ class PartIndex:
                 if run is not None and is_direct:
                     memory, count = direct[(start - run.whole) * size : (stop - run.whole) * size], stop - start
                 else:
-                    found = copies(wanted, piece.blocks, start, stop)
+                    found = overlap(wanted, between(piece.blocks, start, stop))
                     memory, count = staged[: (stop - start) * size], numel(found)
                 if not count:
                     continue

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.files.lineage import LAST_TIME
-from meshwright.checkpoint.format.assign_writes import Held, Place, Sizes, assign_writes
+from meshwright.checkpoint.format.assign_writes import assign_writes
 from meshwright.checkpoint.format.manifest import Manifest
 from meshwright.checkpoint.format.model_config import model_config
 from meshwright.checkpoint.format.part_files import RankPart, Source
 from meshwright.checkpoint.format.random_state import Random, random_state
-from meshwright.checkpoint.format.run import Run, RunTensor, held_like
+from meshwright.checkpoint.format.run import Run, RunTensor
 from meshwright.checkpoint.format.snapshot import as_of_now
-from meshwright.checkpoint.one_device.blocks import StridedBlock
 from meshwright.checkpoint.one_device.optimizer_manifest import master_key, state_key
 from meshwright.checkpoint.one_device.safetensors_file import Form
 from meshwright.checkpoint.one_device.save_optimizer import (
@@ -36,6 +35,9 @@ from meshwright.checkpoint.one_device.save_optimizer import (
     saved_tensors,
     tensor_forms,
 )
+from meshwright.layout.blocks import StridedBlock
+from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.mesh.axes import Mesh
 from meshwright.optim.state_parts import OptimizerParts, parts_of
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.plan.config import ParallelPlan
@@ -79,21 +81,19 @@ class RankOptimizer:
                     values[state_key(name, key)] = found.optimizer.state[part.key][key].detach
         return RankOptimizer(found=found, state=state, groups=encoded_groups(found), values=values)
 
-    def tensors(self, state: State, sizes: Sizes, device: torch.device) -> dict[str, RunTensor]:
+    def tensors(self, state: State, device: torch.device) -> dict[str, RunTensor]:
         """Return the tensors of the optimizer's state, by key.
 
         Args:
             state: the description of the state of all ranks.
-            sizes: the sizes of the mesh.
             device: the device of elements that have no state yet.
         """
         sources = saved_tensors(self.found, state)
         tensors: dict[str, RunTensor] = {}
         for key, form in tensor_forms(self.found, state).items():
             part = self.found.parts[sources[key][0]]
-            held = held_like(part, *form, sizes)
             values = self.values.get(key) or functools.partial(new_state, part, form[0], device)
-            tensors[key] = RunTensor(held=held, values=values)
+            tensors[key] = RunTensor(dtype=form[0], layout=part.layout_of_state(form[1]), values=values)
         return tensors
 
     def fields(self, state: State) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class RankState:
     computed in a thread, while training goes on.
 
     Args:
-        sizes, place: the sizes of the mesh, and the rank's place on it.
+        mesh: the mesh, with the rank's place on it.
         device: the device of the model.
         weights: the model's tensors by key.
         ties: the key of each tied weight's values by its other keys.
@@ -121,8 +121,7 @@ class RankState:
         states: the rest of the manifest, the same on all ranks.
     """
 
-    sizes: Sizes
-    place: Place
+    mesh: Mesh
     device: torch.device
     weights: dict[str, RunTensor]
     ties: dict[str, str]
@@ -143,8 +142,7 @@ class RankState:
         weights, ties, _ = run.model_tensors()
         streams = run.runtime.features.find(DropoutStreams)
         return RankState(
-            sizes=run.sizes,
-            place=run.place,
+            mesh=run.mesh,
             device=run.device,
             weights=weights,
             ties=ties,
@@ -159,7 +157,7 @@ class RankState:
         """Return the run with the present values of all tensors, whatever the program writes to them later."""
         weights = {
             key: replace(tensor, values=as_of_now(tensor.values))
-            if self.place.pp in tensor.held.stages  # the others are empty, and would become whole
+            if tensor.layout.is_held  # the others are empty, and would become whole
             else tensor
             for key, tensor in self.weights.items()
         }
@@ -182,19 +180,20 @@ class RankState:
         if self.optimizer is not None:
             found, state = of_all(self.optimizer.found, texts)
             optimizer = replace(self.optimizer, found=found)
-            tensors |= optimizer.tensors(state, self.sizes, self.device)
+            tensors |= optimizer.tensors(state, self.device)
             fields = optimizer.fields(state)
 
-        forms = {key: (tensor.held.dtype, tensor.held.shape) for key, tensor in tensors.items()}
+        forms = {key: (tensor.dtype, tuple(tensor.layout.shape)) for key, tensor in tensors.items()}
         rest = replace(self, weights={}, optimizer=None)  # so that tensors are freed as soon as they are copied
-        part = RankPart(place=self.sizes.index(self.place), sources=self._sources(tensors), random=self.random)
+        part = RankPart(place=self.mesh.index, sources=self._sources(tensors), random=self.random)
         return part, functools.partial(rest._manifest, forms, fields)
 
     def _sources(self, tensors: dict[str, RunTensor]) -> dict[str, Source]:
         """What this rank writes."""
-        own = _own_shares(tuple((key, tensor.held) for key, tensor in tensors.items()), self.sizes, self.place)
+        layouts = tuple((key, (tensor.dtype, tensor.layout)) for key, tensor in tensors.items())
+        own = _own_shares(layouts, self.mesh)
         return {
-            key: Source(dtype=tensors[key].held.dtype, values=tensors[key].values, held=held, share=share)
+            key: Source(dtype=tensors[key].dtype, values=tensors[key].values, held=held, share=share)
             for key, (held, share) in own.items()
         }
 
@@ -203,8 +202,8 @@ class RankState:
             written=min(time.time_ns(), LAST_TIME),
             versions=dict(_versions()),
             plan=None if self.plan is None else asdict(self.plan),
-            ranks=self.sizes.ranks,
-            mesh=self.sizes.by_axis,
+            ranks=self.mesh.size,
+            mesh=self.mesh.sizes,
             tensors=forms,
             ties=self.ties,
             optimizer=fields,
@@ -217,12 +216,12 @@ class RankState:
 # This is the same at each save of a run, and takes longer to compute than all else before the copy.
 @functools.lru_cache(maxsize=1)
 def _own_shares(
-    tensors: tuple[tuple[str, Held], ...], sizes: Sizes, place: Place
+    tensors: tuple[tuple[str, tuple[torch.dtype, TensorLayout]], ...], mesh: Mesh
 ) -> dict[str, tuple[list[StridedBlock], list[StridedBlock]]]:
     """For each tensor that this rank writes a part of: the elements that it holds, and those that it writes."""
-    held = dict(tensors)
-    own = assign_writes(held, sizes)[sizes.index(place)]
-    return {key: (held[key].part(place), share) for key, share in own.items()}
+    layouts = dict(tensors)
+    own = assign_writes(layouts, mesh.places)[mesh.index]
+    return {key: (layouts[key][1].blocks(mesh.place), share) for key, share in own.items()}
 
 
 @functools.cache  # reading them takes longer than any other preparation of a save

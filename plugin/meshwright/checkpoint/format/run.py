@@ -11,15 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.checkpoint.format.assign_writes import Held, Place, Sizes
 from meshwright.checkpoint.one_device.safetensors_file import DTYPES
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
-from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.runtime import Runtime, device_of, find_runtime
-from meshwright.optim.state_parts import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +25,13 @@ class RunTensor:
     """One tensor of a run.
 
     Args:
-        held: how the ranks hold it.
+        dtype: its dtype.
+        layout: which of its elements each rank has.
         values: function that returns this rank's elements, in any shape.
     """
 
-    held: Held
+    dtype: torch.dtype
+    layout: TensorLayout
     values: Callable[[], Tensor]
 
 
@@ -43,14 +43,13 @@ class Run:
         model: the model, without what ``torch.compile`` puts around it.
         runtime: its runtime, or one of a single rank.
         device: its device.
-        sizes, place: the sizes of its mesh, and this rank's place on it.
+        mesh: its mesh, without process groups, which a save in the background must not keep alive.
     """
 
     model: nn.Module
     runtime: Runtime
     device: torch.device
-    sizes: Sizes
-    place: Place
+    mesh: Mesh
 
     @staticmethod
     def of(call: str, folder: Any, model: Any, optimizer: Any) -> Run:
@@ -70,18 +69,7 @@ class Run:
             raise CheckpointError(f"{wrong}; write mw.{call}(folder, model, optimizer, ...)")
         model = without_compilation(model)
         runtime = find_runtime(model) or Runtime(mesh=Mesh())
-        return Run(
-            model=model,
-            runtime=runtime,
-            device=device_of(model),
-            sizes=Sizes(pp=runtime.mesh.pp.size, dp=runtime.mesh.tokens.size, tp=runtime.mesh.tp.size),
-            place=Place(pp=runtime.mesh.pp.rank, dp=runtime.mesh.tokens.rank, tp=runtime.mesh.tp.rank),
-        )
-
-    @property
-    def index(self) -> int:
-        """This rank's index among the files of a checkpoint."""
-        return self.sizes.index(self.place)
+        return Run(model=model, runtime=runtime, device=device_of(model), mesh=runtime.mesh.without_groups())
 
     def check(self) -> None:
         """Check that a checkpoint can hold the run.
@@ -91,7 +79,7 @@ class Run:
                 distributed over them.
         """
         check_no_engine(self.model)
-        ranks = self.sizes.ranks
+        ranks = self.mesh.size
         # If the process group is gone, compare_before_save says so.
         processes = dist.get_world_size() if dist.is_initialized() else ranks
         if ranks != processes:
@@ -132,22 +120,12 @@ class Run:
         return tensors, ties, objects
 
     def _tensor(self, tensor: Tensor) -> RunTensor:
-        record, weights = getattr(tensor, "meshwright", None), self.runtime.weights
-        if not isinstance(record, TensorLayout):
-            held = Held.of(tensor.dtype, tensor.shape, self.sizes)
-        elif weights is not None and isinstance(tensor, nn.Parameter):
-            held = Held.of(tensor.dtype, record.shape, self.sizes, record, weights.part(tensor)[1])
-            return RunTensor(held=held, values=lambda: weights.part(tensor)[0].detach())
-        else:
-            held = Held.of(tensor.dtype, record.shape, self.sizes, record)
-        return RunTensor(held=held, values=lambda: tensor.detach().reshape(-1))
-
-
-def held_like(part: Part, dtype: torch.dtype, shape: tuple[int, ...], sizes: Sizes) -> Held:
-    """Return how the ranks hold a tensor of an optimizer's state: like its parameter, if it has the shape of that."""
-    if shape != tuple(part.record.shape):
-        return Held.of(dtype, shape, sizes)
-    return Held.of(dtype, shape, sizes, part.record, part.cut)
+        weights, layout = self.runtime.weights, layout_if_any(tensor)
+        if weights is not None and isinstance(tensor, nn.Parameter):
+            layout = weights.layout(tensor)
+            return RunTensor(dtype=tensor.dtype, layout=layout, values=lambda: weights.part(tensor).detach())
+        layout = layout or TensorLayout(shape=tensor.shape)
+        return RunTensor(dtype=tensor.dtype, layout=layout, values=lambda: tensor.detach().reshape(-1))
 
 
 def _kind(value: Any) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.format.part_files import RankPart, Source
-from meshwright.checkpoint.one_device.blocks import numel
+from meshwright.layout.blocks import numel
 
 
 class HostMemory:

@@ -17,7 +17,7 @@ from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
 from meshwright.checkpoint.format.load_weights import CheckpointWeights
 from meshwright.checkpoint.format.model_config import ties_weights, with_dtype
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
-from meshwright.checkpoint.one_device.safetensors_file import Form, SafetensorsWriter, ShardSlice, num_bytes
+from meshwright.checkpoint.one_device.safetensors_file import Form, SafetensorsWriter, num_bytes
 from meshwright.checkpoint.one_device.streamed_files import index_of, parse_bytes, split
 from meshwright.errors import CheckpointError
 
@@ -133,4 +133,4 @@ def _write_weights(folder: Path, forms: dict[str, Form], weights: CheckpointWeig
 
 
 def _read(weights: CheckpointWeights, name: str, dtype: torch.dtype) -> Tensor:
-    return weights.read(name, ShardSlice(), dtype)
+    return weights.read(name, dtype)

@@ -17,10 +17,10 @@ from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.format.open_checkpoint import uncovered
 from meshwright.checkpoint.format.part_files import CHUNK, FileRecord, PartIndex, check_header, file_names
 from meshwright.checkpoint.format.random_state import check_random_state
-from meshwright.checkpoint.one_device.blocks import numel
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
 from meshwright.checkpoint.one_device.safetensors_file import memory_of, read_header
 from meshwright.errors import CheckpointError
+from meshwright.layout.blocks import numel
 from meshwright.progress import Progress
 
 

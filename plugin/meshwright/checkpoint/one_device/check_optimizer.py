@@ -20,7 +20,8 @@ from meshwright.checkpoint.one_device.optimizer_manifest import (
 )
 from meshwright.checkpoint.one_device.weight_files import some
 from meshwright.errors import CheckpointError
-from meshwright.optim.state_parts import OptimizerParts, Part
+from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.optim.state_parts import OptimizerParts
 from meshwright.schema import shown
 
 # Options that set how a step is computed, not its result. Loading keeps the optimizer's own values of these.
@@ -30,12 +31,11 @@ IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 class SavedState(Protocol):
     """The tensors of a saved optimizer, in whichever files they are."""
 
-    def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    def form(self, tensor: str, /) -> tuple[torch.dtype, tuple[int, ...]] | None:
         """Return the dtype and the shape of a tensor; None if it was not saved."""
 
-    def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
-        """Return this rank's part of a tensor, on the CPU in the shape of the part; return the whole tensor if its
-        shape is not that of its parameter."""
+    def read(self, tensor: str, dtype: torch.dtype, layout: TensorLayout, /) -> Tensor:
+        """Return what this rank has of a tensor, on the CPU."""
 
 
 def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedState, found: OptimizerParts) -> None:
@@ -50,7 +50,7 @@ def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedStat
             f"{folder} has the state of {manifest.optimizer}, but the optimizer is {kind}, which has other "
             f"state. Pass a {manifest.optimizer}, or start with a new {kind} without loading"
         )
-    shapes = {name: list(part.record.shape) for name, part in found.parts.items()}
+    shapes = {name: list(part.layout.shape) for name, part in found.parts.items()}
     problems = [f"{name} is not in the state" for name in shapes if name not in manifest.shapes]
     problems += [f"{name} is not among the optimizer's parameters" for name in manifest.shapes if name not in shapes]
     problems += [
@@ -82,7 +82,7 @@ def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedStat
         for key in manifest.tensors.get(name, ()):
             form = saved_state.form(state_key(name, key))
             shape = form[1] if form else ()
-            if shape != tuple(part.record.shape) and not part.is_whole:
+            if shape != part.layout.shape and not part.is_whole:
                 raise CheckpointError(
                     f"the state {key!r} of {name} has the shape {list(shape)}, not that of the parameter, so it cannot "
                     "be cut into shards; load it under a plan with tp=1 and zero_stage=0"

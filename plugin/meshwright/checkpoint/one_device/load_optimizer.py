@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,7 +13,6 @@ from meshwright.checkpoint.files.digested_json import digest
 from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.one_device.check_optimizer import IMPLEMENTATION, SavedState, check_fits
 from meshwright.checkpoint.one_device.optimizer_manifest import NAME, OptimizerManifest, decode, master_key, state_key
-from meshwright.checkpoint.one_device.safetensors_file import ShardSlice
 from meshwright.checkpoint.one_device.save_optimizer import shared_parts
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from meshwright.compiling import without_compilation
@@ -51,7 +49,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
     manifest, files = read_same(folder, lambda: (_open(folder, found), digest((folder / NAME).read_bytes())))
     with files.progress as progress:
         progress.start(_bytes_to_read(files, found))
-        restore_optimizer(found, manifest, _OneDeviceState(files))
+        restore_optimizer(found, manifest, files)
 
 
 def restore_optimizer(found: OptimizerParts, manifest: OptimizerManifest, saved_state: SavedState) -> None:
@@ -114,14 +112,12 @@ def _open(folder: Path, found: OptimizerParts) -> tuple[OptimizerManifest, Weigh
     """Open the manifest and the files, and check them against the optimizer."""
     manifest = OptimizerManifest.read(folder)
     files = WeightFiles.open(folder / NAME)
-    check_fits(folder, manifest, _OneDeviceState(files), found)
+    check_fits(folder, manifest, files, found)
     return manifest, files
 
 
 def _bytes_to_read(files: WeightFiles, found: OptimizerParts) -> int:
-    shares = {
-        name: (part.own[1] - part.own[0]) / max(part.record.shape.numel(), 1) for name, part in found.parts.items()
-    }
+    shares = {name: part.layout.local_numel / max(part.layout.shape.numel(), 1) for name, part in found.parts.items()}
     names = {tensor: tensor.split("/")[1:2] for tensor in files.entries}
     return sum(
         int(entry.num_bytes * shares.get(names[tensor][0], 0)) if names[tensor] else 0
@@ -140,28 +136,10 @@ def _read_part(
         form = saved.form(state_key(name, key))
         assert form is not None
         # State takes its parameter's dtype, as in torch's own load_state_dict.
-        state[key] = saved.read(state_key(name, key), part, part.key.dtype if form[0].is_floating_point else form[0])
+        dtype = part.key.dtype if form[0].is_floating_point else form[0]
+        state[key] = saved.read(state_key(name, key), dtype, part.layout_of_state(form[1]))
     has_master = part.has_master and name in masters
-    return state, saved.read(master_key(name), part, part.key.dtype) if has_master else None
-
-
-class _OneDeviceState:
-    """The tensors that ``save_optimizer`` wrote."""
-
-    def __init__(self, files: WeightFiles):
-        self._files = files
-
-    def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        found = self._files.entries.get(tensor)
-        return found and (found[1].dtype, found[1].shape)
-
-    def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
-        has_shape = self._files.entries[tensor][1].shape == tuple(part.record.shape)
-        span = part.own if has_shape and not part.cut.is_replicated else None
-        wanted = ShardSlice(rows=part.record.over("tp"), rank=part.record.rank("tp"), part=span)
-        state = self._files.read(tensor, wanted, dtype)
-        assert part.key is not None
-        return state.view(part.key.shape) if has_shape else state
+    return state, saved.read(master_key(name), part.key.dtype, part.layout) if has_master else None
 
 
 def _set_options(group: dict[str, Any], saved: dict[str, Any]) -> None:

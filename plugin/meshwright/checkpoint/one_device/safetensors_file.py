@@ -12,7 +12,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,9 +22,9 @@ from torch import Tensor
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.reading import read_into
 from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
-from meshwright.checkpoint.one_device.blocks import StridedBlock, between, numel, shard
 from meshwright.errors import CheckpointError
-from meshwright.layout.row_layout import RowLayout, Span
+from meshwright.layout.blocks import StridedBlock, numel
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.schema import LARGEST, integer, record, require, row, shown, table, text, that
 
 DTYPES = {
@@ -68,6 +68,11 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         return num_bytes((self.dtype, self.shape))
+
+    @property
+    def layout(self) -> TensorLayout:
+        """The layout of a rank that reads all of the tensor."""
+        return TensorLayout(shape=torch.Size(self.shape))
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -153,53 +158,27 @@ def _entry(path: Path, name: str, value: dict[str, Any], data_start: int) -> Ent
     return entry
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardSlice:
-    """What one rank reads of a tensor: by default, the whole tensor.
-
-    Args:
-        rows, rank: the rows of each rank, and this rank; padding rows are zeros.
-        part: the span of the flattened shard to read; the result is then 1-d. None for all of it.
-    """
-
-    rows: RowLayout = field(default_factory=lambda: RowLayout.replicated(1, 1))
-    rank: int = 0
-    part: Span | None = None
-
-    def of(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], list[StridedBlock]]:
-        """Return the shape of this slice of a tensor, and its blocks, whose storage is the slice."""
-        if not shape or self.rows.is_replicated:
-            local, blocks = shape, [StridedBlock(0, 0, total)] if (total := math.prod(shape)) else []
-        else:
-            dim = self.rows.dim
-            local = (*shape[:dim], self.rows.local_size, *shape[dim + 1 :])
-            blocks = shard(shape, self.rows, self.rank)
-        if self.part is not None:
-            local, blocks = (self.part[1] - self.part[0],), between(blocks, *self.part)
-        return local, blocks
-
-
 def storage(shape: tuple[int, ...], blocks: list[StridedBlock], dtype: torch.dtype) -> Tensor:
     """Return a CPU tensor for some blocks; it is zero where they leave padding."""
     return (torch.zeros if numel(blocks) < math.prod(shape) else torch.empty)(shape, dtype=dtype)
 
 
 def read_rows(
-    file: BinaryIO, entry: Entry, wanted: ShardSlice, dtype: torch.dtype, on_read: Callable[[int], None]
+    file: BinaryIO, entry: Entry, layout: TensorLayout, dtype: torch.dtype, on_read: Callable[[int], None]
 ) -> Tensor:
     """Read only the bytes of this rank's shard of a tensor, and convert them to ``dtype``.
 
     Args:
         file: the file, open for reading, unbuffered.
         entry: the tensor's place in it.
-        wanted: what to read of the tensor.
+        layout: which of its elements this rank has; padding becomes zero.
         on_read: function that is called with the number of bytes after each read.
 
     Raises:
         CheckpointError: if the file ends early (it changed since its header was read).
     """
-    shape, blocks = wanted.of(entry.shape)
-    values = storage(shape, blocks, dtype)
+    blocks = layout.blocks()
+    values = storage(layout.local_shape, blocks, dtype)
     fill = _fill if entry.dtype == dtype else _fill_converted
     fill(values.view(-1), file, entry, _runs(blocks), on_read)
     return values

@@ -177,7 +177,7 @@ def _described(name: str, key: str, value: Any, part: Part) -> Any:
     if not isinstance(value, Tensor) or (not value.ndim and (part.key.ndim or key == "step")):
         return encode(value, what)
     if value.shape == part.key.shape:
-        return "cut", value.dtype, tuple(part.record.shape)
+        return "cut", value.dtype, tuple(part.layout.shape)
     if part.is_whole:
         return "whole", value.dtype, tuple(value.shape)
     raise CheckpointError(
@@ -213,7 +213,7 @@ def saved_tensors(found: OptimizerParts, state: State) -> dict[str, tuple[str, s
 def tensor_forms(found: OptimizerParts, state: State) -> dict[str, Form]:
     forms: dict[str, Form] = {}
     for tensor, (name, key) in saved_tensors(found, state).items():
-        shape = tuple(found.parts[name].record.shape)
+        shape = tuple(found.parts[name].layout.shape)
         forms[tensor] = (torch.float32, shape) if key is None else state[name][key][1:]
     # Wide dtypes first, so that every tensor is aligned in its file.
     return dict(sorted(forms.items(), key=lambda item: -item[1][0].itemsize))
@@ -228,9 +228,7 @@ def _gather(
 ) -> Tensor | None:
     part = found.parts[tensors[tensor][0]]
     value = _local_values(found, tensors[tensor], forms[tensor], device)
-    if forms[tensor][1] != tuple(part.record.shape):
-        return value  # the same on every rank
-    return assemble(value.reshape(-1), part.record, part.cut, found.runtime)
+    return assemble(value.reshape(-1), part.layout_of_state(forms[tensor][1]), found.runtime.mesh)
 
 
 def _local_values(found: OptimizerParts, tensor: tuple[str, str | None], form: Form, device: torch.device) -> Tensor:
@@ -249,7 +247,7 @@ def new_state(part: Part, dtype: torch.dtype, device: torch.device) -> Tensor:
 
     One device would have zeros.
     """
-    return torch.zeros(part.own[1] - part.own[0], dtype=dtype, device=device)
+    return torch.zeros(part.layout.local_numel, dtype=dtype, device=device)
 
 
 def _new_stem(folder: Path) -> str:
@@ -282,7 +280,7 @@ def describe_optimizer(
     are_tensors = {name: [key for key, v in values.items() if isinstance(v, tuple)] for name, values in state.items()}
     return OptimizerManifest(
         optimizer=type(found.optimizer).__name__,
-        shapes={name: list(part.record.shape) for name, part in found.parts.items()},
+        shapes={name: list(part.layout.shape) for name, part in found.parts.items()},
         groups=groups,
         tensors=are_tensors,
         values={

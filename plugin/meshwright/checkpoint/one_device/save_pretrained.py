@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.one_device.gather_tensor import is_first
 from meshwright.checkpoint.one_device.replaced_model import ModelReplacement, WeightNames
-from meshwright.checkpoint.one_device.safetensors_file import Form, ShardSlice, num_bytes, read_header, read_rows
+from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes, read_header, read_rows
 from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, index_of, parse_bytes, split, stream
 from meshwright.checkpoint.one_device.whole_tensors import gather_full, gather_state
 from meshwright.faults.every_rank import on_every_rank
@@ -21,7 +21,7 @@ from meshwright.faults.together import on_first_rank
 from meshwright.layout.tensor_layout import global_shape
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.optim.state_dicts import StateDictCalls
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_chain import ChainStep, add_step
 from meshwright.roles.adapters import wrapped
 
 
@@ -33,15 +33,14 @@ def export_with_full_weights(model: nn.Module) -> None:
     names on disk than in the model, rank 0 gathers the whole model first. For a PEFT model it gathers only the
     adapters.
     """
-    if (save_pretrained := getattr(model, "save_pretrained", None)) is not None:
-        object.__setattr__(model, "save_pretrained", _FullSave(save_pretrained, model))
+    if getattr(model, "save_pretrained", None) is not None:
+        add_step(model, _FullSave(model), "save_pretrained")
 
 
-class _FullSave(MethodOverride):
-    """The method that replaces a model's ``save_pretrained`` and writes whole weights."""
+class _FullSave(ChainStep):
+    """A step around a model's ``save_pretrained`` that writes whole weights."""
 
-    def __init__(self, method: Callable[..., Any], model: nn.Module):
-        super().__init__(method)
+    def __init__(self, model: nn.Module):
         self.model = model
 
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -198,7 +197,7 @@ def _save_stand_ins(
     entries = read_header(written[0])
     with written[0].open("rb", buffering=0) as file:
         for name, entry in entries.items():
-            values = read_rows(file, entry, ShardSlice(), entry.dtype, lambda _: None)
+            values = read_rows(file, entry, entry.layout, entry.dtype, lambda _: None)
             if name not in names or not torch.equal(values, names[name]):
                 return None
     written[0].unlink()

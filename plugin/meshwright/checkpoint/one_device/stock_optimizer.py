@@ -19,7 +19,8 @@ from meshwright.checkpoint.one_device.load_optimizer import restore_optimizer
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, encode, state_key
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
-from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
+from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.optim.state_parts import OptimizerParts, parts_of
 
 _ADDED = {"initial_lr"}  # options that schedulers add to a group
 
@@ -96,14 +97,8 @@ class _WholeState:
         found = self._tensors.get(tensor)
         return None if found is None else (found.dtype, tuple(found.shape))
 
-    def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
-        assert part.key is not None
-        local = self._tensors[tensor]
-        if part.record.is_sharded:
-            local = part.record.take(local)
-        if not part.cut.is_replicated:
-            local = local.reshape(-1)[slice(*part.own)]
-        return local.to(dtype, copy=True).view(part.key.shape)
+    def read(self, tensor: str, dtype: torch.dtype, layout: TensorLayout) -> Tensor:
+        return layout.take(self._tensors[tensor]).to(dtype)
 
 
 def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[OptimizerManifest, _WholeState]:
@@ -126,7 +121,7 @@ def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Optimizer
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for number, state in states.items():
-        name, shape = names[number], found.parts[names[number]].record.shape
+        name, shape = names[number], found.parts[names[number]].layout.shape
         for key, value in state.items():
             if not isinstance(value, Tensor) or (not value.ndim and (shape or key == "step")):
                 values.setdefault(name, {})[key] = encode(value, f"{path}: {key!r} of {name}")
@@ -140,7 +135,7 @@ def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Optimizer
                 )
     fields = {
         "optimizer": type(found.optimizer).__name__,
-        "shapes": {name: list(part.record.shape) for name, part in found.parts.items()},
+        "shapes": {name: list(part.layout.shape) for name, part in found.parts.items()},
         "groups": [
             {
                 "parameters": own,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.files.reading import read_json
-from meshwright.checkpoint.one_device.safetensors_file import Entry, ShardSlice, read_header, read_rows
+from meshwright.checkpoint.one_device.safetensors_file import Entry, Form, read_header, read_rows
 from meshwright.errors import CheckpointError
-from meshwright.layout.tensor_layout import global_shape
+from meshwright.layout.tensor_layout import TensorLayout, global_shape
 from meshwright.progress import Progress
 from meshwright.schema import require, table, text
 
@@ -99,11 +99,16 @@ class WeightFiles:
             logger.warning("%s has %d tensor(s) that the model lacks: %s", self.source, len(unused), some(unused, ", "))
         return found
 
-    def read(self, name: str, wanted: ShardSlice, dtype: torch.dtype) -> Tensor:
-        """Read this rank's shard of a tensor, or a part of it, to the CPU, and no other bytes."""
+    def form(self, name: str) -> Form | None:
+        """Return the dtype and the shape of a tensor; None if the files do not have it."""
+        found = self.entries.get(name)
+        return found and (found[1].dtype, found[1].shape)
+
+    def read(self, name: str, dtype: torch.dtype, layout: TensorLayout | None = None) -> Tensor:
+        """Read what this rank has of a tensor, and no other bytes, to the CPU; all of it without a layout."""
         path, entry = self.entries[name]
         with path.open("rb", buffering=0) as file:
-            return read_rows(file, entry, wanted, dtype, self.progress.add)
+            return read_rows(file, entry, layout or entry.layout, dtype, self.progress.add)
 
     def _mismatch(self, lacking: list[str], others: list[str], expected: list[str]) -> str:
         parts = [f"{self.source} does not fit the model"]

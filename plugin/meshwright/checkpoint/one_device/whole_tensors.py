@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from meshwright.checkpoint.one_device.gather_tensor import assemble, is_first
 from meshwright.compiling import without_compilation
 from meshwright.faults.every_rank import on_every_rank
-from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.runtime import Runtime, device_of, find_runtime, runtime_of
 from meshwright.parallel.collectives import maximum
@@ -121,8 +120,7 @@ def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
 def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
     if isinstance(value, nn.Parameter):
         if runtime.weights is not None:
-            part, cut = runtime.weights.part(value)
-            return assemble(part, layout_of(value), cut, runtime)
+            return assemble(runtime.weights.part(value), runtime.weights.layout(value), runtime.mesh)
         engine = runtime.gradients.engine
         if engine is None or engine.materialise is None:
             return _gather(value.detach(), value, runtime)
@@ -134,8 +132,6 @@ def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
 
 def _gather(local: Tensor, parameter: nn.Parameter, runtime: Runtime) -> Tensor | None:
     """Gather a whole tensor from local tensors that have the shape of a parameter's shards."""
-    record = layout_of(parameter)
-    cut = RowLayout.replicated(local.numel(), runtime.mesh.tokens.size)
+    layout = layout_of(parameter)
     # What stands in for a parameter of another pipeline stage has no memory, and would get some if it were reshaped.
-    part = local.reshape(-1) if record.is_held else torch.empty(0, dtype=local.dtype)
-    return assemble(part, record, cut, runtime)
+    return assemble(local.reshape(-1) if layout.is_held else local.new_empty(0), layout, runtime.mesh)

@@ -11,7 +11,7 @@ from meshwright.plan.schedule import stages_of_rank
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, stage_layers
 from meshwright.planner.memory import Memory
-from meshwright.planner.page.draw import AXES, HATCHED
+from meshwright.planner.page.draw import HATCHED, PART_OF_AXIS
 from meshwright.planner.page.front import Point, drawn_points
 from meshwright.planner.page.listing import Listed
 from meshwright.planner.page.settings import Outcome, PageSettings, StageWork
@@ -78,7 +78,7 @@ def page_data(
         "memoryParts": [name for name in Memory.__dataclass_fields__ if name != "stage"],
         "timeParts": list(found.choices[0].time.parts),
         "hatched": sorted(HATCHED),
-        "axes": AXES,
+        "axes": PART_OF_AXIS,
         "precision": job.precision,
         "plans": rows,
         "points": _dots(found, points, front, tables["words"]),
@@ -107,10 +107,8 @@ def _plan(found: Search, listed: Listed) -> dict[str, Any]:
     plan = listed.plan
     return {
         "why": listed.why,
-        "tp": plan.tp,
-        "cp": plan.cp,
+        **plan.sizes_beside_dp,
         "context": plan.context if plan.ulysses is None else f"{plan.context}-{plan.ulysses}",
-        "pp": plan.pp,
         "schedule": plan.schedule,
         "chunks": plan.chunks,
         "stages": stage_layers(plan, found.shape.layers),

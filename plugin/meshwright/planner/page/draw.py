@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
 
+from meshwright.mesh.axis_sizes import AXES
+
 _CHARACTER = 0.56  # mean width of a character, relative to the font size
 
 # (light, dark) colour of each part: hues of Okabe and Ito and of Tol, which also differ in lightness. Compute is blue,
@@ -36,7 +38,7 @@ PALETTE: dict[str, tuple[str, str]] = {
     "forward": ("#1f4e79", "#3f78ad"),
     "backward": ("#8fb4d6", "#a9c8e4"),
 }
-AXES = {"pp": "weights", "dp": "data", "cp": "context", "tp": "tensor"}  # mesh axis -> the part that has its colour
+PART_OF_AXIS = {**AXES, "pp": "weights"}  # mesh axis -> the part that has its colour
 HATCHED = frozenset({"recompute", "bubble", "other", "slack"})
 
 

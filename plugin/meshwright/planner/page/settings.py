@@ -16,14 +16,13 @@ from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, Job, recomputed_share
 from meshwright.planner.memory import Memory, stage_memory
 from meshwright.planner.search import Search
-from meshwright.planner.space import Region, Space
+from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _MICRO_FACTORS = (0.5, 1.0, 2.0, 4.0)
 _SHORTEST = 128  # tokens of the shortest sequence on the slider
 _SAME = 2**26  # a smaller difference in bytes is not visible in a bar
-_Key = tuple[int, int, str, int | None, int, str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +125,7 @@ class PageSettings:
 
     found: Search
     ranges: Ranges
-    _spaces: dict[tuple[int, int, int], tuple[Space, dict[_Key, Region]]] = field(default_factory=dict)
+    _spaces: dict[tuple[int, int, int], tuple[Space, dict[Candidate, Candidate]]] = field(default_factory=dict)
     _models: dict[int, StepModel] = field(default_factory=dict)
     _weights: dict[tuple[Candidate, int], tuple[tuple[int, int, Memory], ...]] = field(default_factory=dict)
 
@@ -181,7 +180,7 @@ class PageSettings:
         at = space.candidate(region, int(micro), ways[0], plan.recompute, plan.recomputed)
         return dataclasses.replace(at, stages=plan.stages)
 
-    def _space(self, batch: int, length: int, gpus: int) -> tuple[Space, dict[_Key, Region]]:
+    def _space(self, batch: int, length: int, gpus: int) -> tuple[Space, dict[Candidate, Candidate]]:
         if (batch, length, gpus) not in self._spaces:
             job = dataclasses.replace(
                 self.found.job, global_batch=self.ranges.batches[batch], seq_len=self.ranges.lengths[length]
@@ -241,25 +240,28 @@ def stage_work(model: StepModel, plan: Candidate, job: Job) -> StageWork:
     )
 
 
-def _layout(of: Candidate | Region) -> _Key:
-    return (of.tp, of.cp, of.context, of.ulysses, of.pp, of.schedule, of.chunks)
+def _layout(plan: Candidate) -> Candidate:
+    """Return the plan without dp and what does not belong to the layout of the ranks."""
+    method = Candidate(context=plan.context, ulysses=plan.ulysses, schedule=plan.schedule, chunks=plan.chunks)
+    return method.resized(plan.sizes_beside_dp)
 
 
 def _missing(plan: Candidate, space: Space) -> str:
     """Return why a space has no layout like a plan's."""
     gpus, batch = space.cluster.gpus, space.job.global_batch
-    together = plan.tp * plan.cp * plan.pp
+    together = plan.world_size // plan.dp
     if gpus % together:
         return f"needs a multiple of {together} GPUs, not {gpus}"
     dp = gpus // together
     method = plan.context if plan.ulysses is None else f"{plan.context}-{plan.ulysses}"
-    for name in (f"tp={plan.tp}", f"cp={plan.cp}", f"pp={plan.pp}", f"dp={dp}", f"cp={plan.cp}({method})"):
+    sizes = [f"{name}={size}" for name, size in plan.sizes_beside_dp.items()]
+    for name in (*sizes, f"dp={dp}", f"cp={plan.cp}({method})"):
         if name in space.pruned:
             return f"{name}: {space.pruned[name]}"
     return f"schedule={plan.schedule} does not exist for {batch // dp} sequences per data-parallel rank"
 
 
-def _no_micro_batch(region: Region, rows: int, micro: float) -> str:
+def _no_micro_batch(region: Candidate, rows: int, micro: float) -> str:
     size = f"micro-batches of {micro:g}"
     if micro < 1 or rows % micro:
         return f"{rows} sequences per data-parallel rank do not split into {size}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.planner.page.draw import AXES, PALETTE
+from meshwright.planner.page.draw import PALETTE, PART_OF_AXIS
 
 _SHADES = 8
 
@@ -25,7 +25,7 @@ def _chips(most: int, step: int) -> str:
     """
     return "".join(
         f".chip.f-{part}.s{shade} {{ fill: color-mix(in srgb, var(--{part}) {most - step * shade}%, var(--card)); }}\n"
-        for part in AXES.values()
+        for part in PART_OF_AXIS.values()
         for shade in range(_SHADES)
     )
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.mesh.axis_sizes import AXES
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.search import Search
-
-
-def sizes(plan: Candidate) -> dict[str, int]:
-    """Return the size of each axis, outermost first."""
-    return {"pp": plan.pp, "dp": plan.dp, "cp": plan.cp, "tp": plan.tp}
 
 
 def describe_plan(plan: Candidate) -> str:
@@ -23,8 +19,7 @@ def describe_plan(plan: Candidate) -> str:
 
 def describe_ranks(plan: Candidate) -> str:
     """Return the first part of ``describe_plan``, which the micro-batches do not change."""
-    kinds = {"dp": "data-parallel", "tp": "tensor-parallel", "cp": "context-parallel", "pp": "pipeline-parallel"}
-    axes = [f"{size} {kinds[axis]}" for axis, size in sizes(plan).items() if size > 1] or ["one"]
+    axes = [f"{size} {AXES[axis]}-parallel" for axis, size in plan.sizes.items() if size > 1] or ["one"]
     sequence = " with sequence parallelism" if plan.sequence_parallel else ""
     zero = f"ZeRO-{plan.zero_stage}" if plan.zero_stage else "no ZeRO"
     schedule = ""

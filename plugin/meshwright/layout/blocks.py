@@ -13,8 +13,6 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from meshwright.layout.row_layout import RowLayout, Span
-
 
 @dataclass(frozen=True)
 class StridedBlock:
@@ -32,20 +30,35 @@ class StridedBlock:
     def numel(self) -> int:
         return self.length * self.count
 
+    def moved(self, local: int, whole: int) -> StridedBlock:
+        """Return a block of the same form whose positions are larger by these numbers."""
+        return StridedBlock(
+            self.local + local, self.whole + whole, self.length, self.count, self.local_stride, self.whole_stride
+        )
+
+    def repeated(self, rows: int, local: int, whole: int) -> list[StridedBlock]:
+        """Return the blocks of several rows of a shard that each have what this block has of the first.
+
+        Args:
+            rows: the number of rows.
+            local: the number of elements of a row of the shard.
+            whole: the number of elements of a row of the one-device tensor.
+        """
+        if self.count == 1:
+            return [_plain(StridedBlock(self.local, self.whole, self.length, rows, local, whole))]
+        if (self.count * self.local_stride, self.count * self.whole_stride) == (local, whole):
+            count, strides = self.count * rows, (self.local_stride, self.whole_stride)
+            return [StridedBlock(self.local, self.whole, self.length, count, *strides)]
+        return [self.moved(row * local, row * whole) for row in range(rows)]
+
     def swapped(self) -> StridedBlock:
         """Return the block with both sides exchanged."""
         return StridedBlock(self.whole, self.local, self.length, self.count, self.whole_stride, self.local_stride)
 
     def runs(self, first: int, last: int) -> StridedBlock:
         """Return the runs from ``first`` up to ``last``."""
-        return StridedBlock(
-            self.local + first * self.local_stride,
-            self.whole + first * self.whole_stride,
-            self.length,
-            last - first,
-            self.local_stride,
-            self.whole_stride,
-        )
+        local, whole = self.local + first * self.local_stride, self.whole + first * self.whole_stride
+        return StridedBlock(local, whole, self.length, last - first, self.local_stride, self.whole_stride)
 
     def columns(self, first: int, last: int) -> StridedBlock:
         """Return the elements from ``first`` up to ``last`` of each run."""
@@ -54,38 +67,10 @@ class StridedBlock:
         )
 
 
-def shard(
-    shape: Sequence[int], layout: RowLayout, rank: int, spans: Iterable[Span] | None = None
-) -> list[StridedBlock]:
-    """Return the blocks of a rank's shard, without its padding.
-
-    Args:
-        shape: the one-device shape.
-        layout: the rows of each rank.
-        rank: the rank.
-        spans: the rows to which the blocks are restricted; None for all rows of the rank.
-    """
-    outer, inner = _product(shape[: layout.dim]), _product(shape[layout.dim + 1 :])
-    wanted = [(0, layout.size)] if spans is None else list(spans)
-    width = layout.local_size * inner  # the shard's elements for each index of the dims before the cut
-    blocks, offset = [], 0
-    for start, stop in layout.spans[rank]:
-        for low, high in ((max(start, a), min(stop, b)) for a, b in wanted):
-            if low < high:
-                local = (offset + low - start) * inner
-                blocks.append(StridedBlock(local, low * inner, (high - low) * inner, outer, width, layout.size * inner))
-        offset += stop - start
-    return [_plain(block) for block in blocks if block.numel]
-
-
 def between(blocks: Iterable[StridedBlock], start: int, stop: int) -> list[StridedBlock]:
     """Return the elements at the storage positions from ``start`` up to ``stop``, which become positions from 0 on."""
     found = (part for block in blocks for part in _between(block, start, stop))
-    return [
-        StridedBlock(b.local - start, b.whole, b.length, b.count, b.local_stride, b.whole_stride)
-        for b in found
-        if b.numel
-    ]
+    return [block.moved(-start, 0) for block in found if block.numel]
 
 
 def packed(blocks: Iterable[StridedBlock]) -> list[StridedBlock]:
@@ -98,15 +83,13 @@ def packed(blocks: Iterable[StridedBlock]) -> list[StridedBlock]:
     ]
 
 
-def overlap(here: Iterable[StridedBlock], there: Sequence[StridedBlock]) -> Iterator[StridedBlock]:
-    """Yield the elements that two parts share, as blocks from the storage of ``there`` to the storage of ``here``.
+def overlap(here: Iterable[StridedBlock], there: Sequence[StridedBlock]) -> list[StridedBlock]:
+    """Return the elements that two parts share, as blocks from the storage of ``there`` to the storage of ``here``.
 
     In the returned blocks, ``local`` is a position in the storage of ``here``, and ``whole`` is a position in the
     storage of ``there``.
     """
-    for mine in here:
-        for other in there:
-            yield from _shared(mine, other)
+    return [block for mine in here for other in there for block in _shared(mine, other)]
 
 
 def numel(blocks: Iterable[StridedBlock]) -> int:
@@ -115,7 +98,10 @@ def numel(blocks: Iterable[StridedBlock]) -> int:
 
 
 def copy_blocks(target: Tensor, source: Tensor, blocks: Iterable[StridedBlock]) -> None:
-    """Copy blocks whose ``local`` is a position in ``target``, and whose ``whole`` is one in ``source``; both 1-d."""
+    """Copy blocks whose ``local`` is a position in ``target``, and whose ``whole`` is one in ``source``.
+
+    Both tensors are 1-d and contiguous.
+    """
     for b in blocks:
         size = (b.count, b.length)
         to = target.as_strided(size, (b.local_stride, 1), target.storage_offset() + b.local)
@@ -146,14 +132,7 @@ def _in_runs(run: StridedBlock, other: StridedBlock) -> Iterator[StridedBlock]:
     for part in _between(other.swapped(), run.whole, run.whole + run.length):
         if part.numel:
             # ``part`` has one-device positions as its storage: relative to the run, they are positions in its storage.
-            yield StridedBlock(
-                run.local + part.local - run.whole,
-                part.whole,
-                part.length,
-                part.count,
-                part.local_stride,
-                part.whole_stride,
-            )
+            yield part.moved(run.local - run.whole, 0)
 
 
 def _in_columns(mine: StridedBlock, other: StridedBlock) -> Iterator[StridedBlock]:
@@ -193,10 +172,3 @@ def _plain(block: StridedBlock) -> StridedBlock:
     if block.count > 1 and block.local_stride == block.whole_stride == block.length:
         return StridedBlock(block.local, block.whole, block.numel)
     return StridedBlock(block.local, block.whole, block.length) if block.count == 1 else block
-
-
-def _product(sizes: Iterable[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product

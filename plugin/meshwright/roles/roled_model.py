@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 from torch import nn
 
 from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.roles.adapters import check_adapters, is_adapted, projection
-from meshwright.roles.projection import is_projection
-from meshwright.roles.sharding_plan import (
-    BLOCK_ROLES,
-    COLUMN_ROLES,
-    MLP_COLUMN_ROLES,
-    ROW_ROLES,
-    WIDE_NORM_ROLES,
-    Role,
-    ShardingPlan,
-)
+from meshwright.roles.sharding_plan import BlockPart, Role, ShardingPlan
 
-PROJECTIONS = COLUMN_ROLES | ROW_ROLES
-_SHARDED = PROJECTIONS | WIDE_NORM_ROLES | {Role.PER_HEAD, Role.EMBEDDING, Role.HEAD}
-_MLP_ROLES = MLP_COLUMN_ROLES | {Role.DOWN}
-_INSIDE_BLOCKS = PROJECTIONS | WIDE_NORM_ROLES | {Role.HEAD_NORM, Role.PER_HEAD, Role.SHARED}
+M = TypeVar("M", bound=nn.Module)
 
 
-def _check_stored(name: str, module: Any) -> None:
+def _check_stored(name: str, module: nn.Module) -> None:
     """Raise if a module computes its weight or bias from other tensors, since tp shards parameters."""
     for own in ("weight", "bias"):
         is_computed = own in vars(module) or isinstance(getattr(type(module), own, None), property)
@@ -61,7 +49,8 @@ class RoledModel:
     @property
     def block_names(self) -> list[str]:
         """The names of the modules that own attention and MLP blocks, in the order of the model."""
-        return [name for name in self.roles if self.roles[name] in BLOCK_ROLES or name in self._owners.values()]
+        owners = set(self._owners.values())
+        return [name for name, role in self.roles.items() if role.part is BlockPart.BLOCK or name in owners]
 
     def inside(self, block_name: str) -> dict[str, Role]:
         """Return the roles of the modules and parameters in a block, by name."""
@@ -75,31 +64,32 @@ class RoledModel:
         named = module.named_parameters(recurse=is_adapted(module))
         return [(f"{name}.{suffix}".lstrip("."), parameter) for suffix, parameter in named]
 
-    def only(self, role: Role, kind: type | None = None, *, required: bool = True) -> Any:
-        """Return the only module with a role, or None if there is none and ``required`` is False.
+    def only(self, role: Role, kind: type[M]) -> M:
+        """Return the only module with a role.
 
         Args:
             role: the role.
-            kind: the class that the module must have, without adapters; None for any.
-            required: whether there must be one.
+            kind: the class that the module must have, without adapters; nn.Module for any.
 
         Raises:
-            PlanError: if several modules have the role, a required one is missing, or it has adapters or another class.
+            PlanError: if no module or several have the role, or the module has adapters or another class.
         """
+        if (module := self.only_if_any(role, kind)) is not None:
+            return module
+        raise PlanError(
+            f"{self.plan.source} names no module of this model as the {role.value}. Give one Role.{role.name} "
+            f"in ToDistributedConfig.sharding_plan, or use {self.instead}"
+        )
+
+    def only_if_any(self, role: Role, kind: type[M]) -> M | None:
+        """Return the only module with a role, as :meth:`only` does; None if no module has it."""
         names = list({id(self.modules[name]): name for name, r in reversed(self.roles.items()) if r is role}.values())
         if len(names) > 1:
             raise PlanError(f"{self.plan.source} names {len(names)} modules as the {role.value}: {', '.join(names)}")
         if not names:
-            if required:
-                raise PlanError(
-                    f"{self.plan.source} names no module of this model as the {role.value}. Give one Role.{role.name} "
-                    f"in ToDistributedConfig.sharding_plan, or use {self.instead}"
-                )
             return None
         module = self.modules[names[0]]
-        if kind is None:
-            return module
-        if is_adapted(module):
+        if kind is not nn.Module and is_adapted(module):
             raise PlanError(
                 f"the {role.value} {names[0]!r} has adapters, which cannot be sharded over tp there. Leave it out of "
                 "LoraConfig.target_modules, or use ParallelPlan(tp=1)"
@@ -109,20 +99,21 @@ class RoledModel:
         return module
 
     def check_coverage(self) -> None:
-        """Raise unless every parameter has a role and every module can be sharded over tp in its role.
+        """Raise unless every parameter has a role, and tp can shard what is stored in its module.
 
         Raises:
             UncoveredParameterError: if parameters have no role; the message lists them.
-            PlanError: if a module cannot be sharded in its role.
+            PlanError: if a module computes its weight from other tensors, or has adapters that cannot be sharded.
         """
         check_adapters(self.modules)
         for name, role in self.roles.items():
-            if role in _SHARDED and name in self.modules:
+            is_sharded = role in (Role.EMBEDDING, Role.HEAD) or role.part not in (None, BlockPart.BLOCK, BlockPart.COPY)
+            if is_sharded and name in self.modules:
                 _check_stored(name, projection(self.modules[name]))
         covered = {
             full_name
             for name, role in self.roles.items()
-            if not (role.is_structural or (role in _INSIDE_BLOCKS and name not in self._owners))
+            if not (role.is_structural or (role.part is not None and name not in self._owners))
             for full_name, _ in self.parameters(name)
         }
         named = list(self.model.named_parameters(remove_duplicate=False))
@@ -134,18 +125,6 @@ class RoledModel:
             known = {id(parameter): name for name, parameter in named if name in covered}
             aliases = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
             raise UncoveredParameterError(missing, self.plan.source, aliases=aliases)
-        for name, role in self.roles.items():
-            if role in PROJECTIONS and not is_projection(self.modules[name]):
-                raise PlanError(
-                    f"{self.plan.source} gives {name!r} the role {role.value}, but it is a "
-                    f"{type(self.modules[name]).__name__}. Only nn.Linear projections can be sharded, alone or with "
-                    "LoRA; merge quantised layers first"
-                )
-            if role in WIDE_NORM_ROLES and isinstance(self.modules[name], nn.LayerNorm):
-                raise PlanError(
-                    f"{self.plan.source} gives {name!r} the role {role.value}, but it is a LayerNorm. Only an RMS norm "
-                    "can be sharded, with its mean square taken over all ranks"
-                )
 
     def _roles_of_parameters(self) -> dict[str, Role]:
         """Return the roles of parameters that the plan lists by their own names, because their module has no role."""
@@ -158,10 +137,10 @@ class RoledModel:
         return {name: role for name in named if (role := self.plan.role_of(name)) is not None}
 
     def _owning_block(self, name: str) -> str | None:
-        """Return the block around a module or parameter; for projections of an MLP that a layer owns, the layer."""
+        """Return the block around a module or parameter; for projections that a layer owns directly, the layer."""
         owner = name.rpartition(".")[0]
-        if self.roles[name] in _MLP_ROLES and self.roles.get(owner) is Role.LAYER:
+        if self.roles[name].part in (BlockPart.COLUMN, BlockPart.ROW) and self.roles.get(owner) is Role.LAYER:
             return owner
-        while owner and self.roles.get(owner) not in BLOCK_ROLES:
+        while owner and ((role := self.roles.get(owner)) is None or role.part is not BlockPart.BLOCK):
             owner = owner.rpartition(".")[0]
         return owner or None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.layout.row_layout import RowLayout, Span
+from meshwright.layout.row_layout import RowLayout
+
+HeadRun = tuple[int, int]  # the first of some consecutive heads, and their number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,31 +76,33 @@ class HeadLayout:
         return RowLayout.even(self.heads * self.head_dim, self.tp)
 
     def kv_rows(self) -> RowLayout:
-        spans = tuple(self._kv_spans(rank, offset=0) for rank in range(self.tp))
-        return RowLayout(0, self.kv_heads * self.head_dim, spans)
+        return self._rows(self.kv_heads, lambda rank: ((head, 1) for head in self.local_kv_heads(rank)))
+
+    def rows_per_head(self, size: int) -> RowLayout:
+        """Return the layout of ``size`` rows that belong to the query heads in their order, equally many to each."""
+        return RowLayout.even(max(size // self.heads, 1) * self.heads, self.tp)
 
     def fused_rows(self) -> RowLayout:
         """Return the layout of a projection that stacks all queries, then all keys, then all values."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        spans = tuple(
-            (*own, *self._kv_spans(rank, offset=queries), *self._kv_spans(rank, offset=queries + keys))
-            for rank, own in enumerate(self.query_rows().spans)
-        )
-        return RowLayout(0, queries + 2 * keys, spans)
+
+        def runs(rank: int) -> Iterator[HeadRun]:
+            yield rank * self.local_heads, self.local_heads
+            for first in (self.heads, self.heads + self.kv_heads):
+                yield from ((first + head, 1) for head in self.local_kv_heads(rank))
+
+        return self._rows(self.heads + 2 * self.kv_heads, runs)
 
     def grouped_rows(self) -> RowLayout:
         """Return the layout of a projection that stacks, for each key head, its queries, its key and its value."""
         group = self.heads // self.kv_heads
 
-        def spans(rank: int) -> Iterator[Span]:
+        def runs(rank: int) -> Iterator[HeadRun]:
             for i, kv_head in enumerate(self.local_kv_heads(rank)):
                 first = rank * self.local_heads + i * self.queries_per_kv_head
-                query = kv_head * (group + 2) + first % group
-                yield self._span(query, self.queries_per_kv_head)
-                yield self._span(kv_head * (group + 2) + group, 2)
+                yield kv_head * (group + 2) + first % group, self.queries_per_kv_head
+                yield kv_head * (group + 2) + group, 2
 
-        size = (self.heads + 2 * self.kv_heads) * self.head_dim
-        return RowLayout(0, size, tuple(tuple(spans(rank)) for rank in range(self.tp)))
+        return self._rows(self.heads + 2 * self.kv_heads, runs)
 
     def rows_in_four(self) -> RowLayout:
         """Return the layout of a projection in four parts, each a quarter of the queries, then values, then keys.
@@ -118,21 +122,18 @@ class HeadLayout:
             )
         own, quarter = self.local_heads // 4, self.heads // 4
 
-        def spans(rank: int) -> Iterator[Span]:
+        def runs(rank: int) -> Iterator[HeadRun]:
             for first in range(rank * self.local_heads, (rank + 1) * self.local_heads, own):
                 for kind in range(3):
                     for head in range(first, first + own):
-                        yield self._span((head // quarter * 3 + kind) * quarter + head % quarter, 1)
+                        yield (head // quarter * 3 + kind) * quarter + head % quarter, 1
 
-        return RowLayout(0, 3 * self.heads * self.head_dim, tuple(tuple(spans(rank)) for rank in range(self.tp)))
+        return self._rows(3 * self.heads, runs)
 
-    def _kv_spans(self, rank: int, *, offset: int) -> tuple[Span, ...]:
-        return tuple(
-            (offset + head * self.head_dim, offset + (head + 1) * self.head_dim) for head in self.local_kv_heads(rank)
-        )
-
-    def _span(self, first_head: int, count: int) -> Span:
-        return first_head * self.head_dim, (first_head + count) * self.head_dim
+    def _rows(self, heads: int, runs: Callable[[int], Iterable[HeadRun]]) -> RowLayout:
+        """Return the layout of the rows of ``heads`` heads, from the runs of heads that each rank holds."""
+        spans = (tuple((n * self.head_dim, (n + k) * self.head_dim) for n, k in runs(rank)) for rank in range(self.tp))
+        return RowLayout(0, heads * self.head_dim, tuple(spans))
 
     def take_heads(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """Return a rank's part of a tensor whose ``dim`` runs over query heads, or over batch times query heads."""

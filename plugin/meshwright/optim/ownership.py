@@ -1,0 +1,59 @@
+"""Which rank steps which elements of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.layout.row_layout import RowLayout
+from meshwright.mesh.axes import Axis
+from meshwright.plan.flat_offsets import packed
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Decides which elements of the parameters each rank of an axis steps.
+
+    Parameters are packed into flat buckets, and each rank steps one of as many equal segments of each bucket. A
+    subclass packs the parameters, and so decides which of their elements are in the segment of a rank.
+
+    Args:
+        axis: the axis whose ranks share the steps.
+    """
+
+    axis: Axis
+
+    def pack(self, sizes: Sequence[int]) -> tuple[list[int], int]:
+        """Return the offset of each parameter in a bucket, then the end of the last; and the bucket's length.
+
+        Args:
+            sizes: the number of elements of each parameter on this rank.
+        """
+        raise NotImplementedError
+
+    def segment(self, numel: int) -> slice:
+        """Return this rank's segment of a bucket of ``numel`` elements."""
+        length = numel // self.axis.size
+        return slice(self.axis.rank * length, (self.axis.rank + 1) * length)
+
+    def rows(self, offset: int, size: int, numel: int) -> RowLayout:
+        """Return which elements of a flattened parameter each rank steps.
+
+        Args:
+            offset: the parameter's offset in its bucket.
+            size: the number of elements of the parameter on this rank.
+            numel: the length of the bucket.
+        """
+        return RowLayout.stretches(offset, size, numel // self.axis.size, self.axis.size)
+
+
+class EqualSlices(Ownership):
+    """ZeRO: a segment may begin inside of a parameter, so that all ranks step equally many elements::
+
+        [ A A A A A A A A | A A A B B B . . ]    parameters A and B over two ranks
+
+    The optimizer must update each element from that element alone (see :mod:`meshwright.optim.elementwise`).
+    """
+
+    def pack(self, sizes: Sequence[int]) -> tuple[list[int], int]:
+        return packed(sizes, self.axis.size)

@@ -1,0 +1,114 @@
+"""Attention: projections whose channels are those of heads, of which each rank has some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.roles.blocks.block import Block, direct_projections
+from meshwright.roles.blocks.head_layout import HeadLayout, head_layout
+from meshwright.roles.decoder import is_norm
+from meshwright.roles.projection import in_features, out_features
+from meshwright.roles.sharding_plan import Role
+
+_NAMES = {
+    Role.Q: {"q_proj", "query_proj", "q", "query", "wq", "to_q", "q_lin"},
+    Role.K: {"k_proj", "key_proj", "k", "key", "wk", "to_k", "k_lin"},
+    Role.V: {"v_proj", "value_proj", "v", "value", "wv", "to_v", "v_lin"},
+    Role.O: {"o_proj", "out_proj", "output_proj", "o", "out", "wo", "to_out", "dense", "proj", "c_proj"},
+}
+_NORMS = {"q": (Role.Q, Role.Q_NORM), "k": (Role.K, Role.K_NORM)}
+_FUSED = frozenset({Role.QKV, Role.QKV_BY_GROUP, Role.QKV_IN_FOUR})
+
+
+class LocalConfig:
+    """A model's config with some values replaced, for one module that reads its head counts from the config."""
+
+    def __init__(self, config: object, **local: int):
+        self.__dict__.update(_config=config, **local)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__") or "_config" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_config"], name)
+
+
+class Attention(Block):
+    """An attention block."""
+
+    heads: HeadLayout
+
+    rows: ClassVar = {
+        Role.Q: lambda block, _: block.heads.query_rows(),
+        Role.K: lambda block, _: block.heads.kv_rows(),
+        Role.V: lambda block, _: block.heads.kv_rows(),
+        Role.QKV: lambda block, _: block.heads.fused_rows(),
+        Role.QKV_BY_GROUP: lambda block, _: block.heads.grouped_rows(),
+        Role.QKV_IN_FOUR: lambda block, _: block.heads.rows_in_four(),
+        Role.O: lambda block, _: block.heads.query_rows(),
+        Role.Q_NORM: lambda block, _: block.heads.query_rows(),
+        Role.K_NORM: lambda block, _: block.heads.kv_rows(),
+        Role.INNER_NORM: lambda block, _: block.heads.query_rows(),
+        Role.PER_HEAD: lambda block, size: block.heads.rows_per_head(size),
+    }
+
+    def divide(self, by_role: Mapping[Role, nn.Module]) -> None:
+        fused = [module for role, module in by_role.items() if role in _FUSED]
+        if {Role.Q, Role.K, Role.V} <= by_role.keys():
+            kv_width = out_features(by_role[Role.K])
+        elif Role.PER_HEAD in by_role:  # latent attention makes keys and values for each query head
+            kv_width = self.width
+        elif fused:
+            kv_width = (out_features(fused[0]) - self.width) // 2
+        else:
+            raise PlanError(
+                f"{self.roled.plan.source}: {self.name!r} has neither query, key and value projections nor a fused one"
+            )
+        config = getattr(self.roled.model, "config", None)
+        self.heads = head_layout(self.module, config, query_width=self.width, kv_width=kv_width, tp=self.tp)
+        self._local = self.heads.local_attributes(self.module)
+        self._is_fused = bool(fused)
+
+    def localise(self) -> None:
+        super().localise()
+        for name, value in self._local.items():
+            setattr(self.module, name, value)
+        if self._is_fused and hasattr(self.module, "config"):
+            self.module.config = LocalConfig(
+                self.module.config,
+                num_attention_heads=self.heads.local_heads,
+                num_key_value_heads=self.heads.num_local_kv_heads,
+            )
+
+    @classmethod
+    def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
+        linears = direct_projections(module)
+        roles = {n: role for n in linears for role, names in _NAMES.items() if n.lower() in names}
+        roles |= {n: hinted[n] for n in linears if n in hinted}
+        by_role = {role: linears[n] for n, role in roles.items()}
+        fused = _FUSED & by_role.keys()
+        if not (fused or {Role.Q, Role.K, Role.V} <= by_role.keys()) or Role.O not in by_role:
+            return {}
+        output = by_role[Role.O]
+        inputs = [m for role, m in by_role.items() if role is not Role.O]
+        is_uneven = not fused and in_features(output) != out_features(by_role[Role.Q])
+        if is_uneven or out_features(output) != hidden or any(in_features(m) != hidden for m in inputs):
+            return {}
+        return {"": Role.ATTENTION} | roles | _query_key_norms(module, by_role)
+
+
+def _query_key_norms(block: nn.Module, projections: Mapping[Role, nn.Module]) -> dict[str, Role]:
+    roles = {}
+    head_dim = getattr(block, "head_dim", getattr(block, "head_size", None))
+    for name, module in block._modules.items():
+        if module is None or (letter := name.lower()[:1]) not in _NORMS:
+            continue
+        role, norm = _NORMS[letter]
+        if head_dim and is_norm(module, head_dim):
+            roles[name] = Role.HEAD_NORM
+        elif role in projections and is_norm(module, out_features(projections[role])):
+            roles[name] = norm
+    return roles

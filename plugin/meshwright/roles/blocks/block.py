@@ -1,0 +1,195 @@
+"""What all kinds of blocks have in common: input projections, one output projection, and what is between them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.roles.adapters import is_adapted, projection
+from meshwright.roles.blocks.head_layout import HeadLayout
+from meshwright.roles.linear_kernel import kernel_of
+from meshwright.roles.projection import in_features, is_projection, output_dim
+from meshwright.roles.roled_model import RoledModel
+from meshwright.roles.sharding_plan import BlockPart, Role
+
+OVER_TP = frozenset(("tp",))
+
+
+class Block(ABC):
+    """A part of a layer that gathers activations, projects them, and reduces the result over tp.
+
+    A subclass is a kind of block: :meth:`claim` finds its modules, and ``rows`` says what each rank holds of them.
+
+    Args:
+        roled: the model and its roles.
+        name: the name of the module that owns the block; for an MLP this may be the decoder layer itself.
+        tp: the number of ranks.
+
+    Attributes:
+        module: the module that owns the block.
+        entries: the modules that gather their input: the block, or the column projections if a layer owns the block.
+        columns: the modules that project the block's input, which every rank has whole.
+        row: the output projection.
+        width: the number of channels that the output projection reads, on one device.
+        heads: how heads are divided over the ranks, if the channels are those of heads.
+        wide_norms: the norms over all channels, each with the rows of its weight that each rank holds.
+
+    Raises:
+        PlanError: if the modules do not make a block of this kind, or ``tp`` does not divide it.
+    """
+
+    rows: ClassVar[Mapping[Role, Callable[..., RowLayout]]]
+    """The rows that each rank holds of a weight, by role, from the block and the number of the weight's rows. For the
+    output projection these are the rows of what it reads."""
+
+    heads: HeadLayout | None = None
+
+    def __init__(self, roled: RoledModel, name: str, tp: int):
+        self.roled, self.name, self.module, self.tp = roled, name, roled.modules[name], tp
+        kind = roled.roles[name]
+        modules = [(n, role, roled.modules[n]) for n, role in roled.inside(name).items() if n in roled.modules]
+        for inner, role, module in modules:
+            _check(roled.plan.source, inner, role, module)
+
+        def having(*parts: BlockPart) -> tuple[nn.Module, ...]:
+            # A module with two names, such as a key projection that is the value projection too, gets its hooks once.
+            return tuple(dict.fromkeys(module for _, role, module in modules if role.part in parts))
+
+        rows, columns = having(BlockPart.ROW), having(BlockPart.COLUMN)
+        others = (m for m in having(BlockPart.INNER, BlockPart.COPY) if is_projection(m) and m not in columns)
+        self.columns = (*columns, *others)
+        if len(rows) != 1 or not self.columns:
+            raise PlanError(
+                f"{roled.plan.source}: the {kind.value} {name!r} has {len(rows)} output projections and "
+                f"{len(self.columns)} input projections, but needs one output projection and at least one input "
+                "projection"
+            )
+        self.row = rows[0]
+        self.width = in_features(self.row)
+        self.entries = columns if kind is Role.LAYER else (self.module,)
+        self.divide({role: module for _, role, module in modules})
+        self.wide_norms = tuple(
+            (module, self.rows_of(n, role, 0)) for n, role, module in modules if role.part is BlockPart.WIDE_NORM
+        )
+
+    @classmethod
+    @abstractmethod
+    def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
+        """Return the roles of a module of a layer and of what is in it; empty if it is not of this kind.
+
+        Args:
+            module: the module.
+            hidden: the width of the hidden states.
+            hinted: the roles that hints give, by name in the module.
+
+        Returns:
+            The roles by name in the module; the name of the module itself is "".
+        """
+
+    def divide(self, by_role: Mapping[Role, nn.Module]) -> None:  # noqa: B027  most kinds need nothing more
+        """Determine how the channels between the projections are divided, if their number does not say it.
+
+        Raises:
+            PlanError: if they cannot be divided.
+        """
+
+    def localise(self) -> None:
+        """Set what the block's modules have read from the sizes of one device to this rank's part."""
+        for module in map(projection, (*self.columns, self.row)):
+            if (kernel := kernel_of(module)) is not None:
+                kernel.fit(module)
+
+    @property
+    def shared_dropouts(self) -> list[nn.Module]:
+        """The adapters' dropouts on the block's input, which every rank has whole."""
+        adapted = [column for column in self.columns if is_adapted(column)]
+        return [m for column in adapted for m in column.get_submodule("lora_dropout").children()]
+
+    def rows_of(self, name: str, role: Role, size: int) -> RowLayout:
+        """Return which of a weight's rows each rank holds.
+
+        Args:
+            name: the name of the weight or of its module, for messages.
+            role: its role.
+            size: the number of the weight's rows.
+        """
+        if role not in self.rows:
+            raise PlanError(
+                f"{self.roled.plan.source} gives {name!r} the role {role.value}, which is not of this kind of block "
+                f"({type(self).__name__})"
+            )
+        return self.rows[role](self, size)
+
+    def layouts(self, *, sequence_parallel: bool) -> dict[str, TensorLayout]:
+        """Return the layout of each parameter of the block by name."""
+        found = {}
+        for name, role in self.roled.inside(self.name).items():
+            if role.part in (None, BlockPart.BLOCK):
+                continue
+            for full_name, parameter in self.roled.parameters(name):
+                suffix = full_name.removeprefix(f"{name}.")
+                rows = self._rows(name, role, full_name, parameter)
+                # A copied row gets a gradient from its rank's heads or channels only, even if every rank holds all rows
+                # (a shared head norm, the only key head, an adapter's factor). An output projection's bias gets it
+                # from local tokens only.
+                is_bias = role.part is BlockPart.ROW and rows.is_replicated and not suffix.startswith("lora_B.")
+                has_addends = sequence_parallel if is_bias else rows.has_copies
+                found[full_name] = cut_over_tp(parameter, rows, has_addends=has_addends)
+        return found
+
+    def _rows(self, name: str, role: Role, full_name: str, parameter: nn.Parameter) -> RowLayout:
+        """Return which rows of a parameter each rank holds, along the dim that is cut."""
+        rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, self.tp)
+        is_row = role.part is BlockPart.ROW
+        suffix = full_name.removeprefix(f"{name}.")
+        if is_row and suffix.startswith("lora_B.") and suffix.endswith(".bias"):
+            raise PlanError(
+                f"{full_name} is the bias of an adapter on an output projection, and every rank would add it. Use "
+                "lora_bias=False, or ParallelPlan(tp=1)"
+            )
+        # An adapter's factor without the weight's sharded dim stays whole.
+        is_factor = suffix.startswith("lora_B." if is_row else "lora_A.")
+        if is_factor or role.part is BlockPart.COPY or (is_row and parameter.ndim == 1):
+            return rows
+        rows = self.rows_of(full_name, role, rows.size)
+        is_swapped = parameter.ndim == 2 and name in self.roled.modules and output_dim(self.roled.modules[name]) == 1
+        if is_row is not is_swapped:
+            rows = RowLayout(1, rows.size, rows.spans)
+        if rows.size != parameter.shape[rows.dim]:
+            raise PlanError(
+                f"{full_name} has {parameter.shape[rows.dim]} rows in dim {rows.dim}, but its role ({role.value}) "
+                f"and the model's head counts imply {rows.size}. Remove what gives the module weights of other "
+                "shapes before to_distributed, or use ParallelPlan(tp=1)"
+            )
+        return rows
+
+
+def direct_projections(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the projections that a module owns itself, by name; one with two names under both."""
+    # Not named_children(), which leaves out the second name.
+    return {name: child for name, child in module._modules.items() if child is not None and is_projection(child)}
+
+
+def cut_over_tp(parameter: nn.Parameter, rows: RowLayout, *, has_addends: bool = False) -> TensorLayout:
+    """Return the layout of a parameter of which each rank of tp holds some rows."""
+    return TensorLayout(shape=parameter.shape, cuts=(("tp", rows),), addends=OVER_TP if has_addends else frozenset())
+
+
+def _check(source: str, name: str, role: Role, module: nn.Module) -> None:
+    """Raise if a module's class does not fit its role."""
+    if role.part in (BlockPart.COLUMN, BlockPart.ROW) and not is_projection(module):
+        raise PlanError(
+            f"{source} gives {name!r} the role {role.value}, but it is a {type(module).__name__}. Only nn.Linear "
+            "projections can be sharded, alone or with LoRA; merge quantised layers first"
+        )
+    if role.part is BlockPart.WIDE_NORM and isinstance(module, nn.LayerNorm):
+        raise PlanError(
+            f"{source} gives {name!r} the role {role.value}, but it is a LayerNorm. Only an RMS norm can be sharded, "
+            "with its mean square taken over all ranks"
+        )

@@ -1,0 +1,176 @@
+"""How each kind of linear layer computes: its output, and the gradients of its input and of its weight apart.
+
+Overlap, zero-bubble schedules, regathering and the chunked head know a linear layer by its :class:`LinearKernel` alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+# Takes the gradient of a linear layer's output; returns that of its weight, or None if it is computed elsewhere.
+WeightGradient = Callable[[Tensor], Tensor | None]
+
+
+class LinearKernel(ABC):
+    """Computes ``y = x W^T + b`` for one kind of linear layer, which stores ``W`` and ``b`` as ``weight`` and ``bias``.
+
+    The methods make no graph. Tensors have the shapes ``x [..., in]``, ``y [..., out]``; ``weight`` and ``bias`` have
+    the dtype of ``x``. Each rank calls them for its rows of ``W``, or for its columns and a part of ``x``.
+
+    Attributes:
+        output_dim: the dim of the weight that is the output.
+        needs_bias: whether the layer's own forward fails if the bias is None.
+        is_differentiable: whether autograd can differentiate :meth:`forward` itself.
+
+    Example:
+        >>> class HalfKernel(LinearKernel):
+        ...     def forward(self, x, weight, bias, *, out=None):
+        ...         y = F.linear(x / 2, weight, bias)
+        ...         return y if out is None else out.copy_(y)
+        ...     def input_gradient(self, gradient, weight, *, out=None):
+        ...         return torch.matmul(gradient / 2, weight, out=out)
+        ...     def weight_gradient(self, x, gradient, *, total=None):
+        ...         own = gradient.flatten(0, -2).t() @ x.flatten(0, -2) / 2
+        ...         return own if total is None else total.add_(own)
+        >>> register_linear(HalfLinear, HalfKernel())  # doctest: +SKIP
+    """
+
+    output_dim: ClassVar[int] = 0
+    needs_bias: ClassVar[bool] = False
+    is_differentiable: ClassVar[bool] = False
+
+    @abstractmethod
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+        """Return the output, written to ``out`` if given."""
+
+    @abstractmethod
+    def input_gradient(self, gradient: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return the gradient of the input from that of the output, written to ``out`` if given."""
+
+    @abstractmethod
+    def weight_gradient(self, x: Tensor, gradient: Tensor, *, total: Tensor | None = None) -> Tensor:
+        """Return the gradient of the weight, added in place to ``total`` if given, which on CUDA may be wider."""
+
+    def fit(self, module: nn.Module) -> None:  # noqa: B027
+        """Set the sizes that the layer's own forward reads to those of this rank's weight; most forwards read none."""
+
+    def with_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, take: WeightGradient | None = None) -> Tensor:
+        """Return the output; backward gives the gradients of ``x`` and ``bias``, and that of the weight by ``take``.
+
+        Args:
+            x: the input.
+            weight: the weight, in any dtype; detached if ``take`` is None.
+            bias: the bias.
+            take: computes the gradient of the weight.
+        """
+        result: Tensor = _LinearNode.apply(x, weight, bias, self, take)
+        return result
+
+
+class _PlainKernel(LinearKernel):
+    """The kernel of ``nn.Linear``."""
+
+    is_differentiable = True
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return torch.matmul(gradient, weight, out=out)
+
+    def weight_gradient(self, x: Tensor, gradient: Tensor, *, total: Tensor | None = None) -> Tensor:
+        rows, gradients = (t if t.ndim == 2 else t.flatten(0, -2) for t in (x, gradient))
+        if total is None:
+            return gradients.t() @ rows
+        if total.dtype == rows.dtype:
+            return total.addmm_(gradients.t(), rows)
+        # The product is not rounded to the narrower dtype before it is added.
+        return torch.addmm(total, gradients.t(), rows, out_dtype=total.dtype, out=total)
+
+    def with_graph(self, x: Tensor, weight: Tensor, bias: Tensor | None, take: WeightGradient | None = None) -> Tensor:
+        # autograd's own node costs less time on the host
+        return self.forward(x, weight, bias) if take is None else super().with_graph(x, weight, bias, take)
+
+
+class _TransposedKernel(_PlainKernel):
+    """The kernel of GPT-2's ``Conv1D``, whose weight is ``[in, out]``."""
+
+    output_dim = 1
+    needs_bias = True
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+        return super().forward(x, weight.t(), bias, out=out)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return super().input_gradient(gradient, weight.t(), out=out)
+
+    def weight_gradient(self, x: Tensor, gradient: Tensor, *, total: Tensor | None = None) -> Tensor:
+        return super().weight_gradient(gradient, x, total=total)
+
+    def fit(self, module: nn.Module) -> None:
+        module.nf = module.get_parameter("weight").shape[1]  # type: ignore[assignment]  # the width of its output
+
+
+class _LinearNode(torch.autograd.Function):
+    """The autograd node of a kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: _Node, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: LinearKernel, take: WeightGradient | None
+    ) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.kernel, ctx.take, ctx.dtype = kernel, take, x.dtype
+        return kernel.forward(x, weight.to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: _Node, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        (weight,) = ctx.saved_tensors
+        of_input = ctx.kernel.input_gradient(gradient, weight.to(ctx.dtype)) if needs_input else None
+        of_weight = ctx.take(gradient) if needs_weight and ctx.take is not None else None
+        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
+        return of_input, of_weight, of_bias, None, None
+
+
+class _Node(FunctionCtx):
+    """What a :class:`_LinearNode` keeps."""
+
+    kernel: LinearKernel
+    take: WeightGradient | None
+    dtype: torch.dtype
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+
+PLAIN = _PlainKernel()
+_KERNELS: dict[type[nn.Module], LinearKernel] = {nn.Linear: PLAIN}
+_TRANSPOSED = _TransposedKernel()
+
+
+def register_linear(kind: type[nn.Module], kernel: LinearKernel) -> None:
+    """Register the kernel of a class of linear layers, for the class and the subclasses that keep its forward.
+
+    Args:
+        kind: the class, such as a subclass of ``nn.Linear`` with a forward of its own.
+        kernel: what its forward computes, and the gradients.
+    """
+    _KERNELS[kind] = kernel
+
+
+def kernel_of(module: nn.Module) -> LinearKernel | None:
+    """Return the kernel of a linear layer; None if only the layer's own forward knows how it computes."""
+    for kind in type(module).__mro__:
+        if kind in _KERNELS:
+            return _KERNELS[kind] if type(module).forward is kind.forward else None
+    # transformers' class, and copies of it in models with code of their own
+    is_transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf") and module.weight.ndim == 2
+    return _TRANSPOSED if is_transposed else None
