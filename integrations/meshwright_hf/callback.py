@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from meshwright.choose.picked_plan import device_at_hand, plan_card
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
-from meshwright.monitor.memory import peak_memory
+from meshwright.monitor.held_memory import peak_memory
 from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.planner.shapes import describe
 from meshwright_hf.replicas import check_replicas

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from meshwright.optim.runtime import find_runtime
-from meshwright_hf.compiling import left_to_us
 
 
 class TrainerAccelerator(Accelerator):
@@ -31,9 +31,12 @@ class TrainerAccelerator(Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare a model without DDP, since the plan reduces the gradients; only autocast is added."""
-        with left_to_us(self.state.dynamo_plugin):
-            placement = device_placement if find_runtime(model) is None else False
+        plugin, placement = self.state.dynamo_plugin, device_placement if find_runtime(model) is None else False
+        before, plugin.backend = plugin.backend, DynamoBackend.NO  # the runtime compiles the layers
+        try:
             return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
+        finally:
+            plugin.backend = before
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Return the optimizer as it is: the plan has bound it to the model's gradients."""

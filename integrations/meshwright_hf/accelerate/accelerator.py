@@ -29,7 +29,7 @@ from meshwright.plan.config import LoaderOptions, ParallelPlan
 from meshwright_hf.accelerate import state
 from meshwright_hf.accelerate.checks import check_num_processes
 from meshwright_hf.accelerate.folders import folder_to_load, folder_to_save, remove_oldest
-from meshwright_hf.accelerate.loader import PlannedLoader, plan_loader
+from meshwright_hf.accelerate.planned_loader import PlannedLoader, plan_loader
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
 

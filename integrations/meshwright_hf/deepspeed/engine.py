@@ -33,10 +33,10 @@ from meshwright.parallel.structure import describe
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
-from meshwright_hf.deepspeed.config import BATCH, complete_config, read_config
-from meshwright_hf.deepspeed.export import full_state_dict
+from meshwright_hf.deepspeed.complete_config import BATCH, complete_config, read_config
 from meshwright_hf.deepspeed.mpu import ModelParallelUnit, check_norms, mark_parameters
 from meshwright_hf.deepspeed.universal import adapt_universal_loading, describe_for_universal
+from meshwright_hf.deepspeed.whole_weights import full_state_dict
 from meshwright_hf.versions import warn_outside_range
 
 ENGINE = "DeepSpeed"

@@ -18,9 +18,9 @@ from accelerate.utils import DistributedType
 from meshwright.distribute.check_launch import check_launch
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright_hf.deepspeed.config import BATCH, STEPS, read_config
+from meshwright_hf.deepspeed.complete_config import BATCH, STEPS, read_config
 from meshwright_hf.deepspeed.engine import device_of_engine, initialize
-from meshwright_hf.deepspeed.export import save_pretrained
+from meshwright_hf.deepspeed.whole_weights import save_pretrained
 
 
 @contextlib.contextmanager

@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from meshwright.choose.allowed_stages import against_stages, why_not_cut
 from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.choose.run_profile import load_run_profile
-from meshwright.choose.stages import against_stages, why_not_cut
 from meshwright.context.check_method import check_method
 from meshwright.context.record import record_context
 from meshwright.context.token_wise import check_token_wise

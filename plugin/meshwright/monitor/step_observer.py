@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshwright.faults import interpose
 from meshwright.monitor.figures import RankFigures
-from meshwright.monitor.memory import peak_memory
+from meshwright.monitor.held_memory import peak_memory
 from meshwright.monitor.parts import CudaParts, HostParts
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.batch_schema import BatchSchema
