@@ -145,7 +145,7 @@ class WholeReader(Reader):
         """Yield for each batch after the position a digest of the whole batch, and this rank's portion."""
         if not self._cuts_samples:
             for batch in self._read(islice(self._loader, self._batches, None)):
-                yield self._digest(batch), self._cut(batch)
+                yield digest(batch) if self._readers.count > 1 else 0, self._cut(batch)
             return
         loader = self._loader
         assert isinstance(loader, DataLoader)
@@ -170,9 +170,6 @@ class WholeReader(Reader):
         if self.batch_size is not None:
             place += f" (samples {self.position.samples} to {self.position.samples + self.batch_size - 1})"
         return f"{place} of {name_of(self._dataset)}"
-
-    def _digest(self, batch: object) -> int:
-        return digest(batch) if self._readers.count > 1 else 0
 
     def _sharing(self, dataset: Dataset[Any]) -> DataLoader[Any]:
         """Return the user's DataLoader, changed to collate only this rank's samples."""
