@@ -94,7 +94,7 @@ def choose_plan(
 
 
 def _search(
-    model: Any,
+    model: nn.Module,
     rows: int,
     length: int,
     nodes: int,
@@ -139,7 +139,7 @@ def _search(
     return found
 
 
-def describe_model(model: Any, config: ToDistributedConfig) -> ModelShape:
+def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
     """Describe the model by its transformers config or, without one, by its structure."""
     if hasattr(getattr(model, "config", None), "to_dict"):
         return describe(model.config, name=type(model).__name__)
@@ -207,7 +207,7 @@ def _batch(dataloader: Iterable[Any] | None, config: ToDistributedConfig) -> tup
     )
 
 
-def _is_mapped(dataset: Any) -> bool:
+def _is_mapped(dataset: object) -> bool:
     """Return whether a dataset is map-style, so that reading a row does not consume it."""
     return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,7 @@ class Recorder(TorchDispatchMode):
                 if self.tape.is_written(window):
                     window.on(storage).copy_(self.tape.replay(window))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _only_looks(func):
             return func(*args, **kwargs)
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
         self.tape.record(func, arguments, (), [self._window(x) for x in made.values()])
         return tree_map(lambda x: made.get(id(x), x), form)
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
+    def _compute(self, func: Callable[..., object], args: object, kwargs: object, written: list[Tensor]) -> Any:
         """Run an operation now, on values that are replayed for it and then dropped."""
         deferred = {id(x): x for x in tree_iter((args, kwargs)) if self._is_deferred(x)}
         values = {key: self.tape.replay(self._window(x)) for key, x in deferred.items()}
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args_, **kwargs_)
         for x in written:
             if id(x) in values:
-                arguments: Any = ((self._window(x), values[id(x)]), {})
+                arguments: object = ((self._window(x), values[id(x)]), {})
                 self.tape.record(torch.ops.aten.copy_.default, arguments, [self._window(x)])
         originals = {id(value): deferred[key] for key, value in values.items()}
         return tree_map(lambda x: originals.get(id(x), x), result)
@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):
     def _defer(self, storage: torch.UntypedStorage) -> None:
         self._storages[storage._cdata] = (self.tape.add_storage(storage.nbytes()), storage)
 
-    def _is_deferred(self, x: Any) -> bool:
+    def _is_deferred(self, x: object) -> bool:
         return isinstance(x, Tensor) and _address(x) in self._storages
 
     def _window(self, x: Tensor) -> RecordedWindow:

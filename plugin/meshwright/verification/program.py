@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from meshwright.checkpoint.one_device.whole_tensors import full_gradients, full_state_dict
 from meshwright.distribute.to_distributed import to_distributed
@@ -58,7 +59,7 @@ class Program:
     factory: Factory
     plan: ParallelPlan
     config: ToDistributedConfig
-    batch: Any
+    batch: object
     loss: LossFunction | None
     steps: int
     seed: int
@@ -199,7 +200,7 @@ class OneDevice(Training):
 class Distributed(Training):
     """The training under the plan."""
 
-    loader: Any
+    loader: DataLoader[object]
     has_global_loss: bool  # false for a user's loss of one rank's rows: its mean over ranks is compared
 
     def evaluate(self) -> tuple[dict[str, Output], Tensor | None]:
@@ -359,7 +360,7 @@ def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _save(program: Program, name: str, value: Any) -> None:
+def _save(program: Program, name: str, value: object) -> None:
     pack(value).numpy().tofile(program.folder / f"{name}.packed")
 
 
