@@ -203,7 +203,7 @@ class PlannedAccelerator(Accelerator):
             remove_step(plain, step)
         return model if keep_torch_compile else plain
 
-    def skip_first_batches(self, dataloader: DataLoader[object], num_batches: int = 0) -> Any:
+    def skip_first_batches(self, dataloader: Iterable[object], num_batches: int = 0) -> Any:
         """Return the same loader, whose next iteration leaves out the first batches of its epoch."""
         if not isinstance(dataloader, PlannedLoader):
             return super().skip_first_batches(dataloader, num_batches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from meshwright.checkpoint.one_device.whole_tensors import full_gradients, full_state_dict
 from meshwright.distribute.to_distributed import to_distributed
@@ -200,7 +199,7 @@ class OneDevice(Training):
 class Distributed(Training):
     """The training under the plan."""
 
-    loader: DataLoader[object]
+    loader: Iterable[Any]
     has_global_loss: bool  # false for a user's loss of one rank's rows: its mean over ranks is compared
 
     def evaluate(self) -> tuple[dict[str, Output], Tensor | None]:
