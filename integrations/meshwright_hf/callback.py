@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from meshwright.choose.picked_plan import device_at_hand, plan_card
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
-from meshwright.monitor.memory import peak_memory
+from meshwright.monitor.held_memory import peak_memory
 from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.planner.shapes import describe
 from meshwright_hf.replicas import check_replicas
@@ -59,9 +59,7 @@ class MeshwrightCallback(TrainerCallback):
         self._flops: Callable[[int], float] | None = None  # FLOPs per token, by the length of its row
         self._peak: float | None = None  # FLOPs per second of a device
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_init_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Warn that this callback does not shard the model, if several processes or a plan were launched."""
         if not self.trainer_shards and state.is_world_process_zero and (world_size() > 1 or _PLAN in os.environ):
             logger.warning(
@@ -71,20 +69,12 @@ class MeshwrightCallback(TrainerCallback):
                 "  + trainer = meshwright_hf.trainer.MeshwrightTrainer(...)"
             )
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        train_dataloader: DataLoader[object] | None = None,
-        **_: object,
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **given: Any) -> None:
         """Count tokens from here on, and log the plan card."""
-        assert model is not None
+        model: nn.Module = given["model"]
         device = device_of(model)
-        if self.shows_plan and state.is_world_process_zero and train_dataloader is not None:
-            self._log_plan(args, model, train_dataloader, device)
+        if self.shows_plan and state.is_world_process_zero:
+            self._log_plan(args, model, given["train_dataloader"], device)
         if self.trainer_shards:
             return
         try:
@@ -98,29 +88,14 @@ class MeshwrightCallback(TrainerCallback):
             torch.cuda.reset_peak_memory_stats(device)
         self._since = time.perf_counter()
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **_: object,
-    ) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **given: Any) -> None:
         """Compare the replicas' weights every ``check_every`` steps."""
         if self.check_every and state.global_step % self.check_every == 0:
-            assert model is not None
-            check_replicas(model, step=state.global_step)
+            check_replicas(given["model"], step=state.global_step)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        model: nn.Module | None = None,
-        **_: object,
-    ) -> None:
+    def on_log(self, args: object, state: TrainerState, control: object, **given: Any) -> None:
         """Add throughput and memory figures to a log of the training loss."""
+        logs, model = given.get("logs"), given.get("model")
         if logs is None or "loss" not in logs or model is None or self.trainer_shards:
             return  # MeshwrightTrainer has added its own figures, which cost no collective
         now = time.perf_counter()
@@ -130,9 +105,7 @@ class MeshwrightCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(added)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Remove the hook from the model."""
         if self._hook is not None:
             self._hook.remove()

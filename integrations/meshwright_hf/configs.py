@@ -140,10 +140,10 @@ class _Registration:
             model: PreTrainedModel,
             distributed_config: object,
             *args: object,
-            **kwargs: object,
+            **more: object,
         ) -> Any:
             if not isinstance(distributed_config, _Request):
-                return stock["maybe_distribute_model"].__func__(cls, model, distributed_config, *args, **kwargs)
+                return stock["maybe_distribute_model"].__func__(cls, model, distributed_config, *args, **more)
             model.config.distributed_config = distributed_config
             return model
 

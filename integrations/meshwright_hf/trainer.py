@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
 
 import meshwright as mw
 from meshwright.data.loader import DistributedLoader
@@ -77,16 +75,6 @@ class MeshwrightTrainerMixin(CheckpointMixin):
 
         trainer = PlannedSFTTrainer(model, args=args, train_dataset=data, meshwright=mw.ParallelPlan(tp=2))
     """
-
-    # Attributes of the Trainer that the mixin uses, besides those of CheckpointMixin.
-    accelerator: Accelerator
-    optimizer: Any
-    train_dataset: object
-    callback_handler: CallbackHandler
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
-    label_smoother: Any
-    compute_loss_func: Any
 
     def __init__(self, *args: Any, meshwright: ToDistributedConfig | PlanLike | None = None, **kwargs: Any) -> None:
         say_equal_texts_once()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from meshwright.optim.runtime import find_runtime
-from meshwright_hf.compiling import left_to_us
+from meshwright.temporarily import temporarily
 
 
 class TrainerAccelerator(Accelerator):
@@ -31,8 +32,8 @@ class TrainerAccelerator(Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare a model without DDP, since the plan reduces the gradients; only autocast is added."""
-        with left_to_us(self.state.dynamo_plugin):
-            placement = device_placement if find_runtime(model) is None else False
+        plugin, placement = self.state.dynamo_plugin, device_placement if find_runtime(model) is None else False
+        with temporarily(plugin, backend=DynamoBackend.NO):  # the runtime compiles the layers
             return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerControl, TrainerState
 
 import meshwright as mw
 from meshwright.checkpoint.files.lineage import Lineage, Mark
@@ -32,6 +31,7 @@ from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.temporarily import temporarily
 from meshwright_hf.launch_job import LAUNCH_VARIABLE
+from meshwright_hf.trainer_checks import StockTrainer
 from meshwright_hf.trainer_control import Control
 from meshwright_hf.trainer_data import rest_of_epoch
 from meshwright_hf.trainer_folders import checkpoint_to_resume, is_sealed, rotate
@@ -53,18 +53,9 @@ from meshwright_hf.trainer_state import (
 logger = logging.getLogger(__name__)
 
 
-class CheckpointMixin:
+class CheckpointMixin(StockTrainer):
     """Overrides the Trainer's methods that save and resume."""
 
-    # Attributes of the Trainer that this mixin uses.
-    args: Any
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    state: TrainerState
-    control: TrainerControl
-    processing_class: Any
-    data_collator: Any
     _train_batch_size: int
     _distribute: Callable[[], None]
 

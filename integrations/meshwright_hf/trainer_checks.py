@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
-from transformers import TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from meshwright.compiling import without_compilation
@@ -22,17 +23,25 @@ from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
 
-class StockTrainer(Protocol):
-    """What is read of the Trainer that the mixin is mixed into."""
+class StockTrainer:
+    """The attributes of the Trainer that its mixins use."""
 
-    args: TrainingArguments
+    args: Any  # the class of some Trainers has more fields
+    accelerator: Accelerator
     model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: TrainerState
+    control: TrainerControl
+    processing_class: Any
+    data_collator: Any
     train_dataset: object
-    compute_loss_func: Any
     label_smoother: Any
+    compute_loss_func: Any
+    callback_handler: CallbackHandler
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
-    callback_handler: CallbackHandler
+    deepspeed: Any
 
 
 def config_of(meshwright: object) -> ToDistributedConfig:

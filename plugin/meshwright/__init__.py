@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from meshwright.mesh.process_mesh import ParallelDims, ProcessMesh
-    from meshwright.monitor.memory import HeldMemory, MemoryOfRanks
+    from meshwright.monitor.held_memory import HeldMemory, MemoryOfRanks
     from meshwright.monitor.read_out import memory_of
     from meshwright.optim.attach_gradients import shard_optimizer
     from meshwright.optim.clip_grad_norm import clip_grad_norm_

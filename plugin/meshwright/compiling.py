@@ -84,6 +84,6 @@ def without_compilation(model: nn.Module, call: str = "") -> nn.Module:
     return model
 
 
-def is_compiled_function(function: Any) -> bool:
+def is_compiled_function(function: object) -> bool:
     """Return whether ``torch.compile(function)`` made a function."""
     return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)

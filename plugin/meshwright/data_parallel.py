@@ -213,7 +213,7 @@ class DataParallel(nn.Module):
                 raise
             return getattr(self.module, name)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         # As with torch's DDP, a copy or the result of torch.load is wrapped again, over all ranks.
         size, world = runtime_of(self).mesh.tokens.size, dist.get_world_size() if dist.is_initialized() else 1
         if size not in (1, world):
@@ -223,7 +223,7 @@ class DataParallel(nn.Module):
             )
         return _wrapped_anew, (self.module, self._options)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, *args: object, **kwargs: object) -> Any:
         result = super()._apply(*args, **kwargs)
         for bucket in [] if self._sync is None else self._sync.buckets:
             bucket.dtype = bucket.parameters[0].dtype  # after .half() and the like

@@ -35,7 +35,7 @@ class ModelKind:
         return f"{self.what}: {self.why}; {self.instead}"
 
 
-def kind_of(config: Any) -> ModelKind | None:
+def kind_of(config: object) -> ModelKind | None:
     """Return the kind of model that a config describes; None for a dense decoder or an unknown kind.
 
     Args:
@@ -80,7 +80,7 @@ def kind_of(config: Any) -> ModelKind | None:
     return None
 
 
-def _as_dict(config: Any) -> Mapping[str, Any]:
+def _as_dict(config: object) -> Mapping[str, Any]:
     if config is None or not hasattr(config, "to_dict"):
         return {}
     found: Mapping[str, Any] = config.to_dict()

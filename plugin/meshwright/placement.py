@@ -40,7 +40,7 @@ Mesh = ProcessMesh | DeviceMesh
 
 
 @eager
-def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
+def shard_tensor(data: object, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
     """Place a tensor, which every rank has in full, on a mesh.
 
     If no process group is initialised, the call joins the launcher's, or creates a group of this process alone. Each
@@ -77,7 +77,7 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
     return placed
 
 
-def _shard(call: str, data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
+def _shard(call: str, data: object, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
     def check() -> Claim[tuple[Tensor, Layout]]:
         tensor = data if isinstance(data, DTensor) else _as_tensor(data)
         layout = make_layout(mesh, placements, tensor.shape)
@@ -214,7 +214,7 @@ def _gather(tensor: DTensor) -> Tensor:
 _OPERANDS = PlainOperands(place=_place_beside, gather=_gather)
 
 
-def _as_tensor(data: Any) -> Tensor:
+def _as_tensor(data: object) -> Tensor:
     try:
         return torch.as_tensor(data)
     except (TypeError, RuntimeError) as error:

@@ -26,7 +26,7 @@ class _WrongFieldError(Exception):
     """A field has a wrong value; the text says which, and what it must be."""
 
 
-def require(value: Any, check: Check, where: str | Path) -> None:
+def require(value: object, check: Check, where: str | Path) -> None:
     """Check a value that was read from a file.
 
     Args:
@@ -45,25 +45,25 @@ def require(value: Any, check: Check, where: str | Path) -> None:
         raise CheckpointError(f"{where} is damaged: its values are nested too deeply") from None
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a short text of a value, however large it is."""
     if isinstance(value, dict | list | tuple):
         return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)}"
     return repr(value[:100] if isinstance(value, str) else value)[:100]
 
 
-def _wrong(field: str, value: Any, expected: str) -> _WrongFieldError:
+def _wrong(field: str, value: object, expected: str) -> _WrongFieldError:
     return _WrongFieldError(f"{field or 'it'} is {shown(value)}, and must be {expected}")
 
 
-def _of(field: str, name: Any) -> str:
+def _of(field: str, name: object) -> str:
     return f"{field}[{shown(name)}]" if field else shown(name)
 
 
 def that(expected: str, is_right: Callable[[Any], bool]) -> Check:
     """Return a check by a function; ``expected`` describes what it accepts."""
 
-    def check(value: Any, field: str) -> None:
+    def check(value: object, field: str) -> None:
         if not is_right(value):
             raise _wrong(field, value, expected)
 
@@ -89,7 +89,7 @@ def text(pattern: str = "", *, most: int = 2**20, what: str = "") -> Check:
     """A text of Unicode characters that matches a pattern; ``what`` describes it."""
     form = re.compile(pattern, re.DOTALL) if pattern else None
 
-    def is_right(value: Any) -> bool:
+    def is_right(value: object) -> bool:
         if not isinstance(value, str) or len(value) > most or (form is not None and not form.fullmatch(value)):
             return False
         return value.isascii() or not _SURROGATE.search(value)
@@ -105,12 +105,12 @@ boolean = that("true or false", lambda value: type(value) is bool)
 anything = that("", lambda value: True)
 
 
-def is_same(value: Any, expected: Any) -> bool:
+def is_same(value: object, expected: object) -> bool:
     """Whether two values are equal; a truth value is no number."""
     return isinstance(value, bool) == isinstance(expected, bool) and bool(value == expected)
 
 
-def equal(expected: Any) -> Check:
+def equal(expected: object) -> Check:
     """This very value."""
     return that(repr(expected), lambda value: is_same(value, expected))
 
@@ -123,7 +123,7 @@ def one_of(values: Collection[str]) -> Check:
 def maybe(check: Check) -> Check:
     """None, or what a check accepts."""
 
-    def check_value(value: Any, field: str) -> None:
+    def check_value(value: object, field: str) -> None:
         if value is not None:
             check(value, field)
 
@@ -133,7 +133,7 @@ def maybe(check: Check) -> Check:
 def listed(item: Check, *, least: int = 0, most: float = math.inf) -> Check:
     """A list."""
 
-    def check(value: Any, field: str) -> None:
+    def check(value: object, field: str) -> None:
         if not isinstance(value, list) or not least <= len(value) <= most:
             raise _wrong(field, value, f"a list of {least} to {most} values")
         for index, element in enumerate(value):
@@ -145,7 +145,7 @@ def listed(item: Check, *, least: int = 0, most: float = math.inf) -> Check:
 def row(*items: Check) -> Check:
     """A list of as many values as there are checks."""
 
-    def check(value: Any, field: str) -> None:
+    def check(value: object, field: str) -> None:
         if not isinstance(value, list) or len(value) != len(items):
             raise _wrong(field, value, f"a list of {len(items)} values")
         for index, (item, element) in enumerate(zip(items, value, strict=True)):
@@ -157,7 +157,7 @@ def row(*items: Check) -> Check:
 def table(item: Check, *, names: Check = NAME) -> Check:
     """A table of any names."""
 
-    def check(value: Any, field: str) -> None:
+    def check(value: object, field: str) -> None:
         if not isinstance(value, dict):
             raise _wrong(field, value, "a table")
         for name, element in value.items():
@@ -171,7 +171,7 @@ def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
     """A table of these names, of which it may lack ``optional`` ones."""
     known = {**required, **(optional or {})}
 
-    def check(value: Any, field: str) -> None:
+    def check(value: object, field: str) -> None:
         if not isinstance(value, dict):
             raise _wrong(field, value, "a table")
         what = field or "it"

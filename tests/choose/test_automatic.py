@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import meshwright as mw
+from meshwright.choose.allowed_stages import against_stages, why_not_cut
 from meshwright.choose.given_plan import given_plan
 from meshwright.choose.plan_file import save_plan
-from meshwright.choose.stages import against_stages, why_not_cut
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.footprint import footprint
 from meshwright.planner.memory import peak_memory

@@ -279,5 +279,5 @@ def test_arguments_that_forward_requires_are_recorded_or_named() -> None:
     config = transformers.LlamaConfig(**SIZES)
     record = record_context(find_decoder(WithMask(config)))
     assert record.token_dims.keys() == record.arguments.keys()
-    with pytest.raises(mw.PlanError, match=r"forward requires segments.*segments=None.*ParallelPlan\(cp=1\)"):
+    with pytest.raises(mw.PlanError, match=r"required positional argument: 'segments'.*ParallelPlan\(cp=1\)"):
         record_context(find_decoder(WithSegments(config)))

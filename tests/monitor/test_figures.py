@@ -17,8 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.monitor.card import Card, Comparison
 from meshwright.monitor.estimate import Estimate, Machine, candidate_of, estimate
 from meshwright.monitor.figures import Figures, RankFigures, StepFigures, together
-from meshwright.monitor.terminal import say
-from meshwright.monitor.words import clock, line
+from meshwright.monitor.line import clock, line, say
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.hardware import Cluster, Coefficients, HardwareProfile, device
 from meshwright.planner.shapes import describe

@@ -30,7 +30,7 @@ from meshwright.temporarily import temporarily
 from meshwright_hf.accelerate import state
 from meshwright_hf.accelerate.checks import check_num_processes
 from meshwright_hf.accelerate.folders import folder_to_load, folder_to_save, remove_oldest
-from meshwright_hf.accelerate.loader import PlannedLoader, plan_loader
+from meshwright_hf.accelerate.planned_loader import PlannedLoader, plan_loader
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
 
@@ -204,7 +204,7 @@ class PlannedAccelerator(Accelerator):
             remove_step(plain, step)
         return model if keep_torch_compile else plain
 
-    def skip_first_batches(self, dataloader: DataLoader[object], num_batches: int = 0) -> Any:
+    def skip_first_batches(self, dataloader: Iterable[object], num_batches: int = 0) -> Any:
         """Return the same loader, whose next iteration leaves out the first batches of its epoch."""
         if not isinstance(dataloader, PlannedLoader):
             return super().skip_first_batches(dataloader, num_batches)

@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.plan.config import ParallelPlan
-from meshwright_hf.accelerate.loader import PlannedLoader
+from meshwright_hf.accelerate.planned_loader import PlannedLoader
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from meshwright_hf.accelerate.checks import (
     check_settings,
     warn_of_schedules,
 )
-from meshwright_hf.accelerate.loader import PlannedLoader, check_loader
+from meshwright_hf.accelerate.planned_loader import PlannedLoader, check_loader
 from meshwright_hf.accelerate.state import planned_models
 from meshwright_hf.batches import global_batches
 from meshwright_hf.versions import warn_outside_range

@@ -27,7 +27,7 @@ from meshwright.optim.runtime import Watch, find_runtime, runtime_of
 from meshwright.parallel.dropout_streams import STREAMS, DropoutStreams
 from meshwright.schema import anything, integer, listed, maybe, record, require, table
 from meshwright.temporarily import temporarily
-from meshwright_hf.accelerate.loader import PlannedLoader
+from meshwright_hf.accelerate.planned_loader import PlannedLoader
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 
 PROGRESS = "meshwright.json"

@@ -4,8 +4,7 @@ First the plan's tensor and sequence parallelism is applied to the model. DeepSp
 data-parallel axis, shards (ZeRO 1, 2, 3) or offloads, clips, steps and writes checkpoints.
 """
 
-from meshwright_hf.deepspeed.engine import initialize
-from meshwright_hf.deepspeed.export import full_state_dict, save_pretrained
+from meshwright_hf.deepspeed.engine import full_state_dict, initialize, save_pretrained
 from meshwright_hf.deepspeed.hooks import DeepSpeedTrainerMixin, deepspeed_mpu
 
 __all__ = ["DeepSpeedTrainerMixin", "deepspeed_mpu", "full_state_dict", "initialize", "save_pretrained"]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from meshwright.checkpoint.one_device.whole_tensors import full_state_dict as state_dict_of
 from meshwright.distribute.check_launch import check_launch
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import AlreadyDistributedError, PlanError
@@ -33,8 +34,7 @@ from meshwright.parallel.structure import describe
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
-from meshwright_hf.deepspeed.config import BATCH, complete_config, read_config
-from meshwright_hf.deepspeed.export import full_state_dict
+from meshwright_hf.deepspeed.complete_config import BATCH, complete_config, read_config
 from meshwright_hf.deepspeed.mpu import ModelParallelUnit, check_norms, mark_parameters
 from meshwright_hf.deepspeed.universal import adapt_universal_loading, describe_for_universal
 from meshwright_hf.versions import warn_outside_range
@@ -274,3 +274,33 @@ def _refuse_16bit(engine: Any, *_: object, **__: object) -> None:
         f"save_16bit_model would write one rank's shard of tp={engine.mp_world_size} as if it were the model; use "
         "meshwright_hf.deepspeed.save_pretrained(engine, folder), on every rank"
     )
+
+
+def full_state_dict(engine: Any) -> dict[str, Tensor]:
+    """Return the one-device state dict of an engine's model on the CPU of rank 0, and an empty dict on other ranks.
+
+    Every rank makes the call. The weights have the dtype in which the model computes.
+
+    Args:
+        engine: an engine from :func:`meshwright_hf.deepspeed.initialize`.
+
+    Example::
+
+        weights = full_state_dict(engine)
+        if dist.get_rank() == 0:
+            torch.save(weights, "model.pt")
+    """
+    return state_dict_of(engine.module)
+
+
+def save_pretrained(engine: Any, folder: str | os.PathLike[str], **options: object) -> None:
+    """Write one-device files that ``from_pretrained`` reads, tensor by tensor; every rank makes the call.
+
+    DeepSpeed's zero_to_fp32 also makes such a file from a checkpoint, but only for tp=1.
+
+    Args:
+        engine: an engine from :func:`meshwright_hf.deepspeed.initialize`.
+        folder: the folder to write to, on rank 0's disk.
+        options: the options of transformers' ``save_pretrained``, e.g. ``max_shard_size``.
+    """
+    engine.module.save_pretrained(folder, **options)

@@ -18,9 +18,9 @@ from accelerate.utils import DistributedType
 from meshwright.distribute.check_launch import check_launch
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright_hf.deepspeed.config import BATCH, STEPS, read_config
-from meshwright_hf.deepspeed.engine import device_of_engine, initialize
-from meshwright_hf.deepspeed.export import save_pretrained
+from meshwright_hf.deepspeed.complete_config import BATCH, STEPS, read_config
+from meshwright_hf.deepspeed.engine import device_of_engine, initialize, save_pretrained
+from meshwright_hf.trainer_checks import StockTrainer
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def _initialize_by(
     return initialize(*args, **{**kwargs, key: config}, plan=plan, options=options)
 
 
-class DeepSpeedTrainerMixin:
+class DeepSpeedTrainerMixin(StockTrainer):
     """Mixin that makes a subclass of transformers' Trainer with ``TrainingArguments(deepspeed=...)`` train by a plan.
 
     Put the mixin first among the base classes. ``per_device_train_batch_size`` counts the rows of a dp rank. Build the
@@ -105,13 +105,6 @@ class DeepSpeedTrainerMixin:
 
         trainer = PlannedTrainer(model, args, train_dataset=data, plan=mw.ParallelPlan(dp=2, tp=2))
     """
-
-    # Attributes of the Trainer that the mixin uses.
-    args: Any
-    model: Any
-    deepspeed: Any
-    processing_class: Any
-    is_deepspeed_enabled: bool
 
     def __init__(
         self, *args: object, plan: ParallelPlan, options: ToDistributedConfig | None = None, **kwargs: object

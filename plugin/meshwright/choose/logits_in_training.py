@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torch import nn
 
 from meshwright.parallel.deferred_logits import DeferringHead
 from meshwright.parallel.user_hooks import has_foreign_hooks
@@ -11,7 +11,7 @@ from meshwright.planner.candidate import Logits
 from meshwright.roles.adapters import without_wrappers
 
 
-def logits_in_training(model: Any, config: ToDistributedConfig) -> Logits:
+def logits_in_training(model: nn.Module, config: ToDistributedConfig) -> Logits:
     """Return the logits that are in memory at once in training with labels, as in ``planner.candidate.Job``.
 
     Args:

@@ -6,27 +6,29 @@ import dataclasses
 import logging
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from meshwright.choose.allowed_stages import against_stages, why_not_cut
 from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.choose.run_profile import load_run_profile
-from meshwright.choose.stages import against_stages, why_not_cut
 from meshwright.context.check_method import check_method
 from meshwright.context.record import record_context
 from meshwright.context.token_wise import check_token_wise
+from meshwright.data.nested import leaves
 from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.faults.together import on_first_rank
 from meshwright.mesh.axis_sizes import AXES
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.elementwise import check_elementwise
+from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.model_shape import shape_of
 from meshwright.parallel.recompute import can_recompute_some, check_recompute
@@ -92,7 +94,7 @@ def choose_plan(
 
 
 def _search(
-    model: Any,
+    model: nn.Module,
     rows: int,
     length: int,
     nodes: int,
@@ -137,7 +139,7 @@ def _search(
     return found
 
 
-def describe_model(model: Any, config: ToDistributedConfig) -> ModelShape:
+def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
     """Describe the model by its transformers config or, without one, by its structure."""
     if hasattr(getattr(model, "config", None), "to_dict"):
         return describe(model.config, name=type(model).__name__)
@@ -205,7 +207,7 @@ def _batch(dataloader: Iterable[Any] | None, config: ToDistributedConfig) -> tup
     )
 
 
-def _is_mapped(dataset: Any) -> bool:
+def _is_mapped(dataset: object) -> bool:
     """Return whether a dataset is map-style, so that reading a row does not consume it."""
     return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
@@ -218,20 +220,14 @@ def _length(dataloader: DataLoader[Any]) -> int:
         batch = dataloader.collate_fn([dataloader.dataset[index] for index in range(count)])
     random.setstate(state)
     np.random.set_state(of_numpy)
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    for tensor in [ids, *_leaves(batch)]:
-        if isinstance(tensor, Tensor) and tensor.ndim == 2:
+    schema = BatchSchema(dict(leaves(batch)))
+    for tensor in [*([schema.tokens] if schema.has_tokens else []), *schema.tensors.values()]:
+        if tensor.ndim == 2:
             return tensor.shape[1]
     raise PlanError(
         "picking a plan needs the length of a row, but the dataloader's batches have no tensor of shape (rows, "
         'tokens); write ToDistributedConfig(input_spec={"input_ids": ((8, 2048), torch.int64)})'
     )
-
-
-def _leaves(batch: Any) -> Iterable[Any]:
-    if isinstance(batch, Mapping):
-        return batch.values()
-    return batch if isinstance(batch, tuple | list) else ()
 
 
 def cluster_at_hand(device: torch.device, nodes: int, profile: HardwareProfile | None) -> Cluster:

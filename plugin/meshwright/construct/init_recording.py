@@ -143,7 +143,7 @@ class Tape:
         """Compute the values that the recorded operations leave in a window, in new memory."""
         storages: dict[int, torch.UntypedStorage] = {}
 
-        def tensor(leaf: Any) -> Any:
+        def tensor(leaf: object) -> Any:
             if isinstance(leaf, Draw):
                 return Generator().set_state(self.states[leaf.state])
             if not isinstance(leaf, RecordedWindow):

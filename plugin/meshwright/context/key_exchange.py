@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.axes import Axis
-from meshwright.mesh.messages import wait_for_message
+from meshwright.mesh.process_group import wait_for_message
 from meshwright.parallel.collectives import all_gather, reduce_scatter
 from meshwright.parallel.sequence_parts import SequenceParts, TokenRun
 

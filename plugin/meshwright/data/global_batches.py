@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from meshwright.data.nested import map_tensors
 from meshwright.mesh.axes import Axis
 
 
@@ -160,6 +163,10 @@ class Portion:
         """Return the portion for a share with the collated rows ``batch``."""
         held = share.high - share.low
         return cls(batch, total, held, share.counted, is_whole=held == total, samples=samples)
+
+    def pin_memory(self) -> Portion:
+        """Pin the batch's tensors; DataLoader calls this on batches of custom types."""
+        return replace(self, batch=map_tensors(self.batch, Tensor.pin_memory))
 
     @property
     def is_blank(self) -> bool:

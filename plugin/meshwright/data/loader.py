@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.data.equal_inputs import check_replicated, check_sizes
+from meshwright.data.batch_checks import check_replicated, check_sizes, warn_without_labels
 from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.input_placement import Placer
-from meshwright.data.label_check import warn_without_labels
 from meshwright.data.nested import digest, is_batch, map_tensors, signature, tensors_of, to_device
 from meshwright.data.one_length import OneLength, pads_by_rank
 from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, first_ranks

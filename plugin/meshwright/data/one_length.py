@@ -58,11 +58,11 @@ class KeepingSamples:
         return Collated(self._collate(samples), _sent(samples))
 
 
-def portion_of(share: Share, read: object, total: int, kind: type[Portion] = Portion) -> Portion:
+def portion_of(share: Share, read: object, total: int) -> Portion:
     """Return the portion for a share whose rows a collate function has collated, keeping their samples or not."""
     if isinstance(read, Collated):
-        return kind.of(share, read.batch, total, read.samples)
-    return kind.of(share, read, total)
+        return Portion.of(share, read.batch, total, read.samples)
+    return Portion.of(share, read, total)
 
 
 def _sent(samples: list[Any]) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults.interpose import own_collectives
+from meshwright.faults.together import bytes_of_first
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.packed_values import pack, unpack
 from meshwright.mesh.process_group import wire_device
@@ -63,7 +64,8 @@ class Peers:
         for number, axis in enumerate(self.axes):
             # Only ranks that are first on all later axes have the value, or receive it in this iteration.
             if all(later.rank == 0 for later in self.axes[number + 1 :]):
-                payload = _broadcast_bytes(payload, axis)
+                with own_collectives():
+                    payload = bytes_of_first(payload, axis.group)
         if self.is_leader:
             return _raised(value)
         assert payload is not None
@@ -135,15 +137,3 @@ def _packed(value: object) -> Tensor:
     if isinstance(value, Exception):
         return pack((None, f"{type(value).__name__}: {value}"))
     return pack((value, None), "the batch")
-
-
-@own_collectives()
-def _broadcast_bytes(payload: Tensor | None, axis: Axis) -> Tensor:
-    assert axis.group is not None
-    device = wire_device(group=axis.group)
-    length = torch.tensor([0 if payload is None else len(payload)], device=device)
-    dist.broadcast(length, group_src=0, group=axis.group)
-    buffer = torch.empty(int(length), dtype=torch.uint8) if payload is None else payload
-    buffer = buffer.to(device)
-    dist.broadcast(buffer, group_src=0, group=axis.group)
-    return buffer.cpu()

@@ -111,7 +111,7 @@ class Sampling:
         goes_on = self._is_loaded and samples > 0
         self._is_loaded = False
         if goes_on and self.kind != "listed":
-            return Draws(worker_seed=self._worker_seeds.go_on(samples))
+            return self._worker_seeds.draws(samples)
         if self._shuffle:
             return self._shuffle.draw(epoch)
         if goes_on:

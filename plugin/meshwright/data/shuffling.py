@@ -62,6 +62,10 @@ class WorkerSeeds:
         """Return a seed for the rest of an epoch that resumes after ``samples`` samples."""
         return (self._last or 0) + samples
 
+    def draws(self, samples: int) -> Draws:
+        """Return what is drawn for an epoch, of which ``samples`` samples were read before."""
+        return Draws(worker_seed=self.go_on(samples) if samples else self.draw())
+
     def forget(self, *, has_drawn: bool) -> None:
         """Reset to the state before the first epoch or, with ``has_drawn``, before a later epoch."""
         self._last = 0 if has_drawn else None

@@ -150,14 +150,18 @@ def _bytes_of_all(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
 
 def _text_of_first(text: str) -> str:
     """Return rank 0's text on every rank."""
-    device, own = wire_device(), bytearray(text.encode())
-    size = torch.tensor([len(own)], device=device)
-    dist.broadcast(size, src=0)
-    is_first = dist.get_rank() == 0 and len(own) > 0
-    body = torch.frombuffer(own, dtype=torch.uint8) if is_first else torch.zeros(int(size), dtype=torch.uint8)
-    body = body.to(device)
-    dist.broadcast(body, src=0)
-    return bytes(body.cpu().numpy()).decode()
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else None
+    return bytes(bytes_of_first(own).numpy()).decode()
+
+
+def bytes_of_first(own: Tensor | None, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the bytes of a group's first rank on every rank of it, on the CPU; the other ranks pass None."""
+    device = wire_device(group=group)
+    length = torch.tensor([0 if own is None else len(own)], device=device)
+    dist.broadcast(length, group_src=0, group=group)
+    body = (torch.empty(int(length), dtype=torch.uint8) if own is None else own).to(device)
+    dist.broadcast(body, group_src=0, group=group)
+    return body.cpu()
 
 
 def take_from_first(tensor: Tensor, device: torch.device) -> None:

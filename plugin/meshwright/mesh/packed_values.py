@@ -44,6 +44,13 @@ _TEXTS: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = 
     "device": (torch.device, str, torch.device),
 }
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str)}  # of a defaultdict
+# Types that are made again of their parts.
+_PARTS = {
+    complex: ("real", "imag"),
+    range: ("start", "stop", "step"),
+    datetime.timedelta: ("days", "seconds", "microseconds"),
+}
+_MADE_OF_PARTS = {kind.__name__: kind for kind in _PARTS}
 _KIND_OF = {kind: name for name, (kind, _, _) in _TEXTS.items()}
 
 
@@ -197,16 +204,12 @@ class _Writer:
 
     def _other(self, value: Any, name: str, depth: int) -> Any:
         kind = type(value)
-        if kind is complex:
-            return {"complex": [value.real, value.imag]}
-        if kind is range:
-            return {"range": [value.start, value.stop, value.step]}
+        if kind in _PARTS:
+            return {kind.__name__: [getattr(value, part) for part in _PARTS[kind]]}
         if kind is torch.Size:
             return {"size": list(value)}
         if kind is collections.defaultdict and value.default_factory in _FACTORIES.values():
             return {"defaultdict": [value.default_factory.__name__, self._pairs(value, name, depth)]}
-        if kind is datetime.timedelta:
-            return {"timedelta": [value.days, value.seconds, value.microseconds]}
         if _is_image(value):
             place = self.encode(value.tobytes(), name, depth)
             return {"image": [value.mode, list(value.size), place, value.getpalette() if value.mode == "P" else None]}
@@ -240,7 +243,7 @@ class _Reader:
         if not isinstance(said, dict):
             return said
         ((kind, body),) = said.items()
-        return getattr(self, f"_read_{kind}")(body)
+        return _MADE_OF_PARTS[kind](*body) if kind in _MADE_OF_PARTS else getattr(self, f"_read_{kind}")(body)
 
     def _key(self, said: object) -> Any:
         key = self.decode(said)
@@ -327,17 +330,8 @@ class _Reader:
         kind, text = body
         return _TEXTS[kind][2](text)
 
-    def _read_complex(self, body: list[Any]) -> complex:
-        return complex(*body)
-
-    def _read_range(self, body: list[Any]) -> range:
-        return range(*body)
-
     def _read_size(self, body: list[Any]) -> torch.Size:
         return torch.Size(body)
-
-    def _read_timedelta(self, body: list[Any]) -> datetime.timedelta:
-        return datetime.timedelta(*body)
 
     def _read_image(self, body: list[Any]) -> Any:
         from PIL import Image

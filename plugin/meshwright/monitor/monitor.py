@@ -22,11 +22,10 @@ from meshwright.monitor.card import Card, Comparison
 from meshwright.monitor.estimate import Estimate, Machine, estimate
 from meshwright.monitor.figures import Figures
 from meshwright.monitor.host_values import HostValues
+from meshwright.monitor.line import line, say
 from meshwright.monitor.records import VERSION, RunLog
 from meshwright.monitor.reporter import PendingRecord, Reporter
 from meshwright.monitor.step_observer import StepObserver
-from meshwright.monitor.terminal import say
-from meshwright.monitor.words import line
 from meshwright.optim.runtime import Runtime, Watch, device_of
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.formatting import memory

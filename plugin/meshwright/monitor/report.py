@@ -14,9 +14,9 @@ from markupsafe import Markup
 
 from meshwright.errors import PlanError
 from meshwright.monitor.figures import PARTS
+from meshwright.monitor.line import clock
 from meshwright.monitor.plots import COLOURS, Marks, Series, line_plot, parts_plot
 from meshwright.monitor.records import RunRecords, read_records
-from meshwright.monitor.words import clock
 from meshwright.planner.formatting import memory, seconds
 from meshwright.planner.page.draw import Svg
 from meshwright.planner.page.render import render, write_whole

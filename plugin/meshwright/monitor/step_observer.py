@@ -19,9 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshwright.faults import interpose
 from meshwright.monitor.figures import RankFigures
-from meshwright.monitor.memory import peak_memory
+from meshwright.monitor.held_memory import peak_memory
 from meshwright.monitor.parts import CudaParts, HostParts
 from meshwright.optim.runtime import Runtime, find_runtime
+from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.output_loss import loss_of
 
 _SAMPLED = 10  # on CUDA, the parts of every tenth step are recorded, and those of the steps before a line
@@ -206,10 +207,7 @@ class StepObserver:
 
 def _shape_of_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
     """Return the rows and the tokens per row of a batch; None if it has no tokens."""
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
-        return ids.shape[0], ids.shape[1]
-    embeddings = kwargs.get("inputs_embeds")
-    if isinstance(embeddings, Tensor) and embeddings.ndim == 3:
-        return embeddings.shape[0], embeddings.shape[1]
-    return None
+    schema = BatchSchema({"input_ids": args[0], **kwargs} if args else kwargs)
+    if not schema.has_tokens or schema.tokens.ndim != 2 + schema.tokens.is_floating_point():
+        return None
+    return schema.tokens.shape[0], schema.tokens.shape[1]

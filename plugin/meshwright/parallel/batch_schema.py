@@ -127,7 +127,7 @@ class BatchSchema:
     def _patches_of_rows(self, x: Tensor) -> list[int] | None:
         """Return where the patches of each row begin and end, if the batch has the sizes of one image per row."""
         for sizes in self.tensors.values():
-            is_sizes = sizes.ndim == 2 and sizes.shape[1] == 3 and _counts(sizes)
+            is_sizes = sizes.ndim == 2 and sizes.shape[1] == 3 and sizes.dtype in (torch.int32, torch.int64)
             if is_sizes and sizes.shape[0] == self.rows != x.shape[0]:
                 ends = [0, *accumulate(sizes.prod(-1).tolist())]
                 if ends[-1] == x.shape[0]:
@@ -135,30 +135,17 @@ class BatchSchema:
         return None
 
 
-def example(signature: inspect.Signature, *, rows: int, length: int, instead: str) -> dict[str, object]:
-    """Return a batch of tokens alone, with all that a forward requires and without a cache.
+def example(signature: inspect.Signature, *, rows: int, length: int) -> dict[str, object]:
+    """Return a batch of tokens alone, with the masks, positions and labels that a forward requires and without a cache.
 
     Args:
         signature: the signature of forward.
         rows: the number of rows.
         length: the number of tokens in each row.
-        instead: what to use if forward requires something that is not of tokens, for the message.
-
-    Raises:
-        PlanError: if it does.
     """
-    known = signature.parameters
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = {name for name, p in known.items() if p.default is p.empty and p.kind not in kinds}
-    if unknown := sorted(required - {*PER_TOKEN, "labels", "use_cache"}):
-        raise PlanError(
-            f"forward requires {', '.join(unknown)}, and it is not known what a batch has there. Give each a default "
-            f"in forward, such as {unknown[0]}=None, with which the model runs on tokens alone, or use {instead}"
-        )
-    wanted = [name for name in known if name in required - {"use_cache"} or name == "input_ids"]
-    values: dict[str, object] = {name: torch.full((rows, length), int("mask" in name)) for name in wanted}
-    return {**values, **({"use_cache": False} if "use_cache" in known else {})}
-
-
-def _counts(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+    required = [
+        name for name, x in signature.parameters.items() if x.default is x.empty and name in (*PER_TOKEN, "labels")
+    ]
+    batch: dict[str, object] = {name: torch.full((rows, length), int("mask" in name)) for name in required}
+    optional = {"input_ids": torch.zeros(rows, length, dtype=torch.int64), "use_cache": False}
+    return {**batch, **{name: x for name, x in optional.items() if name in signature.parameters}}

@@ -36,7 +36,7 @@ def run_without_values(
         for module in filter(is_experts, model.modules()):
             module.forward = _experts
         signature = inspect.signature(model.forward)
-        inputs = example(signature, rows=rows, length=length, instead=instead)
+        inputs = example(signature, rows=rows, length=length)
         if labels is not None and "labels" in signature.parameters:
             inputs["labels"] = torch.zeros(labels, dtype=torch.int64)
         try:

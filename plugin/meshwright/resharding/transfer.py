@@ -17,8 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshwright.faults.interpose import own_collectives
 from meshwright.layout.blocks import StridedBlock, copy_blocks, numel, overlap, packed
-from meshwright.mesh.messages import wait_for_message
-from meshwright.mesh.process_group import wire_device
+from meshwright.mesh.process_group import wait_for_message, wire_device
 from meshwright.resharding.layouts import Layout
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
@@ -62,7 +63,7 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
     )
 
 
-def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job, stage: int | None = None) -> str:
+def trace_and_compare(model: nn.Module, shape: ModelShape, plan: Candidate, job: Job, stage: int | None = None) -> str:
     """Return a table of each size and each kind of collective, estimated and traced.
 
     Args:
@@ -95,7 +96,7 @@ def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job, 
     return "\n".join(lines)
 
 
-def _of_stage(model: Any, shape: ModelShape, plan: Candidate, job: Job, stage: int | None) -> str:
+def _of_stage(model: nn.Module, shape: ModelShape, plan: Candidate, job: Job, stage: int | None) -> str:
     """Return a table of each size of the first rank of a pipeline stage; traffic is not estimated by kind."""
     count = min(plan.accumulation, 2 * plan.pp)  # no rank holds more micro-batches in a longer step
     plan = Candidate(**{**vars(plan), "accumulation": count})

@@ -96,10 +96,10 @@ class _LonelyGuard:
     def begin_step(self) -> None:
         self.step += 1
 
-    def meet(self, *_: Any) -> None:
+    def meet(self, *_: object) -> None:
         pass
 
-    def post(self, *_: Any) -> None:
+    def post(self, *_: object) -> None:
         pass
 
 
@@ -161,7 +161,7 @@ def _watch(model: nn.Module, runtime: Runtime, config: ToDistributedConfig) -> N
         monitor.reporter.put = lambda *_: None  # type: ignore[method-assign]
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, program: CudaProgram) -> None:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, program: CudaProgram) -> None:
     with contextlib.ExitStack() as precision:
         if program.autocast is not None:
             precision.enter_context(torch.autocast("cuda", dtype=program.autocast))

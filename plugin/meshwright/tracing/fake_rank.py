@@ -29,7 +29,7 @@ from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 OptimizerFactory = Callable[[Any], Optimizer]
 
 
-def foresee(model: Any, ids: Tensor, *, hidden: torch.dtype) -> None:
+def foresee(model: nn.Module, ids: Tensor, *, hidden: torch.dtype) -> None:
     """Tell the stages of a pipeline what they will receive, since no rank sends it."""
     for module in model.modules():  # adapters wrap the decoder
         if (step := find_step(module, PipelineForward)) is not None:

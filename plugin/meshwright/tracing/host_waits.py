@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class Issued:
 class _Pending:
     """A collective or message that the program has not waited for, with the tensors that it writes and reads."""
 
-    work: Any
+    work: object
     written: list[Tensor]
     read: list[Tensor]
 
@@ -135,7 +135,7 @@ class HostWaitMode(TorchDispatchMode):
             patches.enter_context(mock.patch.object(FakeTensor, "tolist", lambda x: self._to_list(x)))
             yield
 
-    def _to_list(self, x: Any) -> Any:
+    def _to_list(self, x: Tensor) -> Any:
         """Stand in for ``Tensor.tolist``, which copies all values at once."""
         if x.is_cuda:
             self.host_waits("tolist")
@@ -145,8 +145,8 @@ class HostWaitMode(TorchDispatchMode):
 
         return nested(tuple(x.shape))
 
-    def _started(self, name: str, method: Any) -> Any:
-        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+    def _started(self, name: str, method: Callable[..., object]) -> Any:
+        def call(group: object, *args: object, **kwargs: object) -> Any:
             work = method(group, *args, **kwargs)
             is_async = any(getattr(x, "asyncOp", False) for x in (*args, *kwargs.values()))
             if name == "barrier" and not is_async:
@@ -159,14 +159,14 @@ class HostWaitMode(TorchDispatchMode):
 
         return call
 
-    def _awaited(self, method: Any) -> Any:
-        def call(work: Any, *args: Any) -> Any:
+    def _awaited(self, method: Callable[..., object]) -> Any:
+        def call(work: object, *args: object) -> Any:
             self._pending.pop(id(work), None)
             return method(work, *args)
 
         return call
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, given = func._schema.name, _tensors_in((args, kwargs))
         if func.namespace == "c10d":
@@ -188,7 +188,7 @@ class HostWaitMode(TorchDispatchMode):
         if name in _READ_BY_HOST or masked or repeats:
             self.host_waits(func._opname)
 
-    def _check_early(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> None:
+    def _check_early(self, func: Any, args: object, kwargs: dict[str, Any], given: list[Tensor]) -> None:
         used, changed = set(map(_memory_of, given)), set(map(_memory_of, _changed_by(func, args, kwargs)))
         found = ["read before its copy to the host has ended"] if used & self._arriving.keys() else []
         for pending in self._pending.values():
@@ -199,7 +199,7 @@ class HostWaitMode(TorchDispatchMode):
         for what in found:
             self.early[f"{what}: {func._opname} in {_place()}"] += 1
 
-    def _check_copy(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def _check_copy(self, name: str, args: Any, kwargs: dict[str, Any], result: object) -> None:
         if name not in _ENTERS or self.step < 0 or not isinstance(result, Tensor):
             return
         source = args[1] if name == "aten::copy_" else args[0]
@@ -244,7 +244,7 @@ def _value_of(dtype: torch.dtype) -> bool | float | int:
     return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
-def _tensors_in(tree: Any) -> list[Tensor]:
+def _tensors_in(tree: object) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 

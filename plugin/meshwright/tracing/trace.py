@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +94,7 @@ def trace_step(
 class TracedStep:
     """Measures the second training step of a distributed model by phase, with fake or real tensors."""
 
-    def __init__(self, model: Any, optimizer: Optimizer, runtime: Runtime, ids: Tensor):
+    def __init__(self, model: nn.Module, optimizer: Optimizer, runtime: Runtime, ids: Tensor):
         self.model, self.optimizer, self.runtime, self.ids = model, optimizer, runtime, ids
         self.peaks: dict[str, int] = {}
         self.traffic: dict[str, dict[str, Traffic]] = {}

@@ -54,7 +54,7 @@ class TracedAxis(TorchDispatchMode):
         }
         self.axes = {axis.name: Traffic() for axis in axes if axis.size > 1}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", None) == "c10d" and (kind := KINDS.get(func._opname)):
             leaves = tree_leaves((args, kwargs))

@@ -35,7 +35,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def given_cases(batch: Any) -> tuple[Case, ...]:
+def given_cases(batch: object) -> tuple[Case, ...]:
     """Return a case for each batch that the user gave.
 
     Args:
@@ -64,7 +64,7 @@ def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, 
     Raises:
         PlanError: if the model's vocabulary is not found, or the model takes no ``input_ids`` and ``labels``.
     """
-    decoder: Any = without_wrappers(model)[1]
+    decoder: nn.Module = without_wrappers(model)[1]
     takes = inspect.signature(decoder.forward).parameters
     words = _vocabulary(decoder)
     takes_tokens = {"input_ids", "labels"} <= takes.keys()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 def _keep_float64(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def keep(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def keep(x: Tensor, *args: object, **kwargs: object) -> Any:
         if x.dtype is torch.float64:
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}

@@ -42,7 +42,7 @@ class ModuleOutputs:
             handle.remove()
 
     def _hook(self, name: str) -> Any:
-        def take(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def take(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
             x = output[0] if isinstance(output, tuple | list) and output else output
             if name in self.seen or not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
                 return

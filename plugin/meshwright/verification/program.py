@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Program:
     factory: Factory
     plan: ParallelPlan
     config: ToDistributedConfig
-    batch: Any
+    batch: object
     loss: LossFunction | None
     steps: int
     seed: int
@@ -199,7 +199,7 @@ class OneDevice(Training):
 class Distributed(Training):
     """The training under the plan."""
 
-    loader: Any
+    loader: Iterable[Any]
     has_global_loss: bool  # false for a user's loss of one rank's rows: its mean over ranks is compared
 
     def evaluate(self) -> tuple[dict[str, Output], Tensor | None]:
@@ -359,7 +359,7 @@ def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _save(program: Program, name: str, value: Any) -> None:
+def _save(program: Program, name: str, value: object) -> None:
     pack(value).numpy().tofile(program.folder / f"{name}.packed")
 
 

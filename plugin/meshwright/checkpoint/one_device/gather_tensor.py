@@ -10,7 +10,7 @@ from meshwright.faults.interpose import own_collectives
 from meshwright.layout.blocks import between, copy_blocks, numel, overlap, packed
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh, Place
-from meshwright.mesh.messages import wait_for_message
+from meshwright.mesh.process_group import wait_for_message
 
 _FACTORS = ("tp", "tokens", "pp")
 _CHUNK = 4 * 2**20  # bytes sent at a time; the first rank holds them in addition to the full tensor

@@ -54,23 +54,29 @@ class Position:
         if epoch != self.epoch or not self.is_fresh:
             self.epoch, self.samples, self.is_fresh = epoch, 0, True
 
+    def state(self, reader: str) -> dict[str, Any]:
+        """Return the position as the beginning of a state of a reader of this kind."""
+        return {"version": VERSION, "reader": reader, "epoch": self.epoch, "samples": self.samples}
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Move to the position in a state that was checked."""
         self.epoch, self.samples, self.is_fresh = state["epoch"], state["samples"], True
 
 
 class Reader(Protocol):
-    """The interface of a reader, which reads this rank's rows of the global batches and keeps its position.
+    """The base of the readers, which read this rank's rows of the global batches and keep their position.
 
     ``read`` receives the numbers that ``draw`` drew on the first rank. If one rank reads for its peers, only its reader
     reads.
     """
 
     position: Position
+    _dropped: int = 0
 
     @property
     def dropped(self) -> int:
         """The number of samples at the end of this epoch that are left out."""
+        return self._dropped
 
     @property
     def batch_size(self) -> int | None:
@@ -79,13 +85,16 @@ class Reader(Protocol):
     @property
     def seed(self) -> int | None:
         """The seed that decides the orders of all epochs, if there is one. It may be set to another rank's seed."""
+        return None
 
     @seed.setter
-    def seed(self, seed: int) -> None: ...
+    def seed(self, seed: int) -> None:
+        raise AssertionError("this reader's order has no seed that could be set")
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether an epoch that is read again has the same order."""
+        """Whether an epoch that is read again has the same order, as far as can be checked."""
+        return True
 
     def __len__(self) -> int:
         """Return the number of steps per epoch; raise TypeError if it is unknown."""
@@ -101,10 +110,12 @@ class Reader(Protocol):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that is read next."""
+        self.position.set_epoch(epoch)
 
     @property
     def follows_torch(self) -> bool:
         """Whether torch's random state may decide the orders of later epochs."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and values that identify the data."""

@@ -21,15 +21,11 @@ from meshwright.plan.config import LoaderOptions
 
 logger = logging.getLogger(__name__)
 
+Batches = Iterable[Any]  # what a user's loader yields
+
 
 def split_reader(
-    loader: Iterable[Any],
-    dp: Axis,
-    share: Sharing,
-    options: LoaderOptions,
-    *,
-    needs_equal_rows: bool,
-    keeps_samples: bool,
+    loader: Batches, dp: Axis, share: Sharing, options: LoaderOptions, *, needs_equal_rows: bool, keeps_samples: bool
 ) -> Reader:
     """Return the reader for a loader of this rank's part of a dataset.
 
@@ -44,13 +40,7 @@ def split_reader(
 
 
 def make_reader(
-    loader: Iterable[Any],
-    dp: Axis,
-    share: Sharing,
-    readers: Peers,
-    options: LoaderOptions,
-    *,
-    keeps_samples: bool = False,
+    loader: Batches, dp: Axis, share: Sharing, readers: Peers, options: LoaderOptions, *, keeps_samples: bool = False
 ) -> Reader:
     """Return the reader that fits a loader; its portions hold their samples if ``keeps_samples``.
 
@@ -66,7 +56,7 @@ def make_reader(
 
 
 def _reader_of_whole(
-    loader: Iterable[Any],
+    loader: Batches,
     dp: Axis,
     share: Sharing,
     readers: Peers,

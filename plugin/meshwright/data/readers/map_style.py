@@ -18,9 +18,9 @@ from meshwright.data.one_length import KeepingSamples, portion_of
 from meshwright.data.read_errors import first_failing, name_of, reading
 from meshwright.data.readers.base import (
     NAMED,
-    VERSION,
     WORKER_SEEDS,
     Position,
+    Reader,
     check_equal,
     check_fields,
     worker_options,
@@ -31,7 +31,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.schema import LARGEST_COUNT, integer, maybe
 
 
-class MapReader:
+class MapReader(Reader):
     """Reads a map-style dataset by index, in the order of the user's sampler.
 
     A state counts samples, so it is valid on any number of ranks and workers and with any batch size.
@@ -61,7 +61,6 @@ class MapReader:
         if len(loader.dataset) == 0:  # type: ignore[arg-type]
             raise ValueError(f"the dataset is empty: a {type(loader.dataset).__name__} with 0 samples")
         self.position = Position()
-        self.dropped = 0
         self.least: int | None = None  # the number of rows of the current epoch's smallest batch
         self._sampling = Sampling(loader, seed)
         self._fingerprint = fingerprint(loader.dataset) if name is None else name
@@ -120,7 +119,7 @@ class MapReader:
         self._check_order(draws.order)
         self._indices.begin(order, batches, position.samples)
         self._generator.manual_seed((draws.worker_seed + self._dp.rank) % WORKER_SEEDS)
-        self.dropped, self.least = batches.dropped(position.samples), batches.least(position.samples)
+        self._dropped, self.least = batches.dropped(position.samples), batches.least(position.samples)
         rest = batches.after(position.samples)
         batches_read = iter(self._loader())
         for start, rows in rest:
@@ -149,10 +148,7 @@ class MapReader:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "version": VERSION,
-            "reader": "map",
-            "epoch": self.position.epoch,
-            "samples": self.position.samples,
+            **self.position.state("map"),
             "length": self._sampling.length,
             "dataset": self._fingerprint,
             "order": self._sampling.kind,

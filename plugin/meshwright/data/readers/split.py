@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.data.global_batches import Portion
 from meshwright.data.peers import Peers
-from meshwright.data.readers.base import VERSION, Position, Reader, check_equal, check_fields
+from meshwright.data.readers.base import Position, Reader, check_equal, check_fields
 from meshwright.data.shuffling import Draws
 from meshwright.errors import CheckpointError
 from meshwright.mesh.axes import Axis
@@ -17,7 +17,7 @@ from meshwright.mesh.axes import Axis
 logger = logging.getLogger(__name__)
 
 
-class SplitReader:
+class SplitReader(Reader):
     """Reads the user's loader as it is. At each step the ranks exchange how many rows they have.
 
     The position counts batches, since all ranks read the same number of them. Other readers count samples.
@@ -31,7 +31,6 @@ class SplitReader:
 
     def __init__(self, own: Reader, dp: Axis, *, drop_last: bool, needs_equal_rows: bool):
         self.position = Position()
-        self.dropped = 0
         self._own, self._dp = own, dp
         self._drop_last, self._needs_equal_rows = drop_last, needs_equal_rows
 
@@ -41,19 +40,6 @@ class SplitReader:
     @property
     def batch_size(self) -> int | None:
         return self._own.batch_size
-
-    @property
-    def seed(self) -> None:
-        """None, since each rank's loader has its own seed."""
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        raise AssertionError("the ranks of a split dataset have no common seed")
-
-    @property
-    def follows_torch(self) -> bool:
-        """False, since each rank has its own order but one state serves all ranks."""
-        return False
 
     def describe(self) -> dict[str, str]:
         return {"drop_last": str(self._drop_last), "batch size": str(self.batch_size)}
@@ -85,8 +71,7 @@ class SplitReader:
         self._own.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        place = {"epoch": self.position.epoch, "samples": self.position.samples}
-        return {"version": VERSION, "reader": "split", **place, **self._settings()}
+        return {**self.position.state("split"), **self._settings()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         expected = {"reader": "split", **self._settings()}
@@ -123,7 +108,7 @@ class SplitReader:
         if all(rows) and (len(set(rows)) == 1 or not self._needs_equal_rows):
             return False
         if self._drop_last:
-            self.dropped = sum(rows)
+            self._dropped = sum(rows)
             if self._dp.rank == 0:
                 logger.warning("the ranks' parts differ in length: drop_last drops the last %d rows", self.dropped)
             return True

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from meshwright.data.global_batches import Portion, Sharing, chunk_share
 from meshwright.data.nested import map_tensors
 from meshwright.data.read_errors import located, name_of, reading
-from meshwright.data.readers.base import VERSION, WORKER_SEEDS, Position, check_equal, check_fields, worker_options
+from meshwright.data.readers.base import WORKER_SEEDS, Position, Reader, check_equal, check_fields, worker_options
 from meshwright.data.readers.whole_stream import is_stock
 from meshwright.data.shards import ShardedSource
 from meshwright.data.shuffling import Draws, WorkerSeeds
@@ -34,7 +34,7 @@ STAGES_BY_ROW = {
 }
 
 
-class StreamReader:
+class StreamReader(Reader):
     """Reads a ShardedStream and collates its rows.
 
     Args:
@@ -74,26 +74,9 @@ class StreamReader:
         order = {name: value for name, value in self._stream.state_dict().items() if name != "lanes"}
         return {"stream": str(order), "batch size": str(self.batch_size), "drop_last": str(self._stream.drop_last)}
 
-    @property
-    def seed(self) -> None:
-        """None, since ``describe`` compares the stream's own seed."""
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        raise AssertionError("a stream's seed cannot be changed")
-
-    @property
-    def is_repeatable(self) -> bool:
-        return True
-
-    @property
-    def follows_torch(self) -> bool:
-        return False
-
     def draw(self) -> Draws:
         """Draw a worker seed as a DataLoader does, so that loaders with the same random state keep their order."""
-        samples = self.position.samples
-        return Draws(worker_seed=self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw())
+        return self._worker_seeds.draws(self.position.samples)
 
     def read(self, draws: Draws) -> Iterator[Portion]:
         self._generator.manual_seed((draws.worker_seed + self._dp.rank) % WORKER_SEEDS)
@@ -128,8 +111,7 @@ class StreamReader:
     def state_dict(self) -> dict[str, Any]:
         if self.position.is_fresh and self.position.epoch != self._stream.epoch:
             self._stream.set_epoch(self.position.epoch)
-        place = {"epoch": self.position.epoch, "samples": self.position.samples}
-        return {"version": VERSION, "reader": "stream", **place, "stream": self._stream.state_dict()}
+        return {**self.position.state("stream"), "stream": self._stream.state_dict()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         expected = {"reader": "stream"}

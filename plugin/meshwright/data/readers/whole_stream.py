@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeGuard
 
@@ -12,16 +11,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.global_batches import Portion, Sharing
-from meshwright.data.nested import digest, is_dense, leaves, map_tensors, take_rows, why_no_batch
+from meshwright.data.nested import digest, is_dense, leaves, take_rows, why_no_batch
 from meshwright.data.one_length import KeepingSamples, portion_of
 from meshwright.data.peers import Peers, check_same_rows
 from meshwright.data.read_errors import name_of, reading
 from meshwright.data.readers.base import (
     MOST_EPOCHS,
     NAMED,
-    VERSION,
     WORKER_SEEDS,
     Position,
+    Reader,
     check_equal,
     check_fields,
     worker_options,
@@ -35,7 +34,7 @@ ENDED = -1
 _NONE = object()  # in place of a batch after the last
 
 
-class WholeReader:
+class WholeReader(Reader):
     """Reads any iterable of batches, or a DataLoader over a dataset without numbered shards.
 
     Only the data itself can show that the ranks read the same rows, so the ranks compare a digest of each batch.
@@ -62,7 +61,6 @@ class WholeReader:
         keeps_samples: bool = False,
     ):
         self.position = Position()
-        self.dropped = 0
         self._loader, self._dp, self._share, self._readers = loader, dp, share, readers
         self._dataset: Any = getattr(loader, "dataset", loader)
         self._name, self._keeps_samples = name, keeps_samples
@@ -81,34 +79,14 @@ class WholeReader:
     def batch_size(self) -> int | None:
         return getattr(self._loader, "batch_size", None)
 
-    @property
-    def seed(self) -> None:
-        """None, since the dataset decides its own order."""
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        raise AssertionError("a dataset that every rank reads whole has no seed")
-
-    @property
-    def is_repeatable(self) -> bool:
-        """True. This cannot be checked, so the user must ensure that the order repeats."""
-        return True
-
     def describe(self) -> dict[str, str]:
         dataset = outline(self._dataset) if self._name is None else self._name
         settings = {"batch size": self.batch_size, "num_workers": self._num_workers, "dataset": dataset}
         return {name: str(value) for name, value in settings.items()}
 
-    @property
-    def follows_torch(self) -> bool:
-        return False
-
     def draw(self) -> Draws:
         """Draw the seed that a DataLoader draws for its workers; other loaders draw for themselves."""
-        if self._worker_seeds is None:
-            return Draws()
-        samples = self.position.samples
-        return Draws(worker_seed=self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw())
+        return Draws() if self._worker_seeds is None else self._worker_seeds.draws(self.position.samples)
 
     def read(self, draws: Draws) -> Iterator[Portion]:
         position = self.position
@@ -134,10 +112,7 @@ class WholeReader:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "version": VERSION,
-            "reader": "whole",
-            "epoch": self.position.epoch,
-            "samples": self.position.samples,
+            **self.position.state("whole"),
             "batches": self._batches if self.position.samples else 0,
             "dataset_epoch": self._told,
             "dataset": self._fingerprint,
@@ -170,7 +145,7 @@ class WholeReader:
         """Yield for each batch after the position a digest of the whole batch, and this rank's portion."""
         if not self._cuts_samples:
             for batch in self._read(islice(self._loader, self._batches, None)):
-                yield self._digest(batch), self._cut(batch)
+                yield digest(batch) if self._readers.count > 1 else 0, self._cut(batch)
             return
         loader = self._loader
         assert isinstance(loader, DataLoader)
@@ -195,9 +170,6 @@ class WholeReader:
         if self.batch_size is not None:
             place += f" (samples {self.position.samples} to {self.position.samples + self.batch_size - 1})"
         return f"{place} of {name_of(self._dataset)}"
-
-    def _digest(self, batch: object) -> int:
-        return digest(batch) if self._readers.count > 1 else 0
 
     def _sharing(self, dataset: Dataset[Any]) -> DataLoader[Any]:
         """Return the user's DataLoader, changed to collate only this rank's samples."""
@@ -234,14 +206,6 @@ def is_stock(loader: object) -> TypeGuard[DataLoader[Any]]:
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
-class _Pinnable(Portion):
-    """A portion whose tensors a DataLoader can pin."""
-
-    def pin_memory(self) -> Portion:
-        """Pin the batch's tensors; DataLoader calls this on batches of custom types."""
-        return replace(self, batch=map_tensors(self.batch, Tensor.pin_memory))
-
-
 class _CollateShare:
     """Collates this rank's samples of a batch. It is a class, not a closure, so that workers can unpickle it."""
 
@@ -251,7 +215,7 @@ class _CollateShare:
 
     def __call__(self, samples: list[Any]) -> tuple[int, Portion]:
         share = self._share(len(samples), self._dp)
-        portion = portion_of(share, self._collate(samples[share.low : share.high]), len(samples), _Pinnable)
+        portion = portion_of(share, self._collate(samples[share.low : share.high]), len(samples))
         return digest(samples) if self._has_digest else 0, portion
 
 

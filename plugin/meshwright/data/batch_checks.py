@@ -1,8 +1,10 @@
-"""Checks that the ranks' inputs can form DTensors: their dtypes, sizes and replicated values must be equal."""
+"""Checks of batches: what becomes DTensors is equal on all ranks, and a causal LM has labels."""
 
 from __future__ import annotations
 
+import logging
 import zlib
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -11,6 +13,9 @@ from meshwright.data.nested import digest, leaves
 from meshwright.data.peers import Peers
 from meshwright.data.stream import gather_objects
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch_schema import PER_TOKEN
+
+logger = logging.getLogger(__name__)
 
 
 def check_sizes(own: str, dp: Axis, where: str) -> None:
@@ -43,4 +48,15 @@ def check_replicated(portion: Portion, dp: Axis, where: str) -> None:
             f"{where}: the ranks have different values of {', '.join(kept)}. These cannot be sharded by rows, since "
             f"their first dim is not the number of rows ({portion.held} on this rank), so as DTensors they must be the "
             "same on all ranks; leave them out of the batch, or use output='local'"
+        )
+
+
+def warn_without_labels(batch: object) -> None:
+    """Log a warning if a batch has a causal LM's inputs but no labels."""
+    if isinstance(batch, Mapping) and "input_ids" in batch and set(PER_TOKEN).issuperset(batch):
+        logger.warning(
+            "the loader's batches have %s but no labels, so model(**batch).loss is None and has no backward(). Add "
+            "them in the collate function, for example batch['labels'] = batch['input_ids'].clone(), or use "
+            "transformers' DataCollatorForLanguageModeling(tokenizer, mlm=False). A loss of your own needs no labels.",
+            ", ".join(map(str, batch)),
         )

@@ -8,15 +8,16 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.state import GradientState
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from meshwright.data.loader import DistributedLoader, made_together
-from meshwright.data.nested import tensors_of
+from meshwright.data.nested import leaves
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.faults.together import succeed_together
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import device_of, runtime_of
+from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.batch_share import yield_next
 from meshwright.plan.config import LoaderOptions
 from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
@@ -56,7 +57,7 @@ class PlannedLoader:
             batches = islice(self.inner, dropped, None)
             batch = next(batches, None)
             while batch is not None:
-                rows = 0 if self.inner.weight == 0 else _rows(batch)
+                rows = 0 if self.inner.weight == 0 else BatchSchema(dict(leaves(batch))).rows
                 state, share = self.inner.place(), self.inner.share
                 following = next(batches, None)
                 self.rows, self._state, self.end_of_dataloader = rows, state, following is None
@@ -156,8 +157,3 @@ def plan_loader(
 def _batch_size(loader: DataLoader[object]) -> int | None:
     size = getattr(loader, "batch_size", None)
     return size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-
-
-def _rows(batch: object) -> int:
-    """Return the number of rows of a batch: the first size of its first tensor that has dims."""
-    return next((x.shape[0] for x in tensors_of(batch) if isinstance(x, Tensor) and x.ndim), 0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.head_losses import find_loss
@@ -14,7 +13,7 @@ from meshwright.plan.config import ToDistributedConfig
 from meshwright.roles.adapters import without_wrappers
 
 
-def against_stages(model: Any, config: ToDistributedConfig) -> str | None:
+def against_stages(model: nn.Module, config: ToDistributedConfig) -> str | None:
     """Return why no plan with pipeline stages may be picked for a model, as far as this shows without a forward pass.
 
     Args:
@@ -35,7 +34,7 @@ def against_stages(model: Any, config: ToDistributedConfig) -> str | None:
     return None
 
 
-def why_not_cut(model: Any, config: ToDistributedConfig) -> str | None:
+def why_not_cut(model: nn.Module, config: ToDistributedConfig) -> str | None:
     """Return why the layers of a model cannot be cut into stages; None if they can.
 
     The model's forward runs once on tensors without values.

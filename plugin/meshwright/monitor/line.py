@@ -1,6 +1,8 @@
-"""The line of an interval, as text."""
+"""The line of an interval: its text, and how it gets to standard error beside the bars of other libraries."""
 
 from __future__ import annotations
+
+import sys
 
 from meshwright.monitor.figures import Figures
 from meshwright.planner.formatting import memory, seconds
@@ -50,3 +52,13 @@ def clock(value: float) -> str:
     days, rest = divmod(round(value), 86400)
     text = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}d {text}" if days else text
+
+
+def say(text: str) -> None:
+    """Print lines to standard error; an open bar of tqdm is cleared before, and drawn again below them."""
+    bar = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bar is not None and getattr(bar, "_instances", None):
+        bar.write(text, file=sys.stderr)
+        sys.stderr.flush()
+    else:
+        print(text, file=sys.stderr, flush=True)
