@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.output_loss import like
-from meshwright.parallel.tensor_guards import ShardedLogits, UnreadableTensor
+from meshwright.parallel.stand_in import ShardedLogits, StandIn
 
 _Join = Callable[[Tensor, list[Any]], Tensor]  # a tensor of the last output, and its counterparts
 
@@ -45,8 +45,7 @@ class Pieces:
         return read_only(torch.cat(parts))
 
     def _stand_in(self, last: Tensor, _: list[Tensor]) -> Tensor:
-        empty = torch.empty((), dtype=last.dtype, device=last.device)
-        return empty.expand(sum(self.rows), *last.shape[1:]).as_subclass(_Unkept)
+        return UnkeptOutput.of_shape((sum(self.rows), *last.shape[1:]), last.dtype, last.device)
 
 
 def _mapped(output: object, join: _Join, before: list[Any], loss: Tensor | None = None) -> object:
@@ -101,14 +100,11 @@ class _Read(TensorFunction):
         )
 
 
-class _Unkept(UnreadableTensor):
+class UnkeptOutput(StandIn):
     """Stands in for an output of the whole batch that was not kept; reading it raises."""
 
-    _MESSAGE = (
+    MESSAGE = (
         "this output was not kept: the plan runs the batch as micro-batches and keeps only their loss, so that "
         "their outputs need not fit in memory together. To read outputs.logits of the batch, pass "
         "ToDistributedConfig(gather_logits=True), or call the model in eval mode or without labels"
     )
-
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return "(output of micro-batches, not kept: see ToDistributedConfig.gather_logits)"
