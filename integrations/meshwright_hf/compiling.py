@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from accelerate.utils import DynamoBackend
 
-from meshwright.temporarily import temporarily
 
-
-def left_to_us(plugin: Any) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def left_to_us(plugin: Any) -> Iterator[None]:
     """Keep accelerate from compiling the model inside the context.
 
     Args:
         plugin: accelerate's TorchDynamoPlugin.
     """
-    return temporarily(plugin, backend=DynamoBackend.NO)
+    before, plugin.backend = plugin.backend, DynamoBackend.NO
+    try:
+        yield
+    finally:
+        plugin.backend = before
