@@ -62,7 +62,9 @@ class VocabHead(ColwiseParallel):
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         return True
 
-    def transform_inputs_pre_forward(self, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
+    ) -> Any:
         if not torch.is_grad_enabled():
             return self._gathering.transform_inputs_pre_forward(module, args, kwargs, mesh)
         return (share(args[0], _axis(mesh)), *args[1:]), kwargs
@@ -104,7 +106,7 @@ class VocabLogits(ShardedLogits):
 
 
 def _cross_entropy(
-    logits: VocabLogits, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any
+    logits: VocabLogits, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: object
 ) -> Tensor:
     if reduction not in ("mean", "sum") or any(value not in (None, 0.0) for value in others.values()):
         raise ValueError(

@@ -22,7 +22,7 @@ from meshwright.parallel.collectives import maximum
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.stand_in import FACTS, SHAPE, StandIn
 from meshwright.parallel.uneven_batches import UnevenBatches
-from meshwright_hf.trainer_checks import has_own_loss
+from meshwright_hf.trainer_checks import StockTrainer, has_own_loss
 
 
 class ItemsUse:
@@ -40,7 +40,7 @@ class ItemsUse:
         self._is_settled = self._is_passed = self.has_asked_processes = False
 
     @contextlib.contextmanager
-    def of_one_loss(self, trainer: Any, runtime: Runtime) -> Iterator[None]:
+    def of_one_loss(self, trainer: StockTrainer, runtime: Runtime) -> Iterator[None]:
         """Record whether the loss that is computed inside this context reads the count; every rank must enter it.
 
         Raises:
@@ -68,7 +68,7 @@ class ItemsUse:
         if self._agree(trainer, runtime):
             raise ValueError(_DIVIDED.format(type(trainer).__name__) if counts_all else _OWN_COUNT)
 
-    def settle(self, trainer: Any, runtime: Runtime) -> bool:
+    def settle(self, trainer: StockTrainer, runtime: Runtime) -> bool:
         """Return whether the Trainer must multiply the loss by dp; every rank makes the call."""
         self._is_settled = True
         if not _is_of_model(trainer, runtime):
@@ -77,14 +77,14 @@ class ItemsUse:
                 uneven.stop()
         return self.is_divided
 
-    def _agree(self, trainer: Any, runtime: Runtime) -> bool:
+    def _agree(self, trainer: StockTrainer, runtime: Runtime) -> bool:
         # Ranks may differ: a rank without labels may return before it divides.
         flag = torch.tensor(int(self.is_read), device=trainer.args.device)
         for axis in (runtime.mesh.dp, *runtime.mesh.of_same_rows):
             flag = maximum(flag, axis)
         return bool(flag)
 
-    def watch(self, count: Any) -> Any:
+    def watch(self, count: object) -> Any:
         """Return the count as a tensor that records whether its value is read."""
         self._is_passed = count is not None
         if count is None or isinstance(count, _WatchedCount):
@@ -94,7 +94,7 @@ class ItemsUse:
         return watched
 
 
-def _is_of_model(trainer: Any, runtime: Runtime) -> bool:
+def _is_of_model(trainer: StockTrainer, runtime: Runtime) -> bool:
     """Return whether the model divided its known loss by the count, so that it is the loss of the global batch."""
     loss = runtime.features.find(BatchLoss)
     return not has_own_loss(trainer) and loss is not None and loss.mean.used_items is True

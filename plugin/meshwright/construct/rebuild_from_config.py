@@ -48,7 +48,7 @@ def _is_built_from_config(model: nn.Module) -> bool:
     return len(required) == 1
 
 
-def _from_config(model: Any, draws: bool) -> nn.Module:
+def _from_config(model: nn.Module, draws: bool) -> nn.Module:
     dtype = next((p.dtype for p in model.parameters() if p.is_meta and p.is_floating_point()), None)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype or previous)

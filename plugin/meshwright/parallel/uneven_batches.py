@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import read_later
-from meshwright.parallel.batch_schema import Batch, BatchSchema
+from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.batch_share import labels_beside
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
@@ -147,7 +147,7 @@ def said_of_ranks(ranks: list[list[float]]) -> str:
     return "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
 
 
-def rows_and_labels(batch: Batch, *, with_mask: bool) -> Tensor:
+def rows_and_labels(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
     """Return the numbers of rows and of valid labels in a batch. Without labels, count tokens that are not padding.
 
     The second number is -1 if it is unknown.

@@ -39,7 +39,7 @@ class StageOutputs:
         """Start a batch, whose logits are sent to every rank or to none, and forget the logits of an earlier batch."""
         self._gathers, self._logits = gathers_logits, []
 
-    def keep(self, output: Any) -> None:
+    def keep(self, output: MutableMapping[str, Any] | tuple[Any, ...]) -> None:
         """Take the output of a micro-batch on the last stage."""
         if self._gathers:
             logits = output["logits"] if isinstance(output, MutableMapping) else output[1]
