@@ -34,7 +34,7 @@ def run_without_values(
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), _fake_values(model), _without_hooks(model):
         for module in filter(is_experts, model.modules()):
-            module.forward = _experts
+            module.forward = _experts  # not a step, which would stay: _fake_values undoes what is set in a module
         signature = inspect.signature(model.forward)
         inputs = example(signature, rows=rows, length=length)
         if labels is not None and "labels" in signature.parameters:

@@ -9,17 +9,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.parallel.method_chain import ChainStep
-from meshwright.parallel.partial_gradients import PartialParameter
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import Shard, ShardedParameter
-from meshwright.parallel.stand_in import become
+from meshwright.parallel.stand_in import StandIn, become
 
 
 class Window:
     """Makes sharded parameters plain ``nn.Parameter`` objects between the hooks :meth:`open` and :meth:`close`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
-        self.parameters = [p for p in parameters if type(p) is ShardedParameter]
+        self.parameters: list[nn.Parameter] = [p for p in parameters if type(p) is ShardedParameter]
 
     def open(self, *_: object) -> None:
         for parameter in self.parameters:
@@ -59,7 +58,7 @@ class StepWindow:
 
     def open(self, optimizer: Optimizer, args: tuple[object, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if type(parameter) in (ShardedParameter, PartialParameter):
+            if isinstance(parameter, StandIn):
                 self._opened.append((parameter, type(parameter)))
                 become(parameter, nn.Parameter)
             gradient = parameter.grad

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.autograd_graph import in_backward, tensors_in
+from meshwright.parallel.guard_windows import Window
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.stand_in import StandIn, become
 
@@ -55,7 +56,7 @@ def _own_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(is_cached)
 
 
-class ModelWindow:
+class ModelWindow(Window):
     """Makes partial parameters plain ``nn.Parameter`` objects while the layers, or modules that hold them, run.
 
     Args:
@@ -71,11 +72,6 @@ class ModelWindow:
         ]
         self._depth = 0
         self.close()
-
-    def over(self, module: nn.Module) -> None:
-        """Open the window while a module runs."""
-        module.register_forward_pre_hook(self.open, prepend=True)
-        module.register_forward_hook(self.close, always_call=True)
 
     def open(self, *_: object) -> None:
         self._depth += 1
