@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from meshwright.parallel import sharded_parameter
+from meshwright.parallel.sharded_parameter import ShardedParameter
 from support.models import build, tokens
 from support.reference import make_optimizer
 from support.traffic import Traffic
@@ -110,7 +110,8 @@ def guarded_reads(plan: dict[str, Any], layers: int) -> int:
     model = build("llama", num_hidden_layers=layers)
     model, _, _ = mw.to_distributed(model, make_optimizer(model), config=config)
     ids = tokens(2, LENGTH)
-    with mock.patch.object(sharded_parameter, "_call", side_effect=sharded_parameter._call) as call:
+    through_python = ShardedParameter.__torch_function__
+    with mock.patch.object(ShardedParameter, "__torch_function__", side_effect=through_python) as call:
         model(input_ids=ids, labels=ids).loss.backward()
         in_step = call.call_count
         assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
