@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from meshwright.choose.picked_plan import device_at_hand, plan_card
 from meshwright.errors import PlanError
@@ -53,11 +55,13 @@ class MeshwrightCallback(TrainerCallback):
         self.trainer_shards = False  # MeshwrightTrainer sets it before it makes the Trainer
         self._tokens = self._length = 0
         self._since = 0.0
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
         self._flops: Callable[[int], float] | None = None  # FLOPs per token, by the length of its row
         self._peak: float | None = None  # FLOPs per second of a device
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Warn that this callback does not shard the model, if several processes or a plan were launched."""
         if not self.trainer_shards and state.is_world_process_zero and (world_size() > 1 or _PLAN in os.environ):
             logger.warning(
@@ -69,17 +73,17 @@ class MeshwrightCallback(TrainerCallback):
 
     def on_train_begin(
         self,
-        args: Any,
-        state: Any,
-        control: Any,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
         model: nn.Module | None = None,
-        train_dataloader: Any = None,
-        **_: Any,
+        train_dataloader: DataLoader[object] | None = None,
+        **_: object,
     ) -> None:
         """Count tokens from here on, and log the plan card."""
         assert model is not None
         device = device_of(model)
-        if self.shows_plan and state.is_world_process_zero:
+        if self.shows_plan and state.is_world_process_zero and train_dataloader is not None:
             self._log_plan(args, model, train_dataloader, device)
         if self.trainer_shards:
             return
@@ -94,14 +98,27 @@ class MeshwrightCallback(TrainerCallback):
             torch.cuda.reset_peak_memory_stats(device)
         self._since = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: object,
+    ) -> None:
         """Compare the replicas' weights every ``check_every`` steps."""
         if self.check_every and state.global_step % self.check_every == 0:
             assert model is not None
             check_replicas(model, step=state.global_step)
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        model: nn.Module | None = None,
+        **_: object,
     ) -> None:
         """Add throughput and memory figures to a log of the training loss."""
         if logs is None or "loss" not in logs or model is None or self.trainer_shards:
@@ -113,13 +130,17 @@ class MeshwrightCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(added)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Remove the hook from the model."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
-    def _log_plan(self, args: Any, model: nn.Module, loader: Any, device: torch.device) -> None:
+    def _log_plan(
+        self, args: TrainingArguments, model: nn.Module, loader: DataLoader[object], device: torch.device
+    ) -> None:
         runtime = find_runtime(model)
         replicas = world_size() if runtime is None else runtime.mesh.dp.size
         rows = args.train_batch_size * args.gradient_accumulation_steps * replicas
@@ -131,7 +152,7 @@ class MeshwrightCallback(TrainerCallback):
             card += f"\n  in use: {runtime.plan}"
         logger.warning("MeshwrightCallback: the planner's choice for this run\n%s", card)
 
-    def _count_tokens_of(self, args: Any, model: nn.Module) -> None:
+    def _count_tokens_of(self, args: TrainingArguments, model: nn.Module) -> None:
         self._tokens = self._length = 0
         if self._hook is not None:
             self._hook.remove()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
 
 @contextlib.contextmanager
-def left_to_us(plugin: Any) -> Iterator[None]:
+def left_to_us(plugin: TorchDynamoPlugin) -> Iterator[None]:
     """Keep accelerate from compiling the model inside the context.
 
     Args:

@@ -106,7 +106,7 @@ class _Request:
 
     options: ToDistributedConfig
 
-    def __deepcopy__(self, memo: Any) -> _Request:
+    def __deepcopy__(self, memo: object) -> _Request:
         return self
 
 
@@ -125,7 +125,7 @@ class _Registration:
         registration, stock = self, self._stock
 
         def prepare_distribute_model(
-            cls: type[PreTrainedModel], distributed_config: Any, *args: Any, **kwargs: Any
+            cls: type[PreTrainedModel], distributed_config: object, *args: object, **kwargs: object
         ) -> tuple[Any, Any, Any]:
             options = registration.options_of(distributed_config)
             if options is None:
@@ -136,14 +136,18 @@ class _Registration:
             return _Request(options), None, None
 
         def maybe_distribute_model(
-            cls: type[PreTrainedModel], model: Any, distributed_config: Any, *args: Any, **kwargs: Any
+            cls: type[PreTrainedModel],
+            model: PreTrainedModel,
+            distributed_config: object,
+            *args: object,
+            **kwargs: object,
         ) -> Any:
             if not isinstance(distributed_config, _Request):
                 return stock["maybe_distribute_model"].__func__(cls, model, distributed_config, *args, **kwargs)
             model.config.distributed_config = distributed_config
             return model
 
-        def load_and_finalize(model: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        def load_and_finalize(model: nn.Module, checkpoint: object, *args: object, **kwargs: object) -> Any:
             if isinstance(getattr(model.config, "distributed_config", None), _Request):
                 raise PlanError(
                     f"{checkpoint} was saved with distributed_checkpoint=True, which only transformers' own "
@@ -176,7 +180,7 @@ class _Registration:
                 delattr(PreTrainedModel, name)
         _active.remove(self)
 
-    def options_of(self, distributed_config: Any) -> ToDistributedConfig | None:
+    def options_of(self, distributed_config: object) -> ToDistributedConfig | None:
         """Return the options that correspond to a configuration; None if transformers itself handles it."""
         if isinstance(distributed_config, ToDistributedConfig):
             return distributed_config
@@ -196,7 +200,13 @@ class _Registration:
         return options_for(config) if is_ours else None
 
     def load(
-        self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+        self,
+        model: PreTrainedModel,
+        state_dict: object,
+        checkpoint_files: Iterable[str],
+        load_config: Any,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Any, Any]:
         """Load only this rank's shards if the configuration is for Meshwright, otherwise as transformers does."""
         if find_runtime(model) is not None:
@@ -233,7 +243,7 @@ class _Registration:
         )
         return info, None
 
-    def finalize(self, model: nn.Module, load_config: Any, loading_info: Any) -> Any:
+    def finalize(self, model: nn.Module, load_config: object, loading_info: object) -> Any:
         """Finish loading as transformers does; return the loading info unchanged for a distributed model."""
         if find_runtime(model) is not None:
             return loading_info
@@ -264,7 +274,7 @@ def _check_names(model: nn.Module, names: set[str], transforms: Iterable[Any]) -
                 )
 
 
-def _check_loading(model: nn.Module, state_dict: Any, load_config: Any) -> None:
+def _check_loading(model: nn.Module, state_dict: object, load_config: Any) -> None:
     """Raise if an option of from_pretrained does not work when each rank loads only its shard."""
     if load_config.hf_quantizer is not None:
         raise PlanError(

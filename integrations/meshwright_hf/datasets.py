@@ -170,7 +170,7 @@ class TokenCollator:
         return batch
 
 
-def _token_columns(dataset: Any) -> Any:
+def _token_columns(dataset: datasets.Dataset) -> Any:
     """Return the dataset with only its token columns; return it unchanged if its column names are unknown."""
     if dataset.column_names is None:
         return dataset
@@ -198,7 +198,7 @@ def _lengths(dataset: datasets.Dataset) -> Iterator[int]:
         yield from pc.list_value_length(table["input_ids"]).to_pylist()
 
 
-def _stages(stage: Any) -> Iterator[Any]:
+def _stages(stage: object) -> Iterator[Any]:
     """Yield the stages of a dataset's pipeline, from the last stage to the sources."""
     yield stage
     for source in [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]:

@@ -33,7 +33,7 @@ def elastic_agent(job: Launch) -> Iterator[None]:
     """Make torchrun use this module's agent, and meet as the launch says, while the context is open."""
     start: Any = torchrun.elastic_launch
 
-    def launch(config: Any, entrypoint: Any) -> Any:
+    def launch(config: object, entrypoint: Any) -> Any:
         return start(config=meeting(config, job), entrypoint=entrypoint)
 
     agent, shared = torch_launcher.LocalElasticAgent, os.environ.get(_FRESH_STORES)

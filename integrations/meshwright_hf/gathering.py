@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_gather
 
 
-def gather_tensors(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> Any:
+def gather_tensors(data: object, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> Any:
     """Return each tensor with its rows gathered over the data-parallel axis; every rank makes the call.
 
     The ranks may have different numbers of rows. A tensor without dims becomes a vector with one number per rank.
@@ -39,13 +40,13 @@ def gather_tensors(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | N
     return map_tensors(data, lambda _: next(joined))
 
 
-def gather_values(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> list[Any]:
+def gather_values(data: Iterable[object], dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> list[Any]:
     """Return the lists of all data-parallel ranks as one list; the items must be picklable. See ``gather_tensors``."""
     ranks = gather_objects([] if is_blank else list(data), dp)
     return [value for values in ranks for value in values][:rows]
 
 
-def has_only_tensors(data: Any) -> bool:
+def has_only_tensors(data: object) -> bool:
     """Return whether nested containers hold only tensors."""
     try:
         recursively_apply(lambda x: x, data, error_on_other_type=True)

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line
@@ -193,7 +194,7 @@ def _run(job: Launch, arguments: list[str]) -> int:
     return code
 
 
-def _wait(job: Launch, options: Any) -> int:
+def _wait(job: Launch, options: Mapping[str, object]) -> int:
     """Run accelerate's launcher in this process and return the exit code."""
     from accelerate.commands import launch as accelerate
     from torch.distributed import DistError

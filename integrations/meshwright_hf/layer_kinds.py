@@ -6,13 +6,14 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
 
 LEAST = 2  # minimum number of layers to keep, so that code between two layers runs
 MOST = 8  # maximum number of kinds to include
 _PLAIN = (bool, int, str, type(None))
 
 
-def kinds_of_layers(model: Any) -> list[Hashable]:
+def kinds_of_layers(model: nn.Module) -> list[Hashable]:
     """Return the kind of each decoder layer: a hashable value of its modules, their settings and its parameter shapes.
 
     Args:
@@ -46,11 +47,13 @@ def _settings(layer: nn.Module) -> Iterator[tuple[Any, Any]]:
                 yield (name, key), value
 
 
-def _counts(value: Any, first: Any, index: int) -> bool:
+def _counts(value: object, first: object, index: int) -> bool:
     return type(value) is int and type(first) is int and value == first + index
 
 
-def layers_to_keep(config: Any, kinds: Sequence[Hashable], least: int) -> Iterator[tuple[list[int], dict[str, Any]]]:
+def layers_to_keep(
+    config: PretrainedConfig, kinds: Sequence[Hashable], least: int
+) -> Iterator[tuple[list[int], dict[str, Any]]]:
     """Yield sets of layers that include all kinds, the smallest first, with the config fields for only these layers.
 
     Args:
@@ -69,7 +72,7 @@ def layers_to_keep(config: Any, kinds: Sequence[Hashable], least: int) -> Iterat
             yield kept, {"num_hidden_layers": len(kept), **_per_layer(config, len(kinds), kept)}
 
 
-def _per_layer(config: Any, count: int, kept: list[int]) -> dict[str, Any]:
+def _per_layer(config: PretrainedConfig, count: int, kept: list[int]) -> dict[str, Any]:
     return {
         name: [value[i] for i in kept]
         for name, value in config.to_dict().items()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from transformers import PretrainedConfig
+
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "dff", "ffn_hidden_size")
 _ROWS_OF_VOCABULARY = 128  # per rank
 
 
-def narrower_configs(config: Any, *, real_tp: int, tp: int) -> Iterator[dict[str, Any]]:
+def narrower_configs(config: PretrainedConfig, *, real_tp: int, tp: int) -> Iterator[dict[str, Any]]:
     """Yield the changed fields of narrower configs, the narrowest first; the model class may not accept all of them.
 
     The width of a head stays the same, and so do sizes that depend on it (above all rotary embeddings). The number of
@@ -62,7 +64,7 @@ def _scaled(width: int, few: int, heads: int, multiple: int = 1) -> int:
     return -(-width * few // (heads * multiple)) * multiple
 
 
-def _of_hidden_size(config: Any, hidden: int, narrow: int) -> dict[str, int]:
+def _of_hidden_size(config: PretrainedConfig, hidden: int, narrow: int) -> dict[str, int]:
     """Return the other config fields that hold the hidden size, with the narrow size."""
     aliases = getattr(type(config), "attribute_map", {})
     done = {"hidden_size", aliases.get("hidden_size")}
@@ -78,7 +80,7 @@ def _of_hidden_size(config: Any, hidden: int, narrow: int) -> dict[str, int]:
     }
 
 
-def _vocabulary(config: Any, real_tp: int, tp: int) -> dict[str, Any]:
+def _vocabulary(config: PretrainedConfig, real_tp: int, tp: int) -> dict[str, Any]:
     words = _count(config, "vocab_size")
     few = _ROWS_OF_VOCABULARY * tp + (1 if words and words % real_tp else 0)
     if not words or few >= words:
@@ -92,6 +94,6 @@ def _vocabulary(config: Any, real_tp: int, tp: int) -> dict[str, Any]:
     return found
 
 
-def _count(config: Any, name: str) -> int | None:
+def _count(config: PretrainedConfig, name: str) -> int | None:
     value = getattr(config, name, None)
     return value if type(value) is int and value > 0 else None

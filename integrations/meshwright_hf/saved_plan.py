@@ -14,7 +14,7 @@ from meshwright.roles.sharding_plan import ShardingPlan
 
 
 def save_plan(
-    model_or_config: Any, plan: ParallelPlan | None = None, *, sharding_plan: ShardingPlan | None = None
+    model_or_config: object, plan: ParallelPlan | None = None, *, sharding_plan: ShardingPlan | None = None
 ) -> None:
     """Put a plan into a model's config, so that ``save_pretrained`` writes it and ``from_pretrained`` reads it.
 

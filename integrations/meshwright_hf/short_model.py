@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PretrainedConfig
 
 from meshwright.errors import PlanError
 from meshwright.parallel.structure import describe
 from meshwright.plan.config import ParallelPlan
-from meshwright.roles import plan_for
+from meshwright.roles import ShardingPlan, plan_for
 from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
 from meshwright_hf.narrower_configs import narrower_configs
 
@@ -55,7 +56,7 @@ class ConfigFile:
             reason = str(error).splitlines()[0]
             raise PlanError(f"--model {path}: transformers cannot read its config: {reason}") from error
 
-    def causal_lm(self, config: Any, dtype: torch.dtype) -> nn.Module:
+    def causal_lm(self, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
         """Return the causal LM of a config.
 
         Raises:
@@ -146,26 +147,26 @@ class _Maker:
             for code in source.path.glob("*.py"):
                 shutil.copy(code, folder)
 
-    def with_fields(self, config: Any, fields: Mapping[str, Any]) -> Any:
+    def with_fields(self, config: PretrainedConfig, fields: Mapping[str, Any]) -> Any:
         """Return the config with changed fields; fields that are derived from them are recomputed."""
         names = getattr(type(config), "attribute_map", {})
         values = config.to_dict() | {names.get(name, name): value for name, value in fields.items()}
         self._save(values)
         return self.short.read()
 
-    def write(self, config: Any) -> None:
+    def write(self, config: PretrainedConfig) -> None:
         self._save(config.to_dict())
 
     def _save(self, values: Mapping[str, Any]) -> None:
         values = {name: value for name, value in values.items() if name not in ("dtype", "torch_dtype")}
         (self.short.path / "config.json").write_text(json.dumps(values, indent=2, default=str))
 
-    def on_meta(self, config: Any) -> Any:
+    def on_meta(self, config: PretrainedConfig) -> Any:
         with torch.device("meta"):
             return self.short.causal_lm(config, torch.float32).train()
 
 
-def _check_layers(model: Any, config: Any) -> None:
+def _check_layers(model: nn.Module, config: PretrainedConfig) -> None:
     if not isinstance(getattr(config, "num_hidden_layers", None), int) or not kinds_of_layers(model):
         raise PlanError(
             f"{type(model).__name__} has no stack of num_hidden_layers decoder layers, so verify cannot shorten it; "
@@ -173,7 +174,7 @@ def _check_layers(model: Any, config: Any) -> None:
         )
 
 
-def _roles(model: Any, plan: ParallelPlan) -> dict[str, str] | None:
+def _roles(model: nn.Module, plan: ParallelPlan) -> dict[str, str] | None:
     """Return the role of each parameter under tp, with ``*`` for layer numbers in the names; None without tp."""
     if plan.tp == 1:
         return None
@@ -182,7 +183,7 @@ def _roles(model: Any, plan: ParallelPlan) -> dict[str, str] | None:
     return _roles_of(model, sharding_plan)
 
 
-def _roles_of(model: Any, sharding_plan: Any) -> dict[str, str]:
+def _roles_of(model: nn.Module, sharding_plan: ShardingPlan) -> dict[str, str]:
     found = {}
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
@@ -191,7 +192,7 @@ def _roles_of(model: Any, sharding_plan: Any) -> dict[str, str]:
     return found
 
 
-def _shortened(maker: _Maker, full: Any, plan: ParallelPlan) -> tuple[Any, list[str]]:
+def _shortened(maker: _Maker, full: nn.Module, plan: ParallelPlan) -> tuple[Any, list[str]]:
     config = maker.config
     kinds = kinds_of_layers(full)
     for kept, fields in layers_to_keep(config, kinds, plan.pp * plan.stages_per_rank):
@@ -203,7 +204,7 @@ def _shortened(maker: _Maker, full: Any, plan: ParallelPlan) -> tuple[Any, list[
     return config, [f"All {len(kinds)} layers are kept, since no shorter stack has all their kinds."]
 
 
-def _without_dropout(config: Any) -> list[str]:
+def _without_dropout(config: PretrainedConfig) -> list[str]:
     """Set all dropout rates of a config to 0, since programs with different masks cannot be compared; return a note."""
     changed = [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value]
     for name in changed:
@@ -212,7 +213,7 @@ def _without_dropout(config: Any) -> list[str]:
 
 
 def _narrowed(
-    maker: _Maker, short: Any, roles: dict[str, str] | None, real_plan: ParallelPlan, plan: ParallelPlan
+    maker: _Maker, short: PretrainedConfig, roles: dict[str, str] | None, real_plan: ParallelPlan, plan: ParallelPlan
 ) -> tuple[Any, str]:
     for fields in narrower_configs(short, real_tp=real_plan.tp, tp=plan.tp):
         try:
@@ -229,7 +230,7 @@ def _narrowed(
     return None, "All sizes are kept, since no smaller ones have the roles of the real model."
 
 
-def _changes(config: Any, fields: Mapping[str, Any]) -> Iterator[str]:
+def _changes(config: PretrainedConfig, fields: Mapping[str, Any]) -> Iterator[str]:
     for name, value in fields.items():
         before = getattr(config, name, None)
         if isinstance(value, int) and not name.endswith("token_id"):

@@ -19,7 +19,8 @@ from transformers.distributed.tensor_parallel import ColwiseParallel, TensorPara
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import share
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words
-from meshwright.parallel.tensor_guards import ShardedLogits
+from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.stand_in import ShardedLogits
 
 
 class PartialNorm(TensorParallelLayer):
@@ -61,7 +62,9 @@ class VocabHead(ColwiseParallel):
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         return True
 
-    def transform_inputs_pre_forward(self, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
+    ) -> Any:
         if not torch.is_grad_enabled():
             return self._gathering.transform_inputs_pre_forward(module, args, kwargs, mesh)
         return (share(args[0], _axis(mesh)), *args[1:]), kwargs
@@ -87,25 +90,23 @@ class VocabLogits(ShardedLogits):
         return logits
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        logits = args[0] if args else (kwargs or {}).get("input")
+    def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        logits = args[0] if args else kwargs.get("input")
         if not isinstance(logits, VocabLogits):
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().run(func, name, args, kwargs)
         if func is F.cross_entropy:
-            return _cross_entropy(logits, *args[1:], **{k: v for k, v in (kwargs or {}).items() if k != "input"})
-        if func is Tensor.view and args[1:] == (-1, logits.vocab_size):
-            with torch._C.DisableTorchFunctionSubclass():
+            return _cross_entropy(logits, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+        if name == "view" and args[1:] == (-1, logits.vocab_size):
+            with reading_shards():
                 return cls.of(logits.reshape(-1, logits.shape[-1]), logits.vocab_size, logits.axis)
-        result = super().__torch_function__(func, types, args, kwargs)
+        result = super().run(func, name, args, kwargs)
         if isinstance(result, cls):
             result.vocab_size, result.axis = logits.vocab_size, logits.axis
         return result
 
 
 def _cross_entropy(
-    logits: VocabLogits, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any
+    logits: VocabLogits, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: object
 ) -> Tensor:
     if reduction not in ("mean", "sum") or any(value not in (None, 0.0) for value in others.values()):
         raise ValueError(

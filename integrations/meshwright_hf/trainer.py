@@ -7,13 +7,15 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 import meshwright as mw
 from meshwright.data.loader import DistributedLoader
@@ -76,9 +78,12 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     """
 
     # Attributes of the Trainer that the mixin uses, besides those of CheckpointMixin.
-    accelerator: Any
+    accelerator: Accelerator
     optimizer: Any
-    train_dataset: Any
+    train_dataset: object
+    callback_handler: CallbackHandler
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
     label_smoother: Any
     compute_loss_func: Any
 
@@ -146,7 +151,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             assert layers is not None
             layers.compile_if_possible(**self.accelerator.state.dynamo_plugin.to_kwargs())
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, *args: object, **kwargs: object) -> Any:
         """Make the Trainer's optimizer; under a plan this is done when the Trainer is made.
 
         The stock Trainer makes it when training begins. So if an argument has changed by then, the options of the
@@ -241,14 +246,14 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             has_seedable_sampler=self.accelerator.use_seedable_sampler,
         )
 
-    def gathered(self, stock: Callable[[Any], Any], tensor: Any) -> Any:
+    def gathered(self, stock: Callable[[object], Any], tensor: object) -> Any:
         """Gather a metric's tensors over the data-parallel ranks; without a plan, call ``stock`` of accelerate."""
         runtime = find_runtime(self.model)
         if runtime is None or not has_only_tensors(tensor) or any(x.ndim == 0 for x in tensors_of(tensor)):
             return stock(tensor)
         return gather_rows(tensor, runtime.mesh.dp, is_cut=False)  # ranks may have different numbers of rows
 
-    def gathered_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gathered_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Gather a metric's rows over the data-parallel ranks, each once and in the dataset's order."""
         if find_runtime(self.model) is None:
             return input_data  # whole_loader gives each rank all rows
@@ -258,7 +263,9 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         """Record that the number of processes was read, perhaps by a loss."""
         self._items.has_asked_processes = True
 
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def _prepare_dataset(
+        self, dataset: object, processing_class: object, args: TrainingArguments, *rest: object, **kwargs: object
+    ) -> Any:
         """Prepare a TRL trainer's dataset before the model is distributed; KTO gets the global batch size."""
         if getattr(self, "calculate_KL", False):
             args = with_global_batch(args, self._mesh_config)
@@ -274,7 +281,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         finally:
             self._counts_own_rows = False
 
-    def _track_num_input_tokens(self, inputs: Any) -> None:
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)  # type: ignore[misc]
         seen = self.state.num_input_tokens_seen - before
@@ -282,7 +289,9 @@ class MeshwrightTrainerMixin(CheckpointMixin):
 
     # ---- steps
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None, **kwargs: object
+    ) -> Tensor:
         """Run the Trainer's step; labels are counted in ``inputs`` first, since the user's loss may remove them."""
         uneven, count = self._runtime.features.find(UnevenBatches), self._items.watch(num_items_in_batch)
         count_from(self._runtime, self.state)
@@ -307,10 +316,10 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return mw.clip_grad_norm_(self.model, self.args.max_grad_norm)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
         return mw.clip_grad_norm_(self.model, math.inf) if grad_norm is None else grad_norm
 
-    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def log(self, logs: dict[str, Any], *args: object, **kwargs: object) -> None:
         """Add throughput, memory and the slowest rank to a log of the training loss, and log it as the Trainer does."""
         logs.update(figures_for(logs, self._runtime, self.state))
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
@@ -334,7 +343,7 @@ class MeshwrightTrainer(MeshwrightTrainerMixin, Trainer):
     """transformers' Trainer with a plan; see MeshwrightTrainerMixin."""
 
 
-def _told(callback: Any) -> Any:
+def _told(callback: object) -> Any:
     """Return the callback; a MeshwrightCallback is marked so that it does not warn that it cannot shard."""
     if isinstance(callback, type) and issubclass(callback, MeshwrightCallback):
         callback = callback()

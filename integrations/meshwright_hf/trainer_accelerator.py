@@ -7,6 +7,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from meshwright.optim.runtime import find_runtime
 from meshwright_hf.compiling import left_to_us
@@ -38,20 +39,20 @@ class TrainerAccelerator(Accelerator):
         """Return the optimizer as it is: the plan has bound it to the model's gradients."""
         return optimizer
 
-    def prepare_data_loader(self, data_loader: Any, *_: Any, **__: Any) -> Any:
+    def prepare_data_loader(self, data_loader: DataLoader[object], *_: object, **__: object) -> Any:
         """Return a loader on the plan's mesh."""
         return self._trainer.planned_loader(data_loader)
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: object) -> Any:
         """Gather a metric's tensors over the data-parallel ranks."""
         return self._trainer.gathered(super().gather, tensor)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Gather a metric's rows over the data-parallel ranks, each once."""
         return self._trainer.gathered_for_metrics(input_data, use_gather_object)
 
 
-def become_trainers(accelerator: Accelerator, trainer: Any) -> None:
+def become_trainers(accelerator: Accelerator, trainer: object) -> None:
     """Change the class of the Trainer's Accelerator to a subclass with the methods above.
 
     Args:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainerControl, TrainerState
 
 import meshwright as mw
 from meshwright.checkpoint.files.lineage import Lineage, Mark
@@ -59,8 +60,8 @@ class CheckpointMixin:
     model: Any
     optimizer: Any
     lr_scheduler: Any
-    state: Any
-    control: Any
+    state: TrainerState
+    control: TrainerControl
     processing_class: Any
     data_collator: Any
     _train_batch_size: int
@@ -99,13 +100,13 @@ class CheckpointMixin:
 
         on_first_rank(save_rest)
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         if self._hidden_run is not None:
             return str(self._hidden_run)
         run_dir: str = super()._get_output_dir(trial)  # type: ignore[misc]
         return run_dir
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object = None) -> None:
         """Save a checkpoint by the Trainer's method, in a hidden folder that becomes ``checkpoint-N`` at the end."""
         run_dir = self._get_output_dir(trial)
         target = Path(run_dir, f"checkpoint-{self.state.global_step}")
@@ -136,7 +137,7 @@ class CheckpointMixin:
             if self.args.should_save:
                 self.state.save_to_json(str(folder / STATE))
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(self, *args: object, **kwargs: object) -> None:
         self._agreed.settle(self.control)
         self._calls_on_save = True
         try:
@@ -177,7 +178,7 @@ class CheckpointMixin:
 
     # ---- resuming
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> Any:
         """Train as the Trainer does, from a checkpoint that is whole.
 
         Args:
@@ -199,6 +200,7 @@ class CheckpointMixin:
 
     def _load_best_model(self) -> None:
         logger.info("loading the best model, from %s (%s)", self.state.best_model_checkpoint, self.state.best_metric)
+        assert self.state.best_model_checkpoint is not None
         best = Path(self.state.best_model_checkpoint)
         is_ours = on_first_rank(lambda: best.is_dir() and is_sealed(best))
         succeed_together(lambda: _check_is_here(best, is_ours, self.args.output_dir))

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
+from torch.optim import Optimizer
+from transformers import TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from meshwright.compiling import without_compilation
 from meshwright.distribute.attach_optimizer import plan_to_complete
@@ -19,7 +22,20 @@ from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
 
-def config_of(meshwright: Any) -> ToDistributedConfig:
+class StockTrainer(Protocol):
+    """What is read of the Trainer that the mixin is mixed into."""
+
+    args: TrainingArguments
+    model: Any
+    train_dataset: object
+    compute_loss_func: Any
+    label_smoother: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+    callback_handler: CallbackHandler
+
+
+def config_of(meshwright: object) -> ToDistributedConfig:
     """Return the ToDistributedConfig for the argument of ``MeshwrightTrainer(meshwright=...)``.
 
     Raises:
@@ -48,7 +64,7 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return named if named is not None else next((x for x in args if hasattr(x, "per_device_train_batch_size")), None)
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: TrainingArguments) -> None:
     """Raise if a TrainingArguments field works under no plan, before the Trainer uses it.
 
     Raises:
@@ -60,7 +76,7 @@ def check_arguments(args: Any) -> None:
         raise PlanError(reason)
 
 
-def _refusals(args: Any) -> Iterator[str]:
+def _refusals(args: TrainingArguments) -> Iterator[str]:
     world = world_size()
     if getattr(args, "fsdp", None):
         yield (
@@ -114,7 +130,7 @@ def _refusals(args: Any) -> Iterator[str]:
         )
 
 
-def _refusals_of_loaders(config: Any) -> Iterator[str]:
+def _refusals_of_loaders(config: object) -> Iterator[str]:
     """Yield an error message for each setting of ``accelerator_config`` that reads batches differently than a plan."""
     if getattr(config, "split_batches", False):
         yield (
@@ -130,7 +146,7 @@ def _refusals_of_loaders(config: Any) -> Iterator[str]:
         )
 
 
-def check_trainer(trainer: Any) -> None:
+def check_trainer(trainer: StockTrainer) -> None:
     """Raise if a setting of the launcher or of the model contradicts the plan; called after the Trainer is made.
 
     Raises:
@@ -169,7 +185,7 @@ def check_model(model: nn.Module) -> None:
         raise PlanError(f"the model is quantised ({method}), and its packed weights cannot be sharded; load it without")
 
 
-def check_distributed(model: nn.Module, optimizer: Any, config: ToDistributedConfig, *, trains: bool) -> None:
+def check_distributed(model: nn.Module, optimizer: object, config: ToDistributedConfig, *, trains: bool) -> None:
     """Raise if an optimizer or a plan does not match a model that is already distributed.
 
     Args:
@@ -211,7 +227,7 @@ def check_nothing_thawed(model: nn.Module, trained: Collection[str]) -> None:
         )
 
 
-def renew_options(optimizer: Any, fresh: Any, args: Any) -> None:
+def renew_options(optimizer: Optimizer, fresh: Optimizer, args: TrainingArguments) -> None:
     """Give the groups of a Trainer's optimizer the options of one that was made from the arguments as they are now.
 
     Args:
@@ -235,7 +251,7 @@ def renew_options(optimizer: Any, fresh: Any, args: Any) -> None:
     optimizer.defaults.update(fresh.defaults)
 
 
-def check_run(trainer: Any, runtime: Runtime) -> None:
+def check_run(trainer: StockTrainer, runtime: Runtime) -> None:
     """Raise if an argument of a Trainer gives wrong results under the model's plan.
 
     Raises:
@@ -256,6 +272,6 @@ def check_run(trainer: Any, runtime: Runtime) -> None:
         )
 
 
-def has_own_loss(trainer: Any) -> bool:
+def has_own_loss(trainer: StockTrainer) -> bool:
     """Return whether a Trainer's arguments make it compute the loss from the logits, instead of the model."""
     return trainer.compute_loss_func is not None or trainer.label_smoother is not None

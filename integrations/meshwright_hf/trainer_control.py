@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from meshwright.faults.guard import active_guard
+from meshwright_hf.trainer_checks import StockTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class Control:
     def __init__(self) -> None:
         self._wished: set[str] = set()  # what this rank asked for when the others had already gone on
 
-    def settle(self, control: Any) -> None:
+    def settle(self, control: object) -> None:
         """Change a TrainerControl to what the ranks agree on; every rank makes the call after each step and epoch."""
         guard = active_guard()
         if guard is None:
@@ -41,13 +42,13 @@ class Control:
 class SavesTogether(JITCheckpointCallback):
     """Saves when SIGTERM has reached any rank: after the step, on all ranks, and then ends the training."""
 
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         """Do nothing: the checkpoint is saved after the step."""
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         """Do nothing: the checkpoint is saved after the step."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Ask for a checkpoint and for the end of the training."""
         if self.jit_manager is not None and self.jit_manager.is_checkpoint_requested:
             self.jit_manager.is_checkpoint_requested = False
@@ -56,7 +57,7 @@ class SavesTogether(JITCheckpointCallback):
     on_epoch_end = on_step_end
 
 
-def save_together_on_sigterm(trainer: Any) -> None:
+def save_together_on_sigterm(trainer: StockTrainer) -> None:
     """Replace the callback of ``enable_jit_checkpoint``, which saves on the rank alone that got the signal."""
     callbacks = trainer.callback_handler.callbacks
     for index, stock in enumerate(callbacks):

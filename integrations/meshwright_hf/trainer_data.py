@@ -98,7 +98,7 @@ def evaluated_rows() -> int | None:
     return active.rows if isinstance(active, EvaluationLoader) else None
 
 
-def gather_rows(data: Any, dp: Axis, *, as_objects: bool = False, is_cut: bool = True) -> Any:
+def gather_rows(data: object, dp: Axis, *, as_objects: bool = False, is_cut: bool = True) -> Any:
     """Return the rows of all data-parallel ranks in order, each once, as ``gather_for_metrics`` does.
 
     Args:
@@ -147,5 +147,5 @@ class _Rest(IterableDataset[Any]):
         yield from self._loader
 
 
-def _unchanged(batch: Any) -> Any:
+def _unchanged(batch: object) -> Any:
     return batch

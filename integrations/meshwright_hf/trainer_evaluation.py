@@ -15,6 +15,7 @@ from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.mean_over_ranks import valid_labels
 from meshwright.parallel.uneven_batches import rows_and_labels, said_of_ranks
 from meshwright.roles.adapters import without_wrappers
+from meshwright_hf.trainer_checks import StockTrainer
 from meshwright_hf.trainer_data import evaluated_rows
 from meshwright_hf.trainer_items import ItemsUse
 from meshwright_hf.trl_trainers import evaluated_over
@@ -34,12 +35,12 @@ class EvaluationLoss:
         runtime: the runtime of the trainer's model.
     """
 
-    def __init__(self, trainer: Any, runtime: Runtime):
+    def __init__(self, trainer: StockTrainer, runtime: Runtime):
         self.trainer, self.dp = trainer, runtime.mesh.dp
         self._speaks = all(axis.rank == 0 for axis in (runtime.mesh.dp, *runtime.mesh.of_same_rows))
         self._has_warned = False
 
-    def count(self, inputs: Any) -> Tensor:
+    def count(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the weight (-1: unknown), rows and labels of this rank's batch, before the trainer removes labels."""
         counted = rows_and_labels(inputs if isinstance(inputs, Mapping) else {}, with_mask=True)
         if (rows := evaluated_rows()) is not None:
@@ -84,7 +85,7 @@ class EvaluationLoss:
             )
 
 
-def _smoothed_over(trainer: Any, inputs: Any) -> Tensor | None:
+def _smoothed_over(trainer: StockTrainer, inputs: Mapping[str, Any]) -> Tensor | None:
     """Return how many labels the Trainer's label smoother averages over; None without a label smoother."""
     if trainer.label_smoother is None or trainer.compute_loss_func is not None or "labels" not in inputs:
         return None

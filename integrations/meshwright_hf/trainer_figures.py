@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from transformers import TrainerState
 
 from meshwright.monitor.monitor import Preparation, monitor_of, start_monitor
 from meshwright.optim.runtime import Runtime, Watch
@@ -28,14 +29,14 @@ def show_run(model: nn.Module, runtime: Runtime, config: ToDistributedConfig) ->
         start_monitor(model, runtime, config, Preparation.make(model, config), every=None)
 
 
-def count_from(runtime: Runtime, state: Any) -> None:
+def count_from(runtime: Runtime, state: TrainerState) -> None:
     """Count the steps from those of the Trainer, which may go on from a checkpoint."""
     monitor = monitor_of(runtime)
     if monitor is not None and not monitor.steps.has_begun:
         monitor.resumed(state.global_step, state.max_steps)
 
 
-def figures_for(logs: Mapping[str, Any], runtime: Runtime, state: Any) -> dict[str, float]:
+def figures_for(logs: Mapping[str, Any], runtime: Runtime, state: TrainerState) -> dict[str, float]:
     """Return the figures to add to a log of the training loss, on rank 0; every rank makes the call."""
     monitor = monitor_of(runtime)
     if monitor is None or "loss" not in logs or monitor.steps.steps == 0:

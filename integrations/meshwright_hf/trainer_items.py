@@ -19,8 +19,10 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.collectives import maximum
+from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.stand_in import FACTS, SHAPE, StandIn
 from meshwright.parallel.uneven_batches import UnevenBatches
-from meshwright_hf.trainer_checks import has_own_loss
+from meshwright_hf.trainer_checks import StockTrainer, has_own_loss
 
 
 class ItemsUse:
@@ -38,7 +40,7 @@ class ItemsUse:
         self._is_settled = self._is_passed = self.has_asked_processes = False
 
     @contextlib.contextmanager
-    def of_one_loss(self, trainer: Any, runtime: Runtime) -> Iterator[None]:
+    def of_one_loss(self, trainer: StockTrainer, runtime: Runtime) -> Iterator[None]:
         """Record whether the loss that is computed inside this context reads the count; every rank must enter it.
 
         Raises:
@@ -66,7 +68,7 @@ class ItemsUse:
         if self._agree(trainer, runtime):
             raise ValueError(_DIVIDED.format(type(trainer).__name__) if counts_all else _OWN_COUNT)
 
-    def settle(self, trainer: Any, runtime: Runtime) -> bool:
+    def settle(self, trainer: StockTrainer, runtime: Runtime) -> bool:
         """Return whether the Trainer must multiply the loss by dp; every rank makes the call."""
         self._is_settled = True
         if not _is_of_model(trainer, runtime):
@@ -75,14 +77,14 @@ class ItemsUse:
                 uneven.stop()
         return self.is_divided
 
-    def _agree(self, trainer: Any, runtime: Runtime) -> bool:
+    def _agree(self, trainer: StockTrainer, runtime: Runtime) -> bool:
         # Ranks may differ: a rank without labels may return before it divides.
         flag = torch.tensor(int(self.is_read), device=trainer.args.device)
         for axis in (runtime.mesh.dp, *runtime.mesh.of_same_rows):
             flag = maximum(flag, axis)
         return bool(flag)
 
-    def watch(self, count: Any) -> Any:
+    def watch(self, count: object) -> Any:
         """Return the count as a tensor that records whether its value is read."""
         self._is_passed = count is not None
         if count is None or isinstance(count, _WatchedCount):
@@ -92,7 +94,7 @@ class ItemsUse:
         return watched
 
 
-def _is_of_model(trainer: Any, runtime: Runtime) -> bool:
+def _is_of_model(trainer: StockTrainer, runtime: Runtime) -> bool:
     """Return whether the model divided its known loss by the count, so that it is the loss of the global batch."""
     loss = runtime.features.find(BatchLoss)
     return not has_own_loss(trainer) and loss is not None and loss.mean.used_items is True
@@ -117,33 +119,16 @@ _OWN_COUNT = (
 )
 
 
-class _WatchedCount(Tensor):
+class _WatchedCount(StandIn):
+    FREE = (FACTS | SHAPE | {"is_cuda"}) - {"detach"}
     use: ItemsUse
+    __repr__ = Tensor.__repr__  # type: ignore[assignment]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
-        if name not in _ABOUT:
+    def run(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in cls.FREE:
             for x in tensors_in((args, kwargs)):
                 if isinstance(x, _WatchedCount):
                     x.use.is_read = True
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-# Attributes and methods of a tensor that do not read its value.
-_ABOUT = {
-    "device",
-    "dtype",
-    "shape",
-    "ndim",
-    "is_cuda",
-    "is_leaf",
-    "grad_fn",
-    "requires_grad",
-    "layout",
-    "dim",
-    "as_subclass",
-}
+        with reading_shards():
+            return func(*args, **kwargs)

@@ -13,12 +13,13 @@ from transformers.trainer_pt_utils import LabelSmoother
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.roles.adapters import without_wrappers
+from meshwright_hf.trainer_checks import StockTrainer
 
 # Earlier smoothers average over the labels of one micro-batch, where the model's loss averages over a step's.
 _COUNTS_ITEMS = "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
 
 
-def takes_smoothing(trainer: Any, runtime: Runtime) -> bool:
+def takes_smoothing(trainer: StockTrainer, runtime: Runtime) -> bool:
     """Return whether the model's own loss can smooth labels as the Trainer's label smoother does.
 
     Args:
@@ -37,7 +38,7 @@ def takes_smoothing(trainer: Any, runtime: Runtime) -> bool:
     )
 
 
-def _adds_to_loss(config: Any) -> bool:
+def _adds_to_loss(config: object) -> bool:
     """Return whether a model's forward adds a term to its loss when it gets labels: the Trainer's smoother hides them.
 
     The term is a router's auxiliary loss or the z-loss of Bamba.
@@ -45,7 +46,9 @@ def _adds_to_loss(config: Any) -> bool:
     return bool(getattr(config, "output_router_logits", None) or getattr(config, "z_loss_coefficient", None))
 
 
-def smoothing(trainer: Any, runtime: Runtime, factor: float, inputs: Any) -> AbstractContextManager[None]:
+def smoothing(
+    trainer: StockTrainer, runtime: Runtime, factor: float, inputs: dict[str, Any]
+) -> AbstractContextManager[None]:
     """Let the model's own loss smooth labels inside the context.
 
     Args:

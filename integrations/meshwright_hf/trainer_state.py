@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 import meshwright as mw
@@ -86,7 +87,7 @@ class TrainerProgress:
 _PLACE = record({"epoch": integer(0, MOST_EPOCHS), "samples": integer()}, {"length": integer()})
 
 
-def _loader(value: Any, field: str) -> None:
+def _loader(value: Mapping[str, object], field: str) -> None:
     table(anything)(value, field)
     _PLACE({name: value[name] for name in ("epoch", "samples", "length") if name in value}, field)
 
@@ -201,7 +202,7 @@ def place_in_epoch(loader: dict[str, Any], *, batch: int, accumulation: int) -> 
     return epoch, samples // batch
 
 
-def save_weights(model: Any, directory: str) -> None:
+def save_weights(model: PreTrainedModel, directory: str) -> None:
     """Write one-device weights, and the config if the model has one; every rank makes the call."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(directory)
@@ -218,7 +219,7 @@ def load_weights(model: nn.Module, directory: str) -> None:
 
 
 @torch.no_grad()
-def _load_adapter(model: Any, directory: str) -> None:
+def _load_adapter(model: nn.Module, directory: str) -> None:
     from peft.utils.save_and_load import load_peft_weights  # only a model with adapters needs peft
 
     weights = load_peft_weights(directory, device="cpu")

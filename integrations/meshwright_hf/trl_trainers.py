@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import TrainingArguments
 
 from meshwright.choose.given_plan import given_plan
 from meshwright.errors import PlanError
@@ -18,6 +19,7 @@ from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.mean_over_ranks import valid_labels
 from meshwright.plan.config import ToDistributedConfig
+from meshwright_hf.trainer_checks import StockTrainer
 from meshwright_hf.trainer_data import evaluated_rows
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ _MEANS_OVER_RANKS = {
 }
 
 
-def check_trl(trainer: Any, runtime: Runtime) -> None:
+def check_trl(trainer: StockTrainer, runtime: Runtime) -> None:
     """Raise if a TRL trainer would train wrongly under the model's plan.
 
     Raises:
@@ -63,7 +65,7 @@ def check_trl(trainer: Any, runtime: Runtime) -> None:
         )
 
 
-def evaluated_over(trainer: Any, inputs: Any) -> Tensor | None:
+def evaluated_over(trainer: StockTrainer, inputs: Mapping[str, Any]) -> Tensor | None:
     """Return how many labels or rows this rank's evaluation loss averages over; None if this is unknown.
 
     It is known for those of TRL's trainers that do not divide the loss by the count of all ranks.
@@ -79,7 +81,7 @@ def evaluated_over(trainer: Any, inputs: Any) -> Tensor | None:
     return None if rows is None or not modules & _MEANS_OVER_ROWS else torch.tensor(rows)
 
 
-def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_training: bool) -> None:
+def check_last_batch(trainer: StockTrainer, loader: DataLoader[Any], dp: int, *, is_training: bool) -> None:
     """Raise for an uneven last batch if TRL uses the mean of the ranks' means in the loss; warn if TRL only logs it.
 
     Args:
@@ -113,7 +115,7 @@ def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_train
     logger.warning(message)
 
 
-def _modules_of(trainer: Any) -> set[str]:
+def _modules_of(trainer: StockTrainer) -> set[str]:
     """Return the names of the TRL modules that define the base classes of a trainer."""
     return {kind.__module__.removeprefix("trl.trainer.") for kind in type(trainer).__mro__}
 
@@ -124,7 +126,7 @@ def _generates(kind: type) -> bool:
     return any(name.startswith(("_generate", "generate_on_policy")) for parent in own for name in vars(parent))
 
 
-def with_global_batch(args: Any, config: ToDistributedConfig) -> Any:
+def with_global_batch(args: TrainingArguments, config: ToDistributedConfig) -> Any:
     """Return a copy of KTO's arguments with the global batch size, for pairing the rows of a batch before sharding.
 
     For KTO's KL estimate, one process with a batch that is dp times as large pairs the rows of all data-parallel ranks.
@@ -143,6 +145,6 @@ def with_global_batch(args: Any, config: ToDistributedConfig) -> Any:
     return args
 
 
-def whole_loader(loader: DataLoader[Any], device: Any) -> Any:
+def whole_loader(loader: DataLoader[Any], device: torch.device) -> Any:
     """Return a loader of all rows on every rank, for a pass before sharding (precompute_ref_log_probs)."""
     return prepare_data_loader(loader, device, num_processes=1, process_index=0, put_on_device=True)

@@ -42,7 +42,7 @@ class InAutocast(ChainStep):
     def __init__(self, context: Any):
         self.context = context
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return convert_outputs_to_fp32(self.context(self.method))(*args, **kwargs)
 
 
@@ -78,7 +78,7 @@ class PlannedAccelerator(Accelerator):
         return bool(self.state.is_last_process)
 
     @contextlib.contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
         """Yield this data-parallel rank's part of the inputs; ranks that share a batch get the same part."""
         dp = self._dp()
         if dp is None:
@@ -89,7 +89,7 @@ class PlannedAccelerator(Accelerator):
         with PartialState.split_between_processes(place, inputs, apply_padding=apply_padding) as part:
             yield part
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(self, data_loader: Any, *args: object, **kwargs: object) -> Any:
         """Return a loader on the mesh of the last planned model; without one, prepare it as accelerate does."""
         is_plain = isinstance(data_loader, DataLoader) and not getattr(data_loader, "_is_accelerate_prepared", False)
         if not (is_plain and state.planned_models(self)):
@@ -116,7 +116,9 @@ class PlannedAccelerator(Accelerator):
         self._schedulers.append(planned)
         return planned
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
         """Clip by the global norm and return it; while gradients are being accumulated, do nothing and return None."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         model = self._model_of(parameters)
@@ -124,7 +126,7 @@ class PlannedAccelerator(Accelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         return mw.clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each element of the gradients; do nothing while gradients are being accumulated."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         model = self._model_of(parameters)
@@ -136,14 +138,14 @@ class PlannedAccelerator(Accelerator):
             for gradient, _ in runtime.gradients.counted(runtime.mesh):
                 gradient.clamp_(-clip_value, clip_value)
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: object) -> Any:
         """Return the rows of all data-parallel ranks; rows that several ranks share count once."""
         dp = self._dp()
         if dp is None or not has_only_tensors(tensor):
             return super().gather(tensor)
         return gather_tensors(tensor, dp)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce over the data-parallel ranks; values of ranks that share a batch count once."""
         dp = self._dp()
         if dp is None or not has_only_tensors(tensor):
@@ -178,7 +180,7 @@ class PlannedAccelerator(Accelerator):
         super().log({**figures, **values}, step=step, log_kwargs=log_kwargs or {})
 
     @contextlib.contextmanager
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(self, joinables: Iterable[object], even_batches: bool | None = None) -> Iterator[None]:
         """Do nothing for planned models, since their ranks always take the same number of steps."""
         if any(isinstance(model, nn.Module) and find_runtime(model) is not None for model in joinables):
             yield
@@ -192,7 +194,7 @@ class PlannedAccelerator(Accelerator):
             return super().get_state_dict(model, unwrap)
         return state.PendingState(model) if self._is_saving else mw.full_state_dict(model)
 
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """Return the model itself, since only its forward is wrapped, for mixed precision; compiled or not."""
         if find_runtime(model) is None:
             return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
@@ -201,7 +203,7 @@ class PlannedAccelerator(Accelerator):
             remove_step(plain, step)
         return model if keep_torch_compile else plain
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+    def skip_first_batches(self, dataloader: DataLoader[object], num_batches: int = 0) -> Any:
         """Return the same loader, whose next iteration leaves out the first batches of its epoch."""
         if not isinstance(dataloader, PlannedLoader):
             return super().skip_first_batches(dataloader, num_batches)
@@ -209,7 +211,7 @@ class PlannedAccelerator(Accelerator):
         return dataloader
 
     def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: object
     ) -> Any:
         """Save everything that training needs to resume under any plan; every rank makes the call.
 
@@ -247,7 +249,7 @@ class PlannedAccelerator(Accelerator):
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Resume from a folder of ``save_state``, under this plan or another; every rank makes the call.
 

@@ -60,7 +60,7 @@ def activate(
     known = given_plan(config)
 
     @functools.wraps(make)
-    def make_by_plan(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+    def make_by_plan(self: Accelerator, *args: object, **kwargs: object) -> None:
         make(self, *args, **kwargs)
         become_planned(self, plan=known)  # scripts read num_processes for a schedule, before prepare
 

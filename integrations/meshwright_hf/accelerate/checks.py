@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
@@ -197,7 +196,7 @@ def check_model(accelerator: Accelerator, model: nn.Module) -> None:
         )
 
 
-def check_not_prepared(name: str, value: Any) -> None:
+def check_not_prepared(name: str, value: object) -> None:
     """Raise if accelerate has prepared an optimizer, a loader or a scheduler.
 
     Raises:

@@ -36,13 +36,13 @@ class Accelerator(PlannedAccelerator):
     """
 
     def __init__(
-        self, *args: Any, plan: PlanLike | None = None, config: ToDistributedConfig | None = None, **kwargs: Any
+        self, *args: object, plan: PlanLike | None = None, config: ToDistributedConfig | None = None, **kwargs: object
     ) -> None:
         self._config = config_with(config, plan)
         self._plan = given_plan(self._config)
         super().__init__(*args, **kwargs)
 
-    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+    def prepare(self, *objects: object, device_placement: list[bool] | None = None) -> Any:
         """Distribute a model by the plan, with its optimizer, loaders and schedulers; see ``prepare`` in this package.
 
         Raises:

@@ -132,7 +132,7 @@ def check_loader(loader: DataLoader[Any], dp: int, options: LoaderOptions, *, is
 
 
 def plan_loader(
-    loader: Any, model: nn.Module, options: LoaderOptions, *, is_global: bool, accelerator: Accelerator
+    loader: DataLoader[object], model: nn.Module, options: LoaderOptions, *, is_global: bool, accelerator: Accelerator
 ) -> PlannedLoader:
     """Return a loader on the mesh of a distributed model; every rank makes the call.
 
@@ -153,11 +153,11 @@ def plan_loader(
     return PlannedLoader(loader, inner, runtime.mesh.dp, _batch_size(joined))
 
 
-def _batch_size(loader: Any) -> int | None:
+def _batch_size(loader: DataLoader[object]) -> int | None:
     size = getattr(loader, "batch_size", None)
     return size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
 
 
-def _rows(batch: Any) -> int:
+def _rows(batch: object) -> int:
     """Return the number of rows of a batch: the first size of its first tensor that has dims."""
     return next((x.shape[0] for x in tensors_of(batch) if isinstance(x, Tensor) and x.ndim), 0)

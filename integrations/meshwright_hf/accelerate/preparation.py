@@ -48,7 +48,7 @@ _EVERY = 10  # steps between two measurements for the trackers, if the config ha
 
 
 def prepare(
-    accelerator: Accelerator, *objects: Any, config: ToDistributedConfig | None = None, plan: PlanLike | None = None
+    accelerator: Accelerator, *objects: object, config: ToDistributedConfig | None = None, plan: PlanLike | None = None
 ) -> Any:
     """Distribute a script's objects by a plan, in place of ``accelerator.prepare``; the loop stays as it is.
 
@@ -192,7 +192,7 @@ def _prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Any:
     return result if len(result) != 1 else result[0]
 
 
-def _show(accelerator: Accelerator, model: Any, config: ToDistributedConfig) -> None:
+def _show(accelerator: Accelerator, model: nn.Module, config: ToDistributedConfig) -> None:
     """Measure for the Accelerator's trackers, and show the card, if the config asks for no lines."""
     runtime = runtime_of(model)
     if runtime.features.find(Watch) is None and accelerator.log_with:
@@ -232,7 +232,7 @@ def _no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def _pick_plan(
     accelerator: Accelerator,
-    model: Any,
+    model: nn.Module,
     optimizer: Optimizer | None,
     loaders: Sequence[DataLoader[Any]],
     config: ToDistributedConfig,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
 
 from accelerate.scheduler import AcceleratedScheduler
 from torch.optim.lr_scheduler import LambdaLR
@@ -25,11 +24,11 @@ class PlannedScheduler(AcceleratedScheduler):
         step_with_optimizer: the value of ``Accelerator(step_scheduler_with_optimizer=...)``.
     """
 
-    def __init__(self, scheduler: Any, optimizers: Any, *, batches: int, step_with_optimizer: bool):
+    def __init__(self, scheduler: object, optimizers: object, *, batches: int, step_with_optimizer: bool):
         super().__init__(scheduler, optimizers, step_with_optimizer=step_with_optimizer, split_batches=True)
         self.batches = batches
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """Step the scheduler; with ``step_with_optimizer``, skip it if an optimizer skipped its step."""
         if not (self.step_with_optimizer and self.gradient_state.sync_gradients):
             super().step(*args, **kwargs)

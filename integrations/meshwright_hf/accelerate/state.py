@@ -193,7 +193,7 @@ def planned_models(accelerator: Accelerator) -> list[nn.Module]:
     return [model for model in accelerator._models if find_runtime(model) is not None]
 
 
-def is_new_model(value: Any) -> bool:
+def is_new_model(value: object) -> bool:
     """Return whether this is a model that no Accelerator has prepared."""
     return isinstance(value, nn.Module) and not getattr(value, "_is_accelerate_prepared", False)
 

@@ -243,9 +243,9 @@ def _fill_from_hidden_size(config: dict[str, Any], model: nn.Module) -> None:
         _fill(config, f"zero_optimization.{key}", value)
 
 
-def _fill(config: dict[str, Any], path: str, value: Any) -> None:
+def _fill(config: dict[str, Any], path: str, value: object) -> None:
     *parents, key = path.split(".")
-    section: Any = config
+    section: object = config
     for parent in parents:
         section = section.get(parent) if isinstance(section, dict) else None
     if isinstance(section, dict) and section.get(key) == "auto":

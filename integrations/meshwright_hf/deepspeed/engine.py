@@ -43,7 +43,7 @@ ENGINE = "DeepSpeed"
 
 
 def initialize(
-    args: Any = None,
+    args: object = None,
     model: Any = None,
     optimizer: Optimizer | Callable[..., Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
@@ -143,7 +143,7 @@ def initialize(
     return engine, engine_optimizer, engine_loader if dataloader is None else loader, scheduler
 
 
-def _given_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
+def _given_config(args: object, config: Any, config_params: Any) -> dict[str, Any]:
     of_args = getattr(args, "deepspeed_config", None)
     given = {
         name: value
@@ -160,7 +160,7 @@ def device_of_engine() -> torch.device:
     return device_for(torch.device(get_accelerator().device_name()))
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"initialize takes model=a torch.nn.Module, not {type(model).__name__}")
     if find_runtime(model) is not None:
@@ -176,12 +176,12 @@ def _check_model(model: Any) -> None:
             )
 
 
-def _check_data(training_data: Any, dataloader: Any) -> None:
+def _check_data(training_data: object, dataloader: object) -> None:
     if training_data is not None and dataloader is not None:
         raise PlanError("training_data and dataloader were given; pass the dataset, or the loader of global batches")
 
 
-def _rows(dataloader: Any, plan: ParallelPlan) -> int | None:
+def _rows(dataloader: object, plan: ParallelPlan) -> int | None:
     """Return the number of rows of the loader's batch that a dp rank gets; None if the loader has no batch size."""
     size = getattr(dataloader, "batch_size", None)
     if size is None:
@@ -256,7 +256,7 @@ class _WatchedStep:
     def __init__(self, engine: Any, step: Callable[..., Any], watch: Watch) -> None:
         self._engine, self._step, self._watch = engine, step, watch
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         before = self._engine.global_steps
         result = self._step(*args, **kwargs)
         if self._engine.global_steps > before:
@@ -269,7 +269,7 @@ def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[Any]:
     return GatheredParameters([parameter])
 
 
-def _refuse_16bit(engine: Any, *_: Any, **__: Any) -> None:
+def _refuse_16bit(engine: Any, *_: object, **__: object) -> None:
     raise ValueError(
         f"save_16bit_model would write one rank's shard of tp={engine.mp_world_size} as if it were the model; use "
         "meshwright_hf.deepspeed.save_pretrained(engine, folder), on every rank"

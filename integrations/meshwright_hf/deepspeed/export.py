@@ -27,7 +27,7 @@ def full_state_dict(engine: Any) -> dict[str, Tensor]:
     return state_dict_of(engine.module)
 
 
-def save_pretrained(engine: Any, folder: str | os.PathLike[str], **options: Any) -> None:
+def save_pretrained(engine: Any, folder: str | os.PathLike[str], **options: object) -> None:
     """Write one-device files that ``from_pretrained`` reads, tensor by tensor; every rank makes the call.
 
     DeepSpeed's zero_to_fp32 also makes such a file from a checkpoint, but only for tp=1.

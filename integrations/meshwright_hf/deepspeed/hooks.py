@@ -71,7 +71,7 @@ def deepspeed_mpu(plan: ParallelPlan, options: ToDistributedConfig | None = None
 
 
 def _initialize_by(
-    plan: ParallelPlan, options: ToDistributedConfig | None, *args: Any, mpu: Any = None, **kwargs: Any
+    plan: ParallelPlan, options: ToDistributedConfig | None, *args: Any, mpu: object = None, **kwargs: Any
 ) -> tuple[Any, Any, Any, Any]:
     if mpu is not None:
         raise PlanError("ParallelismConfig.sp_size shards sequences in its own way; leave it out under deepspeed_mpu")
@@ -114,7 +114,7 @@ class DeepSpeedTrainerMixin:
     is_deepspeed_enabled: bool
 
     def __init__(
-        self, *args: Any, plan: ParallelPlan, options: ToDistributedConfig | None = None, **kwargs: Any
+        self, *args: object, plan: ParallelPlan, options: ToDistributedConfig | None = None, **kwargs: object
     ) -> None:
         self._plan = plan
         # The Trainer divides a loss by the global count and multiplies it by dp, since engines average gradients. With
@@ -128,17 +128,17 @@ class DeepSpeedTrainerMixin:
         """Return the number of ranks with the same rows; batch sizes, step counts and the loss scale depend on it."""
         return self._plan.tp
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: object, **kwargs: object) -> Any:
         """See ``Trainer.train``."""
         with deepspeed_mpu(self._plan, self._options):
             return super().train(*args, **kwargs)  # type: ignore[misc]
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, *args: object, **kwargs: object) -> Any:
         """See ``Trainer.evaluate``."""
         with deepspeed_mpu(self._plan, self._options):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, *args: object, **kwargs: object) -> Any:
         """See ``Trainer.predict``; each row is returned tp times."""
         with deepspeed_mpu(self._plan, self._options):
             return super().predict(*args, **kwargs)  # type: ignore[misc]

@@ -62,7 +62,7 @@ def describe_for_universal(model: nn.Module, tp: Axis) -> None:
     }
 
 
-def _vocabulary(model: Any) -> list[nn.Module]:
+def _vocabulary(model: nn.Module) -> list[nn.Module]:
     getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
     found = (getter() for getter in getters if getter is not None)
     return [module for module in found if module is not None]
@@ -126,7 +126,7 @@ def adapt_universal_loading(optimizer: Any, runtime: Runtime) -> None:
     """
     load_states = optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3
 
-    def load_shard(self: Any, folder: str, key: str, param: nn.Parameter) -> Tensor:
+    def load_shard(self: object, folder: str, key: str, param: nn.Parameter) -> Tensor:
         loaded = read_pickle(os.path.join(folder, f"{key}.pt"))
         full = loaded[keys.PARAM] if isinstance(loaded, dict) else loaded
         layout = layout_of(param)

@@ -64,7 +64,7 @@ class AttentionCall:
             return None
         return self.mask.documents
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: object) -> Tensor:
         """Run the function with some options replaced, and return ``[B, S, heads, d]``."""
         with _key_heads(self.module, q.shape[1], k.shape[1]):
             return self.stock(self.module, q, k, v, mask, **{**self.options, **options})[0]
@@ -193,7 +193,7 @@ class _Replay:
         self.outside = self._get()
         self._set(self.state)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._set(self.outside)
 
 

@@ -135,7 +135,7 @@ def _with_own_heads(call: AttentionCall, rank: int, ranks: int) -> AttentionCall
 
 def stock_attention(module: nn.Module) -> tuple[StockAttention, str]:
     """Return the attention function that a module's config names, and that name."""
-    config: Any = module.config
+    config: object = module.config
     implementation = getattr(plain_config(config), "_attn_implementation", None) or "eager"
     functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     if implementation != "eager":
@@ -148,14 +148,14 @@ def stock_attention(module: nn.Module) -> tuple[StockAttention, str]:
     )
 
 
-def plain_config(config: Any) -> Any:
+def plain_config(config: object) -> Any:
     """Return the config below those with local values that name our attention."""
     while isinstance(config, LocalConfig) and _OWNER in vars(config):
         config = vars(config)["_config"]
     return config
 
 
-def attach_attention(decoder: Decoder, attention: Any) -> None:
+def attach_attention(decoder: Decoder, attention: object) -> None:
     """Make the modules of a decoder call ``attention`` in place of their attention function; undone by detaching.
 
     Args:
@@ -167,7 +167,7 @@ def attach_attention(decoder: Decoder, attention: Any) -> None:
     for module in decoder.model.modules():
         config = vars(module).get("config")
         if module not in others and hasattr(config, "_attn_implementation"):
-            local: Any = {"_attn_implementation": NAME, _OWNER: attention}
+            local: dict[str, Any] = {"_attn_implementation": NAME, _OWNER: attention}
             module.config = LocalConfig(plain_config(config), **local)  # type: ignore[assignment]
 
 
@@ -190,7 +190,7 @@ def _register() -> None:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: object
 ) -> tuple[Tensor, None]:
     """Compute attention, with the arguments of transformers' attention functions."""
     owner = getattr(module.config, _OWNER)
@@ -219,8 +219,8 @@ def _mask(
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    config: Any = None,
-    **_: Any,
+    config: object = None,
+    **_: object,
 ) -> ContextMask:
     """Make a mask, with the arguments of transformers' mask functions."""
     chunk = getattr(config, "attention_chunk_size", None)

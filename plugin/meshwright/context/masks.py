@@ -187,7 +187,7 @@ class _Reach:
     is_all: bool = False
 
 
-def _reach_of(function: Any) -> _Reach:
+def _reach_of(function: object) -> _Reach:
     """Return the limits that a mask function sets, from the functions that transformers has combined in it.
 
     Its ``and_masks`` lets through what all of its functions let through, so it is enough that one of them shows a

@@ -165,7 +165,7 @@ def _reshapes(decoder: Decoder) -> bool:
     borders = RegionBorders(decoder)
     borders.begin()
 
-    def cut(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def cut(module: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Any, ...]) -> Any:
         if not borders.has_ended():
             return output
         return output[:, :some] if isinstance(output, Tensor) else (output[0][:, :some], *output[1:])
@@ -188,7 +188,7 @@ def mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ContextMask | None
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, ContextMask)), None)
 
 
-def tensors_in(value: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
+def tensors_in(value: object, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
     """Yield the tensors inside tuples, lists and dicts, each with the keys that lead to it."""
     if isinstance(value, Tensor):
         yield place, value
@@ -200,7 +200,7 @@ def tensors_in(value: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
             yield from tensors_in(item, (*place, name))
 
 
-def map_tensors(change: Callable[[Tensor, Place], Any], value: Any, place: Place = ()) -> Any:
+def map_tensors(change: Callable[[Tensor, Place], Any], value: object, place: Place = ()) -> Any:
     """Return ``value`` with ``change(tensor, keys that lead to it)`` for each tensor inside tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return change(value, place)

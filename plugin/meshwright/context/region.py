@@ -146,7 +146,7 @@ class ContextRegion:
             self._cut[id(x)] = x, parts.take(x, dim)
         return self._cut[id(x)][1]
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Any, ...]) -> Any:
         # A model may apply the norm to its embeddings or inside of layers too.
         if self.length == 0 or not self._borders.has_ended():
             return None

@@ -10,7 +10,7 @@ import copy
 import functools
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from itertools import product
 from typing import Any
@@ -25,7 +25,7 @@ Collate = Callable[[list[Any]], Any]
 DEEPEST = 4  # how deep a generator may be inside a collate function, such as the Trainer's around the user's
 
 
-def row_sizes(batch: Any, held: int) -> tuple[int, list[int]]:
+def row_sizes(batch: object, held: int) -> tuple[int, list[int]]:
     """Return a digest of which tensors of a batch of ``held`` rows have rows, and the sizes of their other dims."""
     found = [(name, x) for name, x in leaves(batch) if isinstance(x, Tensor) and _has_rows(x, held)]
     return zlib.crc32(repr([(name, x.ndim) for name, x in found]).encode()), [n for _, x in found for n in x.shape[1:]]
@@ -45,7 +45,7 @@ def longest(collate: Collate, samples: list[Any], sizes: list[int]) -> list[Any]
     return ordered[:count]
 
 
-def _weight(value: Any) -> int:
+def _weight(value: object) -> int:
     """Return the number of elements of a sample."""
     if isinstance(value, Mapping):
         return sum(map(_weight, value.values()))
@@ -56,7 +56,7 @@ def _weight(value: Any) -> int:
     return len(value) if hasattr(value, "__len__") else 1
 
 
-def padded(collate: Collate, samples: list[Any], alone: Any, others: list[Any]) -> Any:
+def padded(collate: Collate, samples: list[Any], alone: object, others: list[Any]) -> Any:
     """Return a batch with the padding that it has when it is collated together with other samples.
 
     Args:
@@ -86,7 +86,7 @@ def padded(collate: Collate, samples: list[Any], alone: Any, others: list[Any]) 
     return _joined(whole, alone, rows, {key: own for key, (own, _) in taken.items()})
 
 
-def _equal_batches(one: Any, other: Any) -> bool:
+def _equal_batches(one: object, other: object) -> bool:
     pairs = zip(leaves(one), leaves(other), strict=True)
     return all(_equal(x, y) for (_, x), (_, y) in pairs if isinstance(x, Tensor) and isinstance(y, Tensor))
 
@@ -97,7 +97,7 @@ class _Rows:
     def __init__(self, total: int, own: int):
         self.total, self.own = total, own
 
-    def of_list(self, whole: Any, alone: Any) -> bool:
+    def of_list(self, whole: Sized, alone: Sized) -> bool:
         """Return whether a list has one item per row, and ``alone`` is the same list of this rank's rows."""
         return len(whole) == self.total and len(alone) == self.own
 
@@ -114,7 +114,7 @@ class _Rows:
 _DIFFERENT = object()  # in place of a part that has another form in the batch of this rank's rows
 
 
-def _paired(whole: Any, alone: Any, rows: _Rows) -> Iterator[tuple[Any, Any]]:
+def _paired(whole: object, alone: object, rows: _Rows) -> Iterator[tuple[Any, Any]]:
     """Yield the values at the same places of two collated batches that are neither containers nor lists of rows."""
     if isinstance(whole, Mapping) and isinstance(alone, Mapping) and whole.keys() == alone.keys():
         for key, value in whole.items():
@@ -185,7 +185,7 @@ def seeded(collate: Collate, seed: int) -> Iterator[None]:
             z.setstate(drawn)
 
 
-def _generators(value: Any, depth: int) -> Iterator[Any]:
+def _generators(value: object, depth: int) -> Iterator[Any]:
     """Yield the random generators that a callable has: in its attributes, in what it is bound to, and around it."""
     if isinstance(value, Generator | np.random.Generator | random.Random):
         yield value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ ROWS_READ = 16
 _first_seen = WeakIdKeyDictionary()  # the result of the first call of _held for each dataset
 
 
-def outline(dataset: Any) -> str:
+def outline(dataset: Sequence[object]) -> str:
     """Return the class of a dataset and, if it has one, its length."""
     try:
         return f"{type(dataset).__name__} of {len(dataset)}"
@@ -66,7 +66,7 @@ def fingerprint(dataset: Any, *, has_numbers: bool = False) -> str:
     return ", ".join([text, *(f"{name}={value}" for name, value in held.items())])
 
 
-def _held(dataset: Any) -> dict[str, Any]:
+def _held(dataset: object) -> dict[str, Any]:
     """Return a dataset's attributes: digests of those that hold data, and the values of those that are integers.
 
     Later calls for a dataset return the result of the first call, since a dataset may cache and count what is read.
@@ -87,7 +87,7 @@ def _held(dataset: Any) -> dict[str, Any]:
     return held
 
 
-def _data_of(value: Any) -> Any:
+def _data_of(value: object) -> Any:
     """Return an attribute that holds data, or else None. For a dict, return only the entries with data."""
     if isinstance(value, Mapping):
         columns = {key: _data_of(column) for key, column in value.items()}
@@ -95,18 +95,18 @@ def _data_of(value: Any) -> Any:
     return value if _is_data(value) else None
 
 
-def _is_data(value: Any) -> bool:
+def _is_data(value: object) -> bool:
     if isinstance(value, Tensor | np.ndarray):
         return value.ndim > 0
     is_frame = hasattr(type(value), "iloc")
     return is_frame or isinstance(value, list | tuple | range | Dataset) or _is_of_hugging_face(value)
 
 
-def _is_of_hugging_face(value: Any) -> bool:
+def _is_of_hugging_face(value: object) -> bool:
     return hasattr(type(value), "with_format") and hasattr(value, "_fingerprint")
 
 
-def _code(value: Any) -> str:
+def _code(value: object) -> str:
     return f"{digest(_sampled(value)):08x}"
 
 
@@ -135,5 +135,5 @@ def _some(size: int) -> list[int]:
     return sorted({round(i * (size - 1) / (ROWS_READ - 1)) for i in range(ROWS_READ)}) if size else []
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()

@@ -148,15 +148,15 @@ class Portion:
         samples: what ``batch`` was collated from, if the loader needs it to make lengths equal.
     """
 
-    batch: Any
+    batch: object
     total: int
     held: int
     counted: int
     is_whole: bool = False
-    samples: Any = None
+    samples: list[Any] | bytes | None = None
 
     @classmethod
-    def of(cls, share: Share, batch: Any, total: int, samples: Any = None) -> Portion:
+    def of(cls, share: Share, batch: object, total: int, samples: list[Any] | bytes | None = None) -> Portion:
         """Return the portion for a share with the collated rows ``batch``."""
         held = share.high - share.low
         return cls(batch, total, held, share.counted, is_whole=held == total, samples=samples)

@@ -42,7 +42,7 @@ class Target:
 Targets = Target | list[Any]  # a list of Targets for an input that is a list itself
 
 
-def match_targets(meshes: Any, shard_dims: Any, *, is_dataset_splitted: bool = False) -> list[Targets]:
+def match_targets(meshes: object, shard_dims: object, *, is_dataset_splitted: bool = False) -> list[Targets]:
     """Return the target of each input, or a list with a single target for all inputs.
 
     Args:
@@ -87,7 +87,7 @@ def flat(targets: Targets) -> list[Target]:
     return [target for entry in targets for target in flat(entry)]
 
 
-def _match(entries: Sequence[Any], shard_dims: Any) -> list[Targets]:
+def _match(entries: Sequence[Any], shard_dims: object) -> list[Targets]:
     dims = list(shard_dims) if isinstance(shard_dims, list | tuple) else [shard_dims] * len(entries)
     if len(dims) != len(entries):
         raise ValueError(
@@ -103,7 +103,7 @@ def _match(entries: Sequence[Any], shard_dims: Any) -> list[Targets]:
     return matched
 
 
-def _axis_name(mesh: ProcessMesh, dim: Any) -> str | None:
+def _axis_name(mesh: ProcessMesh, dim: object) -> str | None:
     if dim is None:
         return None
     if isinstance(dim, str) and dim in mesh.dim_names:
@@ -152,7 +152,7 @@ class Placer:
                 mesh = self._device_meshes[target.mesh] = target.mesh.to_device_mesh(device_type)
                 accept_plain_tensors(mesh)
 
-    def place(self, batch: Any, portion: Portion) -> Any:
+    def place(self, batch: object, portion: Portion) -> Any:
         """Return the batch with its inputs on their meshes.
 
         Args:
@@ -181,7 +181,7 @@ class Placer:
             return type(batch)(*inputs) if hasattr(batch, "_fields") else type(batch)(inputs)
         raise AssertionError(f"a batch cannot be a {type(batch).__name__}")
 
-    def inputs_of(self, batch: Any) -> Any:
+    def inputs_of(self, batch: object) -> Any:
         """Return the inputs of a batch that are placed on meshes."""
         if self._input_keys is None or not isinstance(batch, Mapping):
             return batch
@@ -194,7 +194,7 @@ class Placer:
             raise ValueError(f"the batch has {what}, but there are {len(self._targets)} meshes; pass one per input")
         return self._targets
 
-    def _place(self, value: Any, targets: Targets, portion: Portion) -> Any:
+    def _place(self, value: object, targets: Targets, portion: Portion) -> Any:
         if isinstance(targets, Target):
             if self._leaves_as_read and not self.as_dtensors:
                 return value

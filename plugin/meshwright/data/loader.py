@@ -387,7 +387,7 @@ class DistributedLoader:
             )
         return without_labels(portion.batch) if portion.is_blank and has_maskable else portion.batch
 
-    def _cannot_share(self, batch: Any, rows: int) -> bool:
+    def _cannot_share(self, batch: object, rows: int) -> bool:
         return rows < self._dp.size and self._blanks == "masked" and not _has_labels(batch)
 
     def _too_few(self, rows: int) -> str:
@@ -396,7 +396,7 @@ class DistributedLoader:
             "'labels' cannot be padded with a row that the loss ignores; set drop_last=True on the loader"
         )
 
-    def _warn_of_the_last_batch(self, batch: Any) -> None:
+    def _warn_of_the_last_batch(self, batch: object) -> None:
         """Warn in an epoch's first step about an error that its last step will raise."""
         least = getattr(self._reader, "least", None)
         if self._steps == 0 and least is not None and self._cannot_share(batch, least):
@@ -408,11 +408,11 @@ def _own_object(x: Tensor) -> Tensor:
     return x.detach() if type(x) is Tensor and not x.requires_grad else x
 
 
-def _has_labels(batch: Any) -> bool:
+def _has_labels(batch: object) -> bool:
     return isinstance(batch, Mapping) and any(isinstance(batch.get(name), Tensor) for name in TARGETS)
 
 
-def without_labels(batch: Any) -> Any:
+def without_labels(batch: object) -> Any:
     """Return a batch with labels that no loss counts; a batch that is not a mapping is returned unchanged."""
     return without_targets(batch) if isinstance(batch, Mapping) else batch
 

@@ -16,7 +16,7 @@ from meshwright.faults.memory_digest import bytes_digest, is_plain
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def fill(value: Any, function: Callable[[Any], Any]) -> Any:
+def fill(value: object, function: Callable[[Any], Any]) -> Any:
     """Return a structure with containers of the same types, and ``function`` applied to every other value."""
     if isinstance(value, Mapping):
         return like(value, {key: fill(item, function) for key, item in value.items()})
@@ -27,7 +27,7 @@ def fill(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+def map_tensors(value: object, function: Callable[[Tensor], Any]) -> Any:
     """Return the same structure with ``function`` applied to its tensors; other values stay as they are."""
     return fill(value, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf)
 
@@ -44,18 +44,19 @@ def like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return out
 
 
-def is_batch(value: Any) -> bool:
+def is_batch(value: object) -> bool:
     """Return whether a collate function may return this value."""
     return isinstance(value, Tensor | Mapping | list | tuple)
 
 
-def why_no_batch(value: Any) -> str | None:
+def why_no_batch(value: object) -> str | None:
     """Return why a value is one sample of a language model, not a batch of them; None if nothing says so."""
     wrap = "wrap the samples: DataLoader(samples, batch_size=8)"
     if isinstance(value, str):
         return f"texts. Tokenize and {wrap}"
-    for name in ("input_ids", "decoder_input_ids") if isinstance(value, Mapping) else ():
-        ids = value.get(name)
+    given = value if isinstance(value, Mapping) else {}
+    for name in ("input_ids", "decoder_input_ids"):
+        ids = given.get(name)
         if isinstance(ids, Tensor) and ids.ndim == 1:
             return f"{name} has the shape {tuple(ids.shape)}, and a batch's would be (rows, {len(ids)}); {wrap}"
         if isinstance(ids, list | tuple) and ids and isinstance(ids[0], int):
@@ -63,7 +64,7 @@ def why_no_batch(value: Any) -> str | None:
     return None
 
 
-def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of everything in a structure that is not a container."""
     if isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -73,12 +74,12 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name or "batch", value
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: object) -> Iterator[Tensor]:
     """Return the tensors of a structure."""
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
-def to_device(value: Any, device: torch.device) -> Any:
+def to_device(value: object, device: torch.device) -> Any:
     """Return the structure with its tensors on ``device``."""
     return map_tensors(value, lambda x: x.to(device, non_blocking=True))
 
@@ -112,11 +113,11 @@ def kind_of(x: Tensor) -> str:
     return "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
 
 
-def digest(value: Any) -> int:
+def digest(value: object) -> int:
     """Return a 32-bit digest of a structure's contents. Different contents have equal digests only by chance."""
     code = 0
     for name, leaf in leaves(value):
-        what: Any = type(leaf).__name__
+        what: object = type(leaf).__name__
         if isinstance(leaf, Tensor):
             what = (leaf.dtype, None if leaf.is_nested else tuple(leaf.shape))
             for part in _stored(leaf):
@@ -141,7 +142,7 @@ def _stored(x: Tensor) -> tuple[Tensor, ...]:
     return x.indices(), x.values()
 
 
-def signature(value: Any) -> str:
+def signature(value: object) -> str:
     """Return a text with the path, dtype and sizes beyond the first dim of each tensor in a structure."""
     found = []
     for name, leaf in leaves(value):

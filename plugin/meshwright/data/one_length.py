@@ -40,8 +40,8 @@ class Collated:
         samples: the samples.
     """
 
-    batch: Any
-    samples: Any
+    batch: object
+    samples: list[Any] | bytes
 
     def pin_memory(self) -> Collated:
         """Pin the batch's tensors; DataLoader calls this on batches of custom types."""
@@ -58,7 +58,7 @@ class KeepingSamples:
         return Collated(self._collate(samples), _sent(samples))
 
 
-def portion_of(share: Share, read: Any, total: int, kind: type[Portion] = Portion) -> Portion:
+def portion_of(share: Share, read: object, total: int, kind: type[Portion] = Portion) -> Portion:
     """Return the portion for a share whose rows a collate function has collated, keeping their samples or not."""
     if isinstance(read, Collated):
         return kind.of(share, read.batch, total, read.samples)
@@ -75,7 +75,7 @@ def _sent(samples: list[Any]) -> Any:
         return samples
 
 
-def pads_by_rank(loader: Any, dp: Axis) -> bool:
+def pads_by_rank(loader: object, dp: Axis) -> bool:
     """Return whether a loader has a collate function that may pad to the longest of the rows that it gets."""
     collate = getattr(loader, "collate_fn", None)
     stacks = any(collate is known or type(collate) is known for known in STACKING)
@@ -129,8 +129,8 @@ class OneLength:
         samples = portion.samples
         if isinstance(samples, bytes):
             samples = unpack(torch.from_numpy(np.frombuffer(bytearray(samples), dtype=np.uint8)))
-        is_sent = samples is not None and self._dp.rank in senders
-        sent = self._objects(longest(self._collate, samples, own) if is_sent else [])
+        is_sender = self._dp.rank in senders
+        sent = self._objects(longest(self._collate, samples, own) if is_sender and samples is not None else [])
         if own == most:
             return portion
         batch = portion.batch
@@ -165,7 +165,7 @@ class OneLength:
     def _numbers(self, own: list[int]) -> list[list[int]]:
         return Peers((self._dp,)).gather(*own) if self._gather is None else self._gather(own)
 
-    def _objects(self, own: Any) -> list[Any]:
+    def _objects(self, own: object) -> list[Any]:
         return gather_objects(own, self._dp) if self._gather is None else self._gather(own)
 
 

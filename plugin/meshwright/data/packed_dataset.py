@@ -177,7 +177,7 @@ def _shown(lengths: Iterable[int], count: int) -> Iterator[int]:
             progress.add(1)
 
 
-def _columns(document: Any) -> tuple[Any, Any]:
+def _columns(document: object) -> tuple[Any, Any]:
     if not isinstance(document, Mapping):
         return document, document
     if "attention_mask" in document and not all(document["attention_mask"]):

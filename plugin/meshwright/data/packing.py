@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -153,6 +153,6 @@ def best_fit(lengths: Sequence[int], length: int) -> list[list[DocumentPiece]]:
     return sorted(map(sorted, rows))
 
 
-def num_tokens(document: Any) -> int:
+def num_tokens(document: Sized) -> int:
     """Return the number of tokens of a document."""
     return len(document["input_ids"] if isinstance(document, Mapping) else document)

@@ -45,7 +45,7 @@ class Peers:
             own = all_gather(own.to(wire_device(group=axis.group)), axis)
         return own.tolist()
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: object) -> Any:
         """Return the leader's value on every peer. If the value is an exception, every peer raises.
 
         Raises:
@@ -125,13 +125,13 @@ def first_ranks(values: list[Any], everyone: Peers) -> list[Any]:
     return received.tolist() if isinstance(received, Tensor) else received
 
 
-def _raised(value: Any) -> Any:
+def _raised(value: object) -> Any:
     if isinstance(value, Exception):
         raise value
     return value
 
 
-def _packed(value: Any) -> Tensor:
+def _packed(value: object) -> Tensor:
     if isinstance(value, Exception):
         return pack((None, f"{type(value).__name__}: {value}"))
     return pack((value, None), "the batch")

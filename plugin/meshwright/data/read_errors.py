@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+
+from torch.utils.data import Dataset
 
 from meshwright.errors import DivergenceError, LoaderError, PeerFailedError
 
@@ -33,23 +34,23 @@ def located(error: Exception, where: str) -> Exception:
     try:
         namespace = {"__module__": kind.__module__, "__str__": LoaderError.__str__}
         made = type(kind.__name__, (kind, LoaderError), namespace)
-        found: Any = made.__new__(made, *error.args)
+        found: LoaderError = made.__new__(made, *error.args)
         found.args = error.args
         found.__dict__.update({name: value for name, value in vars(error).items() if name != "__notes__"})
     except Exception:  # a class that cannot have subclasses, or whose objects need other arguments
         found = LoaderError(*error.args)
     place = ", ".join([where, *getattr(error, "__notes__", ())])
     found.text = f"{place} could not be read: {kind.__name__}" + (f": {error}" if str(error) else "")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
-def name_of(dataset: Any) -> str:
+def name_of(dataset: object) -> str:
     """Return the class of a dataset and, if it says so, the files from which it was made."""
     files = files_of(dataset)
     return f"the {type(dataset).__name__}" + (f" of {', '.join(files[:3])}" if files else "")
 
 
-def files_of(dataset: Any) -> list[str]:
+def files_of(dataset: object) -> list[str]:
     """Return the files of a dataset of ``datasets``: those in its cache, or that its function of a stream reads."""
     if cached := getattr(dataset, "cache_files", None):
         return [entry["filename"] for entry in cached]
@@ -62,7 +63,7 @@ def files_of(dataset: Any) -> list[str]:
     return []
 
 
-def first_failing(dataset: Any, indices: Iterable[Any]) -> Any:
+def first_failing(dataset: Dataset[object], indices: Iterable[int]) -> int | None:
     """Return the first index whose row cannot be read alone; None if all rows can."""
     for index in indices:
         try:

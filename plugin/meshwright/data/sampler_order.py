@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -251,12 +251,12 @@ class Sampling:
             )
 
 
-def split_by(loader: Any) -> str | None:
+def split_by(loader: Iterable[object]) -> str | None:
     """Return a text that says what restricts a loader to this rank's part of the dataset; None if nothing does."""
     dataset: Any = getattr(loader, "dataset", None)
     if getattr(dataset, "_distributed", None) is not None:
         return f"split_dataset_by_node(rank={dataset._distributed.rank}, world_size={dataset._distributed.world_size})"
-    batch_sampler: Any = getattr(loader, "batch_sampler", None)
+    batch_sampler: object = getattr(loader, "batch_sampler", None)
     samplers: list[Any] = [getattr(batch_sampler, "sampler", None), batch_sampler]
     for sampler in samplers:
         if isinstance(sampler, DistributedSampler):

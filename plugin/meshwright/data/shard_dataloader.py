@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.data.readers.stream_shards import has_shards
 from meshwright.faults.guard import active_guard, start_guard
-from meshwright.faults.same_call import Claim, agreed
+from meshwright.faults.same_call import Claim, Result, agreed
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import (
     backend_of_new_groups,
@@ -36,9 +36,9 @@ _NAMES = dict.fromkeys(("mesh", "device_mesh", "process_mesh"), "meshes=") | dic
 @keywords_checked(_NAMES)
 def shard_dataloader(
     dataloader: Iterable[Any] | None = None,
-    meshes: Any = None,
+    meshes: object = None,
     input_keys: Sequence[str] | None = None,
-    shard_dims: Any = None,
+    shard_dims: object = None,
     is_dataset_splitted: bool = False,
     *,
     output: Literal["dtensor", "local"] = "dtensor",
@@ -153,16 +153,15 @@ def shard_dataloader(
             options=options,
         ).claim()
 
-    made: DistributedLoader = _on_all_ranks(make).agree()
-    return made
+    return _on_all_ranks(make).agree()
 
 
-def _on_all_ranks(check: Any) -> Any:
+def _on_all_ranks(check: Callable[[], Claim[Result]]) -> Result:
     """Run a check on every rank and return its result. If the check fails on one rank, all ranks raise."""
     return agreed(check)[0] if dist.is_initialized() else check().result
 
 
-def _check_divides(loader: Any, targets: Sequence[Target]) -> None:
+def _check_divides(loader: object, targets: Sequence[Target]) -> None:
     """Raise if the batch size is not divisible by the size of every sharded axis.
 
     Raises:
@@ -180,7 +179,7 @@ def _check_divides(loader: Any, targets: Sequence[Target]) -> None:
             )
 
 
-def _check_outsiders(loader: Any, targets: Sequence[Target], is_dataset_splitted: bool) -> None:
+def _check_outsiders(loader: Iterable[object], targets: Sequence[Target], is_dataset_splitted: bool) -> None:
     """Raise if some ranks are in no mesh, and only ranks that read the dataset know its rows."""
     outsiders = set(range(world_size())).difference(*(target.mesh.ranks for target in targets))
     if outsiders and (is_dataset_splitted or has_shards(loader)):

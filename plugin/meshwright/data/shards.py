@@ -98,7 +98,7 @@ class DatasetShards:
         return files_of(self._dataset.shard(num_shards=self.num_shards, index=shard))
 
 
-def as_source(dataset: Any) -> ShardedSource:
+def as_source(dataset: object) -> ShardedSource:
     """Return a dataset as a ShardedSource.
 
     Args:
@@ -237,7 +237,7 @@ def _rows(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {name: _own(column[index]) for name, column in batch.items()}
 
 
-def _own(value: Any) -> Any:
+def _own(value: object) -> Any:
     """Return a copy of a view of a decoded batch. The view would keep the batch in memory, and be pickled with it."""
     if isinstance(value, Tensor):
         return value.clone()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from torch.utils.data import DataLoader
 
 from meshwright.data import epoch_order as order
 from meshwright.data.epoch_order import Order, Permutation, Permuted
@@ -45,7 +46,7 @@ class WorkerSeeds:
         self._last: int | None = None
 
     @staticmethod
-    def of(loader: Any) -> WorkerSeeds:
+    def of(loader: DataLoader[Any]) -> WorkerSeeds:
         """Return the worker seeds of a DataLoader."""
         return WorkerSeeds(loader.generator, once=loader.persistent_workers)
 
@@ -258,7 +259,7 @@ def check_generator_state(state: Tensor) -> None:
         raise ValueError("it has values that no generator has")
 
 
-def _is_generator(text: Any) -> bool:
+def _is_generator(text: object) -> bool:
     try:
         return isinstance(text, str) and decoded(text) is not None
     except CheckpointError:

@@ -82,7 +82,7 @@ class ShardedStream:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         *,
         batch_size: int,
         dp: Axis,
@@ -297,7 +297,7 @@ class ShardedStream:
 
 
 @own_collectives()
-def gather_objects(value: Any, axis: Axis) -> list[Any]:
+def gather_objects(value: object, axis: Axis) -> list[Any]:
     """Return the value of every rank of the axis, in order of rank.
 
     Raises:

@@ -97,7 +97,7 @@ def plan_to_complete(
 
 
 def complete(
-    runtime: Runtime, model: Any, optimizer: Optimizer | None, plan: ParallelPlan, *, bucket_bytes: int
+    runtime: Runtime, model: nn.Module, optimizer: Optimizer | None, plan: ParallelPlan, *, bucket_bytes: int
 ) -> None:
     """Bind the optimizer to a distributed model's gradients, and install the plan's additions, without communication.
 
@@ -113,7 +113,7 @@ def complete(
     if optimizer is not None:
         with reading_shards():
             install_gradient_sync(runtime, model, optimizer, zero_stage=plan.zero_stage, bucket_bytes=bucket_bytes)
-    decoder: Any = without_wrappers(model)[1]
+    decoder: nn.Module = without_wrappers(model)[1]
     if plan.has_micro_batches and not before.has_micro_batches:
         runtime.features.get(HookedModules).is_split = True
         if plan.pp == 1:  # a pipeline splits batches itself
@@ -132,7 +132,7 @@ def _check_unchanged(runtime: Runtime, model: nn.Module) -> None:
         )
 
 
-def _may_follow(field: dataclasses.Field[Any], before: ParallelPlan, new: Any, *, has_optimizer: bool) -> bool:
+def _may_follow(field: dataclasses.Field[Any], before: ParallelPlan, new: object, *, has_optimizer: bool) -> bool:
     """Return whether a field of the plan may still change after the model was distributed by the plan ``before``."""
     old = getattr(before, field.name)
     if field.name == "zero_stage":

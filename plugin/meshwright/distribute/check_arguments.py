@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,7 +20,7 @@ from meshwright.plan.foreign_names import NO_SCALER
 CALL = "to_distributed(model, optimizer, dataloader, plan=...)"
 
 
-def check_arguments(model: Any, optimizer: Any, dataloader: Any) -> None:
+def check_arguments(model: object, optimizer: object, dataloader: object) -> None:
     """Check the types of the arguments, but not whether the arguments fit each other.
 
     Raises:
@@ -104,7 +103,7 @@ def is_quantised(model: nn.Module) -> bool:
     return bool(getattr(model, "is_quantized", False)) or getattr(model, "hf_quantizer", None) is not None
 
 
-def _no_model(model: Any) -> str:
+def _no_model(model: object) -> str:
     must = "model must be a torch.nn.Module"
     if isinstance(model, type) and issubclass(model, nn.Module):
         return f"{must}, not the class {model.__name__}; make one: model = {model.__name__}(config)"
@@ -119,7 +118,7 @@ def _no_model(model: Any) -> str:
     return f"{must}, not a {type(model).__name__}; the order is {CALL}"
 
 
-def _no_optimizer(optimizer: Any, dataloader: Any) -> str:
+def _no_optimizer(optimizer: object, dataloader: object) -> str:
     must = "optimizer must be a torch.optim.Optimizer"
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         return f"{must}, not the class {optimizer.__name__}; make one: {optimizer.__name__}(model.parameters(), lr=...)"
@@ -145,12 +144,12 @@ def _no_optimizer(optimizer: Any, dataloader: Any) -> str:
     return f"{must}, not a {type(optimizer).__name__}; the order is {CALL}"
 
 
-def is_scaler(value: Any) -> bool:
+def is_scaler(value: object) -> bool:
     """Return whether a value is a GradScaler of torch, or of a subclass such as FSDP's."""
     return any(kind.__name__ == "GradScaler" for kind in type(value).__mro__)
 
 
-def _check_loader(loader: Any) -> None:
+def _check_loader(loader: object) -> None:
     must = "dataloader must yield batches"
     kind = type(loader)
     if isinstance(loader, DistributedLoader):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from meshwright.context.record import ContextRecord, record_context
 from meshwright.context.token_wise import check_token_wise
 from meshwright.distribute.check_arguments import explained
 from meshwright.errors import PlanError
+from meshwright.faults.guard import Guard
 from meshwright.features.build import Build
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
@@ -78,12 +78,12 @@ def context_of(structure: Decoder | None, plan: ParallelPlan) -> ContextRecord |
 
 
 def build_on_fake_rank(
-    model: Any,
+    model: nn.Module,
     plan: ParallelPlan,
     *,
     config: ToDistributedConfig | None = None,
     device: str = "cpu",
-    guard: Any = None,
+    guard: Guard | None = None,
 ) -> Build:
     """Decide what ``to_distributed`` would decide on this rank of a fake world, in which no guard meets others."""
     decoder = without_wrappers(model)[1]

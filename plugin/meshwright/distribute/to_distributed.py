@@ -122,7 +122,7 @@ def to_distributed(
 
 
 def _distribute(
-    model: Any,
+    model: nn.Module,
     optimizer: Optimizer | None,
     dataloader: Iterable[Any] | None,
     device_num: int | None,
@@ -237,7 +237,7 @@ def _warn_of_float16(model: nn.Module) -> None:
 
 
 def _complete(
-    model: Any,
+    model: nn.Module,
     runtime: Runtime,
     optimizer: Optimizer | None,
     dataloader: Iterable[Any] | None,

@@ -134,7 +134,7 @@ class StaticStep:
         self.model.eval()
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
         """Run one step.
 
         Raises:
@@ -231,7 +231,7 @@ def _compiled(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
     return partial(_with_eager_fallback, compiled)
 
 
-def _with_eager_fallback(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_eager_fallback(compiled: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Call a compiled program of DTensors; what torch.compile cannot trace runs eagerly, and torch logs this.
 
     An example is a forward pass that moves a tensor to a mesh without this rank.
@@ -263,7 +263,7 @@ def _on_every_rank(loss: Tensor) -> Tensor:
     return reshard(loss, world, [Replicate()]).to_local()
 
 
-def _check(model: Any, loader: Any, loss: Any, optimizer: Any) -> None:
+def _check(model: object, loader: object, loss: object, optimizer: object) -> None:
     order = "the order is to_static(model, loader, loss, optimizer)"
     if not isinstance(model, nn.Module):
         raise PlanError(f"model must be a torch.nn.Module, not a {type(model).__name__}; {order}")

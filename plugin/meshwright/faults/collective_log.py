@@ -102,7 +102,7 @@ def describe(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     """
     # Only a gather's inputs and a scatter's outputs exist on every rank. The ranks' shares of an
     # all-to-all differ by design, and an all-gather's inputs are described by its outputs.
-    chosen: Any = args[1:2] if operation == "gather" else args[:1] if operation in ("scatter", "allgather") else args
+    chosen: object = args[1:2] if operation == "gather" else args[:1] if operation in ("scatter", "allgather") else args
     reduction = root = None
     if operation not in _WITHOUT_SETTINGS:
         options = kwargs.get("opts", args[-1] if args else None)
@@ -137,12 +137,12 @@ def _text(
     return f"{name} of {listed}" if listed else name
 
 
-def describe_tensors(tensors: Any) -> str:
+def describe_tensors(tensors: object) -> str:
     """Return the dtypes and shapes of tensors as text."""
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in _tensors(tensors))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if not isinstance(value, (list, tuple)):

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 
 class Ending(Protocol):
@@ -50,7 +50,7 @@ def install(guard: Callable[[], Ending | None]) -> None:
         if watching is not None:
             watching.end_silent()
 
-    def leave_with(code: Any = None, /) -> NoReturn:
+    def leave_with(code: str | int | None = None, /) -> NoReturn:
         watching = guard()
         if watching is not None and code not in (None, 0) and threading.current_thread() is threading.main_thread():
             watching.leave_by(f"sys.exit({code!r})", sys.exc_info()[1])

@@ -8,7 +8,6 @@ the error.
 from __future__ import annotations
 
 import datetime
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ def set_timeouts(timeout: float) -> None:
         set_timeout(group, timeout)
 
 
-def set_timeout(group: Any, timeout: float) -> None:
+def set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
     """Set the timeout of a process group whose collectives raise, and let NCCL's watchdog wait for longer than that.
 
     The watchdog's time is never shortened, since the program may have chosen it for a group of its own.
@@ -40,5 +39,5 @@ def set_timeout(group: Any, timeout: float) -> None:
             backend._set_default_timeout(watchdog)
 
 
-def _devices(group: Any) -> list[torch.device]:
+def _devices(group: dist.ProcessGroup) -> list[torch.device]:
     return [device for device in group._device_types if device.type in ("cpu", "cuda")]

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults import exit_hooks, interpose, main_thread
@@ -129,7 +130,7 @@ class Guard:
         """Why another rank has failed, also after the program has left the process group; None if none has."""
         return self._cause
 
-    def begin_step(self, group: Any = None) -> None:
+    def begin_step(self, group: dist.ProcessGroup | None = None) -> None:
         """Count a step, which begins with a forward pass in training.
 
         Args:
@@ -140,7 +141,7 @@ class Guard:
             self._steps[frozenset(dist.get_process_group_ranks(group))] += 1
         self.trace.begin("forward")
 
-    def meet(self, place: str, group: Any, *statements: Statement) -> None:
+    def meet(self, place: str, group: dist.ProcessGroup | None, *statements: Statement) -> None:
         """Wait for the ranks of a group. All must be at the same place and have issued the same collectives.
 
         Args:
@@ -165,7 +166,7 @@ class Guard:
             raise self._diverged(ranks, finding, *details)
         self._agreed[place, ranks] = self.step
 
-    def agree(self, place: str, *texts: str, group: Any = None) -> bool:
+    def agree(self, place: str, *texts: str, group: dist.ProcessGroup | None = None) -> bool:
         """Wait for the ranks of a group as :meth:`meet` does, and return whether they agree instead of raising.
 
         Args:
@@ -234,7 +235,9 @@ class Guard:
         step = self._agreed.get((place, ranks))
         return "" if step is None else f"They agreed for the last time in step {step}."
 
-    def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def collective(
+        self, group: dist.ProcessGroup, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Record a collective. If it is the program's own, compare it with the other ranks (see interpose.Observer)."""
         is_own = interpose.is_own()
         # A second thread (such as an asynchronous checkpoint) has its own order, and must not wait for the main thread.
@@ -251,7 +254,7 @@ class Guard:
         if finding is not None:
             raise self._diverged(ranks, finding)
 
-    def send(self, group: Any, tensors: Any, to: int, tag: int) -> None:
+    def send(self, group: dist.ProcessGroup, tensors: list[Tensor], to: int, tag: int) -> None:
         """Announce one of the program's own sends to the hub."""
         if self.is_current:
             ranks = dist.get_process_group_ranks(group)
@@ -259,7 +262,7 @@ class Guard:
             self.trace.begin(f"send of {what} to rank {ranks[to]}")
             self._link.announce({"kind": "send", "to": ranks[to], "slot": f"{group.group_name}/{tag}", "what": what})
 
-    def receive(self, group: Any, tensors: Any, source: int, tag: int, *, waits: bool) -> None:
+    def receive(self, group: dist.ProcessGroup, tensors: list[Tensor], source: int, tag: int, *, waits: bool) -> None:
         """Compare a receive of the program with the send that it belongs to."""
         if not self.is_current:
             return
@@ -273,7 +276,7 @@ class Guard:
         elif (finding := self._answer(message, (self._rank, ranks[source]))) is not None:
             raise self._diverged((self._rank, ranks[source]), finding)
 
-    def post(self, topic: str, value: Any) -> None:
+    def post(self, topic: str, value: object) -> None:
         """Send rank 0 a value that JSON can hold, without waiting; see ``take_posted``."""
         if self.is_current:
             self._link.announce({"kind": "post", "topic": topic, "value": value})
@@ -404,7 +407,7 @@ class Guard:
     def _first_difference(self, ranks: tuple[int, ...]) -> str | None:
         return first_difference(self._exchange(ranks, self.trace.of(ranks).recent()))
 
-    def _exchange(self, ranks: tuple[int, ...], value: Any) -> dict[str, Any]:
+    def _exchange(self, ranks: tuple[int, ...], value: object) -> dict[str, Any]:
         """Return each rank's value, by the rank's name; an empty dict if not all ranks make this call."""
         # Each text contains the rank, since the referee returns only texts that differ.
         said = json.dumps({"rank": self._rank, "said": value})

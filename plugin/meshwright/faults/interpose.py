@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 COLLECTIVES = (
     "allreduce",
@@ -45,13 +46,15 @@ _R = TypeVar("_R")
 class Observer(Protocol):
     """The interface of an observer, which the wrapped methods call."""
 
-    def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def collective(
+        self, group: dist.ProcessGroup, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Observe a collective before it starts; raise if the ranks do not agree."""
 
-    def send(self, group: Any, tensors: Any, to: int, tag: int) -> None:
+    def send(self, group: dist.ProcessGroup, tensors: list[Tensor], to: int, tag: int) -> None:
         """Observe a send before it starts."""
 
-    def receive(self, group: Any, tensors: Any, source: int, tag: int, *, waits: bool) -> None:
+    def receive(self, group: dist.ProcessGroup, tensors: list[Tensor], source: int, tag: int, *, waits: bool) -> None:
         """Observe a receive before it starts; raise if it does not fit the send."""
 
     def explain(self, error: RuntimeError) -> RuntimeError:
@@ -130,7 +133,7 @@ def observe(observer: Observer | None) -> None:
 
 def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         try:
             return method(*args, **kwargs)
         except RuntimeError as error:
@@ -153,7 +156,7 @@ def _raise_explained(error: RuntimeError) -> NoReturn:
 # each collective of a layer.
 def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         begun = time.perf_counter()
         try:
             return method(*args, **kwargs)
@@ -167,7 +170,7 @@ def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _observed_collective(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(group: dist.ProcessGroup, *args: object, **kwargs: object) -> Any:
         if _observer is None:
             return method(group, *args, **kwargs)
         _observer.collective(group, name, args, kwargs)
@@ -183,7 +186,7 @@ def _observed_send(method: Callable[..., Any]) -> Callable[..., Any]:
     start = _explained(method)
 
     @functools.wraps(method)
-    def call(group: Any, tensors: Any, to: int, tag: int) -> Any:
+    def call(group: dist.ProcessGroup, tensors: list[Tensor], to: int, tag: int) -> Any:
         if _observer is not None and not _state.depth:
             _observer.send(group, tensors, to, tag)
         return start(group, tensors, to, tag)
@@ -195,7 +198,7 @@ def _observed_receive(method: Callable[..., Any]) -> Callable[..., Any]:
     start = _explained(method)
 
     @functools.wraps(method)
-    def call(group: Any, tensors: Any, source: int, tag: int) -> Any:
+    def call(group: dist.ProcessGroup, tensors: list[Tensor], source: int, tag: int) -> Any:
         if _observer is not None and not _state.depth:
             _observer.receive(group, tensors, source, tag, waits=_is_blocking())
         return start(group, tensors, source, tag)

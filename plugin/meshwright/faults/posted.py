@@ -20,7 +20,7 @@ class Posted:
         self._changed = threading.Condition()
         self._values: dict[str, dict[int, Any]] = {}
 
-    def add(self, rank: int, *, topic: str, value: Any) -> None:
+    def add(self, rank: int, *, topic: str, value: object) -> None:
         """Add a rank's value."""
         with self._changed:
             self._values.setdefault(topic, {})[rank] = value

@@ -34,7 +34,7 @@ class Member:
     heard: float
     status: str = "starting"
     waits_for: tuple[int, ...] = ()  # the ranks of the collective in which it waits
-    process: Any = None  # identifies the rank's process (see siblings.py)
+    process: object = None  # identifies the rank's process (see siblings.py)
     gone: str | None = None  # how the rank ended
     is_silent: bool = False
 
@@ -62,7 +62,7 @@ class Referee:
         self._meetings = Meetings()
         self._mail: defaultdict[tuple[int, int, str], Mailbox] = defaultdict(Mailbox)
 
-    def join(self, rank: int, name: str, now: float, process: Any = None) -> None:
+    def join(self, rank: int, name: str, now: float, process: object = None) -> None:
         """Record that a rank has connected. Messages call the rank ``name``."""
         self._members[rank] = Member(name, now, process=process)
         self._gone.discard(rank)

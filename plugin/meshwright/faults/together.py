@@ -53,7 +53,7 @@ def succeed_together(step: Callable[[], T], meeting: Exchange | None = None) -> 
 
 
 def exchange_together(
-    step: Callable[[], tuple[T, str]], meeting: Exchange | None = None, *, group: Any = None
+    step: Callable[[], tuple[T, str]], meeting: Exchange | None = None, *, group: dist.ProcessGroup | None = None
 ) -> tuple[T, list[str]]:
     """Run a step without communication on every rank, and exchange the ranks' texts.
 
@@ -97,7 +97,7 @@ def on_first_rank(step: Callable[[], T], meeting: Exchange | None = None) -> T:
     return json.loads(received)  # type: ignore[no-any-return]
 
 
-def texts_of_all(text: str, group: Any = None) -> list[str]:
+def texts_of_all(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """Return the text of every rank of a group, in their order; every rank of the group must make the call."""
     if not dist.is_initialized():
         return [text]
@@ -107,7 +107,7 @@ def texts_of_all(text: str, group: Any = None) -> list[str]:
     return [json.loads(bytes(other.numpy()) or '""') for other in _bytes_of_all(own, group)]
 
 
-def values_of_all(value: Any, group: Any = None) -> list[Any]:
+def values_of_all(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the value of every rank of a group, in their order; every rank of the group must make the call.
 
     Args:
@@ -131,7 +131,7 @@ def values_of_all(value: Any, group: Any = None) -> list[Any]:
     return [other for other, _ in received]
 
 
-def _bytes_of_all(own: Tensor, group: Any) -> list[Tensor]:
+def _bytes_of_all(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the bytes of every rank of a group, on the CPU."""
     device = wire_device(group=group)
     size = torch.tensor([len(own)], device=device)

@@ -33,7 +33,7 @@ def class_named(module: str, name: str) -> type:
     Raises:
         ValueError: the module is not loaded, or has no such class.
     """
-    found: Any = sys.modules.get(module)
+    found: object = sys.modules.get(module)
     for part in name.split("."):
         # Not getattr, which in some modules imports others.
         found = vars(found).get(part) if isinstance(found, type | types.ModuleType) else None
@@ -54,7 +54,7 @@ def contents_of(value: Any) -> list[Any] | dict[Any, Any]:
             return []
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, Any]:
     """Return the attributes of an instance, by name."""
     found = dict(getattr(value, "__dict__", {}))
     for name, slot in _slots(type(value)).items():

@@ -13,7 +13,7 @@ import decimal
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class UnsupportedValue(ValueError):
     """A value has a type that cannot be packed."""
 
 
-def pack(value: Any, name: str = "value") -> Tensor:
+def pack(value: object, name: str = "value") -> Tensor:
     """Return a value as a uint8 tensor on the CPU, from which ``unpack`` makes an equal value.
 
     Numbers, text, bytes, None, lists, tuples, sets, dicts, tensors of any layout, NumPy arrays, PIL images, dates,
@@ -144,7 +144,7 @@ class _Writer:
             return {"text": [_KIND_OF[kind], _TEXTS[_KIND_OF[kind]][1](value)]}
         return self._other(value, name, depth)
 
-    def _items(self, values: Any, name: str, depth: int) -> list[Any]:
+    def _items(self, values: Iterable[object], name: str, depth: int) -> list[Any]:
         return [self.encode(item, f"{name}[{number}]", depth + 1) for number, item in enumerate(values)]
 
     def _pairs(self, values: Mapping[Any, Any], name: str, depth: int) -> list[Any]:
@@ -152,7 +152,7 @@ class _Writer:
             [self._key(key, name, depth), self.encode(x, f"{name}[{key!r}]", depth + 1)] for key, x in values.items()
         ]
 
-    def _key(self, key: Any, name: str, depth: int) -> Any:
+    def _key(self, key: object, name: str, depth: int) -> Any:
         if not _is_key(key):
             raise UnsupportedValue(f"a key of {_cut(name)} is a {type(key).__name__}; use text or numbers as keys")
         return self.encode(key, f"a key of {name}", depth + 1)
@@ -184,7 +184,7 @@ class _Writer:
             raise UnsupportedValue(f"{_cut(name)} is a tensor of the layout {x.layout}, which {_ADVICE}")
         return {"tensor": [str(x.dtype), list(x.shape), self.add(x.contiguous().reshape(-1).view(torch.uint8))]}
 
-    def _array(self, value: Any, name: str, depth: int) -> Any:
+    def _array(self, value: object, name: str, depth: int) -> Any:
         is_scalar = isinstance(value, np.generic)
         array = np.asarray(value)
         if isinstance(value, np.ma.MaskedArray) or array.dtype.kind not in "biufcSUMmO":
@@ -234,7 +234,7 @@ class _Reader:
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
 
-    def decode(self, said: Any) -> Any:
+    def decode(self, said: object) -> Any:
         if isinstance(said, list):
             return [self.decode(item) for item in said]
         if not isinstance(said, dict):
@@ -242,73 +242,73 @@ class _Reader:
         ((kind, body),) = said.items()
         return getattr(self, f"_read_{kind}")(body)
 
-    def _key(self, said: Any) -> Any:
+    def _key(self, said: object) -> Any:
         key = self.decode(said)
         if not _is_key(key):
             raise ValueError(f"a packed value has a {type(key).__name__} as key")
         return key
 
-    def _bytes(self, place: Any) -> Tensor:
+    def _bytes(self, place: list[int]) -> Tensor:
         start, length = place
         if not (type(start) is int and type(length) is int and 0 <= start <= start + length <= len(self._memory)):
             raise ValueError(f"a packed value refers to bytes {start} to {start + length} of {len(self._memory)}")
         return self._memory[start : start + length].clone()
 
-    def _read_int(self, body: Any) -> int:
+    def _read_int(self, body: str) -> int:
         return int(body, 16)
 
-    def _read_tuple(self, body: Any) -> tuple[Any, ...]:
+    def _read_tuple(self, body: list[Any]) -> tuple[Any, ...]:
         return tuple(map(self.decode, body))
 
-    def _read_set(self, body: Any) -> set[Any]:
+    def _read_set(self, body: list[Any]) -> set[Any]:
         return set(map(self._key, body))
 
-    def _read_frozenset(self, body: Any) -> frozenset[Any]:
+    def _read_frozenset(self, body: list[Any]) -> frozenset[Any]:
         return frozenset(map(self._key, body))
 
-    def _read_dict(self, body: Any) -> dict[Any, Any]:
+    def _read_dict(self, body: list[Any]) -> dict[Any, Any]:
         return {self._key(key): self.decode(item) for key, item in body}
 
-    def _read_defaultdict(self, body: Any) -> dict[Any, Any]:
+    def _read_defaultdict(self, body: list[Any]) -> dict[Any, Any]:
         factory, pairs = body
         return collections.defaultdict(_FACTORIES[factory], self._read_dict(pairs))
 
-    def _read_bytes(self, body: Any) -> bytes:
+    def _read_bytes(self, body: list[int]) -> bytes:
         return self._bytes(body).numpy().tobytes()
 
-    def _read_bytearray(self, body: Any) -> bytearray:
+    def _read_bytearray(self, body: list[int]) -> bytearray:
         return bytearray(self._read_bytes(body))
 
-    def _read_floats(self, body: Any) -> Any:
+    def _read_floats(self, body: list[int]) -> Any:
         return self._bytes(body).view(torch.float64).tolist()
 
-    def _read_ints(self, body: Any) -> Any:
+    def _read_ints(self, body: list[int]) -> Any:
         return self._bytes(body).view(torch.int64).tolist()
 
-    def _read_tensor(self, body: Any) -> Tensor:
+    def _read_tensor(self, body: list[Any]) -> Tensor:
         dtype, shape, place = body
         raw = self._bytes(place)
         return (raw.view(_DTYPES[dtype]) if len(raw) else torch.empty(0, dtype=_DTYPES[dtype])).reshape(_sizes(shape))
 
-    def _read_nested(self, body: Any) -> Tensor:
+    def _read_nested(self, body: list[Any]) -> Tensor:
         layout, parts = body
         return torch.nested.nested_tensor(self.decode(parts), layout=_LAYOUTS[layout])
 
-    def _read_compressed(self, body: Any) -> Tensor:
+    def _read_compressed(self, body: list[Any]) -> Tensor:
         layout, shape, parts = body
         outer, inner, values = self.decode(parts)
         return torch.sparse_compressed_tensor(
             outer, inner, values, _sizes(shape), layout=_LAYOUTS[layout], check_invariants=True
         )
 
-    def _read_coo(self, body: Any) -> Tensor:
+    def _read_coo(self, body: list[Any]) -> Tensor:
         shape, is_coalesced, parts = body
         indices, values = self.decode(parts)
         return torch.sparse_coo_tensor(
             indices, values, _sizes(shape), is_coalesced=bool(is_coalesced), check_invariants=True
         )
 
-    def _read_array(self, body: Any) -> Any:
+    def _read_array(self, body: list[Any]) -> Any:
         dtype, shape, is_scalar, place = body
         found = np.dtype(dtype)
         if found.kind not in "biufcSUMm":
@@ -316,30 +316,30 @@ class _Reader:
         array = np.frombuffer(self._bytes(place).numpy().tobytes(), dtype=found).reshape(_sizes(shape)).copy()
         return array[()] if is_scalar else array
 
-    def _read_objects(self, body: Any) -> Any:
+    def _read_objects(self, body: list[Any]) -> Any:
         shape, items = body
         array = np.empty(len(items), dtype=object)
         for number, item in enumerate(items):
             array[number] = self.decode(item)
         return array.reshape(_sizes(shape))
 
-    def _read_text(self, body: Any) -> Any:
+    def _read_text(self, body: list[Any]) -> Any:
         kind, text = body
         return _TEXTS[kind][2](text)
 
-    def _read_complex(self, body: Any) -> complex:
+    def _read_complex(self, body: list[Any]) -> complex:
         return complex(*body)
 
-    def _read_range(self, body: Any) -> range:
+    def _read_range(self, body: list[Any]) -> range:
         return range(*body)
 
-    def _read_size(self, body: Any) -> torch.Size:
+    def _read_size(self, body: list[Any]) -> torch.Size:
         return torch.Size(body)
 
-    def _read_timedelta(self, body: Any) -> datetime.timedelta:
+    def _read_timedelta(self, body: list[Any]) -> datetime.timedelta:
         return datetime.timedelta(*body)
 
-    def _read_image(self, body: Any) -> Any:
+    def _read_image(self, body: list[Any]) -> Any:
         from PIL import Image
 
         mode, size, place, palette = body
@@ -353,7 +353,7 @@ class _Reader:
             image.putpalette(palette)
         return image
 
-    def _read_object(self, body: Any) -> Any:
+    def _read_object(self, body: list[Any]) -> Any:
         module, name, is_table, items, attributes = body
         contents = [(self._key(key), self.decode(x)) for key, x in items] if is_table else self.decode(items)
         return built(class_named(module, name), contents, {key: self.decode(x) for key, x in attributes.items()})
@@ -376,12 +376,12 @@ def _is_key(value: Any) -> bool:
     return type(value).__module__ in ("builtins", "numpy", "datetime", "decimal", "torch")
 
 
-def _is_image(value: Any) -> bool:
+def _is_image(value: object) -> bool:
     image = sys.modules.get("PIL.Image")
     return image is not None and isinstance(value, image.Image)
 
 
-def _sizes(shape: Any) -> list[int]:
+def _sizes(shape: list[int]) -> list[int]:
     if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) >= 2**62:
         raise ValueError(f"a packed value has the shape {shape}")
     return list(shape)

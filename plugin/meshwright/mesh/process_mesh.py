@@ -64,7 +64,7 @@ class ProcessMesh:
         ProcessMesh([2, 3], dim_names=('tp',))
     """
 
-    def __init__(self, ranks: Any, dim_names: Sequence[str] | None = None) -> None:
+    def __init__(self, ranks: object, dim_names: Sequence[str] | None = None) -> None:
         self._shape, self._ranks = flatten(ranks)
         if dim_names is None:
             dim_names = [f"d{axis}" for axis in range(len(self._shape))]

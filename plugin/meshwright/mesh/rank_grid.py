@@ -12,7 +12,7 @@ _EDGE = 4  # indices shown at each end of a long axis
 _LONG = 16  # an axis up to this size is shown whole
 
 
-def flatten(ranks: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def flatten(ranks: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape and the row-major ranks of nested sequences, a tensor or an array.
 
     Raises:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.choose.picked_plan import cluster_at_hand, describe_model
@@ -45,7 +45,7 @@ class Machine:
     logits: Logits = "chunked"
 
     @classmethod
-    def find(cls, model: Any, config: ToDistributedConfig) -> Machine:
+    def find(cls, model: nn.Module, config: ToDistributedConfig) -> Machine:
         """Describe the model and the devices at hand, without communication.
 
         Raises:

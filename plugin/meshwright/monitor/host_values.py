@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ class HostValues:
         # Copied now, since the program may change a learning rate that is a tensor.
         self._known = {name: None if x is None else float(x) for name, x in scalars.items() if name not in on_device}
         self._names = list(on_device)
-        self._event: Any = None
+        self._event: torch.Event | None = None
         if on_device:
             flat = torch.stack([value.reshape(()).double() for value in on_device.values()])
             self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)

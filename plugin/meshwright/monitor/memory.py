@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -119,7 +119,7 @@ def held_memory(model: nn.Module, optimizer: Optimizer | None, runtime: Runtime)
     return HeldMemory(weights=weights, gradients=gradients, optimizer=kept, rest=rest, peak=peak)
 
 
-def _leaves(state: Any) -> Iterable[Any]:
+def _leaves(state: Mapping[str, object]) -> Iterable[Any]:
     return state.values() if isinstance(state, dict) else ()
 
 

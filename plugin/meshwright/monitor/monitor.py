@@ -132,7 +132,7 @@ class Monitor(Watch):
     def saw_loss(self, loss: Tensor) -> None:
         self.steps.saw_loss(loss)
 
-    def end_step(self, *, lr: float | None, norm: Any) -> None:
+    def end_step(self, *, lr: float | None, norm: Tensor | None) -> None:
         self.steps.end_step(lr=lr, norm=norm)
 
     def resumed(self, step: int, max_steps: int | None = None) -> None:
@@ -188,7 +188,7 @@ class Monitor(Watch):
         step = self._first_step + count
         return count in (1, _COMPARED) or step % self.every == 0 or step == self._max_steps
 
-    def _end_interval(self, loss: Tensor | None, norm: Tensor | None, lr: Any) -> None:
+    def _end_interval(self, loss: Tensor | None, norm: Tensor | None, lr: Tensor | float | None) -> None:
         self._send(HostValues({"loss": loss, "norm": norm, "lr": lr} if _rank() == 0 else {}))
 
     def _send(self, values: HostValues) -> PendingRecord | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import PlanError
@@ -17,7 +16,7 @@ from meshwright.planner.memory import Memory
 
 
 def memory_of(
-    model: Any, optimizer: Optimizer | None = None, *, batch_shape: tuple[int, int] | None = None
+    model: nn.Module, optimizer: Optimizer | None = None, *, batch_shape: tuple[int, int] | None = None
 ) -> MemoryOfRanks:
     """Return the memory of every rank: weights, gradients, optimizer state, the rest and the peak, beside the estimate.
 
@@ -60,7 +59,7 @@ def memory_of(
     return memory_of_ranks(model, optimizer, estimated)
 
 
-def _check(model: Any, optimizer: Any, batch_shape: Any) -> None:
+def _check(model: nn.Module, optimizer: object, batch_shape: object) -> None:
     if batch_shape is not None and not (
         isinstance(batch_shape, tuple | list)
         and len(batch_shape) == 2

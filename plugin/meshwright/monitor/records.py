@@ -66,7 +66,7 @@ class RunLog:
             self._has_failed = True
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     """Return a value with the words "nan", "inf" and "-inf" for numbers that JSON does not have."""
     if isinstance(value, Mapping):
         return {str(name): _finite(item) for name, item in value.items()}

@@ -121,7 +121,7 @@ class StepObserver:
         if self._keeps and torch.is_grad_enabled():
             self._own_losses.append(loss.detach())
 
-    def end_step(self, *, lr: Any, norm: Any) -> None:
+    def end_step(self, *, lr: Tensor | float | None, norm: Tensor | None) -> None:
         """Count a step, and tell ``on_due`` if a line follows it.
 
         Args:
@@ -168,7 +168,7 @@ class StepObserver:
         self.passes += 1
         self._parts.begin("forward", is_sampled=self._is_sampled)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if torch.compiler.is_compiling() or module is not self._running:
             return
         self._running = None
@@ -180,11 +180,11 @@ class StepObserver:
         # torch keeps the hooks, so a strong reference would keep the model forever.
         reference = weakref.ref(self)
 
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def before(optimizer: Optimizer, args: object, kwargs: object) -> None:
             if (of := reference()) is not None and of._leads(optimizer):
                 of._parts.begin("optimizer", is_sampled=of._is_sampled)
 
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def after(optimizer: Optimizer, args: object, kwargs: object) -> None:
             if (of := reference()) is not None and of._leads(optimizer):
                 of.end_step(lr=optimizer.param_groups[0]["lr"] if of._keeps else None, norm=None)
 

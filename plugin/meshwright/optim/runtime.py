@@ -54,7 +54,7 @@ class Watch:
         """Called when the run resumes from a checkpoint of this step."""
         raise NotImplementedError
 
-    def end_step(self, *, lr: float | None, norm: object) -> None:
+    def end_step(self, *, lr: float | None, norm: Tensor | None) -> None:
         """Called after an engine has stepped its optimizer."""
         raise NotImplementedError
 
@@ -180,16 +180,22 @@ class Runtime:
         if self.comparison is not None:
             self.comparison.compare_now()
 
-    def succeed_before_save(self, step: Callable[[], T]) -> T:
-        """Run a step without communication, and :meth:`compare_before_save`; every rank must make the call.
+    def compare_replicas(self, prepare: Callable[[], T] | None = None) -> T:
+        """Compare what several ranks hold, as :meth:`compare_before_save` does; every rank must make the call.
 
         If nothing is wrong, the ranks meet once. Only if they do not agree, they exchange what each has to say.
+
+        Args:
+            prepare: a step without communication that comes first, such as the preparation of a save.
+
+        Returns:
+            The result of the step.
 
         Raises:
             Exception: if the step fails on any rank, as :func:`succeed_together` does.
             DivergenceError, CheckpointError: as :meth:`compare_before_save` does.
         """
-        result, error = attempt(step)
+        result, error = (None, None) if prepare is None else attempt(prepare)
         if self.guard is not None and self.guard.is_current:
             statement = self.comparison.statement().text if self.comparison is not None else ""
             if self.guard.agree("save", statement, "" if error is None else "failed"):

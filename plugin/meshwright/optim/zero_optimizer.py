@@ -30,7 +30,7 @@ from meshwright.parallel.collectives import all_gather, start_reduce_scatter
 from meshwright.parallel.gradient_buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.shard_reads import reading_shards, values_of
 from meshwright.parallel.sharded_parameter import LocalGradient
-from meshwright.parallel.tensor_guards import HeldGradient, is_cleared, is_stand_in
+from meshwright.parallel.stand_in import HeldGradient, is_cleared, is_stand_in
 
 
 class Weights(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import read_later
-from meshwright.parallel.batch_schema import Batch, BatchSchema
+from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.batch_share import labels_beside
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
@@ -147,7 +147,7 @@ def said_of_ranks(ranks: list[list[float]]) -> str:
     return "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
 
 
-def rows_and_labels(batch: Batch, *, with_mask: bool) -> Tensor:
+def rows_and_labels(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
     """Return the numbers of rows and of valid labels in a batch. Without labels, count tokens that are not padding.
 
     The second number is -1 if it is unknown.
@@ -156,7 +156,8 @@ def rows_and_labels(batch: Batch, *, with_mask: bool) -> Tensor:
     labels, mask = batch.get("labels"), batch.get("attention_mask")
     count: Tensor | int = -1
     if isinstance(labels, Tensor):
-        count = valid_labels(labels, batch.get("ignore_index", IGNORE_INDEX))
+        ignored = batch.get("ignore_index")
+        count = valid_labels(labels, ignored if isinstance(ignored, int) else IGNORE_INDEX)
     elif with_mask and isinstance(mask, Tensor) and mask.ndim == 2:
         count = mask.sum()
     device = next((x.device for x in schema.tensors.values()), torch.device("cpu"))

@@ -129,7 +129,7 @@ class _Recorder:
                 "tokens, and a pipeline hands [rows, tokens, channels] from stage to stage. Use ParallelPlan(pp=1)"
             )
 
-    def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Any, ...]) -> None:
         self._is_inside = False
         self._tuple_sizes[self._index[layer]] = 0 if isinstance(output, Tensor) else len(output)
 

@@ -130,7 +130,7 @@ class Receiver:
         device: the device to receive on.
     """
 
-    def __init__(self, group: Any, source: int, expected: deque[Expected], device: torch.device):
+    def __init__(self, group: dist.ProcessGroup, source: int, expected: deque[Expected], device: torch.device):
         self._group, self._source, self._expected, self._device = group, source, expected, device
         self._posted: dict[Hashable, tuple[Any, Tensor]] = {}
         self.post()
@@ -161,5 +161,5 @@ class Receiver:
         self.post()
         return x
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: dist.Work | None) -> None:
         wait_for_message(work, self._group, self._device)

@@ -96,7 +96,7 @@ def save_checkpoint(
             own = RankState.of(run, optimizer, states)
             return own.as_of_now() if plans_later else own
 
-    own = run.runtime.succeed_before_save(prepare)
+    own = run.runtime.compare_replicas(prepare)
     with reading_shards():
         memory = background.memory if asynchronous else None
         job = SaveJob(target, own, keep=keep, lineage=Lineage.of(run.model), memory=memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -22,7 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 def split_reader(
-    loader: Any, dp: Axis, share: Sharing, options: LoaderOptions, *, needs_equal_rows: bool, keeps_samples: bool
+    loader: Iterable[Any],
+    dp: Axis,
+    share: Sharing,
+    options: LoaderOptions,
+    *,
+    needs_equal_rows: bool,
+    keeps_samples: bool,
 ) -> Reader:
     """Return the reader for a loader of this rank's part of a dataset.
 
@@ -37,7 +44,13 @@ def split_reader(
 
 
 def make_reader(
-    loader: Any, dp: Axis, share: Sharing, readers: Peers, options: LoaderOptions, *, keeps_samples: bool = False
+    loader: Iterable[Any],
+    dp: Axis,
+    share: Sharing,
+    readers: Peers,
+    options: LoaderOptions,
+    *,
+    keeps_samples: bool = False,
 ) -> Reader:
     """Return the reader that fits a loader; its portions hold their samples if ``keeps_samples``.
 
@@ -53,7 +66,7 @@ def make_reader(
 
 
 def _reader_of_whole(
-    loader: Any,
+    loader: Iterable[Any],
     dp: Axis,
     share: Sharing,
     readers: Peers,

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Generator
 from torch.utils.data import DataLoader
 
+from meshwright.data.collation import Collate
 from meshwright.data.epoch_order import InOrder, Order
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Share, Sharing
@@ -66,7 +67,7 @@ class MapReader:
         self._fingerprint = fingerprint(loader.dataset) if name is None else name
         self.identity = fingerprint(loader.dataset, has_numbers=True) if name is None else name
         self._user_loader, self._dp, self._share = loader, dp, share
-        self._collate: Any = KeepingSamples(loader.collate_fn) if keeps_samples else loader.collate_fn
+        self._collate: Collate = KeepingSamples(loader.collate_fn) if keeps_samples else loader.collate_fn
         self._indices = _RankIndices(dp, share, self._sampling.exhaust)
         self._generator = Generator()
         self._inner: DataLoader[Any] | None = None

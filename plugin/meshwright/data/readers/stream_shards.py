@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Generator, Tensor
@@ -154,14 +154,14 @@ class StreamReader:
         return batch
 
 
-def has_shards(loader: Any) -> bool:
+def has_shards(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Return whether a loader's dataset can be read as a ShardedStream.
 
     The dataset must have several shards, and its rows must not depend on other shards.
     """
     if not is_stock(loader) or not loader.batch_size:
         return False
-    dataset: Any = loader.dataset
+    dataset = loader.dataset
     is_streamed = isinstance(loader.dataset, IterableDataset) and hasattr(dataset, "shard") and hasattr(dataset, "iter")
     return (
         (isinstance(dataset, ShardedSource) or is_streamed)
@@ -170,7 +170,7 @@ def has_shards(loader: Any) -> bool:
     )
 
 
-def stage_over_shards(dataset: Any) -> str | None:
+def stage_over_shards(dataset: object) -> str | None:
     """Return the stage of a Hugging Face pipeline that would yield other rows if it ran on each shard separately.
 
     Return None if there is no such stage. ``take``, ``skip`` and functions with indices count rows over all shards.
@@ -178,7 +178,7 @@ def stage_over_shards(dataset: Any) -> str | None:
     """
     stages = [getattr(dataset, "_ex_iterable", None)]
     while stages:
-        stage: Any = stages.pop()
+        stage: object = stages.pop()
         if stage is None:
             continue
         name = type(stage).__name__

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Generator, Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.global_batches import Portion, Sharing
@@ -69,10 +69,10 @@ class WholeReader:
         self._fingerprint = fingerprint(self._dataset) if name is None else name
         self._batches = 0  # the number of batches returned in this epoch
         self._told: int | None = getattr(self._dataset, "epoch", None)  # the epoch that the dataset is set to
-        self._cuts_samples = is_stock(loader) and bool(getattr(loader, "batch_size", None))
         self._num_workers = getattr(loader, "num_workers", 0)
         self._generator = Generator()
-        self._worker_seeds = WorkerSeeds.of(loader) if self._cuts_samples else None
+        self._worker_seeds = WorkerSeeds.of(loader) if is_stock(loader) and loader.batch_size else None
+        self._cuts_samples = self._worker_seeds is not None
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -172,11 +172,12 @@ class WholeReader:
             for batch in self._read(islice(self._loader, self._batches, None)):
                 yield self._digest(batch), self._cut(batch)
             return
-        loader: Any = self._loader
+        loader = self._loader
+        assert isinstance(loader, DataLoader)
         if loader.num_workers:
             yield from self._read(islice(self._sharing(loader.dataset), self._batches, None))
         else:
-            yield from self._read(self._sharing(_After(loader.dataset, self.position.samples)))
+            yield from self._read(self._sharing(_After(self._dataset, self.position.samples)))
 
     def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches; an error says where in the dataset it was raised."""
@@ -195,12 +196,13 @@ class WholeReader:
             place += f" (samples {self.position.samples} to {self.position.samples + self.batch_size - 1})"
         return f"{place} of {name_of(self._dataset)}"
 
-    def _digest(self, batch: Any) -> int:
+    def _digest(self, batch: object) -> int:
         return digest(batch) if self._readers.count > 1 else 0
 
-    def _sharing(self, dataset: Any) -> Any:
+    def _sharing(self, dataset: Dataset[Any]) -> DataLoader[Any]:
         """Return the user's DataLoader, changed to collate only this rank's samples."""
-        loader: Any = self._loader
+        loader = self._loader
+        assert isinstance(loader, DataLoader)
         return DataLoader(
             dataset,
             batch_size=loader.batch_size,
@@ -217,7 +219,7 @@ class WholeReader:
             **worker_options(loader),
         )
 
-    def _cut(self, batch: Any) -> Portion:
+    def _cut(self, batch: object) -> Portion:
         if self._dp.size > 1 and (reason := why_no_batch(batch)):
             raise ValueError(f"the loader yields single samples, whose tokens would be split as rows: {reason}")
         schema = _schema_of(batch, is_split=self._dp.size > 1)
@@ -227,7 +229,7 @@ class WholeReader:
         return Portion.of(share, own, rows)
 
 
-def is_stock(loader: Any) -> bool:
+def is_stock(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Return whether a loader is torch's DataLoader, or a subclass with the same ``__iter__``."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
@@ -256,7 +258,7 @@ class _CollateShare:
 class _After(IterableDataset[Any]):
     """A dataset without its first ``samples`` samples."""
 
-    def __init__(self, dataset: Any, samples: int):
+    def __init__(self, dataset: Iterable[Any], samples: int):
         self._dataset, self._samples = dataset, samples
 
     def __iter__(self) -> Iterator[Any]:
