@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import meshwright as mw
+from meshwright.optim import thawing
+from meshwright.optim.ownership import EqualSlices, Ownership
+from meshwright.plan.flat_offsets import flat_offsets
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.reference import make_optimizer
@@ -313,3 +318,42 @@ def test_optimizers_that_are_not_elementwise_are_refused_by_name(
 
 def test_any_optimizer_works_where_nothing_is_sharded(pool2: Any) -> None:
     pool2.run(use_unknown_optimizer, {"dp": 2}, Adafactored)
+
+
+class Normalised(torch.optim.Optimizer):
+    """A step of one length for each parameter, which needs the whole parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad.as_subclass(torch.Tensor)
+                parameter.sub_(group["lr"] * gradient / gradient.norm())
+
+
+class WholeParameters(Ownership):
+    """Each rank steps as many consecutive parameters of a bucket, none of which another rank steps."""
+
+    def pack(self, sizes: Sequence[int]) -> tuple[list[int], int]:
+        count = -(-len(sizes) // self.axis.size)
+        groups = [flat_offsets(sizes[first : first + count]) for first in range(0, len(sizes), count)]
+        length = max(ends[-1] for ends in groups)
+        offsets = [rank * length + offset for rank, ends in enumerate(groups) for offset in ends[:-1]]
+        return [*offsets, (len(groups) - 1) * length + groups[-1][-1]], length * self.axis.size
+
+
+def train_with(ownership: type[Ownership], plan: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with mock.patch.object(thawing, "EqualSlices", ownership):
+        return train(plan, Normalised, config={"optimizer_is_elementwise": True, "bucket_size_mb": 0.03})
+
+
+@pytest.mark.quick
+def test_an_ownership_of_whole_parameters_steps_them_as_one_device(pool2: Any) -> None:
+    expected = train(None, Normalised)
+    for ownership, is_equal in ((WholeParameters, True), (EqualSlices, False)):
+        actual = pool2.run(train_with, ownership, {"dp": 2, "zero_stage": 1})[0]
+        worst = max(relative_difference(actual[name], weight) for name, weight in expected.items())
+        assert (worst < 1e-10) == is_equal, worst  # in float64, only the order of sums differs
