@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job
@@ -218,7 +217,7 @@ def error_band(found: Search) -> str:
     )
 
 
-def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | None = None) -> dict[str, Any]:
+def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | None = None) -> dict[str, object]:
     """Return the whole answer as plain data, for ``--json``."""
     return {
         "model": {"name": found.shape.name, "parameters": found.shape.parameters, "roles": found.shape.roles},

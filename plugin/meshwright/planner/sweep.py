@@ -48,7 +48,7 @@ class SweepRow:
         return self.best.tokens_per_second if self.best else 0.0
 
 
-def row_of(value: Any, find: Callable[[], Search], budget: Budget | None) -> SweepRow:
+def row_of(value: object, find: Callable[[], Search], budget: Budget | None) -> SweepRow:
     """Return the row for one value.
 
     Args:
@@ -101,7 +101,7 @@ def sweep_text(name: str, rows: Sequence[SweepRow]) -> str:
     return "\n".join([grid(cells, left=2), *(["", "Without a plan:", *reasons] if reasons else [])])
 
 
-def sweep_dict(name: str, rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
+def sweep_dict(name: str, rows: Sequence[SweepRow]) -> list[dict[str, object]]:
     """Return the rows as plain data."""
     found: list[dict[str, Any]] = []
     for row in rows:
@@ -170,5 +170,5 @@ def _sizes(least: float, per_node: int) -> Iterator[int]:
         nodes += max(1, 2 ** (nodes.bit_length() - 1) // _STEPS)
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -34,7 +34,7 @@ class FakeEvent:
     The device counts as done with earlier steps, and as not having begun the current step.
     """
 
-    def __init__(self, observer: HostWaits, *_: Any, **__: Any) -> None:
+    def __init__(self, observer: HostWaits, *_: object, **__: object) -> None:
         self._observer, self._step = observer, -1
 
     def record(self, *_: Any) -> None:
@@ -77,10 +77,10 @@ def fake_cuda(observer: HostWaits) -> Iterator[None]:
     if not torch.backends.cuda.is_built():
         _load_guard()
 
-    def no_state(*_: Any) -> Any:
+    def no_state(*_: object) -> object:
         return torch.empty(0, dtype=torch.uint8)
 
-    def nothing(*_: Any) -> None:
+    def nothing(*_: object) -> None:
         return None
 
     with contextlib.ExitStack() as patches:
