@@ -25,7 +25,7 @@ PlanWords = Annotated[
 HIDDEN = "hidden"  # Annotated[PlanSizes, HIDDEN]: the options work, and --help does not list them
 
 
-def option(help: str, *names: str, panel: str, default: object = None, metavar: str | None = None) -> Any:
+def option(help: str, *names: str, panel: str | None = None, default: object = None, metavar: str | None = None) -> Any:
     """Return the field of a dataclass that is an option of the commands that take it.
 
     Args:
