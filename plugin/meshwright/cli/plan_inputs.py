@@ -61,9 +61,6 @@ class Settings:
         seq_len: tokens per sequence.
         global_batch: sequences per step.
         interconnect: Gb/s from one device to other nodes; none for the device's usual network.
-
-    Raises:
-        PlanError: two settings have several values.
     """
 
     gpus: tuple[int, ...]
@@ -71,21 +68,16 @@ class Settings:
     global_batch: tuple[int, ...]
     interconnect: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        if len(several := self._several) > 1:
+    @property
+    def swept(self) -> str | None:
+        """The setting that has several values; None if none has."""
+        several = [name for name, values in vars(self).items() if len(values) > 1]
+        if len(several) > 1:
             options = " and ".join(f"--{name.replace('_', '-')}" for name in several)
             raise PlanError(
                 f"{options} have several values, but a table compares one setting; give one value of the other"
             )
-
-    @property
-    def swept(self) -> str | None:
-        """The setting that has several values; None if none has."""
-        return next(iter(self._several), None)
-
-    @property
-    def _several(self) -> list[str]:
-        return [name for name, values in vars(self).items() if len(values) > 1]
+        return several[0] if several else None
 
     def at(self, name: str, value: float) -> Settings:
         """Return the settings with one value of a setting."""

@@ -61,10 +61,3 @@ def in_float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the expected tensor's largest value."""
-    assert actual.shape == expected.shape, (actual.shape, expected.shape)
-    scale = expected.abs().max().item() or 1.0
-    return (actual.to(expected.dtype) - expected).abs().max().item() / scale
