@@ -56,7 +56,7 @@ _CHOICES = 64  # number of the fastest plans to try, since the model may be unab
 def choose_plan(
     model: nn.Module,
     optimizer: Optimizer | None,
-    dataloader: Iterable[Any] | None,
+    dataloader: Iterable[object] | None,
     config: ToDistributedConfig,
     *,
     node_num: int | None,
@@ -187,7 +187,7 @@ def _refusals(
         yield str(error)
 
 
-def _batch(dataloader: Iterable[Any] | None, config: ToDistributedConfig) -> tuple[int, int]:
+def _batch(dataloader: Iterable[object] | None, config: ToDistributedConfig) -> tuple[int, int]:
     """Return the rows of the global batch, and the tokens per row."""
     if config.input_spec is not None:
         shapes = [tuple(spec[0]) for spec in config.input_spec.values()]
@@ -205,12 +205,12 @@ def _batch(dataloader: Iterable[Any] | None, config: ToDistributedConfig) -> tup
     )
 
 
-def _is_mapped(dataset: Any) -> bool:
+def _is_mapped(dataset: object) -> bool:
     """Return whether a dataset is map-style, so that reading a row does not consume it."""
     return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
-def _length(dataloader: DataLoader[Any]) -> int:
+def _length(dataloader: DataLoader[object]) -> int:
     """Return the tokens per row of a batch of the first rows."""
     state, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):  # only rank 0 reads, so its random state must not change
@@ -228,7 +228,7 @@ def _length(dataloader: DataLoader[Any]) -> int:
     )
 
 
-def _leaves(batch: Any) -> Iterable[Any]:
+def _leaves(batch: object) -> Iterable[object]:
     if isinstance(batch, Mapping):
         return batch.values()
     return batch if isinstance(batch, tuple | list) else ()
@@ -287,7 +287,7 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
     ]
 
 
-def plan_card(model: nn.Module, dataloader: Iterable[Any], *, rows: int, device: torch.device) -> str:
+def plan_card(model: nn.Module, dataloader: Iterable[object], *, rows: int, device: torch.device) -> str:
     """Return a text with the plan that the planner would pick for the launched devices and its estimates.
 
     The call does not communicate.

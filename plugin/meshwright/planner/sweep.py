@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Job
@@ -32,7 +31,7 @@ class SweepRow:
         bill: what a whole training run takes; None without a number of tokens.
     """
 
-    value: Any
+    value: object
     found: Search | None = None
     reason: str | None = None
     bill: Bill | None = None
@@ -103,9 +102,9 @@ def sweep_text(name: str, rows: Sequence[SweepRow]) -> str:
 
 def sweep_dict(name: str, rows: Sequence[SweepRow]) -> list[dict[str, object]]:
     """Return the rows as plain data."""
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     for row in rows:
-        entry: dict[str, Any] = {name: row.value, "reason": row.reason}
+        entry: dict[str, object] = {name: row.value, "reason": row.reason}
         if (best := row.best) is not None:
             entry |= {
                 "plan": best.plan.label,

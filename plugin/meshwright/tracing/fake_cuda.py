@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from unittest import mock
 
 import torch
@@ -37,7 +37,7 @@ class FakeEvent:
     def __init__(self, observer: HostWaits, *_: object, **__: object) -> None:
         self._observer, self._step = observer, -1
 
-    def record(self, *_: Any) -> None:
+    def record(self, *_: object) -> None:
         self._step = self._observer.step
 
     def query(self) -> bool:

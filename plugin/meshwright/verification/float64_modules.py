@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 
-def _keep_float64(function: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_float64(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(function)
-    def keep(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def keep(x: Tensor, *args: object, **kwargs: object) -> Tensor:
         if x.dtype is torch.float64:
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}

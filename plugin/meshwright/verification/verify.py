@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from meshwright.choose.given_plan import resolve_plan
 from meshwright.errors import PlanError
@@ -26,7 +25,7 @@ def verify(
     model_factory: Factory,
     plan: PlanLike,
     *,
-    batch: Any = None,
+    batch: object = None,
     loss: LossFunction | None = None,
     steps: int = 3,
     seed: int = 0,
@@ -121,7 +120,7 @@ def verify(
     )
 
 
-def _check(model_factory: Any, steps: int) -> None:
+def _check(model_factory: object, steps: int) -> None:
     if not callable(model_factory):
         raise PlanError(
             f"model_factory is {type(model_factory).__name__}, which cannot be called; pass a function that returns "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 from meshwright.plan.schedule import stages_of_rank
 from meshwright.planner import explain
@@ -29,7 +28,7 @@ class _Table:
         self.entries: list[object] = []
         self._indices: dict[Hashable, int] = {}
 
-    def index(self, key: Hashable, entry: Callable[[], Any]) -> int:
+    def index(self, key: Hashable, entry: Callable[[], object]) -> int:
         """Return the index of the entry with this key; a new key makes an entry."""
         if key not in self._indices:
             self._indices[key] = len(self.entries)
@@ -156,7 +155,7 @@ def _memory(groups: Sequence[tuple[int, int, Memory]]) -> list[object]:
     shown = {*range(_HEAD), fullest, *range(len(groups) - _TAIL, len(groups))}
     if len(groups) <= _HEAD + _TAIL + 2:
         shown = set(range(len(groups)))
-    rows: list[Any] = []
+    rows: list[object] = []
     for is_shown, run in itertools.groupby(range(len(groups)), lambda index: index in shown):
         members = [groups[index] for index in run]
         if is_shown:
