@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import meshwright as mw
 from conformance.families.parity import batch
 from meshwright.parallel.head_losses import find_loss
-from meshwright.verification.float64_modules import in_float64, relative_difference
+from meshwright.verification.float64_modules import in_float64
+from support.exact import relative_difference
 
 ROWS = ("plain", "packed", "padded")
 TIMEOUT = 600.0  # seconds that a rank waits for another, which may be late on a busy machine

@@ -17,7 +17,8 @@ from conformance.families.models import DENSE, build, tiny_config
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.roles import Role, plan_for
 from meshwright.roles.projection import output_dim
-from meshwright.verification.float64_modules import in_float64, relative_difference
+from meshwright.verification.float64_modules import in_float64
+from support.exact import relative_difference
 
 TOLERANCE = 1e-10
 PLAN = mw.ParallelPlan(tp=2, sequence_parallel=True)

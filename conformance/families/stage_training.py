@@ -32,7 +32,8 @@ from conformance.families.one_device import TIMEOUT
 from conformance.families.stages import build_deeper
 from meshwright.mesh.process_group import start_process_group, world_size
 from meshwright.plan.schedule import SCHEDULES
-from meshwright.verification.float64_modules import in_float64, relative_difference
+from meshwright.verification.float64_modules import in_float64
+from support.exact import relative_difference
 
 # Plain, tied with soft caps, tied with transposed weights, with a window, fused, with inner norms, with norms of heads,
 # and with learned positions.

@@ -76,7 +76,7 @@ def test_options_with_several_values(text: str, kind: Any, message: str) -> None
     one = Settings(gpus=(1,), seq_len=(1,), global_batch=(1,), interconnect=())
     assert one.swept is None and dataclasses.replace(one, gpus=(1, 2)).swept == "gpus"
     with pytest.raises(PlanError, match="--gpus and --seq-len have several values"):
-        dataclasses.replace(one, gpus=(1, 2), seq_len=(1, 2))
+        _ = dataclasses.replace(one, gpus=(1, 2), seq_len=(1, 2)).swept
 
 
 @pytest.mark.parametrize(

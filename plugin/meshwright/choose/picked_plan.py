@@ -58,7 +58,7 @@ _CHOICES = 64  # number of the fastest plans to try, since the model may be unab
 def choose_plan(
     model: nn.Module,
     optimizer: Optimizer | None,
-    dataloader: Iterable[Any] | None,
+    dataloader: Iterable[object] | None,
     config: ToDistributedConfig,
     *,
     node_num: int | None,
@@ -189,7 +189,7 @@ def _refusals(
         yield str(error)
 
 
-def _batch(dataloader: Iterable[Any] | None, config: ToDistributedConfig) -> tuple[int, int]:
+def _batch(dataloader: Iterable[object] | None, config: ToDistributedConfig) -> tuple[int, int]:
     """Return the rows of the global batch, and the tokens per row."""
     if config.input_spec is not None:
         shapes = [tuple(spec[0]) for spec in config.input_spec.values()]
@@ -212,7 +212,7 @@ def _is_mapped(dataset: object) -> bool:
     return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
-def _length(dataloader: DataLoader[Any]) -> int:
+def _length(dataloader: DataLoader[object]) -> int:
     """Return the tokens per row of a batch of the first rows."""
     state, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):  # only rank 0 reads, so its random state must not change
@@ -283,7 +283,7 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
     ]
 
 
-def plan_card(model: nn.Module, dataloader: Iterable[Any], *, rows: int, device: torch.device) -> str:
+def plan_card(model: nn.Module, dataloader: Iterable[object], *, rows: int, device: torch.device) -> str:
     """Return a text with the plan that the planner would pick for the launched devices and its estimates.
 
     The call does not communicate.

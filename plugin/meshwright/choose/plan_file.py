@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -50,7 +49,7 @@ def save_plan(plan: Candidate, path: str | Path, *, comment: str = "", dtype: st
         raise PlanError(f"--save {path}: {error.strerror}; name another file") from None
 
 
-def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_plan(path: str | os.PathLike[str]) -> dict[str, object]:
     """Check the version of a plan file and return its other fields.
 
     Raises:
@@ -70,7 +69,7 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _fields_in(content, str(path))
 
 
-def fields_of_text(text: str, source: str) -> dict[str, Any]:
+def fields_of_text(text: str, source: str) -> dict[str, object]:
     """Return the fields of a plan from a string: its words, a dict in JSON or YAML, or the path of a plan file.
 
     Args:
@@ -91,7 +90,7 @@ def fields_of_text(text: str, source: str) -> dict[str, Any]:
     return read_plan(text)
 
 
-def plan_line(fields: Mapping[str, Any]) -> str:
+def plan_line(fields: Mapping[str, object]) -> str:
     """Return a plan as one line of JSON, which reaches every process on every machine without a shared file.
 
     Args:
@@ -104,7 +103,7 @@ def plan_line(fields: Mapping[str, Any]) -> str:
     return json.dumps({"version": PLAN_VERSION, **fields})
 
 
-def launched_plan() -> dict[str, Any] | None:
+def launched_plan() -> dict[str, object] | None:
     """Return the fields of the plan in the environment (``MESHWRIGHT_PLAN``); None without one.
 
     Raises:
@@ -123,7 +122,7 @@ def mark_plan_used() -> None:
             Path(path).touch()
 
 
-def _fields_in(content: str, source: str) -> dict[str, Any]:
+def _fields_in(content: str, source: str) -> dict[str, object]:
     """Return the fields of a YAML or JSON mapping, without its version."""
     try:
         fields = yaml.safe_load(content)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.options import PlanSizes, takes_options
+from meshwright.cli.options import PlanSizes, option, takes_options
 
 
 class MixedPrecision(StrEnum):
@@ -20,6 +21,58 @@ class MixedPrecision(StrEnum):
     fp16 = "fp16"
     bf16 = "bf16"
     fp8 = "fp8"
+
+
+def _option(help: str, name: str, **about: object) -> Any:
+    """Return an option that is spelt with underscores, as accelerate's, or with dashes."""
+    names = [f"--{name}"] if "_" not in name else [f"--{name}", f"--{name.replace('_', '-')}"]
+    return option(help, *names, **about)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """The processes to start, and what happens if one fails."""
+
+    num_processes: int | None = _option(
+        "Number of processes over all machines (default: what the plan needs; without a plan, one per GPU).",
+        "num_processes",
+    )
+    num_machines: str = _option(
+        "Number of machines, this one included (default: 1). With MIN:MAX, a restart goes on if at least MIN machines "
+        "are left, and the planner then picks another plan.",
+        "num_machines",
+        metavar="N|MIN:MAX",
+        default="1",
+    )
+    max_restarts: int = option(
+        "Number of times that the script is started again after a process has failed (default: 0). The script must "
+        "load its last checkpoint; MeshwrightTrainer does so by itself.",
+        "--max-restarts",
+        "--max_restarts",
+        default=0,
+    )
+    machine_rank: int = _option("Number of this machine, from 0.", "machine_rank", default=0)
+    main_process_ip: str | None = _option(
+        "Address at which all machines reach machine 0; required with several machines.", "main_process_ip"
+    )
+    main_process_port: int | None = _option(
+        "Port of machine 0 (default: a free one, or 29500 with several machines).", "main_process_port"
+    )
+    cpu: bool = _option("Run on CPU even if there are GPUs.", "cpu", default=False)
+    mixed_precision: MixedPrecision | None = _option(
+        "Precision of accelerate's autocast (default: what accelerate config wrote, otherwise no).", "mixed_precision"
+    )
+    start_timeout: int = _option("Seconds that the machines wait for each other.", "start_timeout", default=300)
+    resume: str | None = _option(
+        "Checkpoint of a Trainer to go on from, for a script whose MeshwrightTrainer.train() names none. A script that "
+        "calls load_checkpoint needs no option.",
+        "resume",
+    )
+    oversubscribe: bool = _option(
+        "Allow more CPU processes on this machine than the limit: 8, or two per core if that is more.",
+        "oversubscribe",
+        default=False,
+    )
 
 
 @takes_options
@@ -35,78 +88,7 @@ def launch(
         ),
     ] = None,
     sizes: PlanSizes,
-    num_processes: Annotated[
-        int | None,
-        typer.Option(
-            "--num_processes",
-            "--num-processes",
-            help="Number of processes over all machines (default: what the plan needs; without a plan, one per GPU).",
-        ),
-    ] = None,
-    num_machines: Annotated[
-        str,
-        typer.Option(
-            "--num_machines",
-            "--num-machines",
-            metavar="N|MIN:MAX",
-            help="Number of machines, this one included (default: 1). With MIN:MAX, a restart goes on if at least MIN "
-            "machines are left, and the planner then picks another plan.",
-        ),
-    ] = "1",
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            "--max-restarts",
-            "--max_restarts",
-            help="Number of times that the script is started again after a process has failed (default: 0). The "
-            "script must load its last checkpoint; MeshwrightTrainer does so by itself.",
-        ),
-    ] = 0,
-    machine_rank: Annotated[
-        int, typer.Option("--machine_rank", "--machine-rank", help="Number of this machine, from 0.")
-    ] = 0,
-    main_process_ip: Annotated[
-        str | None,
-        typer.Option(
-            "--main_process_ip",
-            "--main-process-ip",
-            help="Address at which all machines reach machine 0; required with several machines.",
-        ),
-    ] = None,
-    main_process_port: Annotated[
-        int | None,
-        typer.Option(
-            "--main_process_port",
-            "--main-process-port",
-            help="Port of machine 0 (default: a free one, or 29500 with several machines).",
-        ),
-    ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Run on CPU even if there are GPUs.")] = False,
-    mixed_precision: Annotated[
-        MixedPrecision | None,
-        typer.Option(
-            "--mixed_precision",
-            "--mixed-precision",
-            help="Precision of accelerate's autocast (default: what accelerate config wrote, otherwise no).",
-        ),
-    ] = None,
-    start_timeout: Annotated[
-        int, typer.Option("--start_timeout", "--start-timeout", help="Seconds that the machines wait for each other.")
-    ] = 300,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            help="Checkpoint of a Trainer to go on from, for a script whose MeshwrightTrainer.train() names none. A "
-            "script that calls load_checkpoint needs no option."
-        ),
-    ] = None,
-    oversubscribe: Annotated[
-        bool,
-        typer.Option(
-            "--oversubscribe",
-            help="Allow more CPU processes on this machine than the limit: 8, or two per core if that is more.",
-        ),
-    ] = False,
+    options: LaunchOptions,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run SCRIPT as a module, as python -m does.")] = False,
 ) -> None:
     """Launch a script on several processes under a parallel plan.
@@ -135,20 +117,19 @@ def launch(
         script, arguments, is_module = launch_job.script_and_arguments(script, arguments or [])
         module = module or is_module
         after = launch_job.misplaced_options(script, arguments, _own_options())
-        chosen = launch_job.find_plan(plan, sizes.given, num_processes)
+        given = dict(vars(options))
+        chosen = launch_job.find_plan(plan, sizes.given, options.num_processes)
         if after is not None:
-            if chosen is None and num_processes is None:
+            if chosen is None and options.num_processes is None:
                 raise ValueError(after)
             typer.echo(f"meshwright launch: {after}", err=True)
-        fewest, machines = launch_job.parse_machines(num_machines)
-        if num_processes is None:
-            num_processes = chosen.world_size if chosen else launcher.default_processes(machines, cpu)
-        job = launch_job.Launch(
-            script=script, arguments=arguments, module=module, plan=chosen, num_processes=num_processes,
-            num_machines=machines, min_machines=fewest, max_restarts=max_restarts, machine_rank=machine_rank,
-            main_process_ip=main_process_ip, main_process_port=main_process_port, cpu=cpu, start_timeout=start_timeout,
-            mixed_precision=mixed_precision and mixed_precision.value, oversubscribe=oversubscribe, resume=resume,
-        )  # fmt: skip
+        fewest, machines = launch_job.parse_machines(options.num_machines)
+        if options.num_processes is None:
+            count = chosen.world_size if chosen else launcher.default_processes(machines, options.cpu)
+            given |= {"num_processes": count}
+        precision = options.mixed_precision and options.mixed_precision.value
+        given |= {"num_machines": machines, "min_machines": fewest, "mixed_precision": precision}
+        job = launch_job.Launch(script=script, arguments=arguments, module=module, plan=chosen, **given)
         code = launcher.run(job)
     except ValueError as error:
         typer.echo(f"meshwright launch: {error}", err=True)

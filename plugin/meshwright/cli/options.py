@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -23,6 +23,20 @@ PlanWords = Annotated[
     typer.Option(help='Plan in words, for example "dp2 tp2+sp zero1", or a file that meshwright plan --save wrote.'),
 ]
 HIDDEN = "hidden"  # Annotated[PlanSizes, HIDDEN]: the options work, and --help does not list them
+
+
+def option(help: str, *names: str, panel: str | None = None, default: object = None, metavar: str | None = None) -> Any:
+    """Return the field of a dataclass that is an option of the commands that take it.
+
+    Args:
+        help: the description in ``--help``.
+        names: the option's names, if they are not the field's.
+        panel: the group of options in ``--help``.
+        default: the default.
+        metavar: the name of the value in ``--help``.
+    """
+    given = typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar)
+    return dataclasses.field(default=default, metadata={"option": given})
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -61,8 +75,9 @@ def _bare(kind: object) -> type:
 
 def _options(kind: object) -> dict[str, tuple[object, object]]:
     """Return the type and the default of each option of a group."""
-    hints = get_type_hints(_bare(kind), include_extras=True)
-    return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(_bare(kind))}
+    hints = get_type_hints(_bare(kind))
+    fields = dataclasses.fields(_bare(kind))
+    return {field.name: (Annotated[hints[field.name], field.metadata["option"]], field.default) for field in fields}
 
 
 def _hidden(hint: object) -> object:
@@ -98,54 +113,34 @@ class Context(StrEnum):
     hybrid = "hybrid"
 
 
-_option = partial(typer.Option, rich_help_panel="A plan of your own")
+_of_plan = partial(option, panel="A plan of your own")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSizes:
     """Fields of ``ParallelPlan``; None for those that were not given."""
 
-    dp: Annotated[
-        int | None, _option(help="Data-parallel size (default: the number of devices / the other sizes).")
-    ] = None
-    tp: Annotated[int | None, _option(help="Tensor-parallel size (default: 1).")] = None
-    cp: Annotated[int | None, _option(help="Context-parallel size: ranks that share each sequence (default: 1).")] = (
-        None
+    dp: int | None = _of_plan("Data-parallel size (default: the number of devices / the other sizes).")
+    tp: int | None = _of_plan("Tensor-parallel size (default: 1).")
+    cp: int | None = _of_plan("Context-parallel size: ranks that share each sequence (default: 1).")
+    context: Context | None = _of_plan(
+        "With --cp, method by which attention reaches the whole sequence (default: gather)."
     )
-    context: Annotated[
-        Context | None,
-        _option(help="With --cp, method by which attention reaches the whole sequence (default: gather)."),
-    ] = None
-    ulysses: Annotated[
-        int | None, _option(help="With --context hybrid, number of neighbouring ranks that exchange heads.")
-    ] = None
-    pp: Annotated[int | None, _option(help="Pipeline-parallel size: ranks that share the layers (default: 1).")] = None
-    schedule: Annotated[
-        Schedule | None, _option(help="With --pp, the order of forwards and backwards (default: 1f1b).")
-    ] = None
-    sequence_parallel: Annotated[
-        bool | None,
-        _option(
-            "--sequence-parallel/--no-sequence-parallel",
-            help="With --tp, also shard the activations between blocks over tp (default: no).",
-        ),
-    ] = None
-    zero_stage: Annotated[
-        int | None,
-        _option(
-            help="ZeRO stage over dp: 1 shards the optimizer state, 2 gradients too, 3 parameters too (default: 0)."
-        ),
-    ] = None
-    micro_batch_size: Annotated[
-        int | None, _option(help="Rows per rank and micro-batch (default: all rows of the rank).")
-    ] = None
-    recompute: Annotated[
-        Recompute | None, _option(help="What backward recomputes: no layers, or whole layers (default: none).")
-    ] = None
-    recomputed_layers: Annotated[
-        int | None,
-        _option(help="With --recompute full, number of layers of each rank to recompute (default: all of them)."),
-    ] = None
+    ulysses: int | None = _of_plan("With --context hybrid, number of neighbouring ranks that exchange heads.")
+    pp: int | None = _of_plan("Pipeline-parallel size: ranks that share the layers (default: 1).")
+    schedule: Schedule | None = _of_plan("With --pp, the order of forwards and backwards (default: 1f1b).")
+    sequence_parallel: bool | None = _of_plan(
+        "With --tp, also shard the activations between blocks over tp (default: no).",
+        "--sequence-parallel/--no-sequence-parallel",
+    )
+    zero_stage: int | None = _of_plan(
+        "ZeRO stage over dp: 1 shards the optimizer state, 2 gradients too, 3 parameters too (default: 0)."
+    )
+    micro_batch_size: int | None = _of_plan("Rows per rank and micro-batch (default: all rows of the rank).")
+    recompute: Recompute | None = _of_plan("What backward recomputes: no layers, or whole layers (default: none).")
+    recomputed_layers: int | None = _of_plan(
+        "With --recompute full, number of layers of each rank to recompute (default: all of them)."
+    )
 
     @property
     def given(self) -> dict[str, object]:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from meshwright.cli.options import option
 from meshwright.cli.pages import check_pages
 from meshwright.cli.plan_inputs import PlanQuestion
 from meshwright.errors import PlanError
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from meshwright.planner.sweep import SweepRow
 
 
-_OUTPUT = partial(typer.Option, rich_help_panel="Output")
+_of_output = partial(option, panel="Output")
 
 
 class Emit(StrEnum):
@@ -41,7 +42,7 @@ class Emit(StrEnum):
 class TableOutputs:
     """The form of an answer that is a table over a setting."""
 
-    json: Annotated[bool, _OUTPUT("--json", help="Print the whole answer as JSON.")] = False
+    json: bool = _of_output("Print the whole answer as JSON.", "--json", default=False)
 
     def refuse_files(self, reason: str) -> None:
         """Raise a PlanError if an output was asked for that needs one plan."""
@@ -54,24 +55,17 @@ class TableOutputs:
 class Outputs(TableOutputs):
     """The form of an answer about plans, and the files to write."""
 
-    save: Annotated[
-        Path | None, _OUTPUT(help="Write the first plan to this YAML file, for meshwright launch --plan.")
-    ] = None
-    emit: Annotated[
-        Emit | None, _OUTPUT(help="Print a configuration file for accelerate launch instead of the answer.")
-    ] = None
-    trace: Annotated[
-        bool,
-        _OUTPUT(
-            "--trace",
-            help="Also run a step of the first plan on fake tensors and ranks, and compare its memory and collectives "
-            "with the estimates.",
-        ),
-    ] = False
-    stage: Annotated[
-        int | None,
-        _OUTPUT(help="With --trace, rank of the pipeline to trace (default: the one that needs the most memory)."),
-    ] = None
+    save: Path | None = _of_output("Write the first plan to this YAML file, for meshwright launch --plan.")
+    emit: Emit | None = _of_output("Print a configuration file for accelerate launch instead of the answer.")
+    trace: bool = _of_output(
+        "Also run a step of the first plan on fake tensors and ranks, and compare its memory and collectives with the "
+        "estimates.",
+        "--trace",
+        default=False,
+    )
+    stage: int | None = _of_output(
+        "With --trace, rank of the pipeline to trace (default: the one that needs the most memory)."
+    )
 
     def check(self) -> None:
         """Raise a PlanError if outputs do not go together, or a file cannot be written, before a search of minutes."""
@@ -93,10 +87,9 @@ class Outputs(TableOutputs):
 class PageOutputs(Outputs):
     """The form of an answer about plans, with a page."""
 
-    html: Annotated[
-        Path | None,
-        _OUTPUT(help="Write the answer to this HTML file: diagrams, a table of plans, and sliders for the job."),
-    ] = None
+    html: Path | None = _of_output(
+        "Write the answer to this HTML file: diagrams, a table of plans, and sliders for the job."
+    )
 
     def check(self) -> None:
         if self.html is not None:

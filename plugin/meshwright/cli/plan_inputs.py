@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import typer
-
+from meshwright.cli.options import option
 from meshwright.errors import PlanError
 from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES
 
@@ -62,9 +61,6 @@ class Settings:
         seq_len: tokens per sequence.
         global_batch: sequences per step.
         interconnect: Gb/s from one device to other nodes; none for the device's usual network.
-
-    Raises:
-        PlanError: two settings have several values.
     """
 
     gpus: tuple[int, ...]
@@ -72,30 +68,26 @@ class Settings:
     global_batch: tuple[int, ...]
     interconnect: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        if len(several := self._several) > 1:
+    @property
+    def swept(self) -> str | None:
+        """The setting that has several values; None if none has."""
+        several = [name for name, values in vars(self).items() if len(values) > 1]
+        if len(several) > 1:
             options = " and ".join(f"--{name.replace('_', '-')}" for name in several)
             raise PlanError(
                 f"{options} have several values, but a table compares one setting; give one value of the other"
             )
-
-    @property
-    def swept(self) -> str | None:
-        """The setting that has several values; None if none has."""
-        return next(iter(self._several), None)
-
-    @property
-    def _several(self) -> list[str]:
-        return [name for name, values in vars(self).items() if len(values) > 1]
+        return several[0] if several else None
 
     def at(self, name: str, value: float) -> Settings:
         """Return the settings with one value of a setting."""
         return dataclasses.replace(self, **{name: (value,)})  # type: ignore[arg-type]
 
 
-_JOB = partial(typer.Option, rich_help_panel="What is trained, and where")
 RUN_PANEL = "The whole run: days, GPU-hours and cost"
-_RUN = partial(typer.Option, rich_help_panel=RUN_PANEL)
+_of_run = partial(option, panel=RUN_PANEL)
+_of_job = partial(option, panel="What is trained, and where")
+_of_output = partial(option, panel="Output")
 _SEVERAL = "plan sweep takes several, separated by commas."
 
 
@@ -111,11 +103,10 @@ class JobPrecision(StrEnum):
 class RunOptions:
     """The options about the whole run."""
 
-    tokens: Annotated[
-        str | None,
-        _RUN(help="Tokens of the whole run, for example 300B or 1.5T: also print its days, GPU-hours and cost."),
-    ] = None
-    price: Annotated[float | None, _RUN(help="Price of one GPU-hour, in any currency; with --tokens.")] = None
+    tokens: str | None = _of_run(
+        "Tokens of the whole run, for example 300B or 1.5T: also print its days, GPU-hours and cost."
+    )
+    price: float | None = _of_run("Price of one GPU-hour, in any currency; with --tokens.")
 
     def budget(self) -> Budget | None:
         """Return the tokens and the price; None without a number of tokens."""
@@ -130,71 +121,52 @@ class RunOptions:
 class SearchOptions:
     """The options about the plans to show."""
 
-    top: Annotated[int, typer.Option(help="Number of plans to show.", rich_help_panel="Output")] = 5
-    allow_future: Annotated[
-        bool,
-        typer.Option(
-            "--allow-future",
-            help="Also show plans that this version cannot run yet, such as recompute of attention alone.",
-            rich_help_panel="Output",
-        ),
-    ] = False
+    top: int = _of_output("Number of plans to show.", default=5)
+    allow_future: bool = _of_output(
+        "Also show plans that this version cannot run yet, such as recompute of attention alone.",
+        "--allow-future",
+        default=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """The options about what is trained, and where."""
 
-    model: Annotated[
-        Path | None,
-        _JOB(
-            help="transformers config.json, a directory that holds one, or the id of a Hub model whose config is in "
-            "the local cache; no weights are read. Required."
-        ),
-    ] = None
-    gpus: Annotated[
-        str | None,
-        _JOB(metavar="N", help=f"Number of devices (default: 8, or as many as --profile measured). {_SEVERAL}"),
-    ] = None
-    gpus_per_node: Annotated[
-        int | None, _JOB(help="Number of devices per node (default: 8, or as many as --profile measured).")
-    ] = None
-    gpu: Annotated[
-        str | None,
-        _JOB(
-            help="Device model, for example a100, h100, h200, b200, rtx-4090 or cpu (default: h100-sxm, or the "
-            "device that --profile measured)."
-        ),
-    ] = None
-    seq_len: Annotated[str, _JOB(metavar="N", help=f"Tokens per sequence. {_SEVERAL}")] = "4096"
-    global_batch: Annotated[
-        str, _JOB(metavar="N", help=f"Sequences per optimizer step, over all devices. {_SEVERAL}")
-    ] = "64"
-    precision: Annotated[
-        JobPrecision,
-        _JOB(help="Dtype of the layers' matrix multiplications; this version trains in bf16 alone."),
-    ] = JobPrecision.bf16
-    gather_logits: Annotated[
-        bool,
-        _JOB(
-            "--gather-logits",
-            help="Count the memory of whole logits, as with ToDistributedConfig(gather_logits=True): for a program "
-            "that reads outputs.logits in training, as TRL's trainers do.",
-        ),
-    ] = False
-    interconnect: Annotated[
-        str | None,
-        _JOB(
-            metavar="GBPS",
-            help="Bandwidth from one device to other nodes, in Gb/s (default: that of the system in which the device "
-            f"is usually sold, or what --profile measured). {_SEVERAL}",
-        ),
-    ] = None
-    memory: Annotated[float, _JOB(help="Share of the device memory that a plan may fill, up to 1.")] = 0.9
-    profile: Annotated[
-        Path | None,
-        _JOB(help="Profile that meshwright calibrate wrote (default: data sheets and typical efficiencies)."),
-    ] = None
+    model: Path | None = _of_job(
+        "transformers config.json, a directory that holds one, or the id of a Hub model whose config is in the local "
+        "cache; no weights are read. Required."
+    )
+    gpus: str | None = _of_job(
+        f"Number of devices (default: 8, or as many as --profile measured). {_SEVERAL}", metavar="N"
+    )
+    gpus_per_node: int | None = _of_job("Number of devices per node (default: 8, or as many as --profile measured).")
+    gpu: str | None = _of_job(
+        "Device model, for example a100, h100, h200, b200, rtx-4090 or cpu (default: h100-sxm, or the device that "
+        "--profile measured)."
+    )
+    seq_len: str = _of_job(f"Tokens per sequence. {_SEVERAL}", default="4096", metavar="N")
+    global_batch: str = _of_job(
+        f"Sequences per optimizer step, over all devices. {_SEVERAL}", default="64", metavar="N"
+    )
+    precision: JobPrecision = _of_job(
+        "Dtype of the layers' matrix multiplications; this version trains in bf16 alone.", default=JobPrecision.bf16
+    )
+    gather_logits: bool = _of_job(
+        "Count the memory of whole logits, as with ToDistributedConfig(gather_logits=True): for a program that reads "
+        "outputs.logits in training, as TRL's trainers do.",
+        "--gather-logits",
+        default=False,
+    )
+    interconnect: str | None = _of_job(
+        "Bandwidth from one device to other nodes, in Gb/s (default: that of the system in which the device is "
+        f"usually sold, or what --profile measured). {_SEVERAL}",
+        metavar="GBPS",
+    )
+    memory: float = _of_job("Share of the device memory that a plan may fill, up to 1.", default=0.9)
+    profile: Path | None = _of_job(
+        "Profile that meshwright calibrate wrote (default: data sheets and typical efficiencies)."
+    )
 
     def question(self, run: RunOptions, search: SearchOptions) -> PlanQuestion:
         """Return what is asked.

@@ -30,7 +30,7 @@ from meshwright.plan.text import format_plan
 from meshwright.roles import ShardingPlan
 
 NumItems = Literal["auto", "global", "local"]
-AveragesOver = Literal["rows", "labels"] | Callable[[dict[str, Any]], Tensor | int]
+AveragesOver = Literal["rows", "labels"] | Callable[[dict[str, object]], Tensor | int]
 LANES = 32  # number of shards of a dataset that a stream reads at the same time
 
 
@@ -211,7 +211,7 @@ class ParallelPlan(AxisSizes):
         return format_plan(asdict(self))
 
 
-def _stage_sizes(stages: Any) -> tuple[int, ...]:
+def _stage_sizes(stages: object) -> tuple[int, ...]:
     if isinstance(stages, list | tuple) and all(type(n) is int and n > 0 for n in stages):
         return tuple(stages)
     raise PlanError(
@@ -221,7 +221,7 @@ def _stage_sizes(stages: Any) -> tuple[int, ...]:
 
 
 PLAN_FIELDS = tuple(field.name for field in fields(ParallelPlan))
-PlanLike = ParallelPlan | Mapping[str, Any] | str | os.PathLike[str]  # the type of ``to_distributed(plan=...)``
+PlanLike = ParallelPlan | Mapping[str, object] | str | os.PathLike[str]  # the type of ``to_distributed(plan=...)``
 Source = Literal["each", "leader"]
 
 
@@ -267,7 +267,7 @@ class LoaderOptions:
             check_int("LoaderOptions", name, getattr(self, name), least=least)
 
     @property
-    def of_stream(self) -> dict[str, Any]:
+    def of_stream(self) -> dict[str, object]:
         """The arguments of a ShardedStream."""
         shuffling = {"shuffle": self.shuffle, "buffer_size": self.buffer_size, "seed": self.seed or 0}
         return {**shuffling, "lanes": self.lanes}
@@ -354,7 +354,7 @@ class ToDistributedConfig:
     optimizer_is_elementwise: bool = False
     bucket_size_mb: float = BUCKET_MB
     compile: Literal["layers"] | None = None
-    compile_options: Mapping[str, Any] | None = None
+    compile_options: Mapping[str, object] | None = None
     engine: str | None = None
     loader: LoaderOptions = LoaderOptions()
     check_replicas_every: int | None = None
@@ -363,7 +363,7 @@ class ToDistributedConfig:
     max_steps: int | None = None
     timeout_s: float = 120.0
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         known = [field.name for field in fields(self)]
         if name not in known:
             raise PlanError(unknown_field("ToDistributedConfig", name, known, IN_PLAN))
@@ -371,7 +371,7 @@ class ToDistributedConfig:
         super().__setattr__(name, value)
 
 
-def _check_averages_over(owner: str, name: str, value: Any) -> None:
+def _check_averages_over(owner: str, name: str, value: object) -> None:
     if not (value is None or callable(value) or value in ("rows", "labels")):
         raise PlanError(
             f"{owner}.{name}={value!r} must be 'rows', 'labels' or a callable that counts a batch's items, for example "
@@ -386,7 +386,7 @@ def _check_folder(owner: str, name: str, value: Any) -> None:
 
 
 _PATH = (str, os.PathLike)
-_CHECKS: dict[str, Callable[[str, str, Any], None]] = {
+_CHECKS: dict[str, Callable[[str, str, object], None]] = {
     "plan": partial(
         check_type,
         kinds=(ParallelPlan, Mapping, *_PATH),

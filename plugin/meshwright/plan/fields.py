@@ -29,7 +29,7 @@ def nearest(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str | 
 
 
 def unknown_field(
-    owner: str, name: Any, known: Sequence[str], elsewhere: Mapping[str, str] | None = None, *, kind: str = "field"
+    owner: str, name: object, known: Sequence[str], elsewhere: Mapping[str, str] | None = None, *, kind: str = "field"
 ) -> str:
     """Return the message for a field or argument that does not exist, with what to write instead.
 
@@ -91,7 +91,7 @@ def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[C], C
         known = [field.name for field in dataclasses.fields(cls) if field.init]
 
         @functools.wraps(init)
-        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        def checked(self: object, *args: object, **kwargs: object) -> None:
             if args:
                 raise PlanError(
                     f"{cls.__name__} takes its fields by name, but got {args[0]!r} by position; write "
@@ -109,14 +109,14 @@ def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[C], C
     return decorate
 
 
-def check_bool(owner: str, name: str, value: Any, *, optional: bool = False) -> None:
+def check_bool(owner: str, name: str, value: object, *, optional: bool = False) -> None:
     """Raise a PlanError unless the value is True or False (or None, if optional)."""
     if not isinstance(value, bool) and not (optional and value is None):
         others = "True, False or None" if optional else "True or False"
         raise PlanError(f"{owner}.{name}={value!r} is a {_kind(value)} and must be {others}, without quotes")
 
 
-def check_int(owner: str, name: str, value: Any, *, least: int = 1, optional: bool = False) -> None:
+def check_int(owner: str, name: str, value: object, *, least: int = 1, optional: bool = False) -> None:
     """Raise a PlanError unless the value is an integer of at least ``least`` (or None, if optional)."""
     if optional and value is None:
         return
@@ -125,7 +125,7 @@ def check_int(owner: str, name: str, value: Any, *, least: int = 1, optional: bo
         raise PlanError(f"{owner}.{name} must be {size}, not {value!r}{_as_number(owner, name, value, int)}")
 
 
-def check_number(owner: str, name: str, value: Any, *, optional: bool = False) -> None:
+def check_number(owner: str, name: str, value: object, *, optional: bool = False) -> None:
     """Raise a PlanError unless the value is a finite number above zero (or None, if optional)."""
     if optional and value is None:
         return
@@ -134,7 +134,7 @@ def check_number(owner: str, name: str, value: Any, *, optional: bool = False) -
         raise PlanError(f"{owner}.{name}={value!r} must be a number above zero" + (cure or ", in digits"))
 
 
-def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> None:
+def check_choice(owner: str, name: str, value: object, choices: Sequence[object]) -> None:
     """Raise a PlanError unless the value equals one of the choices and has the same type as that choice."""
     if any(type(value) is type(choice) and value == choice for choice in choices):
         return
@@ -142,7 +142,7 @@ def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> N
     raise PlanError(f"{owner}.{name}={value!r} must be {', '.join(said[:-1])} or {said[-1]}")
 
 
-def check_type(owner: str, name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> None:
+def check_type(owner: str, name: str, value: object, kinds: type | tuple[type, ...], what: str) -> None:
     """Raise a PlanError unless the value is None or one of the types.
 
     Args:
@@ -152,7 +152,7 @@ def check_type(owner: str, name: str, value: Any, kinds: type | tuple[type, ...]
         raise PlanError(f"{owner}.{name}={value!r} is a {_kind(value)} and must be {what}")
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return {str: "string", int: "number", float: "number", type(None): "None"}.get(type(value), type(value).__name__)
 
 

@@ -28,7 +28,7 @@ _STAGES = re.compile(r"stages=(\d+(?:x\d+)?(?:-\d+(?:x\d+)?)*)")  # "3x2-2": 3, 
 _SEPARATOR = re.compile(r"[\s,]+(?:x\s+)?")
 
 
-def parse_plan(text: str, source: str = "the plan") -> dict[str, Any]:
+def parse_plan(text: str, source: str = "the plan") -> dict[str, object]:
     """Return the fields of ``ParallelPlan`` that a plan in words sets.
 
     Field names work too: "tp=2 sequence_parallel=true".
@@ -44,7 +44,7 @@ def parse_plan(text: str, source: str = "the plan") -> dict[str, Any]:
         >>> parse_plan("dp2 tp2+sp zero1")
         {'dp': 2, 'tp': 2, 'sequence_parallel': True, 'zero_stage': 1}
     """
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     words = [word for word in _SEPARATOR.split(text.strip()) if word]
     if not words:
         raise PlanError(f"{source} {text!r} has no words; write for example 'dp2 tp2+sp zero1'")
@@ -127,7 +127,7 @@ def is_plan_text(text: str) -> bool:
     return begins is not None or bool(second) or (word_for(first) is not None and not os.path.exists(text))
 
 
-def _fields_of(word: str, text: str, source: str) -> dict[str, Any]:
+def _fields_of(word: str, text: str, source: str) -> dict[str, object]:
     lower = word.lower()
     if lower in ("sp", "+sp"):
         return {"sequence_parallel": True}
@@ -154,13 +154,13 @@ def _fields_of(word: str, text: str, source: str) -> dict[str, Any]:
     raise PlanError(f"{source} {text!r}: {word!r} is not a word of a plan; {hint}The words are {_FORMS}")
 
 
-def _sizes(axis: str, size: str, times: str | None, inner: str | None, sequence: str) -> dict[str, Any] | None:
+def _sizes(axis: str, size: str, times: str | None, inner: str | None, sequence: str) -> dict[str, object] | None:
     """Return the fields of a word such as "tp2+sp"; None if its parts cannot be combined."""
     has = (times is not None, inner is not None, bool(sequence))
     if axis == "mb" and has in ((False, False, False), (True, False, False)):
         # In the planner's tables, a single micro-batch ("x1") means the whole batch.
         return {"micro_batch_size": None if times is not None and int(times) == 1 else int(size)}
-    fields: dict[str, Any] = {_SIZES[axis]: int(size)} if axis in _SIZES else {}
+    fields: dict[str, object] = {_SIZES[axis]: int(size)} if axis in _SIZES else {}
     if not any(has):
         return fields
     if axis == "tp" and has == (False, False, True):
@@ -178,7 +178,7 @@ def _sizes(axis: str, size: str, times: str | None, inner: str | None, sequence:
     return None
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     """Return the value of the text after ``name=``; booleans and None are spelled as in YAML."""
     words = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "none": None}
     return int(text) if re.fullmatch(r"-?\d+", text) else words.get(text.lower(), text)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from meshwright.plan.context_methods import group_sizes, local_tokens
 from meshwright.planner.candidate import Candidate, Logits
 from meshwright.planner.context_cost import exchanged_keys, runs_flash
-from meshwright.planner.family_traits import Traits
 from meshwright.planner.head_memory import saved_by_head
 from meshwright.planner.shapes import LayerShape, ModelShape
 
@@ -75,26 +74,6 @@ class Saved:
         return held + (self.arguments if recomputed else 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """Elements per position on this rank.
-
-    Args:
-        hidden: elements of the residual stream between blocks.
-        query: elements of q.
-        keys: elements of k, equal to those of v.
-        ffn: elements of the MLP's inner activation.
-        heads, key_heads: number of heads of q, and of k.
-    """
-
-    hidden: float
-    query: float
-    keys: float
-    ffn: float
-    heads: float
-    key_heads: float
-
-
 def saved_activations(
     shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, logits: Logits = "chunked"
 ) -> Saved:
@@ -134,20 +113,13 @@ def saved_activations(
 def _saved_by_layer(layer: LayerShape, plan: Candidate, seq_len: int, b: int, share: float) -> SavedByLayer:
     traits, tp = layer.traits, plan.tp
     n = plan.micro_batch * local_tokens(seq_len, plan.cp)
-    sizes = _Sizes(
-        hidden=layer.hidden * share,
-        query=layer.query_width / tp,
-        keys=layer.local_kv_width(tp),
-        ffn=layer.ffn / tp,
-        heads=layer.heads / tp,
-        key_heads=layer.local_kv_width(tp) / layer.head_dim,
-    )
-    inputs = 2 * n * sizes.hidden * b  # inputs of the attention's and the MLP's first projections
+    hidden = layer.hidden * share
+    inputs = 2 * n * hidden * b  # inputs of the attention's and the MLP's first projections
     block = (traits.norms * _norm(layer, n, share, b) + inputs) / 2
-    of_attention = _attention(layer, sizes, seq_len, b) if plan.cp == 1 else _in_parts(layer, sizes, plan, seq_len, b)
-    attention = block + n * of_attention + _query_norm(sizes, traits, n, b, tp)
-    mlp = block + n * b * sizes.ffn * (4 if layer.gated else 2)
-    return SavedByLayer(count=layer.count, layer=attention + mlp, attention=attention, kept=n * sizes.hidden * b)
+    of_attention = _attention(layer, tp, seq_len, b) if plan.cp == 1 else _in_parts(layer, plan, seq_len, b)
+    attention = block + n * of_attention + _query_norm(layer, n, b, tp)
+    mlp = block + n * b * (layer.ffn / tp) * (4 if layer.gated else 2)
+    return SavedByLayer(count=layer.count, layer=attention + mlp, attention=attention, kept=n * hidden * b)
 
 
 def _norm(layer: LayerShape, n: int, share: float, b: int) -> float:
@@ -169,39 +141,41 @@ def _masks(shape: ModelShape, n: int, seq_len: int, b: int) -> float:
     return seq_len**2 if any(_is_masked(run, seq_len) for run in shape.runs) else 0
 
 
-def _attention(layer: LayerShape, sizes: _Sizes, seq_len: int, b: int) -> float:
+def _attention(layer: LayerShape, tp: int, seq_len: int, b: int) -> float:
     """Return the bytes per position that attention saves, from q, k and v to the output projection."""
+    query, own_keys, heads = layer.query_width / tp, layer.local_kv_width(tp), layer.heads / tp
     if layer.traits.keeps_scores:
         # Attention saves q, k and v for every query head, the output, capped scores, their 32-bit softmax and a cast.
         capped = b
-        scores = sizes.heads * seq_len * (capped + 4 + (b if b < 4 else 0))
-        return b * 4 * sizes.query + scores
+        scores = heads * seq_len * (capped + 4 + (b if b < 4 else 0))
+        return b * 4 * query + scores
     masked = _is_masked(layer, seq_len)
-    keys = sizes.query if masked and sizes.key_heads > 1 else sizes.keys  # a single key head is repeated without a copy
+    keys = query if masked and own_keys > layer.head_dim else own_keys  # a single key head is repeated without a copy
     # After a fused projection, attention's output is copied. Unless v is repeated, v is a view that keeps the whole
     # projection alive.
     values = keys
     if layer.traits.fused_qkv:
-        values = sizes.query + (keys if masked else sizes.query + 2 * sizes.keys)
-    return b * (2 * sizes.query + keys + values + (seq_len if masked else 0)) + 4 * sizes.heads
+        values = query + (keys if masked else query + 2 * own_keys)
+    return b * (2 * query + keys + values + (seq_len if masked else 0)) + 4 * heads
 
 
-def _in_parts(layer: LayerShape, sizes: _Sizes, plan: Candidate, seq_len: int, b: int) -> float:
+def _in_parts(layer: LayerShape, plan: Candidate, seq_len: int, b: int) -> float:
     """Return the bytes per position that attention saves under context parallelism."""
     inner, outer = group_sizes(plan.context, plan.cp, plan.ulysses)
-    keys = exchanged_keys(layer, plan)
+    query, keys = layer.query_width / plan.tp, exchanged_keys(layer, plan)
     # Kept: q, k and v, and the output as the output projection reads it. Unless attention runs again in backward, the
     # logarithm of each row's sum of exponentials too. An exchange of heads copies the output that attention keeps.
     is_kept = outer > 1 or runs_flash(layer, seq_len)
-    copied = sizes.query if is_kept and inner > 1 else 0
+    copied = query if is_kept and inner > 1 else 0
     # Without an exchange, the values of a fused projection are a view that keeps the whole projection alive.
-    values = sizes.query + 2 * keys if layer.traits.fused_qkv and inner == 1 else keys
-    return b * (2 * sizes.query + keys + values + copied) + (4 * sizes.heads if is_kept else 0)
+    values = query + 2 * keys if layer.traits.fused_qkv and inner == 1 else keys
+    return b * (2 * query + keys + values + copied) + (4 * (layer.heads / plan.tp) if is_kept else 0)
 
 
-def _query_norm(sizes: _Sizes, traits: Traits, n: int, b: int, tp: int) -> float:
+def _query_norm(layer: LayerShape, n: int, b: int, tp: int) -> float:
     """Return the bytes that a layer's norms of q and k save."""
-    width, heads = sizes.query + sizes.keys, sizes.heads + sizes.key_heads
+    traits, keys = layer.traits, layer.local_kv_width(tp)
+    width, heads = layer.query_width / tp + keys, layer.heads / tp + keys / layer.head_dim
     normed = 4 if traits.norms_in_float32 else b
     if traits.query_norm == "head":
         return n * (width * (4 + normed) + 4 * heads)

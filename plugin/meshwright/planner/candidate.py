@@ -300,7 +300,7 @@ def rank_layers(candidate: Candidate, layers: int) -> tuple[int, ...]:
         >>> rank_layers(Candidate(pp=2, schedule="zbv", chunks=2, stages=(1, 2, 3, 4)), 10)
         (5, 5)
     """
-    return _rank_layers(candidate.schedule, candidate.pp, candidate.chunks, stage_layers(candidate, layers))
+    return tuple(map(sum, rank_runs(candidate, (layers,))))
 
 
 def stage_runs(candidate: Candidate, runs: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -317,11 +317,9 @@ def stage_runs(candidate: Candidate, runs: tuple[int, ...]) -> tuple[tuple[int, 
     return _stage_runs(stage_layers(candidate, sum(runs)), runs)
 
 
-def rank_runs(candidate: Candidate, runs: tuple[int, ...]) -> list[tuple[int, ...]]:
+def rank_runs(candidate: Candidate, runs: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return how many layers of each run of a model each rank of the pipeline holds."""
-    stages, p, v = stage_runs(candidate, runs), candidate.pp, candidate.chunks
-    held = ((stages[stage] for stage in stages_of_rank(candidate.schedule, rank, p, v)) for rank in range(p))
-    return [tuple(map(sum, zip(*counts, strict=True))) for counts in held]
+    return _rank_runs(candidate.schedule, candidate.pp, candidate.chunks, stage_runs(candidate, runs))
 
 
 @lru_cache(maxsize=1024)
@@ -334,8 +332,9 @@ def _stage_runs(stages: tuple[int, ...], runs: tuple[int, ...]) -> tuple[tuple[i
 
 
 @lru_cache(maxsize=1024)
-def _rank_layers(schedule: str, p: int, v: int, counts: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sum(counts[stage] for stage in stages_of_rank(schedule, rank, p, v)) for rank in range(p))
+def _rank_runs(schedule: str, p: int, v: int, stages: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    held = ((stages[stage] for stage in stages_of_rank(schedule, rank, p, v)) for rank in range(p))
+    return tuple(tuple(map(sum, zip(*counts, strict=True))) for counts in held)
 
 
 def count_recomputed(candidate: Candidate, held: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job
@@ -51,20 +50,15 @@ def changes(found: Search) -> list[Change]:
     """Return the best plans for twice the batch, half the link bandwidth, and twice the memory of a device."""
     cluster, job = found.cluster, found.job
     double = dataclasses.replace(job, global_batch=2 * job.global_batch)
-    half = dataclasses.replace(cluster, slow_link=cluster.slow / 2)
-    larger = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=2 * cluster.device.memory))
-    cases: list[tuple[str, Cluster, Job, float]] = [
-        ("twice the global batch", cluster, double, found.budget),
-        ("half the interconnect between nodes", half, job, found.budget),
-        ("twice the memory of a device", larger, job, 2 * found.budget),
-    ]
+    link, half = "interconnect between nodes", dataclasses.replace(cluster, slow_link=cluster.slow / 2)
     if cluster.nodes == 1:
-        cases[1] = (
-            "half the links between devices",
-            dataclasses.replace(cluster, fast_link=cluster.fast / 2),
-            job,
-            found.budget,
-        )
+        link, half = "links between devices", dataclasses.replace(cluster, fast_link=cluster.fast / 2)
+    larger = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=2 * cluster.device.memory))
+    cases = (
+        ("twice the global batch", cluster, double, found.budget),
+        (f"half the {link}", half, job, found.budget),
+        ("twice the memory of a device", larger, job, 2 * found.budget),
+    )
     return [_change(found, *case) for case in cases]
 
 
@@ -218,7 +212,7 @@ def error_band(found: Search) -> str:
     )
 
 
-def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | None = None) -> dict[str, Any]:
+def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | None = None) -> dict[str, object]:
     """Return the whole answer as plain data, for ``--json``."""
     return {
         "model": {"name": found.shape.name, "parameters": found.shape.parameters, "roles": found.shape.roles},

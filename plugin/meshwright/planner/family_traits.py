@@ -45,7 +45,7 @@ _OWN_ATTENTION = frozenset(
 _READS_ALL_HEADS = frozenset({"granite_swa"})  # their attention cannot run on a part of the heads
 
 
-def is_tied(family: str, config: Mapping[str, Any]) -> bool:
+def is_tied(family: str, config: Mapping[str, object]) -> bool:
     """Return whether embedding and head are one matrix."""
     return bool(config.get("tie_word_embeddings", family in _TIED or family.startswith("gemma")))
 
@@ -60,7 +60,7 @@ def has_norm_biases(family: str) -> bool:
     return family in NOT_GATED - _WITHOUT_NORM_BIASES
 
 
-def shares_one_key_head(config: Mapping[str, Any]) -> bool:
+def shares_one_key_head(config: Mapping[str, object]) -> bool:
     """Return whether the flag ``multi_query`` of the config says that there is a single key head."""
     return bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
 
@@ -111,7 +111,7 @@ def _context_methods(family: str) -> tuple[str, ...]:
     return ("gather", "ring") if family in _READS_ALL_HEADS else METHODS
 
 
-def traits_of(family: str, config: Mapping[str, Any]) -> Traits:
+def traits_of(family: str, config: Mapping[str, object]) -> Traits:
     """Return the traits of a transformers model.
 
     Args:

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.devices import CATALOGUE, Device, device
@@ -231,7 +230,7 @@ class HardwareProfile:
         """
         command = command or f"meshwright calibrate --output {path}"
         try:
-            content: Any = json.loads(Path(path).read_text())
+            content: object = json.loads(Path(path).read_text())
         except FileNotFoundError:
             raise PlanError(f"{path}: no such profile; write one with {command}") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Job
@@ -32,7 +31,7 @@ class SweepRow:
         bill: what a whole training run takes; None without a number of tokens.
     """
 
-    value: Any
+    value: object
     found: Search | None = None
     reason: str | None = None
     bill: Bill | None = None
@@ -48,7 +47,7 @@ class SweepRow:
         return self.best.tokens_per_second if self.best else 0.0
 
 
-def row_of(value: Any, find: Callable[[], Search], budget: Budget | None) -> SweepRow:
+def row_of(value: object, find: Callable[[], Search], budget: Budget | None) -> SweepRow:
     """Return the row for one value.
 
     Args:
@@ -101,11 +100,11 @@ def sweep_text(name: str, rows: Sequence[SweepRow]) -> str:
     return "\n".join([grid(cells, left=2), *(["", "Without a plan:", *reasons] if reasons else [])])
 
 
-def sweep_dict(name: str, rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
+def sweep_dict(name: str, rows: Sequence[SweepRow]) -> list[dict[str, object]]:
     """Return the rows as plain data."""
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     for row in rows:
-        entry: dict[str, Any] = {name: row.value, "reason": row.reason}
+        entry: dict[str, object] = {name: row.value, "reason": row.reason}
         if (best := row.best) is not None:
             entry |= {
                 "plan": best.plan.label,
@@ -170,5 +169,5 @@ def _sizes(least: float, per_node: int) -> Iterator[int]:
         nodes += max(1, 2 ** (nodes.bit_length() - 1) // _STEPS)
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)

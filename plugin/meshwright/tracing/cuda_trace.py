@@ -79,7 +79,7 @@ class CudaProgram:
 
     rows: int
     length: int
-    batch: Callable[[], Mapping[str, Any]] = dict
+    batch: Callable[[], Mapping[str, object]] = dict
     autocast: torch.dtype | None = None
     max_norm: float | None = 1.0
     trains: bool = True
@@ -109,7 +109,7 @@ def trace_cuda_step(
     program: CudaProgram,
     *,
     rank: int = 0,
-    prepare: Callable[[nn.Module], Any] | None = None,
+    prepare: Callable[[nn.Module], object] | None = None,
 ) -> CudaStep:
     """Trace the second training step of one rank on fake CUDA tensors.
 

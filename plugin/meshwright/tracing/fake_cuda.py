@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from unittest import mock
 
 import torch
@@ -77,7 +77,7 @@ def fake_cuda(observer: HostWaits) -> Iterator[None]:
     if not torch.backends.cuda.is_built():
         _load_guard()
 
-    def no_state(*_: object) -> Any:
+    def no_state(*_: object) -> object:
         return torch.empty(0, dtype=torch.uint8)
 
     def nothing(*_: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -26,7 +26,7 @@ from meshwright.parallel.tensor_parallel import Keep, make_shards
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
-OptimizerFactory = Callable[[Any], Optimizer]
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def foresee(model: nn.Module, ids: Tensor, *, hidden: torch.dtype) -> None:
@@ -44,7 +44,7 @@ def install(
     *,
     config: ToDistributedConfig | None = None,
     device: str = "cpu",
-    guard: Any = None,
+    guard: object = None,
 ) -> tuple[Runtime, Optimizer]:
     """Turn a model on the meta device into the model of one rank of the plan, with fake weights on a device.
 
@@ -63,7 +63,9 @@ def install(
         with fake:
             return torch.empty(layout.local_shape, dtype=parameter.dtype, device=device)
 
-    def make(model: nn.Module, layouts: Any, mesh: Mesh, to: torch.device, keep: Keep = lambda _, x: x) -> NewTensors:
+    def make(
+        model: nn.Module, layouts: Mapping[str, TensorLayout], mesh: Mesh, to: torch.device, keep: Keep = lambda _, x: x
+    ) -> NewTensors:
         return NewTensors(make_shards(model, layouts, mesh, to, empty_shard, keep), _empty_buffers(model, fake, to))
 
     build = build_on_fake_rank(model, plan, config=config, device=device, guard=guard)
@@ -97,7 +99,7 @@ def traceable(*, has_equal: bool = False) -> Iterator[None]:
     """
     as_subclass = Tensor.as_subclass
 
-    def keep_fake(tensor: Tensor, kind: Any) -> Any:
+    def keep_fake(tensor: Tensor, kind: type[Tensor]) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else as_subclass(tensor, kind)
 
     with contextlib.ExitStack() as patches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.faults.interpose import COLLECTIVES
+
+_Args = Sequence[Any]
+_Kwargs = Mapping[str, Any]
 
 # Operations whose result, or the size of whose result, the host needs before it can go on.
 _READ_BY_HOST = {
@@ -68,7 +72,7 @@ class Issued:
     is_agreement: bool = False
 
     @property
-    def must_match(self) -> tuple[Any, ...]:
+    def must_match(self) -> tuple[object, ...]:
         """What must be equal on all ranks of the group."""
         return self.kind, self.shape, self.dtype, self.root
 
@@ -135,18 +139,18 @@ class HostWaitMode(TorchDispatchMode):
             patches.enter_context(mock.patch.object(FakeTensor, "tolist", lambda x: self._to_list(x)))
             yield
 
-    def _to_list(self, x: Tensor) -> Any:
+    def _to_list(self, x: Tensor) -> object:
         """Stand in for ``Tensor.tolist``, which copies all values at once."""
         if x.is_cuda:
             self.host_waits("tolist")
 
-        def nested(shape: tuple[int, ...]) -> Any:
+        def nested(shape: tuple[int, ...]) -> object:
             return [nested(shape[1:]) for _ in range(shape[0])] if shape else _value_of(x.dtype)
 
         return nested(tuple(x.shape))
 
-    def _started(self, name: str, method: Callable[..., object]) -> Any:
-        def call(group: object, *args: object, **kwargs: object) -> Any:
+    def _started(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
+        def call(group: object, *args: object, **kwargs: object) -> object:
             work = method(group, *args, **kwargs)
             is_async = any(getattr(x, "asyncOp", False) for x in (*args, *kwargs.values()))
             if name == "barrier" and not is_async:
@@ -159,14 +163,16 @@ class HostWaitMode(TorchDispatchMode):
 
         return call
 
-    def _awaited(self, method: Callable[..., object]) -> Any:
-        def call(work: object, *args: object) -> Any:
+    def _awaited(self, method: Callable[..., object]) -> Callable[..., object]:
+        def call(work: object, *args: object) -> object:
             self._pending.pop(id(work), None)
             return method(work, *args)
 
         return call
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: _Args = (), kwargs: _Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         name, given = func._schema.name, _tensors_in((args, kwargs))
         if func.namespace == "c10d":
@@ -182,13 +188,13 @@ class HostWaitMode(TorchDispatchMode):
         self._check_copy(name, args, kwargs, result)
         return result
 
-    def _check_waits(self, func: Any, name: str, args: Any, given: list[Tensor]) -> None:
+    def _check_waits(self, func: OpOverload, name: str, args: _Args, given: list[Tensor]) -> None:
         masked = func._opname in ("index", "index_put_") and any(x.dtype == torch.bool for x in given[1:])
         repeats = func._opname == "repeat_interleave" and len(args) < 4
         if name in _READ_BY_HOST or masked or repeats:
             self.host_waits(func._opname)
 
-    def _check_early(self, func: Any, args: object, kwargs: dict[str, Any], given: list[Tensor]) -> None:
+    def _check_early(self, func: OpOverload, args: _Args, kwargs: _Kwargs, given: list[Tensor]) -> None:
         used, changed = set(map(_memory_of, given)), set(map(_memory_of, _changed_by(func, args, kwargs)))
         found = ["read before its copy to the host has ended"] if used & self._arriving.keys() else []
         for pending in self._pending.values():
@@ -199,7 +205,7 @@ class HostWaitMode(TorchDispatchMode):
         for what in found:
             self.early[f"{what}: {func._opname} in {_place()}"] += 1
 
-    def _check_copy(self, name: str, args: Any, kwargs: dict[str, Any], result: object) -> None:
+    def _check_copy(self, name: str, args: _Args, kwargs: _Kwargs, result: Any) -> None:
         if name not in _ENTERS or self.step < 0 or not isinstance(result, Tensor):
             return
         source = args[1] if name == "aten::copy_" else args[0]
@@ -211,7 +217,7 @@ class HostWaitMode(TorchDispatchMode):
         elif source.is_cuda:
             self._arriving[_memory_of(result)] = result
 
-    def _collective(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> None:
+    def _collective(self, func: OpOverload, args: _Args, kwargs: _Kwargs, given: list[Tensor]) -> None:
         if self.step < 0:
             return
         kind = func._schema.name.removeprefix("c10d::")
@@ -248,14 +254,14 @@ def _tensors_in(tree: object) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def _changed_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+def _changed_by(func: OpOverload, args: _Args, kwargs: _Kwargs) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
     named = {**dict(zip((x.name for x in func._schema.arguments), args, strict=False)), **kwargs}
     written = [x.name for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     return _tensors_in([named.get(name) for name in written])
 
 
-def _is_view(func: Any) -> bool:
+def _is_view(func: OpOverload) -> bool:
     """Return whether an operation returns a view, and neither reads nor writes values."""
     returned = [x.alias_info for x in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -54,7 +54,9 @@ class TracedAxis(TorchDispatchMode):
         }
         self.axes = {axis.name: Traffic() for axis in axes if axis.size > 1}
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", None) == "c10d" and (kind := KINDS.get(func._opname)):
             leaves = tree_leaves((args, kwargs))

@@ -32,7 +32,7 @@ class Case:
 
     name: str
     batches: tuple[Any, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
 
 
 def given_cases(batch: object) -> tuple[Case, ...]:
@@ -118,7 +118,7 @@ def _vocabulary(model: nn.Module) -> int | None:
     return min((x for x in words if x is not None), default=None)
 
 
-def _asked(model: nn.Module, name: str) -> Any:
+def _asked(model: nn.Module, name: str) -> object:
     ask = getattr(model, name, None)
     try:
         return ask() if callable(ask) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 # Both programs do the same operations in float64. Only the order of sums differs, which causes errors of 1e-16 per
 # addition, and about 1e-13 in a gradient of a model of this size. A term that is left out or counted twice causes
@@ -111,7 +110,7 @@ class Report:
                 return max(found, key=lambda one: one.value if one.value == one.value else float("inf"))
         return None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the whole report in JSON's types."""
         suspect = self.suspect
         return {

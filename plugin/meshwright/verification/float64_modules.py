@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 
-def _keep_float64(function: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_float64(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(function)
-    def keep(x: Tensor, *args: object, **kwargs: object) -> Any:
+    def keep(x: Tensor, *args: object, **kwargs: object) -> Tensor:
         if x.dtype is torch.float64:
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
@@ -61,10 +60,3 @@ def in_float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the expected tensor's largest value."""
-    assert actual.shape == expected.shape, (actual.shape, expected.shape)
-    scale = expected.abs().max().item() or 1.0
-    return (actual.to(expected.dtype) - expected).abs().max().item() / scale

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from meshwright.errors import PeerFailedError, PlanError, VerificationError
 from meshwright.mesh.listening import LOOPBACK, bound_socket
 
 Tell = Callable[[str], None]
+R = TypeVar("R")
 
 GRACE = 5.0  # seconds for the other ranks to answer after one rank failed
 STACKS_TIME = 10.0  # most seconds to wait for the processes to write their stacks
@@ -75,8 +76,8 @@ def start_server(modules: Sequence[str] = ()) -> None:
 
 
 def run_together(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float, tell: Tell = lambda text: None
-) -> list[Any]:
+    function: Callable[..., R], world_size: int, *args: object, timeout: float, tell: Tell = lambda text: None
+) -> list[R]:
     """Run ``function(*args, tell)`` on each rank, and return the results in the order of the ranks.
 
     Args:
@@ -148,7 +149,7 @@ class _Processes:
     def results(self, timeout: float, tell: Tell) -> list[Any]:
         deadline = time.monotonic() + timeout
         pending = {connection: rank for rank, connection in enumerate(self.connections)}
-        done: dict[int, Any] = {}
+        done: dict[int, object] = {}
         failures: dict[int, Failure] = {}
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
@@ -224,7 +225,9 @@ class _Processes:
             connection.close()
 
 
-def _main(connection: Connection, place: _ProcessPlace, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(
+    connection: Connection, place: _ProcessPlace, function: Callable[..., object], args: tuple[object, ...]
+) -> None:
     descriptor = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -249,7 +252,7 @@ def _main(connection: Connection, place: _ProcessPlace, function: Callable[..., 
     )
     torch.set_num_threads(1)
     try:
-        answer: tuple[str, Any] = ("done", function(*args, lambda text: connection.send(("told", text))))
+        answer: tuple[str, object] = ("done", function(*args, lambda text: connection.send(("told", text))))
     except BaseException as error:
         answer = ("failed", _failure(error))
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +40,8 @@ class ModuleOutputs:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, name: str) -> Any:
-        def take(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    def _hook(self, name: str) -> object:
+        def take(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             x = output[0] if isinstance(output, tuple | list) and output else output
             if name in self.seen or not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
                 return

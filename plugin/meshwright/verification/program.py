@@ -31,7 +31,7 @@ from meshwright.verification.module_outputs import ModuleOutputs, Output, output
 from meshwright.verification.parameter_kinds import kinds_of
 
 Factory = Callable[[], nn.Module]
-LossFunction = Callable[[Any, Any], Tensor]  # takes the model and a batch
+LossFunction = Callable[[nn.Module, object], Tensor]  # takes the model and a batch
 Tell = Callable[[str], None]
 
 LEARNING_RATE = 1e-3
@@ -88,7 +88,7 @@ class Program:
             return given_cases(self.batch)
         return token_cases(model, self.plan, self.seed)
 
-    def loss_of(self, model: Any, batch: Any, case: Case) -> Tensor:
+    def loss_of(self, model: nn.Module, batch: Any, case: Case) -> Tensor:
         if self.loss is not None:
             return self.loss(model, batch)
         output = model(**batch, **case.options)
@@ -134,11 +134,11 @@ class Training:
     def __init__(self, program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, cases: tuple[Case, ...]):
         self.program, self.model, self.optimizer, self.cases = program, model, optimizer, cases
 
-    def batches(self) -> Iterator[tuple[Case, list[Any]]]:
+    def batches(self) -> Iterator[tuple[Case, list[object]]]:
         """Yield the cases in turn, each with this process's rows."""
         raise NotImplementedError
 
-    def numbers(self, case: Case, batches: list[Any], *, has_gradients: bool) -> Numbers:
+    def numbers(self, case: Case, batches: list[object], *, has_gradients: bool) -> Numbers:
         raise NotImplementedError
 
     def evaluate(self) -> tuple[dict[str, Output], Tensor | None]:
@@ -155,7 +155,7 @@ class Training:
             self.model.train()
         return outputs.seen, logits.clone() if isinstance(logits, Tensor) else None
 
-    def backward(self, case: Case, batches: list[Any]) -> float:
+    def backward(self, case: Case, batches: list[object]) -> float:
         total = 0.0
         for batch in batches:
             loss = self.program.loss_of(self.model, batch, case)
@@ -184,11 +184,11 @@ class Training:
 class OneDevice(Training):
     """The training with stock torch in one process."""
 
-    def batches(self) -> Iterator[tuple[Case, list[Any]]]:
+    def batches(self) -> Iterator[tuple[Case, list[object]]]:
         for case in self.cases:
             yield case, list(case.batches)
 
-    def numbers(self, case: Case, batches: list[Any], *, has_gradients: bool) -> Numbers:
+    def numbers(self, case: Case, batches: list[object], *, has_gradients: bool) -> Numbers:
         loss = self.backward(case, batches)
         named = self.model.named_parameters() if has_gradients else ()
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
@@ -209,13 +209,13 @@ class Distributed(Training):
         held = {name for name, module in self.model.named_modules() if all(map(is_held, module.parameters()))}
         return {name: output for name, output in outputs.items() if name in held}, logits
 
-    def batches(self) -> Iterator[tuple[Case, list[Any]]]:
+    def batches(self) -> Iterator[tuple[Case, list[object]]]:
         rows = iter(self.loader)
         for case in self.cases:
             yield case, [next(rows) for _ in case.batches]
         assert next(rows, None) is None
 
-    def numbers(self, case: Case, batches: list[Any], *, has_gradients: bool) -> Numbers:
+    def numbers(self, case: Case, batches: list[object], *, has_gradients: bool) -> Numbers:
         loss = self.backward(case, batches)
         if not self.has_global_loss and dist.is_initialized():
             mean = torch.tensor(loss)
@@ -316,7 +316,7 @@ def _is_same(x: Tensor, y: Tensor) -> bool:
 def _evaluation(program: Program, training: Distributed, start: Start, tell: Tell) -> Iterator[Difference]:
     tell("outputs of modules")
     outputs, logits = training.evaluate()
-    ranks: list[Any] = [outputs]
+    ranks = [outputs]
     if dist.is_initialized():
         ranks = values_of_all(outputs)
     if _is_first():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 from meshwright.plan.schedule import stages_of_rank
 from meshwright.planner import explain
@@ -26,10 +25,10 @@ class _Table:
     """A list without duplicates: each entry is stored once, and named by its index."""
 
     def __init__(self) -> None:
-        self.entries: list[Any] = []
+        self.entries: list[object] = []
         self._indices: dict[Hashable, int] = {}
 
-    def index(self, key: Hashable, entry: Callable[[], Any]) -> int:
+    def index(self, key: Hashable, entry: Callable[[], object]) -> int:
         """Return the index of the entry with this key; a new key makes an entry."""
         if key not in self._indices:
             self._indices[key] = len(self.entries)
@@ -44,7 +43,7 @@ def page_data(
     front: Sequence[Point],
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the data of the page, whose numbers are MiB and milliseconds.
 
     Args:
@@ -97,13 +96,13 @@ def planned(settings: PageSettings) -> list[int]:
     ]
 
 
-def as_script(data: Any) -> str:
+def as_script(data: object) -> str:
     """Return JSON for a script element, in which no text can end the element or begin markup."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _plan(found: Search, listed: Listed) -> dict[str, Any]:
+def _plan(found: Search, listed: Listed) -> dict[str, object]:
     plan = listed.plan
     return {
         "why": listed.why,
@@ -118,7 +117,7 @@ def _plan(found: Search, listed: Listed) -> dict[str, Any]:
     }
 
 
-def _point(outcome: Outcome | str, tables: dict[str, _Table]) -> Any:
+def _point(outcome: Outcome | str, tables: dict[str, _Table]) -> object:
     """Return a plan at a setting: the index of the reason against it, or the indices of its parts and its times."""
     if isinstance(outcome, str):
         return tables["reasons"].index(outcome, lambda: outcome)
@@ -132,7 +131,7 @@ def _point(outcome: Outcome | str, tables: dict[str, _Table]) -> Any:
     return [label, memory, tables["works"].index(work, lambda: _work(work)), *times]
 
 
-def _label(plan: Candidate, tables: dict[str, _Table]) -> list[Any]:
+def _label(plan: Candidate, tables: dict[str, _Table]) -> list[object]:
     ranks, rows = describe_ranks(plan), describe_rows(plan)
     return [
         _coded(plan.label, tables["words"]),
@@ -150,13 +149,13 @@ def _coded(label: str, words: _Table) -> list[int]:
     return [words.index(word, lambda word=word: word) for word in label.split()]  # type: ignore[misc]
 
 
-def _memory(groups: Sequence[tuple[int, int, Memory]]) -> list[Any]:
+def _memory(groups: Sequence[tuple[int, int, Memory]]) -> list[object]:
     """Return (first stage, last stage, parts) of each bar; for stages without a bar, their least and largest memory."""
     fullest = max(range(len(groups)), key=lambda index: groups[index][2].total)
     shown = {*range(_HEAD), fullest, *range(len(groups) - _TAIL, len(groups))}
     if len(groups) <= _HEAD + _TAIL + 2:
         shown = set(range(len(groups)))
-    rows: list[Any] = []
+    rows: list[object] = []
     for is_shown, run in itertools.groupby(range(len(groups)), lambda index: index in shown):
         members = [groups[index] for index in run]
         if is_shown:
@@ -167,7 +166,7 @@ def _memory(groups: Sequence[tuple[int, int, Memory]]) -> list[Any]:
     return rows
 
 
-def _work(work: StageWork) -> list[Any]:
+def _work(work: StageWork) -> list[object]:
     return [
         [_milliseconds(value) for value in work.layer],
         [_milliseconds(value) for value in work.head],
@@ -180,7 +179,7 @@ def _work(work: StageWork) -> list[Any]:
     ]  # fmt: skip
 
 
-def _dots(found: Search, points: Sequence[Point], front: Sequence[Point], words: _Table) -> dict[str, Any]:
+def _dots(found: Search, points: Sequence[Point], front: Sequence[Point], words: _Table) -> dict[str, object]:
     """Return the plans of the diagram of memory against time: those to draw, and the front."""
     drawn = drawn_points(found, points)
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -95,7 +94,7 @@ def write_page(
     write_whole(content, path, option="--html")
 
 
-def _header(found: Search) -> dict[str, Any]:
+def _header(found: Search) -> dict[str, object]:
     best, cluster, job, profile = found.choices[0], found.cluster, found.job, found.profile
     total, tied = best.time.total, explain.ties(found)
     nodes = f" in {cluster.nodes:,} nodes of {cluster.gpus_per_node}" if cluster.nodes > 1 else ""
@@ -133,7 +132,7 @@ def _script() -> str:
     return f'(() => {{\n"use strict";\n{files}}})();\n'
 
 
-def _rows(found: Search, plans: Sequence[Listed]) -> list[dict[str, Any]]:
+def _rows(found: Search, plans: Sequence[Listed]) -> list[dict[str, object]]:
     """Return the rows of the table of plans."""
     fastest = plans[0].time.total
     return [
@@ -151,7 +150,7 @@ def _rows(found: Search, plans: Sequence[Listed]) -> list[dict[str, Any]]:
     ]
 
 
-def _sliders(settings: PageSettings) -> list[dict[str, Any]]:
+def _sliders(settings: PageSettings) -> list[dict[str, object]]:
     """Return the sliders: their names, and the index of the planned job on them."""
     found, values, start = settings.found, settings.ranges, planned(settings)
     return [
@@ -165,7 +164,7 @@ def _sliders(settings: PageSettings) -> list[dict[str, Any]]:
     ]
 
 
-def _reasons(found: Search) -> dict[str, Any]:
+def _reasons(found: Search) -> dict[str, object]:
     """Return the reasons against other plans: those to show, and those to fold away."""
     rows = list(explain.reasons(found)) or [("nothing", "no option was ruled out")]
     shown = _REASONS if len(rows) > _REASONS + 1 else len(rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -14,7 +13,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.page.style import style
 
 
-def render(template: Path, *, own_style: str = "", **values: Any) -> str:
+def render(template: Path, *, own_style: str = "", **values: object) -> str:
     """Return the page of a template, which may extend ``base.html.j2`` and import ``table.html.j2``.
 
     Args:
