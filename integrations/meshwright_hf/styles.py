@@ -19,7 +19,8 @@ from transformers.distributed.tensor_parallel import ColwiseParallel, TensorPara
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import share
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words
-from meshwright.parallel.tensor_guards import ShardedLogits
+from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.stand_in import ShardedLogits
 
 
 class PartialNorm(TensorParallelLayer):
@@ -89,18 +90,16 @@ class VocabLogits(ShardedLogits):
         return logits
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        logits = args[0] if args else (kwargs or {}).get("input")
+    def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        logits = args[0] if args else kwargs.get("input")
         if not isinstance(logits, VocabLogits):
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().run(func, name, args, kwargs)
         if func is F.cross_entropy:
-            return _cross_entropy(logits, *args[1:], **{k: v for k, v in (kwargs or {}).items() if k != "input"})
-        if func is Tensor.view and args[1:] == (-1, logits.vocab_size):
-            with torch._C.DisableTorchFunctionSubclass():
+            return _cross_entropy(logits, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+        if name == "view" and args[1:] == (-1, logits.vocab_size):
+            with reading_shards():
                 return cls.of(logits.reshape(-1, logits.shape[-1]), logits.vocab_size, logits.axis)
-        result = super().__torch_function__(func, types, args, kwargs)
+        result = super().run(func, name, args, kwargs)
         if isinstance(result, cls):
             result.vocab_size, result.axis = logits.vocab_size, logits.axis
         return result

@@ -19,6 +19,8 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.collectives import maximum
+from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.stand_in import FACTS, SHAPE, StandIn
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright_hf.trainer_checks import StockTrainer, has_own_loss
 
@@ -117,33 +119,16 @@ _OWN_COUNT = (
 )
 
 
-class _WatchedCount(Tensor):
+class _WatchedCount(StandIn):
+    FREE = (FACTS | SHAPE | {"is_cuda"}) - {"detach"}
     use: ItemsUse
+    __repr__ = Tensor.__repr__  # type: ignore[assignment]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
-        if name not in _ABOUT:
+    def run(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in cls.FREE:
             for x in tensors_in((args, kwargs)):
                 if isinstance(x, _WatchedCount):
                     x.use.is_read = True
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-# Attributes and methods of a tensor that do not read its value.
-_ABOUT = {
-    "device",
-    "dtype",
-    "shape",
-    "ndim",
-    "is_cuda",
-    "is_leaf",
-    "grad_fn",
-    "requires_grad",
-    "layout",
-    "dim",
-    "as_subclass",
-}
+        with reading_shards():
+            return func(*args, **kwargs)

@@ -17,9 +17,8 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.checkpoint.format.loaded_line import loaded_line
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
-from meshwright.checkpoint.format.part_files import read_elements
 from meshwright.errors import CheckpointError
-from meshwright.layout.blocks import StridedBlock
+from meshwright.layout.tensor_layout import TensorLayout
 from support.exact import Float64
 from support.tiers import crossings
 
@@ -81,11 +80,7 @@ def contents(folder: Path) -> dict[str, Tensor]:
     opened = OpenCheckpoint.read(folder)
     found = {}
     for key, (dtype, shape) in opened.manifest.tensors.items():
-        value = torch.zeros(torch.Size(shape).numel(), dtype=dtype)
-        read_elements(
-            opened.parts, key, dtype, value, [StridedBlock(0, 0, len(value))] if len(value) else [], lambda _: None
-        )
-        found[key] = value.view(shape)
+        found[key] = opened.read_tensor(key, dtype, TensorLayout(shape=torch.Size(shape)), lambda _: None)
     return found
 
 

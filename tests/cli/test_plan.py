@@ -26,8 +26,53 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def run(config: Any, options: str) -> Any:
-    return CliRunner().invoke(app, ["plan", "--model", str(config), "--gpu", "h100", *options.split()])
+def run(config: Any, options: str, *command: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *command, "--model", str(config), "--gpu", "h100", *options.split()])
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("weigh", "--tp 2 --zero-stage 1 --gpus 8"),
+        ("weigh", "--plan dp8 --plan dp8,zero1 --json"),
+        ("sweep", "--gpus 8,16"),
+        ("sweep", "--tokens 1B --days 1 --json"),
+    ],
+)
+def test_weigh_and_sweep_answer_as_plan_alone_does_with_their_options(config: Path, command: str, options: str) -> None:
+    one, other = run(config, options, command), run(config, options)
+    assert (one.exit_code, one.output) == (other.exit_code, other.output) and one.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("weigh --model {}", "plan weigh: no plan is given"),
+        ("sweep --model {}", "plan sweep: every setting has one value"),
+        ("weigh --model {} --dp 2 --gpus 2,4", "plan weigh: a plan of your own is estimated for one setting"),
+        ("--model {} weigh --dp 2", "write --model after weigh"),
+    ],
+)
+def test_what_weigh_and_sweep_refuse(config: Path, arguments: str, message: str) -> None:
+    done = CliRunner().invoke(app, ["plan", *arguments.format(config).split()])
+    assert done.exit_code == 2 and message in done.output, done.output
+
+
+@pytest.mark.parametrize(("gpu", "precision"), [("h100", "fp8"), ("b200", "fp4")])
+def test_a_precision_that_cannot_train_is_said_and_no_plan_is_saved(
+    config: Path, tmp_path: Path, gpu: str, precision: str
+) -> None:
+    options = ["plan", "--model", str(config), "--gpu", gpu, "--precision", precision]
+    shown = CliRunner().invoke(app, options)
+    assert shown.exit_code == 0 and f"matrix multiplications in {precision}" in shown.output
+    assert f"this version cannot train in {precision} yet" in shown.output
+    answer = json.loads(CliRunner().invoke(app, [*options, "--json"]).output)
+    assert not any(plan["runs_today"] for plan in answer["plans"])
+    for output in (["--save", str(tmp_path / "plan.yaml")], ["--emit", "accelerate"], ["--trace"]):
+        done = CliRunner().invoke(app, [*options, *output])
+        assert done.exit_code == 2 and "To run it" not in done.output
+        assert f"this version cannot train in {precision} yet, so dp" in done.output
+    assert not (tmp_path / "plan.yaml").exists()
 
 
 def test_a_run_has_a_bill(config: Path) -> None:
@@ -137,8 +182,10 @@ def test_models_that_the_runtime_refuses(fields: dict[str, Any], message: str, t
 
 
 def test_help_is_in_groups() -> None:
-    text = CliRunner().invoke(app, ["plan", "--help"]).output
+    alone = CliRunner().invoke(app, ["plan", "--help"]).output
+    assert "  --html" in alone and "  weigh" in alone and "  --tp" not in alone and "  --days" not in alone
+    text = CliRunner().invoke(app, ["plan", "weigh", "--help"]).output
     for group in ("What is trained, and where:", "The whole run: days, GPU-hours and cost:", "A plan of your own"):
         assert group in text
     options = text[text.index("What is trained") :]
-    assert options.index("  --tokens") < options.index("  --micro-batch-size") < options.index("  --top")
+    assert options.index("  --tokens") < options.index("  --micro-batch-size") < options.index("  --save")

@@ -25,7 +25,8 @@ def rows_of(layout: RowLayout, rank: int) -> torch.Tensor:
 def join(layout: RowLayout, full: torch.Tensor) -> torch.Tensor:
     joined = torch.full_like(full, -1)
     for rank in range(len(layout.spans)):
-        layout.put(joined, layout.take(full, rank), rank)
+        for target, piece in layout.pairs(joined, layout.take(full, rank), rank):
+            target.copy_(piece)
     return joined
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.cli.plan_inputs import numbers, swept
+from meshwright.cli.plan_inputs import Settings, numbers
 from meshwright.errors import PlanError
 from meshwright.plan.text import parse_plan
 from meshwright.planner.candidate import Candidate, Job
@@ -73,9 +73,10 @@ def test_options_with_several_values(text: str, kind: Any, message: str) -> None
     assert numbers("--gpus", "64, 128", int) == (64, 128) and numbers("--gpus", None, int) == ()
     with pytest.raises(PlanError, match=message):
         numbers("--gpus", text, kind)
-    assert swept({"gpus": (1, 2), "seq_len": (1,)}) == "gpus" and swept({"gpus": (1,)}) is None
+    one = Settings(gpus=(1,), seq_len=(1,), global_batch=(1,), interconnect=())
+    assert one.swept is None and dataclasses.replace(one, gpus=(1, 2)).swept == "gpus"
     with pytest.raises(PlanError, match="--gpus and --seq-len have several values"):
-        swept({"gpus": (1, 2), "seq_len": (1, 2)})
+        dataclasses.replace(one, gpus=(1, 2), seq_len=(1, 2))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster, HardwareProfile, device
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.page import page, write_page
-from meshwright.planner.page.draw import AXES, PALETTE
+from meshwright.planner.page.draw import PALETTE, PART_OF_AXIS
 from meshwright.planner.page.front import pareto
 from meshwright.planner.page.listing import Listed, listed_plans
 from meshwright.planner.page.settings import PageSettings, ranges
@@ -231,7 +231,7 @@ def test_the_coordinates_of_ranks_can_be_read(scheme: int, card: str, ink: str) 
     def rgb(text: str) -> np.ndarray:
         return np.array([int(text[at : at + 2], 16) / 255 for at in (1, 3, 5)])
 
-    for part in AXES.values():
+    for part in PART_OF_AXIS.values():
         shares = re.findall(rf"\.chip\.f-{part}\.s\d {{ fill: color-mix\(in srgb, var\(--{part}\) (\d+)%", sheet)
         assert len(shares) == 16  # eight shades of each scheme
         for share in shares[8 * scheme : 8 * scheme + 8]:

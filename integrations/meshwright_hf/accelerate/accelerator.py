@@ -42,7 +42,7 @@ class InAutocast(ChainStep):
     def __init__(self, context: Any):
         self.context = context
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return convert_outputs_to_fp32(self.context(self.method))(*args, **kwargs)
 
 

@@ -8,7 +8,6 @@ import typer
 
 from meshwright import __version__
 from meshwright.cli import calibrate, doctor, export, launch, plan, trace_cuda, verify
-from meshwright.cli.grouped_help import GroupedCommand
 from meshwright.cli.inspect import inspect
 from meshwright.cli.report import report
 
@@ -18,7 +17,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command(cls=GroupedCommand)(plan.plan)
+app.add_typer(plan.app, name="plan")
 # Everything after the script's name goes to the script, even what looks like an option of launch.
 app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
 app.command()(verify.verify)

@@ -10,19 +10,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import (
-    ContextMethod,
-    CpSize,
-    PipelineSchedule,
-    PpSize,
-    RecomputedLayers,
-    RecomputeKind,
-    SequenceParallel,
-    TpSize,
-    UlyssesSize,
-    ZeroStage,
-    given_sizes,
-)
+from meshwright.cli.options import Sizes, takes_options
 
 
 class MixedPrecision(StrEnum):
@@ -34,7 +22,9 @@ class MixedPrecision(StrEnum):
     fp8 = "fp8"
 
 
+@takes_options
 def launch(
+    *,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python file to run, or with -m a module's name.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
     plan: Annotated[
@@ -44,23 +34,7 @@ def launch(
             "(default: the plan of --dp, --tp and the sizes below)."
         ),
     ] = None,
-    dp: Annotated[
-        int | None,
-        typer.Option(help="Data-parallel size (default: --num_processes / --tp, or 1 without --num_processes)."),
-    ] = None,
-    tp: TpSize = None,
-    cp: CpSize = None,
-    context: ContextMethod = None,
-    ulysses: UlyssesSize = None,
-    pp: PpSize = None,
-    schedule: PipelineSchedule = None,
-    sequence_parallel: SequenceParallel = None,
-    zero_stage: ZeroStage = None,
-    micro_batch_size: Annotated[
-        int | None, typer.Option(help="Rows per rank and micro-batch (default: all rows of the rank's batch).")
-    ] = None,
-    recompute: RecomputeKind = None,
-    recomputed_layers: RecomputedLayers = None,
+    sizes: Sizes,
     num_processes: Annotated[
         int | None,
         typer.Option(
@@ -154,11 +128,6 @@ def launch(
       meshwright launch --cpu --num_processes 2 -m my_package.train
       meshwright launch --plan plan.yaml --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
     """
-    sizes = given_sizes(
-        dp=dp, tp=tp, cp=cp, context=context, ulysses=ulysses, pp=pp, schedule=schedule,
-        sequence_parallel=sequence_parallel, zero_stage=zero_stage, micro_batch_size=micro_batch_size,
-        recompute=recompute, recomputed_layers=recomputed_layers,
-    )  # fmt: skip
     try:
         # Imported by name, since the core works without accelerate and must not import it.
         launch_job = importlib.import_module("meshwright_hf.launch_job")
@@ -166,7 +135,7 @@ def launch(
         script, arguments, is_module = launch_job.script_and_arguments(script, arguments or [])
         module = module or is_module
         after = launch_job.misplaced_options(script, arguments, _own_options())
-        chosen = launch_job.find_plan(plan, sizes, num_processes)
+        chosen = launch_job.find_plan(plan, sizes.given, num_processes)
         if after is not None:
             if chosen is None and num_processes is None:
                 raise ValueError(after)

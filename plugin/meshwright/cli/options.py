@@ -1,11 +1,17 @@
-"""Options that several commands have."""
+"""Options that several commands have, and how a command takes a group of them as one object."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -16,6 +22,54 @@ PlanWords = Annotated[
     str,
     typer.Option(help='Plan in words, for example "dp2 tp2+sp zero1", or a file that meshwright plan --save wrote.'),
 ]
+HIDDEN = "hidden"  # Annotated[Sizes, HIDDEN]: the options work, and --help does not list them
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that has an option for each field of a dataclass among its parameters, and passes the object.
+
+    A command with the parameter ``sizes: Sizes`` has the options ``--tp``, ``--pp`` and so on.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(_bare(kind))}
+
+    @functools.wraps(command)
+    def run(**values: object) -> None:
+        for name, kind in groups.items():
+            values[name] = _bare(kind)(**{field: values.pop(field) for field in _options(kind)})
+        command(**values)
+
+    options = dict[str, tuple[object, object]]()
+    for name, parameter in inspect.signature(command).parameters.items():
+        found = _options(hints[name]) if name in groups else {name: (hints[name], parameter.default)}
+        is_hidden = HIDDEN in get_args(hints[name])
+        options |= {
+            option: (_hidden(hint) if is_hidden else hint, default) for option, (hint, default) in found.items()
+        }
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        for name, (hint, default) in options.items()
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {name: hint for name, (hint, _) in options.items()}
+    return run
+
+
+def _bare(kind: object) -> type:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind  # type: ignore[return-value]
+
+
+def _options(kind: object) -> dict[str, tuple[object, object]]:
+    """Return the type and the default of each option of a group."""
+    hints = get_type_hints(_bare(kind), include_extras=True)
+    return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(_bare(kind))}
+
+
+def _hidden(hint: object) -> object:
+    kind, option, *_ = get_args(hint)
+    option = copy.copy(option)
+    option.hidden = True
+    return Annotated[kind, option]
 
 
 class Recompute(StrEnum):
@@ -44,51 +98,57 @@ class Context(StrEnum):
     hybrid = "hybrid"
 
 
-def _refuse(value: str | None) -> None:
-    if value is not None:
-        command = "python -m benchmarks.published_runs runs.csv"
-        typer.echo(f"meshwright plan: measured runs are compared in a checkout of Meshwright: {command}", err=True)
-        raise typer.Exit(2)
+_option = partial(typer.Option, rich_help_panel="A plan of your own")
 
 
-InCheckout = Annotated[str | None, typer.Option(hidden=True, callback=_refuse)]  # options of earlier versions
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Fields of ``ParallelPlan``; None for those that were not given."""
 
-OWN_PLAN = "A plan of your own, which is estimated instead of searching"  # the group of these options in plan's help
-_option = partial(typer.Option, rich_help_panel=OWN_PLAN)
+    dp: Annotated[
+        int | None, _option(help="Data-parallel size (default: the number of devices / the other sizes).")
+    ] = None
+    tp: Annotated[int | None, _option(help="Tensor-parallel size (default: 1).")] = None
+    cp: Annotated[int | None, _option(help="Context-parallel size: ranks that share each sequence (default: 1).")] = (
+        None
+    )
+    context: Annotated[
+        Context | None,
+        _option(help="With --cp, method by which attention reaches the whole sequence (default: gather)."),
+    ] = None
+    ulysses: Annotated[
+        int | None, _option(help="With --context hybrid, number of neighbouring ranks that exchange heads.")
+    ] = None
+    pp: Annotated[int | None, _option(help="Pipeline-parallel size: ranks that share the layers (default: 1).")] = None
+    schedule: Annotated[
+        Schedule | None, _option(help="With --pp, the order of forwards and backwards (default: 1f1b).")
+    ] = None
+    sequence_parallel: Annotated[
+        bool | None,
+        _option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="With --tp, also shard the activations between blocks over tp (default: no).",
+        ),
+    ] = None
+    zero_stage: Annotated[
+        int | None,
+        _option(
+            help="ZeRO stage over dp: 1 shards the optimizer state, 2 gradients too, 3 parameters too (default: 0)."
+        ),
+    ] = None
+    micro_batch_size: Annotated[
+        int | None, _option(help="Rows per rank and micro-batch (default: all rows of the rank).")
+    ] = None
+    recompute: Annotated[
+        Recompute | None, _option(help="What backward recomputes: no layers, or whole layers (default: none).")
+    ] = None
+    recomputed_layers: Annotated[
+        int | None,
+        _option(help="With --recompute full, number of layers of each rank to recompute (default: all of them)."),
+    ] = None
 
-TpSize = Annotated[int | None, _option(help="Tensor-parallel size (default: 1).")]
-CpSize = Annotated[int | None, _option(help="Context-parallel size: ranks that share each sequence (default: 1).")]
-ContextMethod = Annotated[
-    Context | None, _option(help="With --cp, method by which attention reaches the whole sequence (default: gather).")
-]
-UlyssesSize = Annotated[
-    int | None, _option(help="With --context hybrid, number of neighbouring ranks that exchange heads.")
-]
-PpSize = Annotated[int | None, _option(help="Pipeline-parallel size: ranks that share the layers (default: 1).")]
-PipelineSchedule = Annotated[
-    Schedule | None, _option(help="With --pp, the order of forwards and backwards (default: 1f1b).")
-]
-SequenceParallel = Annotated[
-    bool | None,
-    _option(
-        "--sequence-parallel/--no-sequence-parallel",
-        help="With --tp, also shard the activations between blocks over tp (default: no).",
-    ),
-]
-ZeroStage = Annotated[
-    int | None,
-    _option(help="ZeRO stage over dp: 1 shards the optimizer state, 2 gradients too, 3 parameters too (default: 0)."),
-]
-RecomputeKind = Annotated[
-    Recompute | None, _option(help="What backward recomputes: no layers, or whole layers (default: none).")
-]
-RecomputedLayers = Annotated[
-    int | None,
-    _option(help="With --recompute full, number of layers of each rank to recompute (default: all of them)."),
-]
-
-
-def given_sizes(**sizes: Any) -> dict[str, Any]:
-    """Return the fields of ``ParallelPlan`` that were given, with enums as their values."""
-    given = {name: value for name, value in sizes.items() if value is not None}
-    return {name: value.value if isinstance(value, StrEnum) else value for name, value in given.items()}
+    @property
+    def given(self) -> dict[str, object]:
+        """The fields that were given, with enums as their values."""
+        found = {name: value for name, value in vars(self).items() if value is not None}
+        return {name: value.value if isinstance(value, StrEnum) else value for name, value in found.items()}

@@ -1,225 +1,82 @@
-"""``meshwright plan``: finds the fastest plans that fit a cluster, and answers what they cost."""
+"""``meshwright plan`` finds the fastest plans, ``plan weigh`` estimates others, ``plan sweep`` compares settings."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import sys
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import (
-    OWN_PLAN,
-    ContextMethod,
-    CpSize,
-    InCheckout,
-    PipelineSchedule,
-    PpSize,
-    RecomputedLayers,
-    RecomputeKind,
-    SequenceParallel,
-    TpSize,
-    UlyssesSize,
-    ZeroStage,
-    given_sizes,
+from meshwright.cli.grouped_help import GroupedCommand, GroupedCommands
+from meshwright.cli.options import HIDDEN, Sizes, takes_options
+from meshwright.cli.plan_answers import (
+    Outputs,
+    PageOutputs,
+    TableOutputs,
+    answer_days,
+    answer_own,
+    answer_search,
+    answer_sweep,
 )
+from meshwright.cli.plan_inputs import RUN_PANEL, JobOptions, PlanQuestion, RunOptions, SearchOptions, own_plans
+from meshwright.errors import PlanError
 
-_JOB = "What is trained, and where"
-_RUN = "The whole run: days, GPU-hours and cost"
-_OUTPUT = "Output"
+app = typer.Typer(cls=GroupedCommands, invoke_without_command=True, rich_markup_mode=None)
+
+_OwnPlans = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PLAN",
+        help='Plan in words, for example "dp8 tp2+sp zero1 mb1x4", or a file that --save wrote. Give --plan twice to '
+        "compare two plans.",
+        rich_help_panel="A plan of your own",
+    ),
+]
+_Days = Annotated[
+    float | None,
+    typer.Option(
+        help="Number of days for the whole run: print the smallest cluster that trains on --tokens in this time, in "
+        "place of --gpus.",
+        rich_help_panel=RUN_PANEL,
+    ),
+]
 
 
-class Emit(StrEnum):
-    """The launcher whose configuration file is printed."""
-
-    accelerate = "accelerate"
-
-
-class Precision(StrEnum):
-    """The dtype of the layers' matrix multiplications."""
-
-    bf16 = "bf16"
-    fp8 = "fp8"
-    fp4 = "fp4"
+def _refuse(value: str | None) -> None:
+    if value is not None:
+        command = "python -m benchmarks.published_runs runs.csv"
+        typer.echo(f"meshwright plan: measured runs are compared in a checkout of Meshwright: {command}", err=True)
+        raise typer.Exit(2)
 
 
+_Removed = typer.Option("--validate", "--calibrate-rows", "--seed", "--leave-out", hidden=True, callback=_refuse)
+
+
+@contextlib.contextmanager
+def _one_line_errors(command: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"meshwright {command}: {error}", err=True)
+        sys.exit(2)
+
+
+@app.callback()
+@takes_options
 def plan(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="transformers config.json, a directory that holds one, or the id of a Hub model whose config is in "
-            "the local cache; no weights are read. Required.",
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N[,N...]",
-            help="Number of devices in the cluster (default: 8, or as many as --profile measured). Several numbers, "
-            "as in 64,128,256, print a table of their best plans with the efficiency of scaling.",
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of devices per node (default: 8, or as many as --profile measured).", rich_help_panel=_JOB
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="Device model, for example a100, h100, h200, b200, rtx-4090 or cpu (default: h100-sxm, or the "
-            "device that --profile measured).",
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    seq_len: Annotated[
-        str,
-        typer.Option(
-            metavar="N[,N...]", help="Tokens per sequence. Several numbers print a table.", rich_help_panel=_JOB
-        ),
-    ] = "4096",
-    global_batch: Annotated[
-        str,
-        typer.Option(
-            metavar="N[,N...]",
-            help="Sequences per optimizer step, over all devices. Several numbers print a table.",
-            rich_help_panel=_JOB,
-        ),
-    ] = "64",
-    precision: Annotated[
-        Precision, typer.Option(help="Dtype of the layers' matrix multiplications.", rich_help_panel=_JOB)
-    ] = Precision.bf16,
-    gather_logits: Annotated[
-        bool,
-        typer.Option(
-            "--gather-logits",
-            help="Count the memory of whole logits, as with ToDistributedConfig(gather_logits=True): for a program "
-            "that reads outputs.logits in training, as TRL's trainers do.",
-            rich_help_panel=_JOB,
-        ),
-    ] = False,
-    interconnect: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GBPS[,GBPS...]",
-            help="Bandwidth from one device to other nodes, in Gb/s (default: that of the system in which the device "
-            "is usually sold, or what --profile measured). Several numbers print a table.",
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    memory: Annotated[
-        float, typer.Option(help="Share of the device memory that a plan may fill, up to 1.", rich_help_panel=_JOB)
-    ] = 0.9,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            help="Profile that meshwright calibrate wrote (default: data sheets and typical efficiencies).",
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of the whole run, for example 300B or 1.5T: also print its days, GPU-hours and cost.",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    price: Annotated[
-        float | None,
-        typer.Option(help="Price of one GPU-hour, in any currency; with --tokens.", rich_help_panel=_RUN),
-    ] = None,
-    days: Annotated[
-        float | None,
-        typer.Option(
-            help="Number of days for the whole run: print the smallest cluster that trains on --tokens in this time, "
-            "in place of --gpus.",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    plan: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PLAN",
-            help='Plan in words, for example "dp8 tp2+sp zero1 mb1x4", or a file that --save wrote. Give --plan twice '
-            "to compare two plans.",
-            rich_help_panel=OWN_PLAN,
-        ),
-    ] = None,
-    dp: Annotated[
-        int | None,
-        typer.Option(help="Data-parallel size (default: --gpus / the other sizes).", rich_help_panel=OWN_PLAN),
-    ] = None,
-    tp: TpSize = None,
-    cp: CpSize = None,
-    context: ContextMethod = None,
-    ulysses: UlyssesSize = None,
-    pp: PpSize = None,
-    schedule: PipelineSchedule = None,
-    sequence_parallel: SequenceParallel = None,
-    zero_stage: ZeroStage = None,
-    micro_batch_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Sequences per rank and micro-batch (default: all sequences of the rank).", rich_help_panel=OWN_PLAN
-        ),
-    ] = None,
-    recompute: RecomputeKind = None,
-    recomputed_layers: RecomputedLayers = None,
-    top: Annotated[int, typer.Option(help="Number of plans to show.", rich_help_panel=_OUTPUT)] = 5,
-    allow_future: Annotated[
-        bool,
-        typer.Option(
-            "--allow-future",
-            help="Also show plans that this version cannot run yet, such as recompute of attention alone.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the whole answer as JSON.", rich_help_panel=_OUTPUT)
-    ] = False,
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the first plan to this YAML file, for meshwright launch --plan.", rich_help_panel=_OUTPUT
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the answer to this HTML file: diagrams, a table of plans, and sliders for the job.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None,
-    emit: Annotated[
-        Emit | None,
-        typer.Option(
-            help="Print a configuration file for accelerate launch instead of the answer.", rich_help_panel=_OUTPUT
-        ),
-    ] = None,
-    trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace",
-            help="Also run a step of the first plan on fake tensors and ranks, and compare its memory and collectives "
-            "with the estimates.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = False,
-    stage: Annotated[
-        int | None,
-        typer.Option(
-            help="With --trace, rank of the pipeline to trace (default: the one that needs the most memory).",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None,
-    validate: InCheckout = None,
-    calibrate_rows: InCheckout = None,
-    seed: InCheckout = None,
-    leave_out: InCheckout = None,
+    *,
+    ctx: typer.Context,
+    job: JobOptions,
+    run: RunOptions,
+    search: SearchOptions,
+    outputs: PageOutputs,
+    plan: Annotated[_OwnPlans, HIDDEN] = None,
+    sizes: Annotated[Sizes, HIDDEN],
+    days: Annotated[_Days, HIDDEN] = None,
+    removed: Annotated[str | None, _Removed] = None,
 ) -> None:
     """Find the fastest plans to train a model on a cluster, and what the training costs.
 
@@ -231,79 +88,97 @@ def plan(
     "dp32 tp2+sp zero1 mb1x16" means 32 data-parallel x 2 tensor-parallel ranks with sequence parallelism (sp), ZeRO
     stage 1, and 16 micro-batches of 1 sequence per step.
 
-    For example, the fastest plans, what a run costs, how it scales, and the smallest cluster for two weeks:
+    For example, the fastest plans, what a run costs, and what to run next:
 
     \b
       meshwright plan --model config.json --gpus 64 --gpu h100 --seq-len 8192 --global-batch 512
       meshwright plan --model config.json --gpus 64 --global-batch 512 --tokens 1T --price 2.5
-      meshwright plan --model config.json --gpus 64,128,256,512 --global-batch 512
-      meshwright plan --model config.json --tokens 1T --days 14 --global-batch 512
-
-    A plan of your own, two plans side by side, and what to run next:
-
-    \b
-      meshwright plan --model config.json --tp 2 --dp 8 --zero-stage 1
-      meshwright plan --model config.json --plan "dp16 zero1 mb1x4" --plan "dp16 zero3 mb1x4"
       meshwright plan --model config.json --gpus 8 --save plan.yaml --emit accelerate > accelerate.yaml
 
-    The exit code is 0; 1 if a plan of your own does not fit; and 2 if an argument is wrong or no plan fits.
-    """
-    sizes = given_sizes(
-        dp=dp, tp=tp, cp=cp, context=context, ulysses=ulysses, pp=pp, schedule=schedule,
-        sequence_parallel=sequence_parallel, zero_stage=zero_stage, micro_batch_size=micro_batch_size,
-        recompute=recompute, recomputed_layers=recomputed_layers,
-    )  # fmt: skip
-    try:
-        if model is None:
-            raise ValueError("--model is missing; write --model config.json")
-        if not 0 < memory <= 1:
-            raise ValueError(f"--memory={memory} must be a share of the device's memory, above 0 and at most 1")
-        if top < 1:
-            raise ValueError(f"--top={top} must be at least 1")
-        # Imported here so that --help is fast.
-        from meshwright.cli import plan_answers, plan_inputs
+    plan weigh estimates plans of your own, and plan sweep compares settings or finds the smallest cluster.
 
-        outputs = plan_answers.Outputs(
-            json=json, save=save, html=html, emit=emit and emit.value, trace=trace, stage=stage, model=model
-        )
-        values: dict[str, tuple[Any, ...]] = {
-            "gpus": plan_inputs.numbers("--gpus", gpus, int),
-            "seq_len": plan_inputs.numbers("--seq-len", seq_len, int),
-            "global_batch": plan_inputs.numbers("--global-batch", global_batch, int),
-            "interconnect": plan_inputs.numbers("--interconnect", interconnect, float),
-        }
-        swept = plan_inputs.swept(values)
-        if (own := bool(plan or sizes)) and (swept or days is not None):
-            raise ValueError(
-                f"a plan of your own is estimated for one setting; leave out the plan, or "
-                f"{'--days' if swept is None else 'all but one value of --' + swept.replace('_', '-')}"
-            )
-        if days is not None and gpus is not None:
-            raise ValueError("--days finds the number of devices, and --gpus gives it; leave one of them out")
-        first: dict[str, Any] = {name: found[0] if found else None for name, found in values.items()}
-        plans = None
-        if own:
-            first["gpus"], plans = plan_inputs.own_plans(plan or [], sizes, first["gpus"])
-        question = plan_inputs.question(
-            model,
-            plan_inputs.Settings(
-                **first,
-                gpus_per_node=gpus_per_node,
-                gpu=gpu,
-                precision=precision.value,
-                logits="gathered" if gather_logits else "chunked",
-                profile_path=profile,
-            ),
-            memory=memory, top=top, allow_future=allow_future, tokens=tokens, price=price,
-        )  # fmt: skip
-        if plans is not None:
-            sys.exit(0 if plan_answers.answer_own(question, outputs, plans) else 1)
-        if days is not None:
-            plan_answers.answer_days(question, outputs, days)
-        elif swept is not None:
-            plan_answers.answer_sweep(question, outputs, swept, values[swept])
+    The exit code is 0, or 2 if an argument is wrong or no plan fits.
+    """
+    with _one_line_errors("plan"):
+        if ctx.invoked_subcommand is not None:
+            _check_order(ctx)
+            return
+        question = job.question(run, search)
+        if plan or sizes.given:
+            _weigh(question, outputs, plan or [], sizes, days)
+        elif days is not None or question.settings.swept is not None:
+            _sweep(question, outputs, days)
         else:
-            plan_answers.answer_search(question, outputs)
-    except ValueError as error:
-        typer.echo(f"meshwright plan: {error}", err=True)
-        sys.exit(2)
+            answer_search(question, outputs)
+
+
+@app.command(cls=GroupedCommand)
+@takes_options
+def weigh(*, job: JobOptions, run: RunOptions, plan: _OwnPlans = None, sizes: Sizes, outputs: Outputs) -> None:
+    """Estimate the time and memory of plans of your own, whether they fit or not.
+
+    Prints where time and memory go, and how far the first plan is from the fastest one. Give plans in words, or one
+    plan by its sizes.
+
+    For example, one plan, and two side by side:
+
+    \b
+      meshwright plan weigh --model config.json --tp 2 --dp 8 --zero-stage 1
+      meshwright plan weigh --model config.json --plan "dp16 zero1 mb1x4" --plan "dp16 zero3 mb1x4"
+
+    The exit code is 0; 1 if the first plan does not fit; and 2 if an argument is wrong.
+    """
+    with _one_line_errors("plan weigh"):
+        if not plan and not sizes.given:
+            raise PlanError('no plan is given; write --plan "dp8 zero1", or sizes such as --dp 8')
+        _weigh(job.question(run, SearchOptions()), outputs, plan or [], sizes, None)
+
+
+@app.command(cls=GroupedCommand)
+@takes_options
+def sweep(*, job: JobOptions, run: RunOptions, days: _Days = None, outputs: TableOutputs) -> None:
+    """Compare the best plans for several values of one setting, or find the smallest cluster for a number of days.
+
+    --gpus, --seq-len, --global-batch or --interconnect takes several values, separated by commas.
+
+    For example, how a run scales, and the smallest cluster for two weeks:
+
+    \b
+      meshwright plan sweep --model config.json --gpus 64,128,256,512 --global-batch 512
+      meshwright plan sweep --model config.json --tokens 1T --days 14 --global-batch 512
+
+    The exit code is 0, or 2 if an argument is wrong or no plan fits.
+    """
+    with _one_line_errors("plan sweep"):
+        _sweep(job.question(run, SearchOptions()), outputs, days)
+
+
+def _check_order(ctx: typer.Context) -> None:
+    """Raise a PlanError if an option stands before the name of a command, which would not see it."""
+    for name in ctx.params:
+        if (source := ctx.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+            raise PlanError(
+                f"write --{name.replace('_', '-')} after {ctx.invoked_subcommand}, which has its own options"
+            )
+
+
+def _weigh(question: PlanQuestion, outputs: Outputs, words: Sequence[str], sizes: Sizes, days: float | None) -> None:
+    settings = question.settings
+    if settings.swept is not None or days is not None:
+        several = "--days" if settings.swept is None else f"all but one value of --{settings.swept.replace('_', '-')}"
+        raise PlanError(f"a plan of your own is estimated for one setting; leave out the plan, or {several}")
+    gpus, plans = own_plans(words, sizes.given, settings.gpus[0] if settings.gpus else None)
+    settings = dataclasses.replace(settings, gpus=() if gpus is None else (gpus,))
+    sys.exit(0 if answer_own(dataclasses.replace(question, settings=settings), outputs, plans) else 1)
+
+
+def _sweep(question: PlanQuestion, outputs: TableOutputs, days: float | None) -> None:
+    swept = question.settings.swept
+    if days is None and swept is None:
+        raise PlanError("every setting has one value; write several, as in --gpus 64,128,256, or --days 14")
+    if days is None:
+        answer_sweep(question, outputs, str(swept))
+    elif question.settings.gpus:
+        raise PlanError("--days finds the number of devices, and --gpus gives it; leave one of them out")
+    else:
+        answer_days(question, outputs, days)

@@ -9,9 +9,10 @@ import json as json_format
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,62 +23,96 @@ from meshwright.errors import PlanError
 if TYPE_CHECKING:
     from meshwright.planner.candidate import Candidate, Job
     from meshwright.planner.explain import Change
+    from meshwright.planner.hardware import Cluster
     from meshwright.planner.search import Search
     from meshwright.planner.sweep import SweepRow
 
 
+_OUTPUT = partial(typer.Option, rich_help_panel="Output")
+
+
+class Emit(StrEnum):
+    """The launcher whose configuration file is printed."""
+
+    accelerate = "accelerate"
+
+
 @dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The form of an answer and the files to write.
+class TableOutputs:
+    """The form of an answer that is a table over a setting."""
 
-    Args:
-        json: whether to print it as JSON.
-        save: the file for the first plan; None to write none.
-        html: the file for the diagrams; None to write none.
-        emit: the launcher whose configuration is printed in place of the answer; None to print the answer.
-        trace: whether to trace a step of the first plan.
-        stage: the rank of the pipeline to trace; None for the one that needs the most memory.
-        model: path of the model's config.
-    """
+    json: Annotated[bool, _OUTPUT("--json", help="Print the whole answer as JSON.")] = False
 
-    json: bool
-    save: Path | None
-    html: Path | None
-    emit: str | None
-    trace: bool
-    stage: int | None
-    model: Path
+    def refuse_files(self, reason: str) -> None:
+        """Raise a PlanError if an output was asked for that needs one plan."""
+        for name in ("save", "html", "emit", "trace"):
+            if getattr(self, name, None):
+                raise PlanError(f"--{name} is about one plan, but {reason}")
 
-    def __post_init__(self) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs(TableOutputs):
+    """The form of an answer about plans, and the files to write."""
+
+    save: Annotated[
+        Path | None, _OUTPUT(help="Write the first plan to this YAML file, for meshwright launch --plan.")
+    ] = None
+    emit: Annotated[
+        Emit | None, _OUTPUT(help="Print a configuration file for accelerate launch instead of the answer.")
+    ] = None
+    trace: Annotated[
+        bool,
+        _OUTPUT(
+            "--trace",
+            help="Also run a step of the first plan on fake tensors and ranks, and compare its memory and collectives "
+            "with the estimates.",
+        ),
+    ] = False
+    stage: Annotated[
+        int | None,
+        _OUTPUT(help="With --trace, rank of the pipeline to trace (default: the one that needs the most memory)."),
+    ] = None
+
+    def check(self) -> None:
+        """Raise a PlanError if outputs do not go together, or a file cannot be written, before a search of minutes."""
         if self.emit is not None and (self.json or self.trace):
             raise PlanError(f"--emit {self.emit} prints a file; leave out {'--json' if self.json else '--trace'}")
         if self.stage is not None and not self.trace:
             raise PlanError(f"--stage {self.stage} is the rank of the pipeline that is traced; write --trace too")
-        if self.html is not None:
-            check_pages()
-        for option, path in (("--save", self.save), ("--html", self.html)):  # before a search, which may take minutes
+        for name in ("save", "html"):
+            path: Path | None = getattr(self, name, None)
             if path is not None and not path.parent.is_dir():
                 raise PlanError(
-                    f"{option} {path}: there is no directory {path.parent}; create it, or name another file"
+                    f"--{name} {path}: there is no directory {path.parent}; create it, or name another file"
                 )
             if path is not None and path.is_dir():
-                raise PlanError(f"{option} {path} is a directory; choose a file in it")
-
-    def refuse(self, what: str) -> None:
-        """Raise a PlanError if an output was asked for that a table does not have."""
-        for name in ("save", "html", "emit", "trace"):
-            if getattr(self, name):
-                raise PlanError(f"--{name} is about one plan, but {what} prints a table; leave one of them out")
+                raise PlanError(f"--{name} {path} is a directory; choose a file in it")
 
 
-def answer_search(question: PlanQuestion, outputs: Outputs) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PageOutputs(Outputs):
+    """The form of an answer about plans, with a page."""
+
+    html: Annotated[
+        Path | None,
+        _OUTPUT(help="Write the answer to this HTML file: diagrams, a table of plans, and sliders for the job."),
+    ] = None
+
+    def check(self) -> None:
+        if self.html is not None:
+            check_pages()
+        super().check()
+
+
+def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
     """Print the fastest plans, and write the files that were asked for."""
     from meshwright.planner import explain
 
+    outputs.check()
     found = question.search(question.space())
     if not found.choices:
         raise explain.no_fit(found)
-    _check_runs(found.choices[0].plan, outputs)
+    _check_runs(found, outputs)
     changed = explain.changes(found)
     if outputs.emit is not None:
         typer.echo(_accelerate_config(found, outputs.save))
@@ -87,22 +122,21 @@ def answer_search(question: PlanQuestion, outputs: Outputs) -> None:
     else:
         typer.echo(explain.text(found, changed=changed, budget=question.budget))
     if outputs.html is not None:
-        _write_page(found, outputs, changed)
-    _finish(found, outputs)
+        _write_page(found, outputs.html, changed, str(question.options.model))
+    _finish(question, found, outputs)
 
 
-def _write_page(found: Search, outputs: Outputs, changed: Sequence[Change]) -> None:
+def _write_page(found: Search, html: Path, changed: Sequence[Change], model: str) -> None:
     from meshwright.planner.page import write_page
 
-    assert outputs.html is not None
-    with typer.progressbar(length=1, label=f"Writing {outputs.html}", file=sys.stderr) as bar:
+    with typer.progressbar(length=1, label=f"Writing {html}", file=sys.stderr) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.length = total
             if sys.stderr.isatty():
                 bar.update(done - bar.pos)
 
-        write_page(found, outputs.html, changed=changed, model=str(outputs.model), progress=progress)
+        write_page(found, html, changed=changed, model=model, progress=progress)
 
 
 def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:
@@ -112,16 +146,15 @@ def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], 
     from meshwright.planner.own_plan import weigh
     from meshwright.planner.own_text import own_text
 
+    outputs.check()
     space = question.space()
     own = plans(space.job)
     if len(own) > 1:
-        for name in ("save", "emit", "trace"):
-            if getattr(outputs, name):
-                raise PlanError(f"--{name} is about one plan, but --plan gives {len(own)}; give one")
-    if outputs.html is not None:
+        outputs.refuse_files(f"--plan gives {len(own)}; give one")
+    if getattr(outputs, "html", None) is not None:
         raise PlanError("--html draws the planner's own answer; leave out --html, or the plan")
     found = weigh(space, question.measured, own, budget=question.filled(space))
-    _check_runs(found.choices[0].plan, outputs)
+    _check_runs(found, outputs)
     is_fit = found.choices[0].memory.total <= found.budget
     if not is_fit and (outputs.save or outputs.emit):
         choice = found.choices[0]
@@ -138,20 +171,21 @@ def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], 
         with contextlib.suppress(PlanError):  # there may be no legal plan but the given ones
             best = question.search(question.space(), top=1)
         typer.echo(own_text(found, best=best, budget=question.budget))
-    _finish(found, outputs)
+    _finish(question, found, outputs)
     return is_fit
 
 
-def answer_sweep(question: PlanQuestion, outputs: Outputs, name: str, values: Sequence[Any]) -> None:
+def answer_sweep(question: PlanQuestion, outputs: TableOutputs, name: str) -> None:
     """Print a table with the best plan for each value of a setting."""
     from meshwright.planner.notes import batch_warning
     from meshwright.planner.sweep import row_of, sweep_dict
 
-    outputs.refuse(f"--{name.replace('_', '-')} with several values")
+    outputs.refuse_files(f"--{name.replace('_', '-')} with several values prints a table; leave one of them out")
 
-    def find(value: Any) -> Search:
-        return question.search(question.space(**{name: value}), top=1)
+    def find(value: float) -> Search:
+        return question.search(question.space(question.settings.at(name, value)), top=1)
 
+    values: Sequence[float] = getattr(question.settings, name)
     rows = [row_of(value, partial(find, value), question.budget) for value in values]
     if not any(row.best for row in rows):
         raise PlanError(f"no plan for any value: {rows[0].reason}")
@@ -165,16 +199,16 @@ def answer_sweep(question: PlanQuestion, outputs: Outputs, name: str, values: Se
             break
 
 
-def answer_days(question: PlanQuestion, outputs: Outputs, days: float) -> None:
+def answer_days(question: PlanQuestion, outputs: TableOutputs, days: float) -> None:
     """Print the smallest cluster that trains on the tokens in a number of days, and the sizes below it."""
     from meshwright.planner.sweep import is_met, smallest_cluster, sweep_dict
 
-    outputs.refuse("--days")
+    outputs.refuse_files("--days prints a table; leave one of them out")
     if question.budget is None:
         raise PlanError("--days needs the tokens of the run; write --tokens 1T")
     space = question.space()
 
-    def find(cluster: Any, job: Job) -> Search:
+    def find(cluster: Cluster, job: Job) -> Search:
         return question.search(dataclasses.replace(space, cluster=cluster, job=job), top=1)
 
     flops = question.shape.flops(space.job.seq_len)
@@ -203,20 +237,26 @@ def _table(question: PlanQuestion, swept: str, rows: Sequence[SweepRow]) -> str:
 
     shape, cluster, settings = question.shape, question.space().cluster, question.settings
     words = [cluster.device.name if swept == "gpus" else f"{cluster.gpus} x {cluster.device.name}"]
-    words += [f"{settings.global_batch} sequences per step"] * (swept != "global_batch")
-    words += [f"{settings.seq_len} tokens per sequence"] * (swept != "seq_len")
+    words += [f"{settings.global_batch[0]} sequences per step"] * (swept != "global_batch")
+    words += [f"{settings.seq_len[0]} tokens per sequence"] * (swept != "seq_len")
     heading = f"{shape.name}: {shape.parameters / 1e9:.2f} B parameters, {', '.join(words)}"
     return f"{heading}\n\n{sweep_text(swept.replace('_', '-'), rows)}"
 
 
-def _check_runs(plan: Candidate, outputs: Outputs) -> None:
+def _check_runs(found: Search, outputs: Outputs) -> None:
     """Raise a PlanError if a plan that this version cannot run would be written."""
+    plan, precision = found.choices[0].plan, found.job.precision
     for name in ("save", "emit", "trace"):
         if getattr(outputs, name) and not plan.runs_today:
             raise PlanError(f"--{name}: {plan.label} cannot run in this version; leave out --allow-future")
+        if getattr(outputs, name) and not found.job.trains_today:
+            raise PlanError(
+                f"--{name}: this version cannot train in {precision} yet, so {plan.label} would run in bf16, and take "
+                f"longer; write --precision bf16, or leave out --{name}"
+            )
 
 
-def _finish(found: Search, outputs: Outputs) -> None:
+def _finish(question: PlanQuestion, found: Search, outputs: Outputs) -> None:
     if outputs.save is not None:
         from meshwright.choose.plan_file import save_plan
 
@@ -229,7 +269,7 @@ def _finish(found: Search, outputs: Outputs) -> None:
         if not (outputs.emit or outputs.json):
             typer.echo(f"\nTo run it: {_command(found, outputs.save)}")
     if outputs.trace:
-        _trace(found, outputs)
+        _trace(found, str(question.options.model), outputs.stage)
 
 
 def _command(found: Search, path: Path) -> str:
@@ -250,7 +290,7 @@ def _accelerate_config(found: Search, save: Path | None) -> str:
     )  # fmt: skip
 
 
-def _trace(found: Search, outputs: Outputs) -> None:
+def _trace(found: Search, model: str, stage: int | None) -> None:
     import torch
 
     from meshwright.planner.hub_cache import config_path
@@ -258,5 +298,5 @@ def _trace(found: Search, outputs: Outputs) -> None:
 
     plan = found.choices[0].plan
     typer.echo(f"\nTracing a step of {found.shape.name} on {plan.world_size} fake ranks...", err=True)
-    model = model_on_meta(config_path(outputs.model), getattr(torch, found.job.dtype))
-    typer.echo("\n" + trace_and_compare(model, found.shape, plan, found.job, outputs.stage))
+    on_meta = model_on_meta(config_path(model), getattr(torch, found.job.dtype))
+    typer.echo("\n" + trace_and_compare(on_meta, found.shape, plan, found.job, stage))

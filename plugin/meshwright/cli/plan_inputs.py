@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
 
 from meshwright.errors import PlanError
+from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES
 
 if TYPE_CHECKING:
-    from meshwright.planner.candidate import Candidate, Job, Logits, Precision
+    from meshwright.planner.candidate import Candidate, Job
     from meshwright.planner.cost import Budget
     from meshwright.planner.hardware import Cluster, HardwareProfile
     from meshwright.planner.search import Search
@@ -50,146 +55,259 @@ def numbers(option: str, text: str | None, kind: type[Number]) -> tuple[Number, 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of one search, before the cluster is built.
+    """The settings that may have several values, one of them at a time.
 
     Args:
-        gpus: number of devices; None for 8, or as many as the profile measured.
-        gpus_per_node: number of devices per node; None for 8, or as many as the profile measured.
-        gpu: name of the device; None for the profile's, or h100-sxm.
+        gpus: numbers of devices; none for 8, or as many as the profile measured.
         seq_len: tokens per sequence.
         global_batch: sequences per step.
-        precision: dtype of the matrix multiplications.
-        logits: the logits that are in memory at once, as in ``Job``.
-        interconnect: Gb/s from one device to other nodes; None for the device's usual network.
-        profile_path: the file of the profile; None without one.
+        interconnect: Gb/s from one device to other nodes; none for the device's usual network.
+
+    Raises:
+        PlanError: two settings have several values.
     """
 
-    gpus: int | None
-    gpus_per_node: int | None
-    gpu: str | None
-    seq_len: int
-    global_batch: int
-    precision: Precision
-    logits: Logits
-    interconnect: float | None
-    profile_path: Path | None
+    gpus: tuple[int, ...]
+    seq_len: tuple[int, ...]
+    global_batch: tuple[int, ...]
+    interconnect: tuple[float, ...]
 
-    def cluster(self, measured: HardwareProfile | None) -> Cluster:
-        """Return the cluster."""
+    def __post_init__(self) -> None:
+        if len(several := self._several) > 1:
+            options = " and ".join(f"--{name.replace('_', '-')}" for name in several)
+            raise PlanError(
+                f"{options} have several values, but a table compares one setting; give one value of the other"
+            )
+
+    @property
+    def swept(self) -> str | None:
+        """The setting that has several values; None if none has."""
+        return next(iter(self._several), None)
+
+    @property
+    def _several(self) -> list[str]:
+        return [name for name, values in vars(self).items() if len(values) > 1]
+
+    def at(self, name: str, value: float) -> Settings:
+        """Return the settings with one value of a setting."""
+        return dataclasses.replace(self, **{name: (value,)})  # type: ignore[arg-type]
+
+
+_JOB = partial(typer.Option, rich_help_panel="What is trained, and where")
+RUN_PANEL = "The whole run: days, GPU-hours and cost"
+_RUN = partial(typer.Option, rich_help_panel=RUN_PANEL)
+_SEVERAL = "plan sweep takes several, separated by commas."
+
+
+class JobPrecision(StrEnum):
+    """The dtype of the layers' matrix multiplications."""
+
+    bf16 = "bf16"
+    fp8 = "fp8"
+    fp4 = "fp4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options about the whole run."""
+
+    tokens: Annotated[
+        str | None,
+        _RUN(help="Tokens of the whole run, for example 300B or 1.5T: also print its days, GPU-hours and cost."),
+    ] = None
+    price: Annotated[float | None, _RUN(help="Price of one GPU-hour, in any currency; with --tokens.")] = None
+
+    def budget(self) -> Budget | None:
+        """Return the tokens and the price; None without a number of tokens."""
+        from meshwright.planner.cost import Budget, parse_tokens
+
+        if self.tokens is None and self.price is not None:
+            raise PlanError(f"--price {self.price:g} needs the tokens of the run; write --tokens 1T")
+        return None if self.tokens is None else Budget(tokens=parse_tokens(self.tokens), price=self.price)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """The options about the plans to show."""
+
+    top: Annotated[int, typer.Option(help="Number of plans to show.", rich_help_panel="Output")] = 5
+    allow_future: Annotated[
+        bool,
+        typer.Option(
+            "--allow-future",
+            help="Also show plans that this version cannot run yet, such as recompute of attention alone.",
+            rich_help_panel="Output",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """The options about what is trained, and where."""
+
+    model: Annotated[
+        Path | None,
+        _JOB(
+            help="transformers config.json, a directory that holds one, or the id of a Hub model whose config is in "
+            "the local cache; no weights are read. Required."
+        ),
+    ] = None
+    gpus: Annotated[
+        str | None,
+        _JOB(metavar="N", help=f"Number of devices (default: 8, or as many as --profile measured). {_SEVERAL}"),
+    ] = None
+    gpus_per_node: Annotated[
+        int | None, _JOB(help="Number of devices per node (default: 8, or as many as --profile measured).")
+    ] = None
+    gpu: Annotated[
+        str | None,
+        _JOB(
+            help="Device model, for example a100, h100, h200, b200, rtx-4090 or cpu (default: h100-sxm, or the "
+            "device that --profile measured)."
+        ),
+    ] = None
+    seq_len: Annotated[str, _JOB(metavar="N", help=f"Tokens per sequence. {_SEVERAL}")] = "4096"
+    global_batch: Annotated[
+        str, _JOB(metavar="N", help=f"Sequences per optimizer step, over all devices. {_SEVERAL}")
+    ] = "64"
+    precision: Annotated[
+        JobPrecision,
+        _JOB(help="Dtype of the layers' matrix multiplications; this version trains in bf16 alone."),
+    ] = JobPrecision.bf16
+    gather_logits: Annotated[
+        bool,
+        _JOB(
+            "--gather-logits",
+            help="Count the memory of whole logits, as with ToDistributedConfig(gather_logits=True): for a program "
+            "that reads outputs.logits in training, as TRL's trainers do.",
+        ),
+    ] = False
+    interconnect: Annotated[
+        str | None,
+        _JOB(
+            metavar="GBPS",
+            help="Bandwidth from one device to other nodes, in Gb/s (default: that of the system in which the device "
+            f"is usually sold, or what --profile measured). {_SEVERAL}",
+        ),
+    ] = None
+    memory: Annotated[float, _JOB(help="Share of the device memory that a plan may fill, up to 1.")] = 0.9
+    profile: Annotated[
+        Path | None,
+        _JOB(help="Profile that meshwright calibrate wrote (default: data sheets and typical efficiencies)."),
+    ] = None
+
+    def question(self, run: RunOptions, search: SearchOptions) -> PlanQuestion:
+        """Return what is asked.
+
+        Raises:
+            PlanError: an option is wrong, or the model is not a dense decoder.
+        """
+        from meshwright.planner.hardware import HardwareProfile
+        from meshwright.planner.shapes import describe
+
+        if self.model is None:
+            raise PlanError("--model is missing; write --model config.json")
+        if not 0 < self.memory <= 1:
+            raise PlanError(f"--memory={self.memory} must be a share of the device's memory, above 0 and at most 1")
+        if search.top < 1:
+            raise PlanError(f"--top={search.top} must be at least 1")
+        settings = Settings(
+            gpus=numbers("--gpus", self.gpus, int),
+            seq_len=numbers("--seq-len", self.seq_len, int),
+            global_batch=numbers("--global-batch", self.global_batch, int),
+            interconnect=numbers("--interconnect", self.interconnect, float),
+        )
+        return PlanQuestion(
+            options=self,
+            settings=settings,
+            shape=describe(self.model),
+            measured=HardwareProfile.load(self.profile) if self.profile else None,
+            search_options=search,
+            budget=run.budget(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanQuestion:
+    """What is asked.
+
+    Args:
+        options: the options about the job.
+        settings: the settings that may have several values; the first value of each counts.
+        shape: the model.
+        measured: the profile; None for the catalogue.
+        search_options: which plans to show.
+        budget: the tokens and the price; None without a number of tokens.
+    """
+
+    options: JobOptions
+    settings: Settings
+    shape: ModelShape
+    measured: HardwareProfile | None
+    search_options: SearchOptions
+    budget: Budget | None
+
+    def space(self, settings: Settings | None = None) -> Space:
+        """Return the plans to search, perhaps with other settings."""
+        from meshwright.planner.space import Space
+
+        settings = settings or self.settings
+        cluster = self._cluster(settings)
+        job, allow_future = self._job(settings, cluster), self.search_options.allow_future
+        return Space(shape=self.shape, cluster=cluster, job=job, allow_future=allow_future)
+
+    def _cluster(self, settings: Settings) -> Cluster:
         from meshwright.planner.hardware import Cluster, device
 
-        slow_link = self.interconnect and self.interconnect / 8 * 1e9
+        options, measured = self.options, self.measured
+        gpus = settings.gpus[0] if settings.gpus else None
+        slow_link = settings.interconnect[0] / 8 * 1e9 if settings.interconnect else None
         if measured is not None and measured.device is not None:
-            if self.gpu is not None:
+            if options.gpu is not None:
                 raise PlanError(
-                    f"--gpu {self.gpu} cannot be combined with {self.profile_path}, which measured "
+                    f"--gpu {options.gpu} cannot be combined with {options.profile}, which measured "
                     f"{measured.device.name!r}; leave out one of them"
                 )
-            return measured.cluster(gpus=self.gpus, gpus_per_node=self.gpus_per_node, slow_link=slow_link)
+            return measured.cluster(gpus=gpus, gpus_per_node=options.gpus_per_node, slow_link=slow_link)
         return Cluster(
-            device=device("h100-sxm" if self.gpu is None else self.gpu), gpus=8 if self.gpus is None else self.gpus,
-            gpus_per_node=8 if self.gpus_per_node is None else self.gpus_per_node, slow_link=slow_link,
-        )  # fmt: skip
+            device=device(options.gpu or "h100-sxm"),
+            gpus=gpus or 8,
+            gpus_per_node=8 if options.gpus_per_node is None else options.gpus_per_node,
+            slow_link=slow_link,
+        )
 
-    def job(self, cluster: Cluster, measured: HardwareProfile | None) -> Job:
+    def _job(self, settings: Settings, cluster: Cluster) -> Job:
         """Return the job, in 32 bits if the profile measured float32 or the cluster has CPUs only."""
         from meshwright.planner.candidate import Job
 
         on_cpu = cluster.device.shares_host
         job = Job(
-            seq_len=self.seq_len, global_batch=self.global_batch, precision=self.precision, own_runtime=True,
-            on_cpu=on_cpu, logits=self.logits,
-        )  # fmt: skip
-        dtype = measured.dtype if measured and measured.dtype else "float32" if on_cpu else "bfloat16"
+            seq_len=settings.seq_len[0],
+            global_batch=settings.global_batch[0],
+            precision=self.options.precision.value,
+            own_runtime=True,
+            on_cpu=on_cpu,
+            logits="gathered" if self.options.gather_logits else "chunked",
+        )
+        dtype = self.measured.dtype if self.measured and self.measured.dtype else "float32" if on_cpu else "bfloat16"
         return job.in_32_bits() if dtype == "float32" else job
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanQuestion:
-    """The question to answer, apart from the settings that may have several values.
-
-    Args:
-        shape: the model.
-        measured: the profile; None for the catalogue.
-        settings: the settings, with the first value of each.
-        memory: share of the device memory that a plan may fill.
-        top: number of plans to show.
-        allow_future: whether to include plans that this version cannot run.
-        budget: the tokens and the price; None without a number of tokens.
-    """
-
-    shape: ModelShape
-    measured: HardwareProfile | None
-    settings: Settings
-    memory: float
-    top: int
-    allow_future: bool
-    budget: Budget | None
-
-    def space(self, **changed: Any) -> Space:
-        """Return the plans to search, with some of the settings changed."""
-        from meshwright.planner.space import Space
-
-        settings = dataclasses.replace(self.settings, **changed)
-        cluster = settings.cluster(self.measured)
-        job = settings.job(cluster, self.measured)
-        return Space(shape=self.shape, cluster=cluster, job=job, allow_future=self.allow_future)
 
     def search(self, space: Space, *, top: int | None = None) -> Search:
         """Return the fastest plans that fit, as many as asked for after equal ones are merged."""
         from meshwright.planner.notes import without_repetitions
         from meshwright.planner.search import search
 
-        wanted = top or self.top
+        wanted = top or self.search_options.top
         found = search(space, self.measured, top=2 * wanted, budget=self.filled(space))
         return without_repetitions(found, wanted)
 
     def filled(self, space: Space) -> float:
         """Return the bytes of a device that a plan may fill."""
-        return self.memory * space.cluster.device.memory
-
-
-def swept(values: dict[str, tuple[Any, ...]]) -> str | None:
-    """Return the setting that has several values; None if none has.
-
-    Raises:
-        PlanError: two settings have several values.
-    """
-    several = [name for name, found in values.items() if len(found) > 1]
-    if len(several) > 1:
-        options = " and ".join(f"--{name.replace('_', '-')}" for name in several)
-        raise PlanError(f"{options} have several values, but a table compares one setting; give one value of the other")
-    return several[0] if several else None
-
-
-def question(
-    model: Path, settings: Settings, *, memory: float, top: int, allow_future: bool, tokens: str | None,
-    price: float | None,
-) -> PlanQuestion:  # fmt: skip
-    """Return the question about a model.
-
-    Raises:
-        PlanError: the model is not a dense decoder, or a price is given without tokens.
-    """
-    from meshwright.planner.cost import Budget, parse_tokens
-    from meshwright.planner.hardware import HardwareProfile
-    from meshwright.planner.shapes import describe
-
-    if tokens is None and price is not None:
-        raise PlanError(f"--price {price:g} needs the tokens of the run; write --tokens 1T")
-    return PlanQuestion(
-        shape=describe(model),
-        measured=HardwareProfile.load(settings.profile_path) if settings.profile_path else None,
-        settings=settings,
-        memory=memory,
-        top=top,
-        allow_future=allow_future,
-        budget=None if tokens is None else Budget(tokens=parse_tokens(tokens), price=price),
-    )
+        return self.options.memory * space.cluster.device.memory
 
 
 def own_plans(
-    words: Sequence[str], sizes: dict[str, Any], gpus: int | None
+    words: Sequence[str], sizes: Mapping[str, object], gpus: int | None
 ) -> tuple[int | None, Callable[[Job], list[Candidate]]]:
     """Return the number of devices of the plans that the user gives, and a function that makes them for a job.
 
@@ -215,12 +333,12 @@ def own_plans(
         raise PlanError(f"--plan {counts} devices; compare plans of as many devices, or estimate each in a command")
     if sizes:
         _check_sizes(sizes, gpus)
-        plan = ParallelPlan(**sizes)
+        plan = ParallelPlan(**sizes)  # type: ignore[arg-type]
         if gpus is not None and "dp" not in sizes:
             if gpus % plan.world_size:
                 raise PlanError(
-                    f"--gpus {gpus} is not divisible by tp={plan.tp} x cp={plan.cp} x pp={plan.pp}; change a size, or "
-                    "give --dp in place of --gpus"
+                    f"--gpus {gpus} is not divisible by {plan.product(*plan.sizes_beside_dp)}; change a size, or give "
+                    "--dp in place of --gpus"
                 )
             plan = dataclasses.replace(plan, dp=gpus // plan.world_size)
         plans = [plan]
@@ -228,16 +346,13 @@ def own_plans(
     return world, lambda job: [Candidate.of(dataclasses.asdict(plan), job) for plan in plans]
 
 
-_SPLITS = ("dp", "tp", "cp", "pp")
-_OF_SPLIT = {"context": "cp", "ulysses": "cp", "schedule": "pp", "sequence_parallel": "tp"}
-
-
-def _check_sizes(sizes: dict[str, Any], gpus: int | None) -> None:
+def _check_sizes(sizes: Mapping[str, object], gpus: int | None) -> None:
     """Raise a PlanError if an option would have no effect, or no option says how many devices the plan has."""
-    for name, split in _OF_SPLIT.items():
-        if sizes.get(name) and split not in sizes:
-            raise PlanError(f"--{name.replace('_', '-')} has an effect with --{split} only; write --{split} 2 too")
-    if gpus is None and not any(split in sizes for split in _SPLITS):
+    for axis, options in OPTIONS.items():
+        for name in options:
+            if sizes.get(name) and axis not in sizes:
+                raise PlanError(f"--{name.replace('_', '-')} has an effect with --{axis} only; write --{axis} 2 too")
+    if gpus is None and not any(axis in sizes for axis in PLAN_AXES):
         raise PlanError(
             f"--{next(iter(sizes)).replace('_', '-')} describes a plan of your own, without its number of devices; "
             "write --gpus 8, or sizes such as --dp 8"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from meshwright.construct.init_recording import RecordedWindow, Tape, reserve
+
+Arguments = tuple[Any, ...]  # of an operator
+Options = dict[str, Any]
 
 _ATTRIBUTE = "_meshwright_recipe"
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
@@ -151,7 +155,9 @@ class Recorder(TorchDispatchMode):
                 if self.tape.is_written(window):
                     window.on(storage).copy_(self.tape.replay(window))
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Arguments = (), kwargs: Options | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if _only_looks(func):
             return func(*args, **kwargs)
@@ -165,7 +171,7 @@ class Recorder(TorchDispatchMode):
             self._untouched.pop(_address(x), None)  # type: ignore[arg-type]
         return func(*args, **kwargs)
 
-    def _empty(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def _empty(self, func: OpOverload, args: Arguments, kwargs: Options) -> Tensor:
         """Return a new tensor without values, which is deferred if the first argument is (as in ``empty_like``)."""
         is_like_deferred = bool(args) and self._is_deferred(args[0])
         form = func(*args, **{**kwargs, "device": torch.device("meta")})
@@ -179,7 +185,7 @@ class Recorder(TorchDispatchMode):
         self._untouched[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
         return tensor
 
-    def _record(self, func: Any, args: Any, kwargs: Any, *, is_recordable: bool) -> Any:
+    def _record(self, func: OpOverload, args: Arguments, kwargs: Options, *, is_recordable: bool) -> object:
         written = _written(func, args, kwargs)
         fresh = sum(value.alias_info is None for value in func._schema.returns)
         gives_values = any("Tensor" not in str(value.type) for value in func._schema.returns)
@@ -199,7 +205,7 @@ class Recorder(TorchDispatchMode):
         self.tape.record(func, arguments, (), [self._window(x) for x in made.values()])
         return tree_map(lambda x: made.get(id(x), x), form)
 
-    def _compute(self, func: Callable[..., object], args: object, kwargs: object, written: list[Tensor]) -> Any:
+    def _compute(self, func: OpOverload, args: Arguments, kwargs: Options, written: list[Tensor]) -> object:
         """Run an operation now, on values that are replayed for it and then dropped."""
         deferred = {id(x): x for x in tree_iter((args, kwargs)) if self._is_deferred(x)}
         values = {key: self.tape.replay(self._window(x)) for key, x in deferred.items()}
@@ -230,14 +236,14 @@ def _address(x: Tensor) -> int | None:
     return x.untyped_storage()._cdata if x.device.type == "cpu" and x.layout is torch.strided else None
 
 
-def _device(args: Any, kwargs: Any) -> torch.device:
+def _device(args: Arguments, kwargs: Options) -> torch.device:
     """Return the device of an operation's result."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
     return args[0].device if args and isinstance(args[0], Tensor) else torch.device("cpu")
 
 
-def _only_looks(func: Any) -> bool:
+def _only_looks(func: OpOverload) -> bool:
     """Return whether an operator only makes views of its arguments, without reading or writing values."""
     if torch.Tag.inplace_view in func.tags:
         return True
@@ -245,7 +251,7 @@ def _only_looks(func: Any) -> bool:
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written(func: OpOverload, args: Arguments, kwargs: Options) -> list[Tensor]:
     found = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

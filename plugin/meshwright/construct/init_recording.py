@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 # Operators that overwrite their first argument. Replay skips earlier operations whose result is overwritten.
@@ -69,8 +70,8 @@ class RecordedOperation:
         draw: the generator state that the call starts from, if it draws random numbers.
     """
 
-    function: Any
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    function: OpOverload
+    arguments: tuple[tuple[object, ...], dict[str, object]]
     written: tuple[RecordedWindow, ...]
     created: tuple[RecordedWindow, ...] = ()
     draw: Draw | None = None
@@ -114,7 +115,11 @@ class Tape:
         return any(window.storage == w.storage for op in self.operations for w in (*op.written, *op.created))
 
     def record(
-        self, function: Any, arguments: Any, written: Sequence[RecordedWindow], created: Sequence[RecordedWindow] = ()
+        self,
+        function: OpOverload,
+        arguments: object,
+        written: Sequence[RecordedWindow],
+        created: Sequence[RecordedWindow] = (),
     ) -> None:
         """Record an operation; if it draws random numbers and ``draws`` is set, advance the generator accordingly."""
         draw = None

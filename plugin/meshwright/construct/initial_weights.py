@@ -26,13 +26,15 @@ from meshwright.mesh.axes import Mesh
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.tensor_parallel import Keep, Shards, attach_shards, make_shards
 
+Buffer = tuple[dict[str, Any], str, Tensor]  # the dict of a module that has a tensor, the key, and the values
+
 
 @dataclass(frozen=True)
 class NewTensors:
     """A model's tensors on this rank: the parameters' shards, and (dict, key, values) of all other tensors."""
 
     shards: Shards
-    buffers: list[tuple[dict[str, Any], str, Tensor]]
+    buffers: list[Buffer]
 
     def attach(self, model: nn.Module) -> None:
         """Put all tensors into the model; see ``attach_shards``."""
@@ -122,8 +124,8 @@ class InitialWeights:
             return None
         return layout.take(full) if layout.is_sharded else full
 
-    def _buffers(self, model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-        found: list[tuple[dict[str, Any], str, Tensor]] = []
+    def _buffers(self, model: nn.Module) -> list[Buffer]:
+        found: list[Buffer] = []
         for module in model.modules():
             for owner in (module._buffers, vars(module)):
                 for name, tensor in owner.items():

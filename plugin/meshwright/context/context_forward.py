@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from meshwright.context.region import ContextRegion
 from meshwright.errors import PlanError
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.method_chain import BatchStep, StepOrder
-from meshwright.parallel.tensor_guards import UnreadableTensor
+from meshwright.parallel.stand_in import ShardedLogits, StandIn
 
 
 class ContextForward(BatchStep):
@@ -41,7 +40,7 @@ class ContextForward(BatchStep):
         super().__init__(decoder)
         self.region, self.has_token_loss, self.joins_logits = region, has_token_loss, joins_logits
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
         schema, region = BatchSchema(batch), self.region
         tokens = schema.tokens
@@ -57,31 +56,28 @@ class ContextForward(BatchStep):
         trains = self.model.training and torch.is_grad_enabled() and batch.get("labels") is not None
         return self._with_logits(output, tokens.shape[1], joins=self.joins_logits(trains))
 
-    def _with_logits(self, output: Any, length: int, *, joins: bool) -> Any:
+    def _with_logits(self, output: object, length: int, *, joins: bool) -> object:
         if not isinstance(output, MutableMapping):
             raise PlanError(
                 f"under ParallelPlan.cp > 1 {type(self.model).__name__} must return an output with loss and logits, "
                 "as transformers' models do; call it without return_dict=False"
             )
         logits = output["logits"]
-        if isinstance(logits, UnreadableTensor):  # tensor parallelism gave logits that raise already
+        if isinstance(logits, ShardedLogits):  # tensor parallelism gave logits that raise already
             return output
         if joins:
             output["logits"] = self.region.parts.join(logits, 1, length)
         else:
-            empty = torch.empty((), dtype=logits.dtype, device=logits.device)
-            output["logits"] = empty.expand(logits.shape[0], length, logits.shape[-1]).as_subclass(PartedLogits)
+            shape = (logits.shape[0], length, logits.shape[-1])
+            output["logits"] = PartedLogits.of_shape(shape, logits.dtype, logits.device)
         return output
 
 
-class PartedLogits(UnreadableTensor):
+class PartedLogits(StandIn):
     """Stands in for the logits of all tokens in training with labels; reading it raises an error."""
 
-    _MESSAGE = (
+    MESSAGE = (
         "in training with labels the logits stay sharded over cp, and each rank has those of its own tokens. To read "
         "outputs.logits, pass ToDistributedConfig(gather_logits=True), or call the model in eval mode or without "
         "labels, where the logits are whole"
     )
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return "PartedLogits(not gathered: see ToDistributedConfig.gather_logits)"

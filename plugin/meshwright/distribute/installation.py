@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.one_device.save_pretrained import export_with_full_weights
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.distribute.copy_model import make_copyable
+from meshwright.errors import AlreadyDistributedError
 from meshwright.faults.together import succeed_together
 from meshwright.features import passes, splits, training
 from meshwright.features.build import Build
@@ -20,7 +21,6 @@ from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.parallel.collectives import agree
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
-from meshwright.parallel.tensor_guards import refuse_wrapping
 from meshwright.parallel.tensor_parallel import guard_shards, share_partial_gradients
 from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_unloading
 
@@ -33,8 +33,8 @@ class Feature:
 
     Args:
         install: a function that adds the part to a model if the plan has it.
-        after: the parts that must be there before, since this one finds what they installed, or its hooks and its
-            replacement of ``forward`` must lie outside of theirs.
+        after: the parts that must be there before, since this one finds what they installed, or its hooks must lie
+            outside of theirs.
     """
 
     install: Callable[[Build], None]
@@ -50,11 +50,11 @@ FEATURES = (
     Feature(splits.part_tokens, after=(passes.cut_blocks,)),
     Feature(training.synchronise_gradients, after=(training.hold_shards, passes.compare_replicas)),
     Feature(training.average_loss, after=(splits.part_tokens, training.synchronise_gradients)),
-    Feature(splits.run_in_parts, after=(training.average_loss, splits.part_tokens)),
+    Feature(splits.run_in_parts, after=(training.average_loss,)),
     Feature(passes.generate_alike),
-    Feature(training.recompute, after=(splits.run_in_parts,)),
+    Feature(training.recompute),
     Feature(training.defer_logits, after=(passes.cut_blocks,)),
-    Feature(training.compile_layers, after=(training.recompute,)),
+    Feature(training.compile_layers, after=(passes.cut_blocks,)),
 )
 
 
@@ -83,7 +83,7 @@ def distribute(build: Build, optimizer: Optimizer | None, make: Make) -> None:
         refuse_unloading(model, " and ".join(axis for axis in ("tp", "pp") if getattr(build.plan, axis) > 1))
     if runtime.weights is not None:
         refuse_merging(model)
-    refuse_wrapping(model)
+    object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", _NoWrapper())
     refuse_resizing(model)
 
 
@@ -135,3 +135,14 @@ def guard_weights(build: Build) -> None:
         build.runtime.weights.guard()
     elif build.tensor_structure is not None:
         share_partial_gradients(build.model, build.decoder, build.tensor_structure)
+
+
+class _NoWrapper:
+    """Raises when DistributedDataParallel looks up which parameters to ignore."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AlreadyDistributedError(
+            "this model is distributed by meshwright. DistributedDataParallel (which accelerate's prepare and the "
+            "stock Trainer put around models) would overwrite the shards of all ranks with those of the first. Use "
+            "the model as it is, or prepare it with meshwright_hf"
+        )

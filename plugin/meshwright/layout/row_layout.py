@@ -99,11 +99,6 @@ class RowLayout:
             pieces.append(full.new_zeros(shape))
         return torch.cat(pieces, self.dim).contiguous()
 
-    def put(self, full: Tensor, local: Tensor, rank: int) -> None:
-        """Write a rank's shard into ``full``; the inverse of :meth:`take`."""
-        for target, piece in self.pairs(full, local, rank):
-            target.copy_(piece)
-
     def pairs(self, full: Tensor, local: Tensor, rank: int) -> list[tuple[Tensor, Tensor]]:
         """Return views of a rank's rows in ``full``, each with the view of the same rows in its shard."""
         pairs, offset = [], 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ class Engine:
     """
 
     name: str
-    materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
+    materialise: Callable[[Tensor], contextlib.AbstractContextManager[object]] | None = None
 
 
 @dataclass(eq=False)
@@ -96,7 +96,7 @@ class Gradients:
                 counted.append((gradient, layout.copies(parameter) * mesh.tokens.size * layout.stage_copies))
         return counted
 
-    def check_synced(self, *_: Any) -> None:
+    def check_synced(self, *_: object) -> None:
         """Raise if gradients were never synchronised: accumulated under no_sync, or of parameters thawed too late.
 
         Raises:

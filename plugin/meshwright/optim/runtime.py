@@ -8,7 +8,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ class Watch:
         """Called when the run resumes from a checkpoint of this step."""
         raise NotImplementedError
 
-    def end_step(self, *, lr: float | None, norm: Any) -> None:
+    def end_step(self, *, lr: float | None, norm: Tensor | None) -> None:
         """Called after an engine has stepped its optimizer."""
         raise NotImplementedError
 
@@ -125,7 +125,7 @@ class Runtime:
         """Return a runtime for a copy of the model, without gradients, optimizer, weights or features."""
         return dataclasses.replace(self, gradients=Gradients(), weights=None, features=Features())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+    def __deepcopy__(self, memo: dict[int, object]) -> Runtime:
         raise AlreadyDistributedError(
             "a module whose gradients are synchronised was copied without its model, so each rank would train its "
             "copy alone. Copy the model that to_distributed returned, or the plain model: copy.deepcopy(ddp.module)"
@@ -180,16 +180,22 @@ class Runtime:
         if self.comparison is not None:
             self.comparison.compare_now()
 
-    def succeed_before_save(self, step: Callable[[], T]) -> T:
-        """Run a step without communication, and :meth:`compare_before_save`; every rank must make the call.
+    def compare_replicas(self, prepare: Callable[[], T] | None = None) -> T:
+        """Compare what several ranks hold, as :meth:`compare_before_save` does; every rank must make the call.
 
         If nothing is wrong, the ranks meet once. Only if they do not agree, they exchange what each has to say.
+
+        Args:
+            prepare: a step without communication that comes first, such as the preparation of a save.
+
+        Returns:
+            The result of the step.
 
         Raises:
             Exception: if the step fails on any rank, as :func:`succeed_together` does.
             DivergenceError, CheckpointError: as :meth:`compare_before_save` does.
         """
-        result, error = attempt(step)
+        result, error = (None, None) if prepare is None else attempt(prepare)
         if self.guard is not None and self.guard.is_current:
             statement = self.comparison.statement().text if self.comparison is not None else ""
             if self.guard.agree("save", statement, "" if error is None else "failed"):
@@ -205,7 +211,7 @@ class Runtime:
         self.compare_before_save()
         return cast(T, result)
 
-    def meet_before_publishing(self, *_: Any) -> None:
+    def meet_before_publishing(self, *_: object) -> None:
         """Compare the data-parallel ranks, which are about to step their slices."""
         if self.guard is not None and self.mesh.tokens.size > 1:
             self.guard.meet("optimizer step", self.mesh.tokens.group)

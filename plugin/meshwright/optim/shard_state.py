@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -45,7 +43,7 @@ def shard_state(optimizer: Optimizer) -> None:
                 state.update({key: _shard_value(value, parameter) for key, value in state.items()})
 
 
-def _shard_value(value: Any, parameter: nn.Parameter) -> Any:
+def _shard_value(value: object, parameter: nn.Parameter) -> object:
     layout = layout_of(parameter)
     if isinstance(value, Tensor) and value.shape == layout.shape and value.ndim:
         return layout.take(value).to(parameter.device)

@@ -98,9 +98,9 @@ class _ModuleState:
     def take_own(
         self,
         module: nn.Module,
-        state: dict[str, Any],
+        state: dict[str, object],
         prefix: str,
-        local_metadata: dict[str, Any],
+        local_metadata: dict[str, object],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
@@ -174,7 +174,7 @@ class _OptimizerState:
                 "optimizer, folder), and later meshwright.load_optimizer(model, optimizer, folder) under any plan"
             )
 
-    def refuse_loading(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def refuse_loading(self, optimizer: Optimizer, state: dict[str, object]) -> None:
         if (what := self._part_of(optimizer)) is not None:
             raise UnreadableTensorError(
                 f"{what}, so optimizer.load_state_dict() would replace this rank's part with whole tensors or another "

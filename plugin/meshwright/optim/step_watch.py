@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -38,7 +37,7 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
     has_warned = has_told = False
     window = StepWindow()
 
-    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def look(optimizer: Optimizer, args: object, kwargs: object) -> None:
         nonlocal has_warned, has_told
         if (of := reference()) is None or of.gradients.trained is None or of.engine is not None:
             return

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -271,7 +270,7 @@ class _Step:
         for flat in self.flats:
             flat.full()
 
-    def enter(self, *_: Any) -> None:
+    def enter(self, *_: object) -> None:
         """Gather the weights, and give the parameters their values."""
         if in_backward():
             self.weights.enter_backward(self)
@@ -290,11 +289,11 @@ class _Step:
             self.is_awaited |= not isinstance(self.module, nn.Embedding)  # its gradient needs only the token ids
         self._entered.append((torch.is_grad_enabled(), lent, self._moments()))
 
-    def _enter_inside(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter_inside(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if in_backward():
             self.weights.lend_again(self)
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: object) -> None:
         """Take the values back; backward gathers them again."""
         if not self._entered:  # enter failed
             return
@@ -377,7 +376,7 @@ def _is_part_of_parent(module: nn.Module) -> bool:
 
 
 def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    groups: dict[Any, list[nn.Parameter]] = {}
+    groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
     return list(groups.values())

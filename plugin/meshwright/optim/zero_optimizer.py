@@ -16,7 +16,7 @@ import contextlib
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from meshwright.parallel.collectives import all_gather, start_reduce_scatter
 from meshwright.parallel.gradient_buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.shard_reads import reading_shards, values_of
 from meshwright.parallel.sharded_parameter import LocalGradient
-from meshwright.parallel.tensor_guards import HeldGradient, is_cleared, is_stand_in
+from meshwright.parallel.stand_in import HeldGradient, is_cleared, is_stand_in
 
 
 class Weights(Protocol):
@@ -371,7 +371,7 @@ def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[Sharde
             optimizer.state.pop(parameter, None)
 
 
-def _slice_state(value: Any, piece: Slice) -> Any:
+def _slice_state(value: object, piece: Slice) -> object:
     if torch.is_tensor(value) and value.shape == piece.parameter.shape and value.ndim:
         return piece.layout.own(value).to(piece.shard.dtype).clone()
     return value.clone() if torch.is_tensor(value) else value
@@ -380,14 +380,14 @@ def _slice_state(value: Any, piece: Slice) -> Any:
 def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
     """Make the steps of a bound optimizer use the reduced gradients and update the model."""
 
-    def prepare(*_: Any) -> None:
+    def prepare(*_: object) -> None:
         for sharded in reduction.sharded:
             sharded.weights.take_over()
         reduction.settle()
 
     optimizer.register_step_pre_hook(prepare)
 
-    def publish(*_: Any) -> None:
+    def publish(*_: object) -> None:
         reduction.num_steps += 1
         for sharded in reduction.sharded:
             sharded.weights.publish()
@@ -397,7 +397,7 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         reduction.clear((p for group in reduction.groups for p in group), set_to_none=set_to_none)
 
-    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+    def add_param_group(self: Optimizer, param_group: dict[str, object]) -> None:
         raise OptimizerMismatchError("parameters cannot be added to a sharded optimizer; add them before sharding it")
 
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]

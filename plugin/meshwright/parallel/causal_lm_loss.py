@@ -21,8 +21,8 @@ from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words, 
 from meshwright.parallel.deferred_logits import Deferred, deferred_of, without_stand_in
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
 from meshwright.parallel.sequence_parts import Parted, SequenceParts
+from meshwright.parallel.stand_in import ShardedLogits
 from meshwright.parallel.tensor_checks import require_words
-from meshwright.parallel.tensor_guards import ShardedLogits
 
 
 class CausalLMLoss(BatchLoss):

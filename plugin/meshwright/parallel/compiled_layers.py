@@ -19,7 +19,7 @@ from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.compile_options import check_compile_options
 from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 
-Restore = Callable[[], Any]
+Restore = Callable[[], object]
 
 logger = logging.getLogger(__name__)
 
@@ -134,12 +134,12 @@ class _CompiledForward(ChainStep):
         self.options = options
         self._compiled: Callable[..., Any] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self._compiled is None:
             self._compiled = torch.compile(self.method, **self.options)
         return self._compiled(*args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_compiled": None}  # a copy compiles the method of its own layer
 
 

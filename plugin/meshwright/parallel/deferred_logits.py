@@ -24,8 +24,8 @@ from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.cross_entropy import Words
 from meshwright.parallel.logit_steps import Cast, LogitStep, step_of
 from meshwright.parallel.method_chain import ChainStep, StepOrder
-from meshwright.parallel.sharded_parameter import become
-from meshwright.parallel.tensor_guards import METADATA, SHAPE, ShardedLogits
+from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.stand_in import FACTS, SHAPE, ShardedLogits, StandIn, become
 from meshwright.parallel.user_hooks import has_foreign_hooks
 from meshwright.roles.linear_kernel import kernel_of
 
@@ -53,7 +53,7 @@ class Deferral:
     is_sharded: bool
     count_steps: Callable[[], int]
     has_values: Callable[[nn.Parameter], bool]
-    token_loss: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Tensor | None] | None = None
+    token_loss: Callable[[Callable[..., Any], Sequence[object], dict[str, object]], Tensor | None] | None = None
 
 
 class DeferringHead(ChainStep):
@@ -64,7 +64,7 @@ class DeferringHead(ChainStep):
     def __init__(self, head: nn.Linear, deferral: Deferral):
         self.head, self.deferral = head, deferral
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any) -> object:
         if isinstance(x, InHead):
             return x.run()
         return self.defer(x) if self.defers(x) else self.method(x)
@@ -273,29 +273,26 @@ def watch_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
         deferred.hooks.append(hook)
 
 
-_OF_GRADIENT = frozenset({Tensor.register_hook, Tensor.retain_grad})
-_FACTS = METADATA - {Tensor.as_subclass, Tensor.detach} - _OF_GRADIENT
+_OF_GRADIENT = frozenset({"register_hook", "retain_grad"})
+_OWN_FACTS = FACTS - {"as_subclass", "detach"} - _OF_GRADIENT
 
 
-class _StandIn(Tensor):
+class _RecordedLogits(StandIn):
     """A tensor without values: it records steps, and passes what may be computed on to the logits themselves."""
 
-    _OWN: ClassVar[frozenset[Any]] = _FACTS
+    _OWN: ClassVar[frozenset[str]] = _OWN_FACTS
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(cls, func: Callable[..., Any], name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         first = args[0] if args else None
         deferred = deferred_of(first) if isinstance(first, Tensor) else None
-        if func is Tensor.is_contiguous and deferred is not None:
+        if name == "is_contiguous" and deferred is not None:
             return False  # so that libraries make it contiguous before they pass it to a collective
         if deferred is not None and not deferred.is_computed:
-            if func in cls._OWN:
-                with torch._C.DisableTorchFunctionSubclass():
+            if name in cls._OWN:
+                with reading_shards():
                     return func(*args, **kwargs)
-            if func is Tensor.contiguous and deferred.head.deferral.is_wanted():
+            if name == "contiguous" and deferred.head.deferral.is_wanted():
                 return first
             own = deferred.head.deferral.token_loss
             if own is not None and deferred.head.deferral.is_wanted():
@@ -306,43 +303,44 @@ class _StandIn(Tensor):
             if step is not None:
                 is_same = isinstance(step, Cast) and step.target == deferred.dtype
                 return first if is_same else deferred.after(step)
-        cls._check(func, args)
-        args, kwargs = tree_map_only(_StandIn, without_stand_in, (args, kwargs))
+        cls._check(func, name, args)
+        args, kwargs = tree_map_only(_RecordedLogits, without_stand_in, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
-    def _check(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _check(cls, func: Callable[..., Any], name: str, args: tuple[object, ...]) -> None:
         """Raise if logits must not be computed for a function."""
 
 
-class DeferredLogits(_StandIn):
+class DeferredLogits(_RecordedLogits):
     """Stands in for whole logits. Whatever reads it gets the logits' values."""
 
-    _OWN = _FACTS | SHAPE
+    _OWN = _OWN_FACTS | SHAPE
+    __repr__ = Tensor.__repr__  # type: ignore[assignment]
 
     @classmethod
-    def _check(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if func in _OF_GRADIENT or (func is torch.autograd.grad and any(deferred_of(x) for x in args[1])):
+    def _check(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> None:
+        if name in _OF_GRADIENT or (func is torch.autograd.grad and any(deferred_of(x) for x in args[1])):
             raise UnreadableTensorError(
                 "in training with labels outputs.loss is computed without outputs.logits, so its gradient does not "
                 f"reach them. To see the gradient of the logits, {_GATHER}"
             )
 
 
-class DeferredShards(_StandIn, ShardedLogits):
+class DeferredShards(_RecordedLogits, ShardedLogits):
     """Stands in for the logits of this rank's part of the vocabulary, and raises wherever ShardedLogits do."""
 
     def detach(self) -> Tensor:
         """Return a tensor that cannot be read either; the logits are not computed."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with reading_shards():
             empty = Tensor.detach(self)
         become(empty, _class_of(ShardedLogits, type(empty)))
         return empty
 
     @classmethod
-    def _check(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if not cls._allows(func, args):
-            raise UnreadableTensorError(cls._MESSAGE)
+    def _check(cls, func: Callable[..., Any], name: str, args: tuple[object, ...]) -> None:
+        if not cls.allows(name, args):
+            raise UnreadableTensorError(cls.MESSAGE)
 
 
 @functools.cache

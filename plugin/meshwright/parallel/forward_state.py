@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.padded_rows import PaddedRows
 from meshwright.parallel.refused_arguments import check_arguments
 from meshwright.parallel.replica_comparison import ReplicaComparison
-from meshwright.parallel.tensor_guards import ShardedLogits
+from meshwright.parallel.stand_in import ShardedLogits
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 
@@ -87,7 +86,7 @@ class ForwardState:
         self._padded = PaddedRows(self.dp, self.guard)
         self._keeps_sharded = self._defers = False
         self._restore: Restore | None = None
-        self._ends: list[Callable[[], Any]] = []  # called at the end of each running call; the outermost first
+        self._ends: list[Callable[[], object]] = []  # called at the end of each running call; the outermost first
         self._outermost: nn.Module | None = None  # the module whose call is running
         yield_next(None)  # what loaders gave before was not for this model
         self._signatures: dict[nn.Module, inspect.Signature] = {}
@@ -104,7 +103,9 @@ class ForwardState:
         """Return whether the current pass computes a training loss from the head's input."""
         return self._defers
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         self._ends.append(self.layers.enter_model())
         if self._outermost not in (None, module):
             return None  # this call is part of a running pass
@@ -138,7 +139,7 @@ class ForwardState:
         factor = self.dp.size if self.has_known_loss and labels is not None else self.mesh.cp.size
         return tuple(self._averaged(x, factor) for x in args), {n: self._averaged(x, factor) for n, x in kwargs.items()}
 
-    def _averaged(self, x: Any, factor: int) -> Any:
+    def _averaged(self, x: object, factor: int) -> object:
         """Return ``x``; backward divides its gradient by the factor that the loss carries, if ``x`` is a leaf input.
 
         No reduction averages the gradient of a leaf. Inputs computed from parameters keep the factor, since the
@@ -155,7 +156,7 @@ class ForwardState:
             factor = self.mesh.cp.size
         return x if factor == 1 else share(scale_gradient(x, 1 / factor), self.mesh.cp)
 
-    def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, Any], *, trains: bool) -> None:
+    def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, object], *, trains: bool) -> None:
         if trains:
             guard.begin_step()
         place = "forward pass" if trains else EVALUATION
@@ -182,13 +183,13 @@ class ForwardState:
         """Return what the stages of a pipeline compare; a stage with only frozen layers has no gradients to clear."""
         return () if self.comparison is None else (self.comparison.statement(),)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
         try:
             return self._end(module, args, kwargs, output) if module is self._outermost else None
         finally:
             self._ends.pop()()
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _end(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
         self._outermost = None
         if self._writes.end() and self.comparison is not None:
             self.comparison.wrote = True
@@ -203,7 +204,7 @@ class ForwardState:
         return _without_graph(output) if was_sharded else None
 
 
-def _of_towers(inputs: dict[str, Any]) -> Statement:
+def _of_towers(inputs: dict[str, object]) -> Statement:
     """Return a statement of the inputs besides tokens, which say whether this rank's pass runs the model's towers."""
     given = BatchSchema(inputs).of_towers
     return Statement(
@@ -216,7 +217,7 @@ def _of_towers(inputs: dict[str, Any]) -> Statement:
     )
 
 
-def _without_graph(output: Any) -> Any:
+def _without_graph(output: object) -> object:
     """Detach sharded logits in the output from the graph, since the loss has overwritten them.
 
     An engine that adds its own graph node to each output (DeepSpeed's ZeRO-3) would otherwise run backward through
@@ -231,5 +232,5 @@ def _without_graph(output: Any) -> Any:
     return output
 
 
-def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+def _device(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.device:
     return next((x.device for x in (*args, *kwargs.values()) if torch.is_tensor(x)), torch.device("cpu"))

@@ -39,7 +39,7 @@ class _WatchedState:
         self.places = list(_places(model, Tensor))
         self.weights = list(model.named_parameters())
 
-    def moments(self) -> list[tuple[Any, int]]:
+    def moments(self) -> list[tuple[object, int]]:
         """Return each tensor that is no weight, and its version."""
         values = [_value(module, key) for module, key, _ in self.places]
         return [(x, x._version if isinstance(x, Tensor) and not x.is_inference() else 0) for x in values]
@@ -56,7 +56,7 @@ class ForwardWrites:
     def __init__(self, model: nn.Module):
         self._state = _WatchedState(model)
         self._passes = 0
-        self._before: tuple[list[tuple[Any, int]], list[int]] | None = None
+        self._before: tuple[list[tuple[object, int]], list[int]] | None = None
 
     def begin(self, *, trains: bool) -> None:
         """Called at the start of a pass; only those that train are counted, since a run may begin with evaluation."""
@@ -72,7 +72,7 @@ class ForwardWrites:
         return weights != self._state.moments_of_weights() or any(map(_is_written, tensors, self._state.moments()))
 
 
-def _is_written(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
+def _is_written(before: tuple[object, int], now: tuple[object, int]) -> bool:
     return before[0] is not now[0] or before[1] != now[1]
 
 
@@ -97,7 +97,7 @@ class WritesInRecompute(ChainStep):
             if id(module) in inside and any(_own(module, Tensor)):
                 add_step(module, WritesInRecompute(module, name))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if not in_backward():
             return self.method(*args, **kwargs)
         before = self._tensors()
@@ -146,9 +146,9 @@ class WritesPerPiece:
         self._number_places = list(_places(model, int | float))
         self._guard = guard
         self._calls = 0
-        self._seen: list[tuple[Any, int]] = []
+        self._seen: list[tuple[object, int]] = []
         self._first: dict[int, Tensor] = {}
-        self._numbers: list[Any] = []
+        self._numbers: list[object] = []
         self._versions: list[int] = []
         self._written: dict[int, Tensor] = {}
         self._changes: list[int] = []
@@ -253,7 +253,7 @@ def _changed(name: str) -> PlanError:
     )
 
 
-def _places(model: nn.Module, kind: Any) -> Iterator[_Place]:
+def _places(model: nn.Module, kind: object) -> Iterator[_Place]:
     """Yield where modules hold values of a kind, other than parameters; buffers also where they are None."""
     for path, module in model.named_modules():
         for key in _own(module, kind):
@@ -265,5 +265,5 @@ def _own(module: nn.Module, kind: Any) -> list[str]:
     return [key for key, x in own.items() if isinstance(x, kind) and not isinstance(x, bool | nn.Parameter)]
 
 
-def _value(module: nn.Module, key: str) -> Any:
+def _value(module: nn.Module, key: str) -> object:
     return module._buffers[key] if key in module._buffers else vars(module).get(key)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -31,11 +29,11 @@ class GenerateTogether(ChainStep):
     def __init__(self, model: nn.Module, mesh: Mesh, guard: Guard | None, *, gathers: bool):
         self.model, self.mesh, self.guard, self.gathers = model, mesh, guard, gathers
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.generate(*args, **kwargs)
 
     @on_every_rank
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> object:
         """Generate tokens; every rank must make the call."""
         check_arguments(self.model, {GENERATE: self}, self.mesh)
         if self.mesh.tp.size > 1:

@@ -14,7 +14,7 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_if_any, layout_
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.tensor_guards import is_stand_in
+from meshwright.parallel.stand_in import is_stand_in
 from meshwright.plan.flat_offsets import packed
 
 Pack = Callable[[Sequence[int]], tuple[list[int], int]]

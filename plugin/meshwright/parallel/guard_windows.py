@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from meshwright.parallel.method_chain import ChainStep
 from meshwright.parallel.partial_gradients import PartialParameter
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.sharded_parameter import Shard, ShardedParameter, become
+from meshwright.parallel.sharded_parameter import Shard, ShardedParameter
+from meshwright.parallel.stand_in import become
 
 
 class Window:
@@ -20,11 +21,11 @@ class Window:
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self.parameters = [p for p in parameters if type(p) is ShardedParameter]
 
-    def open(self, *_: Any) -> None:
+    def open(self, *_: object) -> None:
         for parameter in self.parameters:
             become(parameter, nn.Parameter)
 
-    def close(self, *_: Any) -> None:
+    def close(self, *_: object) -> None:
         for parameter in self.parameters:
             become(parameter, ShardedParameter)
 
@@ -38,7 +39,7 @@ class Window:
 class OnShards(ChainStep):
     """Runs a method that is exact on shards, such as merging a low-rank adapter: each rank merges its own rows."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         with reading_shards():
             return self.method(*args, **kwargs)
 
@@ -56,7 +57,7 @@ class StepWindow:
         optimizer.register_step_pre_hook(self.open)
         optimizer.register_step_post_hook(self.close)
 
-    def open(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def open(self, optimizer: Optimizer, args: tuple[object, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if type(parameter) in (ShardedParameter, PartialParameter):
                 self._opened.append((parameter, type(parameter)))
@@ -68,12 +69,12 @@ class StepWindow:
         named = {name: self._closed(optimizer, x) for name, x in (kwargs or {}).items()}
         return tuple(self._closed(optimizer, x) for x in args), named
 
-    def _closed(self, optimizer: Optimizer, argument: Any) -> Any:
+    def _closed(self, optimizer: Optimizer, argument: object) -> object:
         """Wrap the program's closure so that the window is closed while it runs; return other arguments as they are."""
         if not callable(argument):
             return argument
 
-        def closure() -> Any:
+        def closure() -> object:
             self.close()
             result = argument()
             self.open(optimizer)  # not if it raises, since the step then ends without its post hook
@@ -81,7 +82,7 @@ class StepWindow:
 
         return closure
 
-    def close(self, *_: Any) -> None:
+    def close(self, *_: object) -> None:
         for tensor, kind in self._opened:
             become(tensor, kind)
         self._opened = []

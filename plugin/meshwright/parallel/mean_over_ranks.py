@@ -21,7 +21,7 @@ TARGETS = ("labels", "shift_labels", "start_positions", "end_positions")
 BLANK = -(2.0**40)  # the floating-point label that losses skip, in rows that only keep a rank in step with others
 
 
-def valid_labels(labels: Tensor, ignore_index: object = IGNORE_INDEX) -> Tensor:
+def valid_labels(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Return the number of labels that a loss does not skip."""
     return (labels != (BLANK if labels.is_floating_point() else ignore_index)).sum()
 

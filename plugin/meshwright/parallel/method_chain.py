@@ -41,7 +41,7 @@ class ChainStep:
     order: ClassVar[StepOrder] = StepOrder.ALONE
     method: Callable[..., Any]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         raise NotImplementedError
 
 
@@ -58,7 +58,7 @@ class BatchStep(ChainStep):
     def __init__(self, model: nn.Module):
         self.model, self.signature = model, inspect.signature(model.forward)
 
-    def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def batch_of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
         batch = arguments(self.signature, args, kwargs)
         if not self.has_whole_cache and "use_cache" in self.signature.parameters:
@@ -71,7 +71,7 @@ class Uncompiled(ChainStep):
 
     order = StepOrder.UNCOMPILED
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         resume = pause_compiling()
         try:
             return self.method(*args, **kwargs)
@@ -91,7 +91,7 @@ class MethodChain:
         self.method = self.first = method
         self.steps: list[ChainStep] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.first(*args, **kwargs)
 
     def link(self) -> None:
@@ -138,6 +138,6 @@ def find_step(owner: nn.Module, kind: type[StepT], name: str = "forward") -> Ste
     return next((step for step in steps if isinstance(step, kind)), None)
 
 
-def arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
     """Return the arguments of a call by name, including positional arguments."""
     return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import UnreadableTensorError
-from meshwright.parallel.tensor_guards import ShardedLogits, UnreadableTensor
+from meshwright.parallel.stand_in import ShardedLogits, StandIn
 
 _Join = Callable[[Tensor, list[Any]], Tensor]
 
@@ -25,9 +25,9 @@ class Pieces:
 
     def __init__(self, rows: list[int], *, keeps: bool):
         self.rows, self.keeps = rows, keeps
-        self._outputs: list[Any] = []
+        self._outputs: list[object] = []
 
-    def add(self, output: Any) -> None:
+    def add(self, output: object) -> None:
         """Add the output of the next micro-batch. The output of the last one goes to :meth:`whole`."""
         if self.keeps:
             self._outputs.append(_mapped(output, lambda x, _: x.detach(), []))
@@ -43,11 +43,10 @@ class Pieces:
         return read_only(torch.cat(parts))
 
     def _stand_in(self, last: Tensor, _: list[Tensor]) -> Tensor:
-        empty = torch.empty((), dtype=last.dtype, device=last.device)
-        return empty.expand(sum(self.rows), *last.shape[1:]).as_subclass(_Unkept)
+        return UnkeptOutput.of_shape((sum(self.rows), *last.shape[1:]), last.dtype, last.device)
 
 
-def _mapped(output: Any, join: _Join, before: list[Any], loss: Any = None) -> Any:
+def _mapped(output: Any, join: _Join, before: list[Any], loss: Any = None) -> object:
     """Return an output in which ``join(tensor, [its counterparts in before])`` replaces each tensor but the loss."""
 
     if isinstance(output, Tensor):
@@ -68,7 +67,7 @@ def _mapped(output: Any, join: _Join, before: list[Any], loss: Any = None) -> An
 
 
 # Not a closure: one that calls itself is a reference cycle, which would hold the outputs until the next collection.
-def _joined(value: Any, others: list[Any], join: _Join) -> Any:
+def _joined(value: Any, others: list[Any], join: _Join) -> object:
     if isinstance(value, ShardedLogits):  # these already raise when they are read
         return value
     if isinstance(value, Tensor) and value.ndim:
@@ -101,14 +100,11 @@ class _Read(torch.autograd.Function):
         )
 
 
-class _Unkept(UnreadableTensor):
+class UnkeptOutput(StandIn):
     """Stands in for an output of the whole batch that was not kept; reading it raises."""
 
-    _MESSAGE = (
+    MESSAGE = (
         "this output was not kept: the plan runs the batch as micro-batches and keeps only their loss, so that "
         "their outputs need not fit in memory together. To read outputs.logits of the batch, pass "
         "ToDistributedConfig(gather_logits=True), or call the model in eval mode or without labels"
     )
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return "(output of micro-batches, not kept: see ToDistributedConfig.gather_logits)"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 
-def loss_of(output: Any) -> Tensor | None:
+def loss_of(output: object) -> Tensor | None:
     """Return an output's loss: its ``loss``, a tuple's first item, or the output itself if scalar; None without one."""
     if isinstance(output, tuple | list):
         output = output[0] if output else None
@@ -18,7 +18,7 @@ def loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-def with_loss(output: Any, loss: Tensor) -> Any:
+def with_loss(output: Any, loss: Tensor) -> object:
     """Return the output with another loss, changed in place where possible."""
     if isinstance(output, Tensor):
         return loss

@@ -17,30 +17,26 @@ from torch import Tensor, nn
 from meshwright.layout.tensor_layout import layout_if_any
 from meshwright.parallel.autograd_graph import in_backward, tensors_in
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.sharded_parameter import become
+from meshwright.parallel.stand_in import StandIn, become
 
 # These make no graph. An optimizer's zero_grad() reads and writes the gradient of each parameter.
-_PROPERTIES: frozenset[Any] = frozenset(
-    access
-    for name in ("grad", "requires_grad", "shape", "dtype", "device")
-    for access in (getattr(Tensor, name).__get__, getattr(Tensor, name).__set__)
-)
+_PROPERTIES = frozenset(("grad", "requires_grad", "shape", "dtype", "device", "__set__"))
 
 
-class PartialParameter(nn.Parameter):
+class PartialParameter(StandIn, nn.Parameter):
     """A parameter that divides gradients of the program's own operations by the number of ranks that compute them."""
 
+    __repr__ = nn.Parameter.__repr__  # type: ignore[assignment]
+
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def run(cls, func: Callable[..., Any], name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         with reading_shards():
-            if func in _PROPERTIES or not torch.is_grad_enabled() or in_backward():
-                return func(*args, **(kwargs or {}))
+            if name in _PROPERTIES or not torch.is_grad_enabled() or in_backward():
+                return func(*args, **kwargs)
             partial = {id(x): x for x in tensors_in((args, kwargs)) if isinstance(x, PartialParameter)}
             first = torch.autograd._get_sequence_nr()
             with _own_casts():
-                result = func(*args, **(kwargs or {}))
+                result = func(*args, **kwargs)
             for x in partial.values():
                 if x.requires_grad:
                     # An in-place operation may return None; its graph nodes then belong to an argument.
@@ -81,14 +77,14 @@ class ModelWindow:
         module.register_forward_pre_hook(self.open, prepend=True)
         module.register_forward_hook(self.close, always_call=True)
 
-    def open(self, *_: Any) -> None:
+    def open(self, *_: object) -> None:
         self._depth += 1
         if self._depth == 1:
             self._become(PartialParameter, nn.Parameter)
             if torch.is_grad_enabled():
                 self._check_places()
 
-    def close(self, *_: Any) -> None:
+    def close(self, *_: object) -> None:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
             self._become(nn.Parameter, PartialParameter)
@@ -142,7 +138,7 @@ class _Share:
     def __init__(self, places: list[int], ranks: int):
         self.places, self.ranks = places, ranks
 
-    def __call__(self, gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+    def __call__(self, gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
         shared = list(gradients)
         for place in self.places:
             if (gradient := shared[place]) is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,15 +31,15 @@ class Refusal:
     arguments: tuple[str, ...]
     reason: str
     cure: str
-    is_given: Callable[[Any], bool] = bool
+    is_given: Callable[[object], bool] = bool
     is_option: bool = False
 
 
-def _is_passed(value: Any) -> bool:
+def _is_passed(value: object) -> bool:
     return value not in (None, False)  # an empty cache is false, but asks for one
 
 
-def _is_no_padding_mask(mask: Any) -> bool:
+def _is_no_padding_mask(mask: object) -> bool:
     return mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
 
 
@@ -96,7 +95,7 @@ REFUSALS = (
 )
 
 
-def check_arguments(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh) -> None:
+def check_arguments(model: nn.Module, batch: Mapping[str, object], mesh: Mesh) -> None:
     """Raise if a forward pass is given an argument that it cannot take under an axis with more than one rank.
 
     Args:
@@ -123,7 +122,7 @@ def check_arguments(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh) -> N
                 )
 
 
-def _shown(name: str, value: Any) -> str:
+def _shown(name: str, value: object) -> str:
     if isinstance(value, Tensor):
         return f"{name} {tuple(value.shape)}"
     return f"{name}={value}" if isinstance(value, bool | int) else name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Values(Protocol):
         """Called after the elements were written."""
 
 
-def values_of(x: Any) -> Values | None:
+def values_of(x: object) -> Values | None:
     """Return the values of a shard that has no memory of its own; None for any other tensor."""
     return getattr(x, "__dict__", {}).get("_meshwright_values")
 

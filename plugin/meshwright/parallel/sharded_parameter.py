@@ -17,18 +17,70 @@ from meshwright.faults.guard import active_guard
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.shard_reads import MODULES, Values, describe, plain_name, reading_shards, unreadable, values_of
+from meshwright.parallel.stand_in import FACTS, SHAPE, StandIn, become
+
+SCALER = (
+    "The program uses a torch.amp.GradScaler, which looks for infinite gradients on its own rank. This rank has a part "
+    "of the gradients, so the ranks skip different steps and change their scales differently. Train in bfloat16, which "
+    "needs no scaler: torch.autocast(device, dtype=torch.bfloat16)"
+)
+
+_MORE_FACTS = """
+    ndimension stride storage_offset untyped_storage storage _typed_storage data_ptr element_size is_contiguous
+    is_floating_point is_complex is_signed get_device register_post_accumulate_grad_hook requires_grad_ retain_grad
+    is_pinned is_shared new_empty new_zeros new_ones new_full new_tensor result_type is_same_size is_set_to
+    _has_compatible_shallow_copy_type _is_view record_stream __hash__ __len__ __format__
+    _amp_foreach_non_finite_check_and_unscale_ is_conj is_neg is_inference
+"""
+_FREE = (FACTS | SHAPE | set(_MORE_FACTS.split())) - {"detach", "numel"}
+_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")  # attributes that have a tensor's values
+
+# In these operations, each element of the result depends only on the elements in the same place. A name, without
+# underscores, stands for the in-place and list (torch._foreach_*) variants too.
+_ELEMENTWISE_NAMES = """
+    detach clone contiguous to float double half bfloat16 cpu cuda type zeros_like ones_like full_like empty_like
+    copy fill zero add iadd radd sub isub rsub subtract mul imul rmul multiply div truediv itruediv rtruediv divide
+    true_divide neg negative pos abs absolute sign sgn sqrt rsqrt square pow ipow rpow float_power exp expm1 log
+    log1p tanh sigmoid erf reciprocal clamp clamp_min clamp_max clip minimum maximum lerp addcmul addcdiv where
+    round floor ceil trunc nan_to_num isnan isinf isfinite eq ne lt le gt ge logical_not logical_and logical_or
+    masked_fill
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
 
-class Shard(Tensor):
-    """This rank's part of a tensor that is not a parameter: a parameter's ``.data``, or a result of arithmetic."""
+class Shard(StandIn):
+    """This rank's part of a tensor, such as a parameter's ``.data``, or a result of arithmetic."""
 
+    FREE = _FREE
     is_gradient: ClassVar[bool] = False
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _call(func, args, kwargs or {})
+    def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in cls.FREE or (func.__name__ == "__get__" and name not in _VALUES):
+            if name.startswith("_amp_") and (watching := active_guard()) is not None:
+                watching.hint = SCALER
+            with reading_shards():
+                return func(*args, **kwargs)
+        if isinstance(func, torch._ops.OpOverload):  # called again by a dispatch mode, such as a profiler's
+            with reading_shards():
+                return func(*args, **kwargs)
+        if func.__name__ in ("__get__", "__set__", "__delete__"):
+            return _property(func, args, kwargs)
+        if name in ("numel", "nelement"):
+            return _global_numel(args[0])
+        plain = plain_name(name)
+        if plain in _ELEMENTWISE and "out" not in kwargs:
+            is_in_place = (name.endswith("_") and not name.endswith("__")) or (
+                name.startswith("__i") and name not in ("__invert__",)
+            )
+            on = _on_lists if name.startswith("_foreach_") else _on_elements
+            return on(func, name, args, kwargs, is_in_place)
+        first = next((x for x in _flat(args, kwargs) if is_shard(x)), None)
+        assert first is not None
+        if plain in MODULES and isinstance(first, ShardedParameter) and in_backward():
+            with reading_shards():  # the backward of an autograd function that its module called (DeepSpeed's linear)
+                return func(*args, **kwargs)
+        raise unreadable(name, first)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         result: Tensor = memo.setdefault(id(self), self.detach().clone())
@@ -37,18 +89,12 @@ class Shard(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unreadable("pickling", self)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return describe(self)
 
 
-class ShardedParameter(nn.Parameter):
+class ShardedParameter(Shard, nn.Parameter):
     """A parameter of which this rank holds a part: the user's own object with its class changed."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _call(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -61,10 +107,7 @@ class ShardedParameter(nn.Parameter):
         copied: nn.Parameter = memo[id(self)]
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise unreadable("pickling", self)
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"Parameter containing:\n{describe(self)}"
 
 
@@ -100,78 +143,14 @@ def guard(parameter: nn.Parameter, values: Values | None = None) -> nn.Parameter
     return parameter
 
 
-def become(tensor: Any, kind: type) -> None:
-    """Change the class of a tensor, which stays the same object."""
-    tensor.__class__ = kind
-
-
-SCALER = (
-    "The program uses a torch.amp.GradScaler, which looks for infinite gradients on its own rank. This rank has a part "
-    "of the gradients, so the ranks skip different steps and change their scales differently. Train in bfloat16, which "
-    "needs no scaler: torch.autocast(device, dtype=torch.bfloat16)"
-)
-
-_METADATA_NAMES = """
-    size dim ndimension stride storage_offset untyped_storage storage _typed_storage data_ptr element_size
-    is_contiguous is_floating_point is_complex is_signed get_device register_hook register_post_accumulate_grad_hook
-    requires_grad_ retain_grad as_subclass is_pinned is_shared new_empty new_zeros new_ones new_full new_tensor
-    result_type is_same_size is_set_to _has_compatible_shallow_copy_type _is_view record_stream __hash__ __len__
-    __format__ _amp_foreach_non_finite_check_and_unscale_ is_conj is_neg is_inference
-"""
-METADATA = frozenset(_METADATA_NAMES.split())
-
-# In these operations, each element of the result depends only on the elements in the same place. A name, without
-# underscores, stands for the in-place and list (torch._foreach_*) variants too.
-_ELEMENTWISE_NAMES = """
-    detach clone contiguous to float double half bfloat16 cpu cuda type zeros_like ones_like full_like empty_like
-    copy fill zero add iadd radd sub isub rsub subtract mul imul rmul multiply div truediv itruediv rtruediv divide
-    true_divide neg negative pos abs absolute sign sgn sqrt rsqrt square pow ipow rpow float_power exp expm1 log
-    log1p tanh sigmoid erf reciprocal clamp clamp_min clamp_max clip minimum maximum lerp addcmul addcdiv where
-    round floor ceil trunc nan_to_num isnan isinf isfinite eq ne lt le gt ge logical_not logical_and logical_or
-    masked_fill
-"""
-_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
-
-
-def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a torch function that has a shard as an argument, or raise if it would read the shard as the whole."""
-    if isinstance(func, torch._ops.OpOverload):  # called again by a dispatch mode (a profiler's), not by the program
-        with reading_shards():
-            return func(*args, **kwargs)
-    name = func.__name__
-    if name in ("__get__", "__set__", "__delete__"):
-        return _property(func, args, kwargs)
-    if name in ("numel", "nelement"):
-        return _global_numel(args[0])
-    if name in METADATA:
-        if "_amp_" in name and (watching := active_guard()) is not None:
-            watching.hint = SCALER
-        with reading_shards():
-            return func(*args, **kwargs)
-    plain = plain_name(name)
-    if plain in _ELEMENTWISE and "out" not in kwargs:
-        is_in_place = (name.endswith("_") and not name.endswith("__")) or (
-            name.startswith("__i") and name not in ("__invert__",)
-        )
-        if name.startswith("_foreach_"):
-            return _on_lists(func, name, args, kwargs, is_in_place)
-        return _on_elements(func, name, args, kwargs, is_in_place)
-    first = next((x for x in _flat(args, kwargs) if is_shard(x)), None)
-    assert first is not None
-    if plain in MODULES and isinstance(first, ShardedParameter) and in_backward():
-        with reading_shards():  # the backward of an autograd function that its module called (DeepSpeed's linear)
-            return func(*args, **kwargs)
-    raise unreadable(name, first)
-
-
-def is_shard(x: Any) -> bool:
+def is_shard(x: object) -> bool:
     """Return whether this is a sharded parameter or another shard."""
-    return isinstance(x, Shard | ShardedParameter)
+    return isinstance(x, Shard)
 
 
-def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     name, owner = func.__self__.__name__, args[0]
-    if name in ("T", "mT", "H", "mH", "real", "imag"):
+    if name in _VALUES[1:]:
         raise unreadable(f".{name}", owner)
     if name == "data" and func.__name__ == "__set__" and isinstance(owner, ShardedParameter):
         if args[1].shape != owner.shape:
@@ -241,12 +220,12 @@ def _on_lists(
     return results
 
 
-def _is_elsewhere(x: Any) -> bool:
+def _is_elsewhere(x: object) -> bool:
     """Return whether only another pipeline stage has the values of a shard, so that writing it here has no effect."""
     return (layout := layout_if_any(x)) is not None and not layout.is_held
 
 
-def _is_list(x: Any) -> bool:
+def _is_list(x: object) -> bool:
     return isinstance(x, list | tuple)
 
 
@@ -255,7 +234,7 @@ def _flat(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterable[Any]:
         yield from arg if _is_list(arg) else (arg,)
 
 
-def _operand(x: Any, like: Tensor, name: str) -> Any:
+def _operand(x: object, like: Tensor, name: str) -> object:
     """Return this rank's elements of an argument of an elementwise operation; called inside reading_shards."""
     if not isinstance(x, Tensor) or x.ndim == 0:
         return x
@@ -294,7 +273,7 @@ class _OwnValues:
             self._source.changed()
 
 
-def _marked(result: Any, like: Tensor) -> Any:
+def _marked(result: object, like: Tensor) -> object:
     """Return the result of an operation on shards as a shard."""
     if not isinstance(result, Tensor):
         return result
@@ -303,7 +282,7 @@ def _marked(result: Any, like: Tensor) -> Any:
         if values is None:
             shard = result.as_subclass(kind) if type(result) is Tensor else result.detach().as_subclass(kind)
         else:
-            shard = torch.empty((), dtype=result.dtype, device=result.device).expand(like.shape).as_subclass(kind)
+            shard = kind.of_shape(like.shape, result.dtype, result.device)
             shard.__dict__["_meshwright_values"] = _OwnValues(result, values)
     if (layout := layout_if_any(like)) is not None:
         shard.__dict__["meshwright"] = layout

@@ -62,7 +62,7 @@ class SplitForward(BatchStep):
         self.keeps_logits = keeps_logits
         self.writes = WritesPerPiece(model, guard)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
         schema = BatchSchema(batch)
         if not (self.model.training and torch.is_grad_enabled() and schema.targets is not None):
@@ -94,7 +94,7 @@ class SplitForward(BatchStep):
         self.writes.finish()
         return output if total is None else pieces.whole(output, gradients.attach(loss_of(output), total))
 
-    def _forward(self, batch: dict[str, object]) -> Any:
+    def _forward(self, batch: dict[str, object]) -> object:
         output = self.method(**batch)
         self.writes.look()
         return self.loss.of_output(batch, output)
@@ -126,7 +126,7 @@ class _WholeGradients:
     def add_from(self, loss: Tensor) -> None:
         self.sums.add(self.sums.parameters, self.sums.gradients_of(loss))
 
-    def attach(self, loss: Tensor | None, other: Tensor) -> Any:
+    def attach(self, loss: Tensor | None, other: Tensor) -> Tensor:
         return self.sums.attach(loss, other)
 
 
@@ -142,8 +142,9 @@ class _ReducedGradients:
         with self.sync.reduction.aside(self.sums):
             loss.backward()
 
-    def attach(self, loss: Tensor | None, other: Tensor) -> Any:
-        return _AddReduced.apply(loss, other, self)
+    def attach(self, loss: Tensor | None, other: Tensor) -> Tensor:
+        total: Tensor = _AddReduced.apply(loss, other, self)
+        return total
 
     def add(self, factor: Tensor) -> None:
         sums, self.sums = self.sums, None

@@ -109,12 +109,13 @@ class SummedGradients:
         """Replace the sum for a parameter."""
         self._sums[id(parameter)] = total
 
-    def attach(self, loss: Tensor | None, other: Tensor) -> Any:
+    def attach(self, loss: Tensor | None, other: Tensor) -> Tensor:
         """Return ``loss + other``; backward gives the sums, times the gradient of this result, to the parameters."""
         sums = [self._sums.get(id(parameter)) for parameter in self.parameters]
         self._sums, self._storages = {}, set()
         with reading_shards():
-            return _AddGradients.apply(loss, other, sums, *self.parameters)
+            total: Tensor = _AddGradients.apply(loss, other, sums, *self.parameters)
+        return total
 
 
 @contextlib.contextmanager

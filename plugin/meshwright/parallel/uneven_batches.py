@@ -156,7 +156,8 @@ def rows_and_labels(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
     labels, mask = batch.get("labels"), batch.get("attention_mask")
     count: Tensor | int = -1
     if isinstance(labels, Tensor):
-        count = valid_labels(labels, batch.get("ignore_index", IGNORE_INDEX))
+        ignored = batch.get("ignore_index")
+        count = valid_labels(labels, ignored if isinstance(ignored, int) else IGNORE_INDEX)
     elif with_mask and isinstance(mask, Tensor) and mask.ndim == 2:
         count = mask.sum()
     device = next((x.device for x in schema.tensors.values()), torch.device("cpu"))

@@ -11,8 +11,8 @@ from meshwright.layout.row_layout import RowLayout
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import reduce, share, unsplit_rows
 from meshwright.parallel.deferred_logits import InHead
+from meshwright.parallel.stand_in import ShardedLogits
 from meshwright.parallel.tensor_checks import require_words
-from meshwright.parallel.tensor_guards import ShardedLogits
 
 
 class VocabParallelEmbedding:

@@ -135,7 +135,7 @@ class PipelineForward(BatchStep):
         named = decoder.named_parameters(remove_duplicate=False)
         self._stages_of = {id(p): [s for s in cut.stages_of[name] if s in cut.own] for name, p in named}
 
-    def foresee(self, batch: dict[str, Any], *, hidden: torch.dtype, loss: torch.dtype) -> None:
+    def foresee(self, batch: dict[str, object], *, hidden: torch.dtype, loss: torch.dtype) -> None:
         """Set the dtypes of a batch's hidden states and loss, so that no rank has to announce them."""
         key = self._precision(batch)
         self._boundary_dtypes[key] = dict.fromkeys(range(1, len(self.pipeline.cut.spans)), hidden)
@@ -143,7 +143,7 @@ class PipelineForward(BatchStep):
 
     # A compiled model runs its stages uncompiled, since they send and receive.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
         targets = BatchSchema(batch).targets
         trains = torch.is_grad_enabled() and (self.model.training or self._may_train_in_eval(batch, targets))
@@ -153,12 +153,12 @@ class PipelineForward(BatchStep):
             return self._train(batch, targets)
         return self._evaluate(batch, has_targets=targets is not None)
 
-    def _may_train_in_eval(self, batch: dict[str, Any], targets: Tensor | None) -> bool:
+    def _may_train_in_eval(self, batch: dict[str, object], targets: Tensor | None) -> bool:
         """Return whether the loss of a batch in eval mode gets gradients; the program may only evaluate."""
         is_trainable = any(p.requires_grad for p in self.model.parameters())
         return targets is not None and is_trainable and torch.float16 not in self._precision(batch)
 
-    def _check(self, batch: dict[str, Any], *, has_targets: bool, trains: bool) -> None:
+    def _check(self, batch: dict[str, object], *, has_targets: bool, trains: bool) -> None:
         if trains and not has_targets:
             raise PlanError(
                 "under ParallelPlan.pp > 1 the backward pass runs inside the model's forward, so the loss must be the "
@@ -187,7 +187,7 @@ class PipelineForward(BatchStep):
                 "scaler: torch.autocast(device, dtype=torch.bfloat16)"
             )
 
-    def _train(self, batch: dict[str, Any], targets: Tensor) -> Any:
+    def _train(self, batch: dict[str, Any], targets: Tensor) -> object:
         runtime, loss = self.runtime, self.loss
         rows = targets.shape[0]
         count = count_micro_batches(runtime.plan, rows, runtime.mesh.tokens)
@@ -229,7 +229,7 @@ class PipelineForward(BatchStep):
         except ValueError as error:
             raise PlanError(str(error)) from None
 
-    def _evaluate(self, batch: dict[str, Any], *, has_targets: bool) -> Any:
+    def _evaluate(self, batch: dict[str, Any], *, has_targets: bool) -> object:
         runtime, loss = self.runtime, self.loss
         self.outputs.start(gathers_logits=runtime.logits.in_training or runtime.logits.in_evaluation)
         step = self._step([batch], loss if has_targets else None, (), {})

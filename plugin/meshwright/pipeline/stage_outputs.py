@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.micro_batch_outputs import read_only
-from meshwright.parallel.tensor_guards import UnreadableTensor
+from meshwright.parallel.stand_in import StandIn
 from meshwright.pipeline.links import DTYPES
 
 
@@ -45,7 +45,7 @@ class StageOutputs:
             logits = output["logits"] if isinstance(output, MutableMapping) else output[1]
             self._logits.append(logits.detach())
 
-    def of_batch(self, loss: Tensor | None, rows: list[int] | None = None) -> Any:
+    def of_batch(self, loss: Tensor | None, rows: list[int] | None = None) -> object:
         """Return the output of a batch.
 
         Args:
@@ -54,7 +54,7 @@ class StageOutputs:
         """
         if rows is not None and self._logits:  # a micro-batch without rows ran one row that nobody asked for
             self._logits = [x[:count] for x, count in zip(self._logits, rows, strict=True)]
-        logits: Tensor = torch.empty(()).as_subclass(_Elsewhere)
+        logits: Tensor = LogitsElsewhere.of_shape((), torch.float32)
         if self._gathers:
             logits = self._shared()
             logits = read_only(logits) if torch.is_grad_enabled() else logits
@@ -79,13 +79,10 @@ class StageOutputs:
         return whole
 
 
-class _Elsewhere(UnreadableTensor):
+class LogitsElsewhere(StandIn):
     """Stands in for logits that only the last stage has; reading it raises on every rank."""
 
-    _MESSAGE = (
+    MESSAGE = (
         "under ParallelPlan.pp > 1 only the ranks of the last stage have the logits. To have outputs.logits on every "
         "rank, pass ToDistributedConfig(gather_logits=True)"
     )
-
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return "(logits of the last pipeline stage: see ToDistributedConfig.gather_logits)"

@@ -110,7 +110,7 @@ class Stages:
             for module in off:
                 module.gradient_checkpointing = True  # type: ignore[assignment]
 
-    def at_layer(self, index: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def at_layer(self, index: int, own: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a layer returns in the active stage."""
         if self._active is None:
             raise PlanError(
@@ -140,5 +140,5 @@ class _LayerForward(ChainStep):
     def __init__(self, index: int, stages: Stages):
         self.index, self.stages = index, stages
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.stages.at_layer(self.index, self.method, args, kwargs)

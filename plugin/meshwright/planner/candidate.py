@@ -76,6 +76,11 @@ class Job:
         return replace(self, weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4)
 
     @property
+    def trains_today(self) -> bool:
+        """Whether this version's runtime can train in the precision."""
+        return self.precision == "bf16"
+
+    @property
     def dtype(self) -> str:
         """The dtype of the weights, by its name in torch."""
         return "float32" if self.weight_bytes == 4 else "bfloat16"

@@ -173,9 +173,10 @@ def heading(found: Search) -> str:
     """Return the line about the model, the cluster and the job."""
     cluster, job = found.cluster, found.job
     nodes = f" in {cluster.nodes} nodes" if cluster.nodes > 1 else ""
+    precision = "" if job.precision == "bf16" else f", matrix multiplications in {job.precision}"
     return (
-        f"{found.shape.name}: {found.shape.parameters / 1e9:.2f} B parameters in {job.dtype}, {cluster.gpus} x "
-        f"{cluster.device.name}{nodes}, {job.global_batch} sequences of {job.seq_len} tokens per step"
+        f"{found.shape.name}: {found.shape.parameters / 1e9:.2f} B parameters in {job.dtype}{precision}, "
+        f"{cluster.gpus} x {cluster.device.name}{nodes}, {job.global_batch} sequences of {job.seq_len} tokens per step"
     )
 
 
@@ -231,7 +232,7 @@ def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | N
             {
                 "label": choice.plan.label,
                 "plan": dataclasses.asdict(choice.plan),
-                "runs_today": choice.plan.runs_today,
+                "runs_today": found.runs_today(choice.plan),
                 "tie": index < ties(found),
                 "fits": choice.memory.total <= found.budget,
                 "step_seconds": choice.time.total,

@@ -59,7 +59,9 @@ def without_repetitions(found: Search, top: int) -> Search:
 
 
 def notes(found: Search) -> Iterator[str]:
-    """Yield the notes on the first choices: which plans were merged, and which tied plans train with other numerics."""
+    """Yield the notes on the first choices: a precision that cannot run, merged plans, and other numerics of ties."""
+    if not found.job.trains_today:
+        yield f"this version cannot train in {found.job.precision} yet: it would run these plans in bf16, and slower"
     for number, (choice, rest) in enumerate(zip(found.choices, found.repetitions, strict=False), 1):
         if rest:
             stages = " and ".join(f"zero{plan.zero_stage}" for plan in rest)

@@ -73,6 +73,10 @@ class Search:
     binding: dict[str, tuple[Candidate, Memory]]
     repetitions: tuple[tuple[Candidate, ...], ...] = ()
 
+    def runs_today(self, plan: Candidate) -> bool:
+        """Whether this version's runtime can run a plan in the precision of the job."""
+        return plan.runs_today and self.job.trains_today
+
     def space(self, cluster: Cluster, job: Job, *, allow_future: bool = False) -> Space:
         """Return the candidates for the same model on another cluster, or for another job."""
         return Space(

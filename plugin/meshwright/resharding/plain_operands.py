@@ -11,14 +11,18 @@ The plain tensors of all ranks are compared first. Their gradients are plain and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
+Arguments = Sequence[Any]  # of an operation
+Options = dict[str, Any]
 
 _WRITTEN = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__")
 _PLAIN = (Tensor, nn.Parameter)
@@ -47,7 +51,9 @@ class PlainOperands:
         if DTensor.__torch_function__ is torch._C._disabled_torch_function_impl:
             DTensor.__torch_function__ = classmethod(self._run)  # type: ignore[assignment]
 
-    def _run(self, cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _run(
+        self, cls: type, func: Callable[..., object], types: object, args: Arguments = (), kwargs: Options | None = None
+    ) -> object:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name.startswith("_foreach_") and len({_kind(x) for x in _leaves(args[0])}) > 1:
@@ -57,7 +63,7 @@ class PlainOperands:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def _matched(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _matched(self, name: str, args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
         """Return the arguments of a torch function, either all plain or all DTensors."""
         written = kwargs.get("out")
         if args and (name in _WRITTEN or (name.endswith("_") and not name.endswith("__"))):
@@ -73,35 +79,36 @@ class PlainOperands:
             return _mapped(args, place), _mapped(kwargs, place)
         return args, kwargs
 
-    def _gathered(self, arguments: Any) -> Any:
-        return _mapped(arguments, lambda x: self._gather(x) if isinstance(x, DTensor) else x)
+    def _gathered(self, arguments: T) -> T:
+        gathered: T = _mapped(arguments, lambda x: self._gather(x) if isinstance(x, DTensor) else x)
+        return gathered
 
-    def _placed(self, mesh: DeviceMesh, name: str, x: Any) -> Any:
+    def _placed(self, mesh: DeviceMesh, name: str, x: object) -> object:
         return self._place(x, mesh, name) if _is_placed(x) else x
 
 
-def _is_placed(x: Any) -> bool:
+def _is_placed(x: object) -> TypeGuard[Tensor]:
     """Return whether a plain tensor is placed on the mesh of the DTensors beside it."""
     # torch itself replicates a scalar. This is right if no gradient flows back to the scalar.
-    return type(x) in _PLAIN and (x.ndim > 0 or (x.requires_grad and torch.is_grad_enabled()))
+    return isinstance(x, Tensor) and type(x) in _PLAIN and (x.ndim > 0 or (x.requires_grad and torch.is_grad_enabled()))
 
 
-def _kind(x: Any) -> Any:
+def _kind(x: object) -> object:
     return x.device_mesh if isinstance(x, DTensor) else None
 
 
-def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+def _one_by_one(func: Callable[..., Any], args: Arguments, kwargs: Options) -> list[object] | None:
     """Call an operation over lists, such as those of optimizers, once for each index of its lists."""
     count = len(args[0])
 
-    def at(index: int) -> list[Any]:
+    def at(index: int) -> list[object]:
         return [[x[index]] if isinstance(x, list | tuple) and len(x) == count else x for x in args]
 
     results = [func(*at(index), **kwargs) for index in range(count)]
     return None if results[0] is None else [x for result in results for x in result]
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: object) -> Iterator[object]:
     if isinstance(value, list | tuple):
         for item in value:
             yield from _leaves(item)
@@ -111,7 +118,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def _mapped(value: Any, change: Callable[[object], object]) -> Any:
     if isinstance(value, list | tuple):
         items = [_mapped(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

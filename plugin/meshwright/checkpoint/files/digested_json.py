@@ -22,7 +22,7 @@ def digest(memory: memoryview | bytes | bytearray) -> str:
     return xxhash.xxh3_128_hexdigest(memory)
 
 
-def write_digested(path: Path, name: str, content: dict[str, Any]) -> None:
+def write_digested(path: Path, name: str, content: dict[str, object]) -> None:
     """Write a new file, and flush it to the disk.
 
     Args:

@@ -74,7 +74,7 @@ def parse_json(content: bytearray, path: Path, *, allowance: int = 0) -> Any:
         raise CheckpointError(f"{path} is damaged: it is not JSON of a checkpoint: {str(error)[:200]}") from error
 
 
-def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _table(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)

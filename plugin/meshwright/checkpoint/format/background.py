@@ -13,7 +13,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -83,7 +83,7 @@ class Background:
         # The optimizer may live longer than the model, and must not keep the memory.
         wait = weakref.WeakMethod(self.wait_for_copy)
 
-        def hold(*_: Any) -> None:
+        def hold(*_: object) -> None:
             if (found := wait()) is not None:
                 found()
 

@@ -18,20 +18,20 @@ from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
 from meshwright.checkpoint.format.load_weights import take_over_weights
 from meshwright.checkpoint.format.loaded_line import show_loaded
 from meshwright.checkpoint.format.manifest import NAME
-from meshwright.checkpoint.format.object_states import check_states, load_states
+from meshwright.checkpoint.format.object_states import Stateful, check_states, load_states
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint, open_together
-from meshwright.checkpoint.format.part_files import read_elements
 from meshwright.checkpoint.format.random_state import check_random_state, set_random_state
-from meshwright.checkpoint.format.run import Run, RunTensor
+from meshwright.checkpoint.format.run import Run
 from meshwright.checkpoint.one_device.check_optimizer import check_fits
 from meshwright.checkpoint.one_device.load_optimizer import ReadState, read_state, set_state
 from meshwright.checkpoint.one_device.optimizer_manifest import OptimizerManifest, master_key, state_key
-from meshwright.checkpoint.one_device.safetensors_file import Form, storage
+from meshwright.checkpoint.one_device.rank_optimizer import RankTensor
+from meshwright.checkpoint.one_device.safetensors_file import Form
 from meshwright.checkpoint.one_device.weight_files import some
 from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
-from meshwright.layout.blocks import StridedBlock, numel
+from meshwright.layout.blocks import numel
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime, Watch
 from meshwright.optim.state_parts import OptimizerParts, parts_of
@@ -39,6 +39,7 @@ from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
 
+_Given = dict[str, Stateful | None]
 _COMPONENTS = ("optimizer", "loader", "scheduler", "scaler", "random")
 
 
@@ -65,9 +66,9 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
-    loader: Any = None,
-    scheduler: Any = None,
-    scaler: Any = None,
+    loader: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
     ignore: Collection[str] = (),
     missing_ok: bool = False,
 ) -> Checkpoint | None:
@@ -104,7 +105,7 @@ def load_checkpoint(
     run = Run.of("load_checkpoint", folder, model, optimizer)
     Background.of(run.model).wait()
     succeed_together(run.check)
-    given = {"optimizer": optimizer, "loader": loader, "scheduler": scheduler, "scaler": scaler}
+    given: _Given = {"optimizer": optimizer, "loader": loader, "scheduler": scheduler, "scaler": scaler}
     path = on_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
     if path is None:
         return None
@@ -118,10 +119,11 @@ def load_checkpoint(
         def check() -> tuple[set[str], _Weights, _Optimizer | None]:
             used = _components(opened, given, ignore)
             tensors, ties, objects = run.model_tensors()
-            weights = _Weights(tensors=tensors, objects=objects, names=_names(opened, tensors, ties))
+            names = _names(opened, tensors, ties)
+            weights = [(names[key], tensor, objects[key]) for key, tensor in tensors.items()]
             if "random" in used:
                 check_random_state(random, run.device, str(opened.folder))
-            check_states(opened.folder / NAME, manifest, {name: given[name] for name in used & given.keys()})
+            check_states(opened.folder / NAME, manifest, _chosen(given, used))
             if optimizer is None or "optimizer" not in used:
                 return used, weights, None
             return used, weights, _checked_optimizer(run, optimizer, opened, saved)
@@ -135,12 +137,11 @@ def load_checkpoint(
             return read_state(*state, saved)
 
         used, weights, state = succeed_together(check)
-        progress.start(sum(numel(x.layout.blocks()) * x.dtype.itemsize for x in weights.tensors.values()))
+        progress.start(sum(numel(x.layout.blocks()) * x.dtype.itemsize for _, x, _ in weights))
         loaded = succeed_together(read)
         if state is not None:
             set_state(*state, loaded)
-    objects = {name: given[name] for name in used & given.keys()}
-    succeed_together(lambda: load_states(opened.folder / NAME, manifest, objects))
+    succeed_together(lambda: load_states(opened.folder / NAME, manifest, _chosen(given, used)))
     if (streams := runtime.features.find(DropoutStreams)) is not None and manifest.streams is not None:
         streams.load_state_dict(manifest.streams)
     if "random" in used:
@@ -152,12 +153,16 @@ def load_checkpoint(
     return Checkpoint(folder=opened.folder, step=manifest.step, extra=manifest.extra, plan=manifest.plan)
 
 
+def _chosen(given: _Given, used: set[str]) -> dict[str, Stateful]:
+    return {name: value for name, value in given.items() if name in used and value is not None}
+
+
 def _find(folder: Path, missing_ok: bool) -> str | None:
     found = find_checkpoint(folder, missing_ok=missing_ok)
     return found and str(found[0])
 
 
-def _components(opened: OpenCheckpoint, given: dict[str, Any], ignore: Collection[str]) -> set[str]:
+def _components(opened: OpenCheckpoint, given: _Given, ignore: Collection[str]) -> set[str]:
     """The components to load: those that the checkpoint has and the program passes."""
     if isinstance(ignore, str) or (unknown := [name for name in ignore if name not in _COMPONENTS]):
         named = ignore if isinstance(ignore, str) else ", ".join(unknown)
@@ -177,7 +182,7 @@ def _components(opened: OpenCheckpoint, given: dict[str, Any], ignore: Collectio
     return (passed | {"random"}) - set(ignore)
 
 
-def _names(opened: OpenCheckpoint, tensors: dict[str, RunTensor], ties: dict[str, str]) -> dict[str, str]:
+def _names(opened: OpenCheckpoint, tensors: dict[str, RankTensor], ties: dict[str, str]) -> dict[str, str]:
     """The checkpoint's key of each of the model's tensors.
 
     Raises:
@@ -209,15 +214,8 @@ def _names(opened: OpenCheckpoint, tensors: dict[str, RunTensor], ties: dict[str
     return names
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Weights:
-    """For each of the model's keys: how the ranks hold the tensor, the tensor itself, and its key in the checkpoint."""
-
-    tensors: dict[str, RunTensor]
-    objects: dict[str, Tensor]
-    names: dict[str, str]
-
-
+# For each of the model's tensors: its key in the checkpoint, what this rank has of it, and the tensor itself.
+_Weights = list[tuple[str, RankTensor, Tensor]]
 _Optimizer = tuple[OptimizerParts, OptimizerManifest]
 
 
@@ -249,37 +247,26 @@ class _SavedState:
                 self._present |= {state_key(name, key): x for key, x in state.items() if isinstance(x, Tensor)}
 
     def read(self, tensor: str, dtype: torch.dtype, layout: TensorLayout) -> Tensor:
-        """Read what this rank has of a tensor, on the CPU; padding is zero."""
+        """Read what this rank has of a tensor, on the CPU."""
         present = self._present.get(tensor)
-        if present is not None and present.is_cpu and (present.dtype, present.shape) == (dtype, layout.local_shape):
-            self.overwrite(present, tensor, layout)
-            return present
-        blocks = layout.blocks()
-        values = storage(layout.local_shape, blocks, dtype)
-        self._read(tensor, blocks, values)
-        return values
+        if present is None or not present.is_cpu or (present.dtype, present.shape) != (dtype, layout.local_shape):
+            return self._opened.read_tensor(tensor, dtype, layout, self._progress.add)
+        self.overwrite(present, tensor, layout)
+        return present
 
     def overwrite(self, target: Tensor, tensor: str, layout: TensorLayout) -> None:
         """Read what this rank has of a tensor into ``target``; padding becomes zero."""
-        blocks = layout.blocks()
-        if target.is_cpu and target.is_contiguous() and numel(blocks) == target.shape.numel():
-            self._read(tensor, blocks, target)
+        if target.is_cpu and target.is_contiguous() and numel(layout.blocks()) == target.shape.numel():
+            self._opened.read_into(target, tensor, layout, self._progress.add)
         else:
-            values = storage(layout.local_shape, blocks, target.dtype)
-            self._read(tensor, blocks, values)
-            target.copy_(values)
-
-    def _read(self, tensor: str, blocks: list[StridedBlock], values: Tensor) -> None:
-        saved_dtype = self._opened.manifest.tensors[tensor][0]
-        read_elements(self._opened.parts, tensor, saved_dtype, values.view(-1), blocks, self._progress.add)
+            target.copy_(self._opened.read_tensor(tensor, target.dtype, layout, self._progress.add))
 
 
 def _read_weights(runtime: Runtime, weights: _Weights, saved: _SavedState) -> None:
-    for key, tensor in weights.tensors.items():
-        target, name = weights.objects[key], weights.names[key]
+    for key, tensor, target in weights:
         if not tensor.layout.is_held:
             continue
         if runtime.weights is not None and isinstance(target, nn.Parameter):
-            runtime.weights.set_part(target, saved.read(name, target.dtype, tensor.layout))
+            runtime.weights.set_part(target, saved.read(key, target.dtype, tensor.layout))
         else:
-            saved.overwrite(target.data, name, tensor.layout)
+            saved.overwrite(target.data, key, tensor.layout)

@@ -14,11 +14,9 @@ from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.format.checkpoint_folders import checkpoint_folders, find_checkpoint, is_checkpoint
 from meshwright.checkpoint.format.manifest import NAME
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
-from meshwright.checkpoint.format.part_files import read_elements
-from meshwright.checkpoint.one_device.safetensors_file import Entry, storage
+from meshwright.checkpoint.one_device.safetensors_file import Entry
 from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSource
 from meshwright.compiling import without_compilation
-from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.layout.tensor_layout import TensorLayout, is_held, layout_if_any
@@ -148,14 +146,5 @@ class CheckpointWeights(WeightFiles):
 
     def read(self, name: str, dtype: torch.dtype, layout: TensorLayout | None = None) -> Tensor:
         """Read only what this rank has of a tensor, to the CPU, and check its digests; all of it without a layout."""
-        entry = self.entries[name][1]
-        layout = layout or entry.layout
-        blocks = layout.blocks()
-        try:
-            values = storage(layout.local_shape, blocks, dtype)
-        except RuntimeError as error:  # torch's name for too little memory
-            raise CheckpointError(
-                f"{self.opened.folder}: {name} of the shape {list(entry.shape)} does not fit into memory"
-            ) from error
-        read_elements(self.opened.parts, self.keys[name], entry.dtype, values.view(-1), blocks, self.progress.add)
-        return values
+        layout = layout or self.entries[name][1].layout
+        return self.opened.read_tensor(self.keys[name], dtype, layout, self.progress.add)

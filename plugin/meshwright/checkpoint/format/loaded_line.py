@@ -14,7 +14,7 @@ from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan
 
 
-def show_loaded(folder: str | os.PathLike[str], *, step: int | None, plan: Mapping[str, Any] | None) -> None:
+def show_loaded(folder: str | os.PathLike[str], *, step: int | None, plan: Mapping[str, object] | None) -> None:
     """Print one line on rank 0 with a checkpoint that has been loaded.
 
     Args:
@@ -26,7 +26,7 @@ def show_loaded(folder: str | os.PathLike[str], *, step: int | None, plan: Mappi
         print(loaded_line(folder, step=step, plan=plan), file=sys.stderr, flush=True)
 
 
-def loaded_line(folder: str | os.PathLike[str], *, step: int | None, plan: Mapping[str, Any] | None) -> str:
+def loaded_line(folder: str | os.PathLike[str], *, step: int | None, plan: Mapping[str, object] | None) -> str:
     """Return the line of ``show_loaded``.
 
     Example:

@@ -74,17 +74,17 @@ class Manifest:
     step: int | None
     written: int
     versions: dict[str, str]
-    plan: dict[str, Any] | None
+    plan: dict[str, object] | None
     ranks: int
     mesh: dict[str, int]
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     ties: dict[str, str]
     optimizer: dict[str, Any] | None
-    scheduler: Any
-    scaler: Any
+    scheduler: object
+    scaler: object
     loader: Any
     streams: dict[str, int] | None
-    extra: Any
+    extra: object
     model_config: dict[str, str] | None
     files: dict[str, FileRecord]
 
@@ -123,7 +123,7 @@ def _allowance(folder: Path) -> int:
 _SIZE = integer(1, 2**24)
 
 
-def _is_config(value: Any) -> bool:
+def _is_config(value: object) -> bool:
     # Export writes it, and reads some of its fields.
     try:
         return isinstance(value, str) and isinstance(parse_json(bytearray(value.encode()), Path(NAME)), dict)
@@ -131,7 +131,7 @@ def _is_config(value: Any) -> bool:
         return False
 
 
-def _mesh(value: Any, field: str) -> None:
+def _mesh(value: object, field: str) -> None:
     table(_SIZE, names=KEY)(value, field)
     that("the sizes of at most 64 axes", lambda sizes: len(sizes) <= 64)(value, field)
 

@@ -51,7 +51,7 @@ def model_config(model: nn.Module) -> Callable[[], dict[str, str] | None]:
 
 def with_dtype(text: str, dtype: str) -> str:
     """Return a ``config.json`` for weights of a dtype."""
-    fields: dict[str, Any] = json.loads(text)
+    fields: dict[str, object] = json.loads(text)
     fields.pop("torch_dtype", None)  # its name before transformers 5
     return _text({**fields, "dtype": dtype})
 
@@ -63,5 +63,5 @@ def ties_weights(text: str) -> bool:
     return any(isinstance(part, dict) and part.get("tie_word_embeddings") is True for part in parts)
 
 
-def _text(fields: dict[str, Any]) -> str:
+def _text(fields: dict[str, object]) -> str:
     return json.dumps(fields, indent=2, sort_keys=True) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -37,7 +37,15 @@ _OF_TORCH: Mapping[str, Check] = {
 _MAY_BE_INFINITE = ("best", "mode_worse")  # of ReduceLROnPlateau, before it has seen a metric
 
 
-def check_states(path: Path, manifest: Manifest, objects: Mapping[str, Any]) -> None:
+class Stateful(Protocol):
+    """An object whose state a checkpoint holds: a loader, a scheduler or a scaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any, /) -> object: ...
+
+
+def check_states(path: Path, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
     """Check the states in a manifest against the objects that they will be loaded into, which stay as they are.
 
     Args:
@@ -60,7 +68,7 @@ def check_states(path: Path, manifest: Manifest, objects: Mapping[str, Any]) -> 
             raise CheckpointError(f"{path}: 'loader': {error}") from error
 
 
-def check_state_of(name: str, saved: Any, into: Any, where: str) -> None:
+def check_state_of(name: str, saved: Any, into: Stateful, where: str) -> None:
     """Check the saved state of a scheduler or a scaler against the object that it will be loaded into.
 
     Args:
@@ -103,7 +111,7 @@ def _check_kind(saved: Any, own: Any, where: str, *, may_be_infinite: bool = Fal
         )
     if type(saved) in (int, float) and not (may_be_infinite and math.isinf(saved)):
         require(saved, number(), where)
-    pairs: Iterable[tuple[Any, Any]] = ()
+    pairs: Iterable[tuple[object, object]] = ()
     if isinstance(saved, Mapping):
         pairs = ((value, own[key]) for key, value in saved.items() if key in own)
     elif isinstance(saved, list | tuple):
@@ -112,7 +120,7 @@ def _check_kind(saved: Any, own: Any, where: str, *, may_be_infinite: bool = Fal
         _check_kind(value, present, where)
 
 
-def load_states(path: Path, manifest: Manifest, objects: Mapping[str, Any]) -> None:
+def load_states(path: Path, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
     """Give objects the states that :func:`check_states` has checked.
 
     Raises:
@@ -130,6 +138,6 @@ def load_states(path: Path, manifest: Manifest, objects: Mapping[str, Any]) -> N
                 ) from error
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Whether a value is a number, or a tensor with one, as torch's schedulers keep rates that are tensors."""
     return type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)

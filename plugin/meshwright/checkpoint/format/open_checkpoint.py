@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from meshwright.checkpoint.files.digested_json import digest_in
 from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.checkpoint.format.part_files import PartIndex
+from meshwright.checkpoint.one_device.safetensors_file import storage
 from meshwright.errors import CheckpointError
-from meshwright.layout.blocks import StridedBlock
+from meshwright.layout.blocks import StridedBlock, numel
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.schema import shown
 
@@ -52,6 +57,40 @@ class OpenCheckpoint:
         saved, present = ({axis: n for axis, n in sizes.items() if n > 1} for sizes in (self.manifest.mesh, mesh.sizes))
         is_same = (self.manifest.ranks, saved) == (mesh.size, present)
         return self.parts[mesh.index if is_same else 0].random
+
+    def read_tensor(self, key: str, dtype: torch.dtype, layout: TensorLayout, on_read: Callable[[int], None]) -> Tensor:
+        """Read what this rank has of a tensor, on the CPU; padding is zero. See :meth:`read_into`."""
+        try:
+            values = storage(layout, dtype)
+        except RuntimeError as error:  # torch's name for too little memory
+            raise CheckpointError(
+                f"{self.folder}: {key} of the shape {list(layout.shape)} does not fit into memory"
+            ) from error
+        self.read_into(values, key, layout, on_read)
+        return values
+
+    def read_into(self, target: Tensor, key: str, layout: TensorLayout, on_read: Callable[[int], None]) -> None:
+        """Read what this rank has of a tensor, and check it against the digests of the files.
+
+        Args:
+            target: memory for the elements, of any dtype; padding in it is left as it is.
+            key: the key of the tensor.
+            layout: which elements the rank has.
+            on_read: function that is called with the number of bytes after each read.
+
+        Raises:
+            CheckpointError: if files are damaged, or some elements are in none of them.
+        """
+        wanted, found = layout.blocks(), 0
+        for part in self.parts:
+            for count, num_bytes in part.read_into(key, self.manifest.tensors[key][0], target.view(-1), wanted):
+                found += count
+                on_read(num_bytes)
+        if found != numel(wanted):
+            raise CheckpointError(
+                f"{self.folder} has {found} of the {numel(wanted)} elements of {key} that this rank needs, so it is "
+                "not whole; load another checkpoint"
+            )
 
 
 def uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[tuple[str, str]]:

@@ -102,7 +102,7 @@ class RankPart:
 
     place: int
     sources: Mapping[str, Source]
-    random: Callable[[], Any]
+    random: Callable[[], object]
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +123,7 @@ class RankPart:
         ordered = self.in_order()
         forms = {key: (self.sources[key].dtype, (numel(self.sources[key].share),)) for key in ordered}
         header, starts = file_header(forms)
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, object] = {}
         size = len(header)
         with disk.NewFile(folder / name) as file:
             file.write(header)
@@ -180,7 +180,7 @@ class PartIndex:
     """
 
     path: Path
-    random: Any
+    random: object
     pieces: dict[str, Piece]
 
     @staticmethod
@@ -260,38 +260,6 @@ class PartIndex:
                 if not is_direct:
                     copy_blocks(target, staging[: stop - start].to(target.device), found)
                 yield count, len(memory)
-
-
-def read_elements(
-    parts: list[PartIndex],
-    key: str,
-    dtype: torch.dtype,
-    target: Tensor,
-    held: list[StridedBlock],
-    on_read: Callable[[int], None],
-) -> None:
-    """Read a rank's part of a tensor into ``target``, which is 1-d and may have another dtype.
-
-    Args:
-        parts: the indexes of all places.
-        key, dtype: the key of the tensor, and its dtype in the files.
-        target: the storage of the part; positions that the part does not have, such as padding, are left as they are.
-        held: which elements the part has.
-        on_read: function that is called with the number of bytes after each read.
-
-    Raises:
-        CheckpointError: if files are damaged, or some elements are in none of them.
-    """
-    found = 0
-    for part in parts:
-        for count, num_bytes in part.read_into(key, dtype, target, held):
-            found += count
-            on_read(num_bytes)
-    if found != numel(held):
-        raise CheckpointError(
-            f"{parts[0].path.parent} has {found} of the {numel(held)} elements of {key} that this rank needs, so it is "
-            "not whole; load another checkpoint"
-        )
 
 
 _POSITION, _COUNT = integer(0, LARGEST), integer(1, LARGEST)

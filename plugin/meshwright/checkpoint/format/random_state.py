@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,20 @@ from meshwright.schema import equal, integer, maybe, number, record, require, ro
 Random = dict[str, Any]
 
 
-def _are_words(value: Any, count: int = 624) -> bool:
+def _are_words(value: object, count: int = 624) -> bool:
     return isinstance(value, list) and len(value) == count and all(type(n) is int and 0 <= n < 2**32 for n in value)
 
 
-def _are_python_words(value: Any) -> bool:
-    return _are_words(value, 625) and value[-1] <= 624  # the last one is the place of the next word
+def _are_python_words(value: object) -> bool:
+    return (
+        isinstance(value, list) and _are_words(value, 625) and value[-1] <= 624
+    )  # the last one is the place of the next word
 
 
-def _is_cuda_state(value: Any) -> bool:
-    is_sound = isinstance(value, list) and len(value) == 16 and all(type(n) is int and 0 <= n < 256 for n in value)
-    return is_sound and value[8] % 4 == 0  # a seed and an offset, which counts groups of four numbers
+def _is_cuda_state(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 16 or not all(type(n) is int and 0 <= n < 256 for n in value):
+        return False
+    return bool(value[8] % 4 == 0)  # a seed and an offset, which counts groups of four numbers
 
 
 _NORMAL = number(-100, 100)  # a drawn number of the normal distribution, which is never larger than 40
@@ -64,7 +67,7 @@ def random_state(device: torch.device) -> Callable[[], Random]:
     return encode
 
 
-def check_random_state(state: Any, device: torch.device, where: str) -> None:
+def check_random_state(state: object, device: torch.device, where: str) -> None:
     """Check a state before anything is restored from it.
 
     Raises:
@@ -80,7 +83,7 @@ def check_random_state(state: Any, device: torch.device, where: str) -> None:
     require(state, _STATES, f"{where}: its random state")
 
 
-def check_states_of_others(python: Any, numpy: Any, cpu: Any, where: str) -> None:
+def check_states_of_others(python: Sequence[Any], numpy: Sequence[Any], cpu: torch.Tensor, where: str) -> None:
     """Check random states as the Trainer and accelerate save them, which restore them unchecked.
 
     Args:

@@ -11,7 +11,6 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.files.lineage import LAST_TIME
@@ -20,86 +19,17 @@ from meshwright.checkpoint.format.manifest import Manifest
 from meshwright.checkpoint.format.model_config import model_config
 from meshwright.checkpoint.format.part_files import RankPart, Source
 from meshwright.checkpoint.format.random_state import Random, random_state
-from meshwright.checkpoint.format.run import Run, RunTensor
+from meshwright.checkpoint.format.run import Run
 from meshwright.checkpoint.format.snapshot import as_of_now
-from meshwright.checkpoint.one_device.optimizer_manifest import master_key, state_key
+from meshwright.checkpoint.one_device.rank_optimizer import RankOptimizer, RankTensor
 from meshwright.checkpoint.one_device.safetensors_file import Form
-from meshwright.checkpoint.one_device.save_optimizer import (
-    State,
-    describe_optimizer,
-    encoded_groups,
-    new_state,
-    of_all,
-    own_state,
-    own_text,
-    saved_tensors,
-    tensor_forms,
-)
 from meshwright.layout.blocks import StridedBlock
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
-from meshwright.optim.state_parts import OptimizerParts, parts_of
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.plan.config import ParallelPlan
 
 _LIBRARIES = ("meshwright", "torch", "transformers", "accelerate", "numpy")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankOptimizer:
-    """What this rank has of an optimizer at one moment.
-
-    Args:
-        found: its parts.
-        state: a description of this rank's state.
-        groups: the names and the encoded options of each group.
-        values: function that returns this rank's elements of each tensor, by the tensor's key in files.
-    """
-
-    found: OptimizerParts
-    state: State
-    groups: list[dict[str, Any]]
-    values: dict[str, Callable[[], Tensor]]
-
-    @staticmethod
-    def of(model: nn.Module, optimizer: Optimizer) -> RankOptimizer:
-        """Look at an optimizer.
-
-        Raises:
-            OptimizerMismatchError: if it belongs to another model.
-            CheckpointError: if an engine holds its state, or options or state are neither numbers nor tensors.
-        """
-        found = parts_of(model, optimizer)
-        state, values = own_state(found), {}
-        for name, part in found.parts.items():
-            if part.key is None:
-                continue
-            if part.has_master:
-                values[master_key(name)] = part.key.detach
-            for key, described in state.get(name, {}).items():
-                if isinstance(described, tuple):
-                    values[state_key(name, key)] = found.optimizer.state[part.key][key].detach
-        return RankOptimizer(found=found, state=state, groups=encoded_groups(found), values=values)
-
-    def tensors(self, state: State, device: torch.device) -> dict[str, RunTensor]:
-        """Return the tensors of the optimizer's state, by key.
-
-        Args:
-            state: the description of the state of all ranks.
-            device: the device of elements that have no state yet.
-        """
-        sources = saved_tensors(self.found, state)
-        tensors: dict[str, RunTensor] = {}
-        for key, form in tensor_forms(self.found, state).items():
-            part = self.found.parts[sources[key][0]]
-            values = self.values.get(key) or functools.partial(new_state, part, form[0], device)
-            tensors[key] = RunTensor(dtype=form[0], layout=part.layout_of_state(form[1]), values=values)
-        return tensors
-
-    def fields(self, state: State) -> dict[str, Any]:
-        """Return the rest of the state of all ranks as JSON."""
-        described = vars(describe_optimizer(self.found, state, self.groups, {}))
-        return {name: value for name, value in described.items() if name not in ("weight_map", "format")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +53,7 @@ class RankState:
 
     mesh: Mesh
     device: torch.device
-    weights: dict[str, RunTensor]
+    weights: dict[str, RankTensor]
     ties: dict[str, str]
     optimizer: RankOptimizer | None
     random: Callable[[], Random]
@@ -168,7 +98,7 @@ class RankState:
 
     def text(self) -> str:
         """Return what :meth:`planned` needs of each rank."""
-        return "" if self.optimizer is None else own_text(self.optimizer.found, self.optimizer.state)
+        return "" if self.optimizer is None else self.optimizer.text()
 
     def planned(self, texts: list[str]) -> tuple[RankPart, Callable[[], Manifest]]:
         """Return what this rank writes, and a function that returns the manifest without the records of the files.
@@ -178,17 +108,16 @@ class RankState:
         """
         tensors, fields = dict(self.weights), None
         if self.optimizer is not None:
-            found, state = of_all(self.optimizer.found, texts)
-            optimizer = replace(self.optimizer, found=found)
-            tensors |= optimizer.tensors(state, self.device)
-            fields = optimizer.fields(state)
+            optimizer = self.optimizer.with_all(texts)
+            tensors |= optimizer.tensors(self.device)
+            fields = vars(optimizer.manifest({}))
 
-        forms = {key: (tensor.dtype, tuple(tensor.layout.shape)) for key, tensor in tensors.items()}
+        forms = {key: tensor.form for key, tensor in tensors.items()}
         rest = replace(self, weights={}, optimizer=None)  # so that tensors are freed as soon as they are copied
         part = RankPart(place=self.mesh.index, sources=self._sources(tensors), random=self.random)
         return part, functools.partial(rest._manifest, forms, fields)
 
-    def _sources(self, tensors: dict[str, RunTensor]) -> dict[str, Source]:
+    def _sources(self, tensors: dict[str, RankTensor]) -> dict[str, Source]:
         """What this rank writes."""
         layouts = tuple((key, (tensor.dtype, tensor.layout)) for key, tensor in tensors.items())
         own = _own_shares(layouts, self.mesh)
@@ -206,7 +135,7 @@ class RankState:
             mesh=self.mesh.sizes,
             tensors=forms,
             ties=self.ties,
-            optimizer=fields,
+            optimizer=fields and {key: x for key, x in fields.items() if key not in ("weight_map", "format")},
             model_config=self.config(),
             files={},
             **self.states,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.checkpoint.one_device.rank_optimizer import RankTensor
 from meshwright.checkpoint.one_device.safetensors_file import DTYPES
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
@@ -18,21 +17,6 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.runtime import Runtime, device_of, find_runtime
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunTensor:
-    """One tensor of a run.
-
-    Args:
-        dtype: its dtype.
-        layout: which of its elements each rank has.
-        values: function that returns this rank's elements, in any shape.
-    """
-
-    dtype: torch.dtype
-    layout: TensorLayout
-    values: Callable[[], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +36,7 @@ class Run:
     mesh: Mesh
 
     @staticmethod
-    def of(call: str, folder: Any, model: Any, optimizer: Any) -> Run:
+    def of(call: str, folder: object, model: nn.Module, optimizer: object) -> Run:
         """Look at the first three arguments of ``save_checkpoint`` or ``load_checkpoint``.
 
         Raises:
@@ -88,14 +72,14 @@ class Run:
                 "pass the model that to_distributed returned"
             )
 
-    def model_tensors(self) -> tuple[dict[str, RunTensor], dict[str, str], dict[str, Tensor]]:
+    def model_tensors(self) -> tuple[dict[str, RankTensor], dict[str, str], dict[str, Tensor]]:
         """Return the model's parameters and persistent buffers.
 
         Returns:
             The tensors by key, the key of each tied weight's values by its other keys, and the model's own tensor
             objects by key.
         """
-        tensors: dict[str, RunTensor] = {}
+        tensors: dict[str, RankTensor] = {}
         ties: dict[str, str] = {}
         objects: dict[str, Tensor] = {}
         first: dict[int, str] = {}
@@ -119,14 +103,14 @@ class Run:
             tensors[key] = self._tensor(tensor)
         return tensors, ties, objects
 
-    def _tensor(self, tensor: Tensor) -> RunTensor:
+    def _tensor(self, tensor: Tensor) -> RankTensor:
         weights, layout = self.runtime.weights, layout_if_any(tensor)
         if weights is not None and isinstance(tensor, nn.Parameter):
             layout = weights.layout(tensor)
-            return RunTensor(dtype=tensor.dtype, layout=layout, values=lambda: weights.part(tensor).detach())
+            return RankTensor(dtype=tensor.dtype, layout=layout, values=lambda: weights.part(tensor).detach())
         layout = layout or TensorLayout(shape=tensor.shape)
-        return RunTensor(dtype=tensor.dtype, layout=layout, values=lambda: tensor.detach().reshape(-1))
+        return RankTensor(dtype=tensor.dtype, layout=layout, values=lambda: tensor.detach().reshape(-1))
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.files.lineage import Lineage
 from meshwright.checkpoint.format.background import Background
+from meshwright.checkpoint.format.object_states import Stateful
 from meshwright.checkpoint.format.rank_state import RankState
 from meshwright.checkpoint.format.run import Run
 from meshwright.checkpoint.format.save_job import SaveJob
@@ -33,11 +34,11 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
-    loader: Any = None,
-    scheduler: Any = None,
-    scaler: Any = None,
+    loader: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
     step: int | None = None,
-    extra: Any = None,
+    extra: object = None,
     keep: int | None = None,
     asynchronous: bool = False,
 ) -> Path:
@@ -95,7 +96,7 @@ def save_checkpoint(
             own = RankState.of(run, optimizer, states)
             return own.as_of_now() if plans_later else own
 
-    own = run.runtime.succeed_before_save(prepare)
+    own = run.runtime.compare_replicas(prepare)
     with reading_shards():
         memory = background.memory if asynchronous else None
         job = SaveJob(target, own, keep=keep, lineage=Lineage.of(run.model), memory=memory)
@@ -125,13 +126,13 @@ def _warn_of_scheduler(optimizer: Optimizer) -> None:
         )
 
 
-def _checked(objects: Mapping[str, Any], extra: Any, step: int | None, keep: int | None) -> dict[str, Any]:
+def _checked(objects: Mapping[str, object], extra: object, step: int | None, keep: int | None) -> dict[str, object]:
     """The states of the objects, of which some may be None, as JSON."""
     if step is not None and (type(step) is not int or not 0 <= step <= LARGEST_COUNT):
         raise CheckpointError(f"step={step!r} must be a whole number from 0 to {LARGEST_COUNT}")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"keep={keep!r} must be a whole number of at least 1: the last good checkpoint is kept")
-    states: dict[str, Any] = {name: _state_of(value, name) for name, value in objects.items()}
+    states: dict[str, object] = {name: _state_of(value, name) for name, value in objects.items()}
     states |= {name: encode(states[name], name) for name in ("scheduler", "scaler")} | {"extra": extra}
     for name in ("extra", "loader"):
         try:

@@ -22,9 +22,9 @@ from meshwright.plan.text import format_plan
 _SHOWN = 20  # the most files or damages that the text lists
 
 
-def as_dict(found: Inspection, others: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+def as_dict(found: Inspection, others: list[dict[str, object]] | None = None) -> dict[str, object]:
     """Return an inspection as JSON, with the rows of :func:`listing` if the folder holds several checkpoints."""
-    report: dict[str, Any] = {} if others is None else {"checkpoints": others}
+    report: dict[str, object] = {} if others is None else {"checkpoints": others}
     report["folder"] = str(found.folder)
     if found.manifest is not None:
         report |= _contents(found.manifest, found.random) | _sizes(found.manifest, found.files)
@@ -35,11 +35,11 @@ def as_dict(found: Inspection, others: list[dict[str, Any]] | None = None) -> di
     return report
 
 
-def listing(parent: Path) -> list[dict[str, Any]]:
+def listing(parent: Path) -> list[dict[str, object]]:
     """Return a row for each checkpoint in a folder, in the order of the saves."""
     rows = []  # pairs of an order and a row
     for folder in checkpoint_folders(parent):
-        row: dict[str, Any] = {"name": folder.name, "step": None, "written": None}
+        row: dict[str, object] = {"name": folder.name, "step": None, "written": None}
         row["bytes"] = sum(path.lstat().st_size for path in folder.iterdir())
         order = (0, 0)
         try:
@@ -57,7 +57,7 @@ def listing(parent: Path) -> list[dict[str, Any]]:
     return [row for _, row in sorted(rows, key=lambda item: item[0])]
 
 
-def as_text(found: Inspection, others: list[dict[str, Any]] | None = None) -> str:
+def as_text(found: Inspection, others: list[dict[str, object]] | None = None) -> str:
     """Return an inspection as text."""
     lines = [] if others is None else [*listing_lines(others), "", "The newest whole one:"]
     lines += [str(found.folder), ""]
@@ -114,7 +114,7 @@ def _contents(manifest: Manifest, random: list[str]) -> dict[str, Any]:
     }
 
 
-def _tensors(forms: Mapping[str, Form]) -> dict[str, Any]:
+def _tensors(forms: Mapping[str, Form]) -> dict[str, object]:
     return {
         "tensors": len(forms),
         "elements": sum(torch.Size(shape).numel() for _, shape in forms.values()),
@@ -127,7 +127,7 @@ def _bytes(forms: Mapping[str, Form]) -> int:
     return sum(map(num_bytes, forms.values()))
 
 
-def _keys(encoded: Any) -> list[str] | None:
+def _keys(encoded: object) -> list[str] | None:
     """The keys of an encoded state."""
     if encoded is None:
         return None
@@ -173,7 +173,7 @@ def _content_lines(report: dict[str, Any]) -> list[str]:
     return [f"{name:<15} {rows[name]}" for name in order if name in rows]
 
 
-def _plan(plan: dict[str, Any] | None) -> str:
+def _plan(plan: dict[str, object] | None) -> str:
     if plan is None:
         return "not distributed"
     try:
@@ -218,7 +218,7 @@ def _counted(tensors: dict[str, Any], noun: str = "elements") -> str:
     return f"{tensors['tensors']} tensors, {tensors['elements']:,} {noun}, {dtypes}, {_size(tensors['bytes'])}"
 
 
-def _or_dash(value: Any) -> str:
+def _or_dash(value: object) -> str:
     return "-" if value is None else ", ".join(value) if isinstance(value, list) else str(value)
 
 

@@ -91,7 +91,7 @@ def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedStat
 
 def _check_state_names(folder: Path, manifest: OptimizerManifest, found: OptimizerParts) -> None:
     """Check that one of torch's optimizers would find the state that it needs, and no other."""
-    kind: Any = type(found.optimizer)
+    kind: object = type(found.optimizer)
     required, known, numbers = _state_names(kind)
     if not known:
         return
@@ -144,7 +144,7 @@ def _state_names(kind: Any) -> tuple[set[str], set[str], set[str]]:
 
 
 def _check_options(
-    folder: Path, what: str, group: dict[str, Any], saved: dict[str, Any], defaults: dict[str, Any]
+    folder: Path, what: str, group: dict[str, object], saved: dict[str, object], defaults: dict[str, object]
 ) -> None:
     """Check the options of a group against those of the optimizer."""
     wanted = defaults.keys() - IMPLEMENTATION
@@ -161,5 +161,5 @@ def _check_options(
             )
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return f"sequence of {len(value)}" if isinstance(value, tuple | list) else kind_of(value)

@@ -11,15 +11,9 @@ from meshwright.layout.blocks import between, copy_blocks, numel, overlap, packe
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh, Place
 from meshwright.mesh.process_group import wait_for_message
-from meshwright.optim.runtime import Runtime
 
 _FACTORS = ("tp", "tokens", "pp")
 _CHUNK = 4 * 2**20  # bytes sent at a time; the first rank holds them in addition to the full tensor
-
-
-def is_first(runtime: Runtime) -> bool:
-    """Return whether this is the rank that gets whole tensors."""
-    return runtime.mesh.is_first
 
 
 def assemble(part: Tensor, layout: TensorLayout, mesh: Mesh) -> Tensor | None:

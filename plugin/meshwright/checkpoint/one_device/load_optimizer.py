@@ -13,7 +13,7 @@ from meshwright.checkpoint.files.digested_json import digest
 from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.one_device.check_optimizer import IMPLEMENTATION, SavedState, check_fits
 from meshwright.checkpoint.one_device.optimizer_manifest import NAME, OptimizerManifest, decode, master_key, state_key
-from meshwright.checkpoint.one_device.save_optimizer import shared_parts
+from meshwright.checkpoint.one_device.rank_optimizer import shared_parts
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from meshwright.compiling import without_compilation
 from meshwright.faults.every_rank import on_every_rank
@@ -67,7 +67,7 @@ def restore_optimizer(found: OptimizerParts, manifest: OptimizerManifest, saved_
 
 
 # By parameter: the state of this rank's part, and its master weight, if any.
-ReadState = dict[str, tuple[dict[str, Any], Tensor | None]]
+ReadState = dict[str, tuple[dict[str, object], Tensor | None]]
 
 
 def read_state(found: OptimizerParts, manifest: OptimizerManifest, saved_state: SavedState) -> ReadState:
@@ -127,11 +127,11 @@ def _bytes_to_read(files: WeightFiles, found: OptimizerParts) -> int:
 
 def _read_part(
     name: str, part: Part, manifest: OptimizerManifest, masters: set[str], saved: SavedState
-) -> tuple[dict[str, Any], Tensor | None]:
+) -> tuple[dict[str, object], Tensor | None]:
     """Return this rank's state of one parameter, on the CPU, and the parameter's master weight, if any."""
     if part.key is None:
         return {}, None
-    state: dict[str, Any] = {key: decode(value) for key, value in manifest.values.get(name, {}).items()}
+    state: dict[str, object] = {key: decode(value) for key, value in manifest.values.get(name, {}).items()}
     for key in manifest.tensors.get(name, ()):
         form = saved.form(state_key(name, key))
         assert form is not None

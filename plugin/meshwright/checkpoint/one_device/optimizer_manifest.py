@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -40,6 +40,13 @@ NAME = "optimizer.json"
 _FORMAT = "meshwright-optimizer-1"
 
 
+class ParameterGroup(TypedDict):
+    """The parameter names and the encoded options of one group of an optimizer."""
+
+    parameters: list[str]
+    options: dict[str, object]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerManifest:
     """A saved optimizer, whose parameters have their one-device names.
@@ -57,9 +64,9 @@ class OptimizerManifest:
 
     optimizer: str
     shapes: dict[str, list[int]]
-    groups: list[dict[str, Any]]
+    groups: list[ParameterGroup]
     tensors: dict[str, list[str]]
-    values: dict[str, dict[str, Any]]
+    values: dict[str, dict[str, object]]
     masters: list[str]
     weight_map: dict[str, str] = field(default_factory=dict)
     format: str = _FORMAT
@@ -102,7 +109,7 @@ class OptimizerManifest:
         return OptimizerManifest(**fields)
 
 
-def _encoded(value: Any, field: str) -> None:
+def _encoded(value: object, field: str) -> None:
     """Check that :func:`decode` takes a value, and gives what can be a state or an option."""
     if not isinstance(value, dict):
         _PLAIN(value, field)
@@ -149,7 +156,7 @@ ENCODED: Check = _encoded
 def _ranged(check: Check) -> Check:
     """An encoded number, or several of them, within a range."""
 
-    def check_value(value: Any, field: str) -> None:
+    def check_value(value: object, field: str) -> None:
         _encoded(value, field)
         found = decode(value)
         for each in found if isinstance(found, list | tuple) else [found]:
@@ -177,7 +184,7 @@ _FINITE = _ranged(
 _STEP_RANGE = _ranged(number(0, LARGEST_COUNT))
 
 
-def _step(value: Any, field: str) -> None:
+def _step(value: object, field: str) -> None:
     _STEP_RANGE(value, field)
     that("a number", lambda value: isinstance(decode(value), Tensor) or type(value) in (int, float))(value, field)
 
@@ -216,7 +223,7 @@ def master_key(name: str) -> str:
     return f"master/{name}"
 
 
-def encode(value: Any, what: str) -> Any:
+def encode(value: object, what: str) -> Any:
     """Encode a number, text, tuple, dict or the like as JSON.
 
     Raises:
@@ -237,7 +244,7 @@ def encode(value: Any, what: str) -> Any:
     raise CheckpointError(f"{what} is a {type(value).__name__}, which cannot be saved; numbers, texts and tensors can")
 
 
-def decode(value: Any) -> Any:
+def decode(value: object) -> Any:
     """The inverse of :func:`encode`."""
     if not isinstance(value, dict):
         return value
@@ -251,7 +258,7 @@ def decode(value: Any) -> Any:
     return {"tuple": tuple, "list": list}[kind](decode(x) for x in items)
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Return the kind of a decoded value; numbers and tensors of one number may stand for each other."""
     if isinstance(value, bool):
         return "truth value"

@@ -129,7 +129,7 @@ def _not_safetensors(path: Path, prefix: bytes, size: int) -> str:
     return f"{path} ({size} bytes) is not a safetensors file, or was truncated in its header"
 
 
-def is_shape(value: Any) -> bool:
+def is_shape(value: object) -> bool:
     """Whether a value from JSON is the shape of a tensor that memory could hold."""
     return (
         isinstance(value, list)
@@ -158,9 +158,10 @@ def _entry(path: Path, name: str, value: dict[str, Any], data_start: int) -> Ent
     return entry
 
 
-def storage(shape: tuple[int, ...], blocks: list[StridedBlock], dtype: torch.dtype) -> Tensor:
-    """Return a CPU tensor for some blocks; it is zero where they leave padding."""
-    return (torch.zeros if numel(blocks) < math.prod(shape) else torch.empty)(shape, dtype=dtype)
+def storage(layout: TensorLayout, dtype: torch.dtype) -> Tensor:
+    """Return a CPU tensor for what this rank has of a tensor; it is zero where there is padding."""
+    has_padding = numel(layout.blocks()) < layout.local_numel
+    return (torch.zeros if has_padding else torch.empty)(layout.local_shape, dtype=dtype)
 
 
 def read_rows(
@@ -177,10 +178,9 @@ def read_rows(
     Raises:
         CheckpointError: if the file ends early (it changed since its header was read).
     """
-    blocks = layout.blocks()
-    values = storage(layout.local_shape, blocks, dtype)
+    values = storage(layout, dtype)
     fill = _fill if entry.dtype == dtype else _fill_converted
-    fill(values.view(-1), file, entry, _runs(blocks), on_read)
+    fill(values.view(-1), file, entry, _runs(layout.blocks()), on_read)
     return values
 
 
@@ -239,7 +239,7 @@ def file_header(tensors: Mapping[str, Form]) -> tuple[bytes, dict[str, int]]:
     Args:
         tensors: the dtype and the shape of each tensor, in their order.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, start = {}, 0
     for name, (dtype, shape) in tensors.items():
         stop = start + num_bytes((dtype, shape))

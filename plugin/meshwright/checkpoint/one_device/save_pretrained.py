@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.one_device.gather_tensor import is_first
 from meshwright.checkpoint.one_device.replaced_model import ModelReplacement, WeightNames
 from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes, read_header, read_rows
 from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, index_of, parse_bytes, split, stream
@@ -23,6 +23,8 @@ from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.optim.state_dicts import StateDictCalls
 from meshwright.parallel.method_chain import ChainStep, add_step
 from meshwright.roles.adapters import wrapped
+
+Call = dict[str, Any]  # the arguments of a call of ``save_pretrained``, by name
 
 
 def export_with_full_weights(model: nn.Module) -> None:
@@ -43,11 +45,11 @@ class _FullSave(ChainStep):
     def __init__(self, model: nn.Module):
         self.model = model
 
-    def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:
         self.save_pretrained(save_directory, *args, **kwargs)
 
     @on_every_rank
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:
         """Save the model; every rank must make the call."""
         model, save_pretrained = self.model, self.method
         runtime = runtime_of(model)
@@ -65,7 +67,7 @@ class _FullSave(ChainStep):
             on_first_rank(lambda: _save_given(lambda path: save_pretrained(path, *args, **kwargs), call))
 
 
-def _save_given(save: Callable[[Path], object], call: dict[str, Any]) -> None:
+def _save_given(save: Callable[[Path], object], call: Call) -> None:
     """Run transformers' own save with whole weights, on the rank that writes."""
     replacement = ModelReplacement(Path(call["save_directory"]))
     try:
@@ -75,7 +77,7 @@ def _save_given(save: Callable[[Path], object], call: dict[str, Any]) -> None:
         replacement.close()
 
 
-def _bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def _bind(function: Callable[..., object], *args: object, **kwargs: object) -> Call:
     """Return the arguments of a call by name, including defaults."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -120,11 +122,11 @@ class _Files:
     files: dict[str, list[str]]
 
 
-def _save_streamed(model: Any, runtime: Runtime, save_pretrained: Callable[..., Any], call: dict[str, Any]) -> bool:
+def _save_streamed(model: nn.Module, runtime: Runtime, save_pretrained: Callable[..., object], call: Call) -> bool:
     """Write the weights tensor by tensor, if transformers' method would write them as they are; return whether."""
     replacement: ModelReplacement | None = None
 
-    def start() -> dict[str, Any] | None:
+    def start() -> Call | None:
         nonlocal replacement
         if call["push_to_hub"] or call.get("distributed_checkpoint") or not call["is_main_process"]:
             return None
@@ -149,7 +151,7 @@ def _save_streamed(model: Any, runtime: Runtime, save_pretrained: Callable[..., 
         state = model.state_dict(keep_vars=True)
         files = {file: {name: _form(state[name]) for name in names} for file, names in plan.files.items()}
         written = None
-        if is_first(runtime):
+        if runtime.mesh.is_first:
             assert replacement is not None
             written = StreamedFiles(replacement.path, files, f"writing {call['save_directory']}")
         stream(files, lambda name: gather_full(state[name], runtime), written)
@@ -160,7 +162,7 @@ def _save_streamed(model: Any, runtime: Runtime, save_pretrained: Callable[..., 
             replacement.close()
 
 
-def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any], most: int) -> _Files | None:
+def _plan(model: nn.Module, save_pretrained: Callable[..., object], call: Call, most: int) -> _Files | None:
     """Let transformers' own method write all files but the weights; return how to stream these, None if impossible."""
     state = model.state_dict(keep_vars=True)
     written = _save_stand_ins(state, save_pretrained, call)
@@ -174,7 +176,7 @@ def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any],
 
 
 def _save_stand_ins(
-    state: dict[str, Tensor], save_pretrained: Callable[..., Any], call: dict[str, Any]
+    state: dict[str, Tensor], save_pretrained: Callable[..., object], call: Call
 ) -> tuple[str, set[str]] | None:
     """Let transformers' own method save a few numbers for each tensor; return its file's stem and the names in it.
 

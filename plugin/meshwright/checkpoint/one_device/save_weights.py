@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from meshwright.checkpoint.one_device.gather_tensor import is_first
 from meshwright.checkpoint.one_device.replaced_model import ModelReplacement, WeightNames
 from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, stream
 from meshwright.checkpoint.one_device.whole_tensors import gather_full
@@ -61,7 +60,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     try:
         on_first_rank(start)
         written = None
-        if is_first(runtime):
+        if runtime.mesh.is_first:
             assert replacement is not None
             written = StreamedFiles(replacement.path, files, f"writing {Path(directory, FILE)}")
         stream(files, lambda name: gather_full(tensors[name], runtime), written)

@@ -155,7 +155,9 @@ def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Optimizer
     return manifest, _WholeState(tensors)
 
 
-def _check_groups(path: Path, numbers: list[list[Any]], options: list[dict[str, Any]], found: OptimizerParts) -> None:
+def _check_groups(
+    path: Path, numbers: list[list[object]], options: list[dict[str, object]], found: OptimizerParts
+) -> None:
     sizes, own = [len(group) for group in numbers], [len(group) for group in found.groups]
     if sizes != own:
         raise CheckpointError(

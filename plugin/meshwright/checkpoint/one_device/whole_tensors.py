@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.one_device.gather_tensor import assemble, is_first
+from meshwright.checkpoint.one_device.gather_tensor import assemble
 from meshwright.compiling import without_compilation
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.layout.tensor_layout import layout_of
@@ -127,7 +127,7 @@ def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
         with engine.materialise(value):
             whole = _gather(value.detach(), value, runtime)
             return None if whole is None else whole.cpu().clone()
-    return value.detach() if is_first(runtime) else None
+    return value.detach() if runtime.mesh.is_first else None
 
 
 def _gather(local: Tensor, parameter: nn.Parameter, runtime: Runtime) -> Tensor | None:

@@ -7,7 +7,6 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.digested_json import read_digested, write_digested
@@ -112,11 +111,11 @@ def _is_inside(name: str) -> bool:
     return len(name) < 4096 and "\0" not in name and not {"..", ""} & set(name.split("/"))
 
 
-def _is_record(value: Any) -> bool:
+def _is_record(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and len(value[1]) == -(-max(value[0], 1) // CHUNK)
 
 
-def _file(value: Any, field: str) -> None:
+def _file(value: object, field: str) -> None:
     row(integer(0, LARGEST), listed(text("[0-9a-f]{32}")))(value, field)
     that(f"a size and a digest of each {CHUNK} bytes", _is_record)(value, field)
 

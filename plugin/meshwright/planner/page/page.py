@@ -118,7 +118,7 @@ def _header(found: Search) -> dict[str, Any]:
         "job": f"{found.shape.parameters / 1e9:,.2f} B parameters on {cluster.gpus:,} {_TIMES} "
         f"{cluster.device.name}{nodes}, {job_text}",
         "label": best.plan.label,
-        "is_future": not best.plan.runs_today,
+        "is_future": not found.runs_today(best.plan),
         "plan": describe_plan(best.plan).replace(" x ", f" {_TIMES} "),
         "tiles": tiles,
         "command": launch_command(best.plan.label, cluster.nodes),
@@ -139,7 +139,7 @@ def _rows(found: Search, plans: Sequence[Listed]) -> list[dict[str, Any]]:
     return [
         {
             "label": listed.plan.label,
-            "why": listed.why + ("" if listed.plan.runs_today else ", not in this version yet"),
+            "why": listed.why + ("" if found.runs_today(listed.plan) else ", not in this version yet"),
             "step": seconds(listed.time.total),
             "slower": "" if not index else f"+{listed.time.total / fastest - 1:.0%}",
             "speed": f"{listed.tokens_per_second:,.0f}",
