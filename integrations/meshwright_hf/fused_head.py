@@ -41,7 +41,7 @@ class _WholeHead(ChainStep):
     def __init__(self, owner: Any, runtime: Runtime):
         self.owner, self.runtime = owner, runtime
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if not kwargs.get("fused_lm_head"):
             return self.method(*args, **kwargs)
         owner, runtime = self.owner, self.runtime

@@ -81,7 +81,7 @@ _HOMES = {
         "VerificationError",
     ),
     "mesh.process_mesh": ("ParallelDims", "ProcessMesh"),
-    "monitor.memory": ("HeldMemory", "MemoryOfRanks"),
+    "monitor.held_memory": ("HeldMemory", "MemoryOfRanks"),
     "monitor.read_out": ("memory_of",),
     "optim.clip_grad_norm": ("clip_grad_norm_",),
     "optim.gather_rows": ("gather_rows",),

@@ -160,11 +160,6 @@ class DistributedLoader:
         return self._weight
 
     @property
-    def counted(self) -> int:
-        """The number of this rank's rows in the last batch that hold samples: all of them, or 0 if they are blanks."""
-        return 0 if self._share is None else self._share.counted
-
-    @property
     def share(self) -> BatchShare | None:
         """What the last batch is of the global batch; None before the first."""
         return self._share
@@ -238,17 +233,13 @@ class DistributedLoader:
         self._iterations += 1
         return True
 
-    def describe(self) -> dict[str, str]:
-        """Return the values that must be equal on all ranks, by name."""
-        return self._reader.describe()
-
     def claim(self) -> Claim[DistributedLoader]:
         """Return the claim of this loader, with the dataset's identity if this rank reads the dataset by index."""
         reads = not self._is_led or self._peers.is_leader
         if not reads or not isinstance(self._reader, MapReader):
-            return Claim(self, self.describe())
+            return Claim(self, self._reader.describe())
         identity = self._reader.identity
-        return Claim(self, self.describe(), {DATASET: identity}, number=zlib.crc32(identity.encode()))
+        return Claim(self, self._reader.describe(), {DATASET: identity}, number=zlib.crc32(identity.encode()))
 
     def _portions(self) -> Iterator[Portion]:
         """Yield this rank's portions of the rest of the epoch, read by this rank or by its leader."""

@@ -147,10 +147,8 @@ class WholeReader(Reader):
             for batch in self._read(islice(self._loader, self._batches, None)):
                 yield digest(batch) if self._readers.count > 1 else 0, self._cut(batch)
             return
-        loader = self._loader
-        assert isinstance(loader, DataLoader)
-        if loader.num_workers:
-            yield from self._read(islice(self._sharing(loader.dataset), self._batches, None))
+        if self._num_workers:
+            yield from self._read(islice(self._sharing(self._dataset), self._batches, None))
         else:
             yield from self._read(self._sharing(_After(self._dataset, self.position.samples)))
 
