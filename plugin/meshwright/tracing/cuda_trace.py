@@ -9,12 +9,14 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.errors import PlanError
+from meshwright.faults.guard import Guard
 from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.optim.runtime import Runtime
@@ -128,7 +130,13 @@ def trace_cuda_step(
     with fake_cuda(mode), fake_world(plan.world_size, rank), traceable(has_equal=True), mode.watching():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         runtime, optimizer = install(
-            model, plan, program.make_optimizer, fake, device=DEVICE, config=program.config, guard=_LonelyGuard()
+            model,
+            plan,
+            program.make_optimizer,
+            fake,
+            device=DEVICE,
+            config=program.config,
+            guard=cast(Guard, _LonelyGuard()),
         )
         _watch(model, runtime, program.config)
         with fake, mode:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.distribute import installation
 from meshwright.distribute.cuts import build_on_fake_rank
+from meshwright.faults.guard import Guard
 from meshwright.features import splits
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
@@ -44,7 +45,7 @@ def install(
     *,
     config: ToDistributedConfig | None = None,
     device: str = "cpu",
-    guard: object = None,
+    guard: Guard | None = None,
 ) -> tuple[Runtime, Optimizer]:
     """Turn a model on the meta device into the model of one rank of the plan, with fake weights on a device.
 
