@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM
 
 import meshwright as mw
+from meshwright.optim.runtime import runtime_of
 from support.exact import Float64, relative_difference
 from support.models import build, tokens
 from support.parity import pool_for
@@ -28,7 +29,7 @@ def start(plan: dict[str, Any] | None, **options: Any) -> tuple[Any, Any, Tensor
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = tokens(4, 12)
     if plan is not None:
-        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), bucket_size_mb=0.01)
         model, optimizer, _ = mw.to_distributed(model, optimizer, config=config)
         ids = ids.chunk(plan.get("dp", 1))[torch.distributed.get_rank() // plan.get("tp", 1)]
     return model, optimizer, ids
@@ -92,6 +93,9 @@ def train_both(plan: dict[str, Any] | None) -> dict[str, Tensor]:
         model, optimizer, ids = start(plan)
         train(model, optimizer, ids)
         other = copy.deepcopy(model)
+        if plan is not None and "dp" in plan:
+            counts = [sum(len(sync.buckets) for sync in runtime_of(m).gradients.syncs) for m in (model, other)]
+            assert counts[0] == counts[1] > 2, "the copy reduces its gradients in buckets of another size"
         second: Any = torch.optim.SGD(other.parameters(), lr=0.5)
         if plan is not None:
             other, second, _ = mw.to_distributed(other, second)

@@ -12,7 +12,6 @@ from meshwright.optim.attach_gradients import install_gradient_sync
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.plan.flat_offsets import BUCKET_MB
 
 
 def make_copyable(part: nn.Module, model: nn.Module, runtime: Runtime) -> None:
@@ -65,7 +64,7 @@ class _Copier:
             new.weights.guard()
         stage = 0 if self.runtime.plan is None else self.runtime.plan.zero_stage
         with reading_shards():
-            install_gradient_sync(new, model, None, zero_stage=stage, bucket_bytes=int(BUCKET_MB * 2**20))
+            install_gradient_sync(new, model, None, zero_stage=stage, bucket_bytes=gradients.bucket_bytes)
         return part
 
 

@@ -46,6 +46,7 @@ def install_gradient_sync(
         bucket_bytes: size of the buckets in which gradients are reduced.
     """
     gradients = runtime.gradients
+    gradients.bucket_bytes = bucket_bytes
     gradients.syncs.clear()  # hooks of an earlier call refer to these weakly, and then do nothing
     trained = TrainedParameters(model, optimizer, runtime, zero_stage=zero_stage, bucket_bytes=bucket_bytes)
     gradients.trained, gradients.parameters, gradients.zero = trained, trained.parameters, trained.zero

@@ -13,6 +13,7 @@ from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
 from meshwright.parallel.gradient_sync import GradientSync
+from meshwright.plan.flat_offsets import BUCKET_MB
 
 
 class RequiresGrad(Protocol):
@@ -50,6 +51,7 @@ class Gradients:
         trained: the object that tracks which parameters require a gradient.
         has_optimizer: whether an optimizer is bound to the parameters.
         engine: the engine that handles the gradients; None if the runtime does so.
+        bucket_bytes: the size of the buckets in which gradients are reduced, also those of a copy of the model.
     """
 
     parameters: list[nn.Parameter] = field(default_factory=list)
@@ -58,6 +60,7 @@ class Gradients:
     trained: RequiresGrad | None = None
     has_optimizer: bool = False
     engine: Engine | None = None
+    bucket_bytes: int = int(BUCKET_MB * 2**20)
 
     def count_sharded_steps(self) -> int:
         """Return how often an optimizer has stepped ZeRO's shards, which the parameters' versions do not show."""

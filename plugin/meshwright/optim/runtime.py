@@ -119,7 +119,8 @@ class Runtime:
 
     def without_gradients(self) -> Runtime:
         """Return a runtime for a copy of the model, without gradients, optimizer, weights or features."""
-        return dataclasses.replace(self, gradients=Gradients(), weights=None, features=Features())
+        gradients = Gradients(bucket_bytes=self.gradients.bucket_bytes)
+        return dataclasses.replace(self, gradients=gradients, weights=None, features=Features())
 
     def __deepcopy__(self, memo: dict[int, object]) -> Runtime:
         raise AlreadyDistributedError(

@@ -214,10 +214,12 @@ def hidden_states(
         names: the names of the positional arguments. If the same activation is also passed under a name in _TWINS,
             that argument is replaced too. Under any other name, such as a residual's, the argument stays.
     """
-    given = (*enumerate(args[:1]), *((name, kwargs.get(name)) for name in ("hidden_states", "x", *kwargs)))
-    found = ((at, x) for at, x in given if isinstance(x, Tensor) and x.is_floating_point())
-    at, old = next(found, (None, None))
-    assert old is not None, "a block was called without hidden states"
+    for at in (*range(len(args[:1])), "hidden_states", "x", *kwargs):
+        old = args[at] if isinstance(at, int) else kwargs.get(at)
+        if isinstance(old, Tensor) and old.is_floating_point():
+            break
+    else:
+        raise AssertionError("a block was called without hidden states")
 
     def put(new: Tensor) -> tuple[tuple[object, ...], dict[str, object]]:
         def is_replaced(key: int | str) -> bool:

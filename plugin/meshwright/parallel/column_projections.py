@@ -60,7 +60,10 @@ class ColumnProjections:
         """Return whether the next pass can use :meth:`enter`; otherwise autograd computes all gradients."""
         if not (self.forwards and x.requires_grad and torch.is_grad_enabled()):
             return False
-        return all(f.is_outermost and f.module._parameters.get("weight") is not None for f in self.forwards)
+        for forward in self.forwards:
+            if not forward.is_outermost or forward.module._parameters.get("weight") is None:
+                return False
+        return True
 
     def enter(self, x: Tensor, axis: Axis) -> Tensor:
         """Return the rows that the projections read, from this rank's rows or from all; :meth:`open` must follow."""

@@ -89,7 +89,8 @@ class _PlainKernel(LinearKernel):
         return torch.matmul(gradient, weight, out=out)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor, *, total: Tensor | None = None) -> Tensor:
-        rows, gradients = (t if t.ndim == 2 else t.flatten(0, -2) for t in (x, gradient))
+        rows = x if x.ndim == 2 else x.flatten(0, -2)
+        gradients = gradient if gradient.ndim == 2 else gradient.flatten(0, -2)
         if total is None:
             return gradients.t() @ rows
         if total.dtype == rows.dtype:
