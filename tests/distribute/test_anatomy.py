@@ -1,4 +1,4 @@
-"""Models with experts or towers, to whose modules tp gives no role, equal one process under every other axis.
+"""Models with experts equal one process under every axis, and models with towers under every axis but tp.
 
 Tolerance 1e-10 of a tensor's largest value: in float64 only the order of sums differs, about 1e-16 a sum, and the steps
 of AdamW divide tiny differences by tiny moments.
@@ -19,6 +19,7 @@ from torch import Tensor
 import meshwright as mw
 from harness import WorkerError
 from meshwright.distribute.cuts import structure_of
+from meshwright.parallel import structure
 from meshwright.parallel.split_batch import split_batch
 from meshwright.roles import find_decoder
 from meshwright.roles.decoder import towers_beside
@@ -30,6 +31,19 @@ from support.tiers import crossings
 from support.whole_runs import differences, train_whole
 
 PLANS: dict[str, dict[str, Any]] = {
+    "tp2+sp": {"tp": 2, "sequence_parallel": True},
+    "tp2+sp, ep2": {"tp": 2, "sequence_parallel": True, "ep": 2},
+    "tp4+sp, ep2, zero1": {"tp": 4, "sequence_parallel": True, "ep": 2, "zero_stage": 1},
+    "dp2 x tp2+sp, ep2, zero3": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero_stage": 3},
+    "dp2 x tp2+sp, zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
+    "pp2 x tp2+sp, ep2, micro-batches": {
+        "pp": 2,
+        "tp": 2,
+        "sequence_parallel": True,
+        "ep": 2,
+        "gradient_accumulation_steps": 2,
+    },
+    "cp2 x tp2+sp, ep2, recompute": {"cp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "recompute": "full"},
     "dp2": {"dp": 2},
     "dp2+zero3": {"dp": 2, "zero_stage": 3},
     "pp2": {"pp": 2},
@@ -47,6 +61,9 @@ def train(plan: dict[str, Any] | None, name: str) -> dict[str, Tensor]:
         return train_whole(build(name), plan, functools.partial(loader, name))
 
 
+EXPERT_MODELS = ("mixtral", "mixtral, idle experts", "qwen3_moe", "qwen2_moe", "deepseek_v3")
+
+
 @functools.cache
 def reference(name: str) -> dict[str, Tensor]:
     return train(None, name)
@@ -54,16 +71,41 @@ def reference(name: str) -> dict[str, Tensor]:
 
 # With images in some rows, one rank of dp has none, and each of two micro-batches would have an unknown number.
 CASES = [(name, plan) for name in MODELS for plan in PLANS if "some" not in name or plan in ("dp2", "pp2", "cp2")]
+CASES = [(name, plan) for name, plan in CASES if "idle" not in name or "ep" in plan]
+CASES = [(name, plan) for name, plan in CASES if "tp2" not in plan or name in EXPERT_MODELS]
+ON_FOUR = [
+    ("qwen2_moe", "dp2 x tp2+sp, zero1"),
+    ("mixtral", "pp2 x tp2+sp, ep2, micro-batches"),
+    ("mixtral", "cp2 x tp2+sp, ep2, recompute"),
+    ("qwen3_moe", "tp4+sp, ep2, zero1"),
+    ("deepseek_v3", "dp2 x tp2+sp, ep2, zero3"),
+]
+MIDDLE = [case for case in CASES if case[1] in ("tp2+sp", "tp2+sp, ep2", "dp2+zero3", "pp2, micro-batches", "cp2")]
 
 
 @pytest.mark.parametrize(
     ("name", "plan_name"),
-    crossings(CASES, but=[case for case in CASES if case[1] in ("dp2+zero3", "pp2, micro-batches", "cp2")]),
+    crossings(CASES, but=[*ON_FOUR, *MIDDLE]),
 )
 def test_equals_one_process(name: str, plan_name: str, request: pytest.FixtureRequest) -> None:
     results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], name)
     found = differences(results, reference(name))
     assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+
+
+def train_without_sums(plan: dict[str, Any]) -> dict[str, Tensor]:
+    """A fault: the gradients of experts that several ranks hold are not summed."""
+    make = structure.cut_over_tp
+    structure.cut_over_tp = lambda parameter, rows, **_: make(parameter, rows)
+    try:
+        return train(plan, "mixtral")
+    finally:
+        structure.cut_over_tp = make
+
+
+def test_copies_of_experts_that_are_not_summed_are_named(pool4: Any) -> None:
+    with pytest.raises(WorkerError, match=r"experts.gate_up_proj\[0:2\]: rank\(s\) 0 differ from rank\(s\) 2"):
+        pool4.run(train_without_sums, PLANS["tp4+sp, ep2, zero1"])
 
 
 def train_stock_experts(plan: dict[str, Any] | None, rows: int | None = None) -> dict[str, float]:
@@ -79,7 +121,7 @@ def train_stock_experts(plan: dict[str, Any] | None, rows: int | None = None) ->
     return {name: float(x) for name, x in found.items() if name.startswith(("loss", "norm"))}
 
 
-@pytest.mark.parametrize("plan_name", ["dp2+zero3", "pp2", "cp2"])
+@pytest.mark.parametrize("plan_name", ["tp2+sp", "dp2+zero3", "pp2", "cp2"])
 def test_stock_experts_in_float32(plan_name: str, pool2: Any) -> None:
     """1e-5 relative: sums in another order differ by 1e-7. A rank's own rows are off by 1e-3 at least."""
     expected, of_half = train_stock_experts(None), train_stock_experts(None, rows=2)
@@ -138,6 +180,19 @@ def test_a_refusal_speaks_of_the_axis_at_hand() -> None:
     said = refusal(lambda: transformers.MambaForCausalLM(recurrent), cp=2)
     assert "conv1d.weight" in said and "takes each token by itself" in said
     assert not re.search(r"\btp\b|ensor parallel", said)
+
+
+def test_experts_that_ranks_cannot_share_are_refused() -> None:
+    assert "tp2+sp" in refusal(MODELS["mixtral"], tp=2)
+    with pytest.raises(mw.PlanError, match=r"ep=2 with tp=1.*ep to a divisor of tp"):
+        mw.ParallelPlan(ep=2)
+    assert "4 experts, so 8 ranks" in refusal(MODELS["mixtral"], tp=8, ep=8, sequence_parallel=True)
+    said = refusal(lambda: llama(num_attention_heads=8), tp=8, ep=8, sequence_parallel=True)
+    assert "has no experts" in said
+
+
+def llama(**sizes: Any) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 1, **sizes}))
 
 
 def test_micro_batches_take_the_images_of_their_rows() -> None:

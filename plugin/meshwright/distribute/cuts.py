@@ -38,7 +38,7 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
     try:
         if plan.tp > 1:
             roles = config.sharding_plan or plan_for(decoder)
-            return describe(decoder, roles, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+            return describe(decoder, roles, tp=plan.tp, sequence_parallel=plan.sequence_parallel, ep=plan.ep)
         instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
         found = outline(decoder, config.sharding_plan, instead=instead)
         if plan.cp > 1:
@@ -88,7 +88,7 @@ def build_on_fake_rank(
     """Decide what ``to_distributed`` would decide on this rank of a fake world, in which no guard meets others."""
     decoder = without_wrappers(model)[1]
     config = dataclasses.replace(config or ToDistributedConfig(), plan=plan)
-    mesh = Mesh.build(plan.dims, torch.device(device).type)
+    mesh = Mesh.build(plan.dims, torch.device(device).type, ep=plan.ep)
     structure = structure_of(decoder, plan, config)
     return Build(
         model=model,

@@ -10,6 +10,7 @@ from meshwright.features.build import Build
 from meshwright.features.check_compile import layers_of, why_not_compiled
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.document_masks import keep_documents_apart
+from meshwright.parallel.expert_dispatch import ExpertDispatch
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.generate_together import sample_together
 from meshwright.parallel.longest_position import LongestPosition
@@ -104,6 +105,8 @@ def cut_blocks(build: Build) -> None:
         is_staged=build.cut is not None,
     )
     features.get(CompilableLayers).blocks = blocks
+    for experts in build.tensor_structure.experts if build.plan.ep > 1 else ():
+        experts.forward = ExpertDispatch(experts, build.runtime.mesh.ep)
     if region is not None:
         features.add(region)
 

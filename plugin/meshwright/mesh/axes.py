@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class Mesh:
         dp: the ranks that read different rows of a batch.
         cp: the ranks that hold parts of the same sequences.
         tp: the ranks that share each layer.
+        ep: neighbouring ranks of tp that hold different experts.
         tokens: the ranks of dp and cp, over which losses and gradients are averaged and ZeRO shards; by default ``dp``.
     """
 
@@ -76,6 +78,7 @@ class Mesh:
     dp: Axis = Axis("dp")
     cp: Axis = Axis("cp")
     tp: Axis = Axis("tp")
+    ep: Axis = Axis("ep")
     tokens: Axis = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -84,12 +87,13 @@ class Mesh:
             object.__setattr__(self, "tokens", self.dp)
 
     @classmethod
-    def build(cls, dims: ParallelDims, device_type: str) -> Mesh:
+    def build(cls, dims: ParallelDims, device_type: str, *, ep: int = 1) -> Mesh:
         """Make the process groups of the axes. Every rank of the world must make this call.
 
         Args:
             dims: the sizes of the axes, whose product is the size of the world.
             device_type: ``"cpu"`` or ``"cuda"``.
+            ep: the number of neighbouring ranks of tp that share the experts of a layer.
         """
         if dims.world_size == 1:
             return cls()
@@ -101,7 +105,10 @@ class Mesh:
 
         own = {name: axis(name) for name in dims.axis_names}
         tokens = own["dp"] if dims.cp == 1 else Axis.over(dims.groups("dp", "cp"), "dp")
-        return cls(**own, tokens=tokens)
+        if ep == dims.tp:
+            return cls(**own, ep=dataclasses.replace(own["tp"], name="ep"), tokens=tokens)
+        groups = [ranks[first : first + ep] for ranks in dims.groups("tp") for first in range(0, dims.tp, ep)]
+        return cls(**own, ep=Axis.over(groups, "ep") if ep > 1 else Axis("ep"), tokens=tokens)
 
     @property
     def factors(self) -> tuple[Axis, Axis, Axis]:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import PlanError
-from meshwright.roles.experts import is_experts
+from meshwright.roles.blocks.experts import is_experts
 
 
 def run_without_values(

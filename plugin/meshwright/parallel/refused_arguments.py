@@ -49,7 +49,13 @@ _OWN_HEADS = "each rank has only its own heads, and under sequence parallelism o
 _GENERATE = "save the model and generate on one device"
 
 REFUSALS = (
-    Refusal(axis="tp", arguments=_INTERNALS, reason=_OWN_HEADS, cure="turn the option off", is_option=True),
+    Refusal(
+        axis="tp",
+        arguments=(*_INTERNALS, "output_router_logits"),
+        reason=_OWN_HEADS,
+        cure="turn the option off",
+        is_option=True,
+    ),
     Refusal(
         axis="cp",
         arguments=(*_INTERNALS, "output_router_logits"),

@@ -16,7 +16,7 @@ from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.parallel.mixed_rows import EMBEDDING_OPTIONS
 from meshwright.roles import Decoder, find_decoder, written_plan
-from meshwright.roles.blocks import KINDS, Block
+from meshwright.roles.blocks import BLOCKS, Block
 from meshwright.roles.blocks.block import OVER_TP, cut_over_tp
 from meshwright.roles.decoder import towers_beside
 from meshwright.roles.projection import weight_of
@@ -30,18 +30,24 @@ class DecoderStructure(Decoder):
 
     Args:
         blocks: the blocks of the layers, each once.
+        experts: the modules that hold experts, each once.
         vocab_size: the number of words that the head scores; in a few families the embedding has more words.
     """
 
     embedding: nn.Embedding
     head: nn.Linear | None
     blocks: tuple[Block, ...]
+    experts: tuple[nn.Module, ...]
     parameters: dict[str, TensorLayout] = field(repr=False)
     vocab_size: int
 
 
-def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool) -> DecoderStructure:
+def describe(
+    model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool, ep: int = 1
+) -> DecoderStructure:
     """Return a decoder's structure: each module's role and each parameter's layout over ``tp`` ranks.
+
+    Of these ranks, each run of ``ep`` shares the experts.
 
     Raises:
         UncoveredParameterError: if parameters have no role; the message lists them.
@@ -53,22 +59,35 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
     head = roled.only_if_any(Role.HEAD, nn.Linear)
     _check_whole_embedding(embedding)
     parts = _by_roles(roled)
+    if tp > 1 and not sequence_parallel:
+        _refuse_experts(roled)
     layouts: dict[str, TensorLayout] = {}
     blocks: dict[nn.Module, Block] = {}
     for block_name in roled.block_names:
-        block = KINDS[roled.roles[block_name]](roled, block_name, tp)
+        block = BLOCKS[roled.roles[block_name]](roled, block_name, tp)
         layouts |= block.layouts(sequence_parallel=sequence_parallel)
         blocks.setdefault(block.module, block)
+    experts = [roled.modules[name] for name, role in roled.roles.items() if role is Role.EXPERTS]
+    _check_experts(experts, model, ep)
     for name, role in roled.roles.items():
         for full_name, parameter in roled.parameters(name):
             if role in (Role.EMBEDDING, Role.HEAD):
                 layouts[full_name] = cut_over_tp(parameter, RowLayout.padded(parameter.shape[0], tp))
-            elif role in (Role.NORM, Role.FINAL_NORM, Role.WHOLE):
+            elif role is Role.EXPERTS:
+                rows = RowLayout.padded(parameter.shape[0], ep).repeated(tp // ep)
+                layouts[full_name] = cut_over_tp(parameter, rows, has_addends=sequence_parallel and rows.has_copies)
+            elif role in (Role.ROUTER, Role.NORM, Role.FINAL_NORM, Role.WHOLE):
                 is_partial = sequence_parallel and role is not Role.WHOLE
                 layouts[full_name] = TensorLayout.whole(parameter, tp, addends=OVER_TP if is_partial else frozenset())
     _check_ties(model, layouts)
     words = embedding.num_embeddings if head is None else weight_of(head).shape[0]
-    return DecoderStructure(**vars(parts), blocks=tuple(blocks.values()), parameters=layouts, vocab_size=words)
+    return DecoderStructure(
+        **vars(parts),
+        blocks=tuple(blocks.values()),
+        experts=tuple(dict.fromkeys(experts)),
+        parameters=layouts,
+        vocab_size=words,
+    )
 
 
 def outline(model: nn.Module, plan: ShardingPlan | None = None, *, instead: str) -> Decoder:
@@ -128,6 +147,28 @@ def _check_parts(decoder: Decoder, instead: str) -> None:
                 f"{name or type(module).__name__} skips layers at random (layerdrop={rate:g}): the ranks would skip "
                 "different layers. Set layerdrop to 0 in the model's config"
             )
+
+
+def _check_experts(experts: list[nn.Module], model: nn.Module, ep: int) -> None:
+    """Raise if ``ep`` ranks cannot share a model's experts."""
+    if ep == 1:
+        return
+    counts = {p.shape[0] for module in experts for p in module.parameters()}
+    if not counts or min(counts) < ep or any(len({p.shape[0] for p in module.parameters()}) > 1 for module in experts):
+        have = f"layers of {', '.join(map(str, sorted(counts)))} experts" if counts else "no experts"
+        raise PlanError(
+            f"{type(model).__name__} has {have}, so {ep} ranks cannot share them. Set ParallelPlan.ep to at most the "
+            "number of experts of each layer, or to 1"
+        )
+
+
+def _refuse_experts(roled: RoledModel) -> None:
+    if name := next((name for name, role in roled.roles.items() if role is Role.EXPERTS), None):
+        raise PlanError(
+            f"under tp every rank would route all tokens to the experts {name!r}, and rounding may send a token to "
+            "different experts on two ranks. Add sequence parallelism, so that each rank routes its own tokens: "
+            "ParallelPlan(tp=2, sequence_parallel=True), or in words plan='tp2+sp'"
+        )
 
 
 def _check_whole_embedding(embedding: nn.Embedding) -> None:

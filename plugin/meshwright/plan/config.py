@@ -45,6 +45,8 @@ class ParallelPlan:
             any model), "ulysses" (each rank gets all tokens of some heads), "ring" (keys and values go round the ranks)
             or "hybrid" (ulysses over groups of neighbours, and a ring over the groups).
         ulysses: number of ranks in each group of "hybrid".
+        ep: expert-parallel size. Each of ep neighbouring ranks holds some of the experts of every layer, and gets the
+            tokens that are routed to them. It is no further factor of the world, but divides tp.
         pp: pipeline-parallel size. The layers are cut into stages, which pass micro-batches on to each other.
         schedule: the order of forwards and backwards, if pp > 1: "gpipe", "1f1b", "interleaved" (several stages on each
             rank), "zb-h1" or "zbv" (zero-bubble schedules, which compute weights' gradients apart).
@@ -79,6 +81,7 @@ class ParallelPlan:
     cp: int = 1
     context: Literal["gather", "ulysses", "ring", "hybrid"] = "gather"
     ulysses: int | None = None
+    ep: int = 1
     pp: int = 1
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"] = "1f1b"
     chunks: int | None = None
@@ -93,7 +96,7 @@ class ParallelPlan:
     dtype: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "cp", "pp", "gradient_accumulation_steps"):
+        for name in ("dp", "tp", "cp", "ep", "pp", "gradient_accumulation_steps"):
             check_int("ParallelPlan", name, getattr(self, name))
         check_int("ParallelPlan", "micro_batch_size", self.micro_batch_size, optional=True)
         check_bool("ParallelPlan", "sequence_parallel", self.sequence_parallel)
@@ -117,6 +120,7 @@ class ParallelPlan:
                 f"{self.gradient_accumulation_steps} both split a rank's rows into micro-batches; set one of them"
             )
         self._check_context()
+        self._check_experts()
         self._check_pipeline()
 
     def _check_reduction(self) -> None:
@@ -143,6 +147,14 @@ class ParallelPlan:
             raise PlanError(
                 f"ParallelPlan.ulysses={self.ulysses} is the size of the groups of context='hybrid' under cp > 1, but "
                 f"context={self.context!r} and cp={self.cp}; leave it out"
+            )
+
+    def _check_experts(self) -> None:
+        if self.tp % self.ep or (self.ep > 1 and not self.sequence_parallel):
+            raise PlanError(
+                f"ParallelPlan.ep={self.ep} with tp={self.tp} and sequence_parallel={self.sequence_parallel}: experts "
+                "are spread over ranks of tp, each of which routes its own tokens. Set ep to a divisor of tp with "
+                "sequence_parallel=True, in words tp4+sp ep2, or use ep=1"
             )
 
     def _check_pipeline(self) -> None:

@@ -13,14 +13,17 @@ from meshwright.plan.fields import nearest
 from meshwright.plan.foreign_names import word_for
 
 _FORMS = (
-    "dp2, tp2, tp2+sp, cp2, cp2(ring), cp2(ulysses), cp4(hybrid-2), pp2, zero1, mb4 (4 rows per micro-batch), mb4x2 "
-    "(2 micro-batches of 4 rows), ga2 (2 micro-batches), recompute=full, recompute=full(3) (3 layers of each rank) and "
-    "reduce=bf16"
+    "dp2, tp2, tp2+sp, cp2, cp2(ring), cp2(ulysses), cp4(hybrid-2), ep2, pp2, zero1, mb4 (4 rows per micro-batch), "
+    "mb4x2 (2 micro-batches of 4 rows), ga2 (2 micro-batches), recompute=full, recompute=full(3) (3 layers of each "
+    "rank) and reduce=bf16"
 )
-_ABBREVIATIONS = ("dp", "tp", "cp", "pp", "sp", "zero", "mb", "ga", "recompute", "reduce")
-_SIZES = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "zero": "zero_stage", "ga": "gradient_accumulation_steps"}
+_ABBREVIATIONS = ("dp", "tp", "cp", "ep", "pp", "sp", "zero", "mb", "ga", "recompute", "reduce")
+_SIZES = {axis: axis for axis in ("dp", "tp", "cp", "ep", "pp")} | {
+    "zero": "zero_stage",
+    "ga": "gradient_accumulation_steps",
+}
 _ASSIGNED = _SIZES | {"sp": "sequence_parallel", "mb": "micro_batch_size", "reduce": "reduce_dtype"}
-_SIZE = re.compile(r"(dp|tp|cp|pp|zero|mb|ga)(\d+)(?:x(\d+))?(?:\(([\w-]+)\))?((?:\+sp)?)")
+_SIZE = re.compile(r"(dp|tp|cp|ep|pp|zero|mb|ga)(\d+)(?:x(\d+))?(?:\(([\w-]+)\))?((?:\+sp)?)")
 _RECOMPUTE = re.compile(r"recompute=(none|selective|full)(?:\((\d+)\))?")
 _REDUCE = re.compile(r"reduce(?:_dtype)?=(bf16|bfloat16|none)")
 _STAGES = re.compile(r"stages=(\d+(?:x\d+)?(?:-\d+(?:x\d+)?)*)")  # "3x2-2": 3, 3 and 2 layers
@@ -81,6 +84,8 @@ def format_plan(fields: Mapping[str, Any], *, accumulation: int | None = None) -
         words.append(f"tp{fields.get('tp', 1)}" + ("+sp" if fields.get("sequence_parallel") else ""))
     if fields.get("cp", 1) > 1:
         words.append(context_word(fields["cp"], fields.get("context", "gather"), fields.get("ulysses")))
+    if fields.get("ep", 1) > 1:
+        words.append(f"ep{fields['ep']}")
     if fields.get("pp", 1) > 1:
         words += _pipeline_words(fields)
     words.append(f"zero{fields.get('zero_stage', 0)}")

@@ -32,6 +32,8 @@ def candidate_of(fields: Mapping[str, Any], job: Job) -> Candidate:
         'dp2 zero1 mb2x4'
     """
     dp, zero, pp = fields.get("dp", 1), fields.get("zero_stage", 0), fields.get("pp", 1)
+    if fields.get("ep", 1) > 1:
+        raise PlanError(f"ep={fields['ep']} spreads experts, which the planner does not estimate; leave ep out")
     rows, rest = divmod(job.global_batch, dp)
     if rest:
         raise PlanError(
