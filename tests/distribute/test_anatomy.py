@@ -19,6 +19,7 @@ from torch import Tensor
 import meshwright as mw
 from harness import WorkerError
 from meshwright.distribute.cuts import structure_of
+from meshwright.optim import thawing
 from meshwright.parallel import structure
 from meshwright.parallel.split_batch import split_batch
 from meshwright.roles import find_decoder
@@ -35,6 +36,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp2+sp, ep2": {"tp": 2, "sequence_parallel": True, "ep": 2},
     "tp4+sp, ep2, zero1": {"tp": 4, "sequence_parallel": True, "ep": 2, "zero_stage": 1},
     "dp2 x tp2+sp, ep2, zero3": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero_stage": 3},
+    "dp2, ep2": {"dp": 2, "ep": 2},
+    "dp4, ep2": {"dp": 4, "ep": 2},
+    "dp2, ep2, micro-batches, recompute": {"dp": 2, "ep": 2, "gradient_accumulation_steps": 2, "recompute": "full"},
     "dp2 x tp2+sp, zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
     "pp2 x tp2+sp, ep2, micro-batches": {
         "pp": 2,
@@ -71,16 +75,20 @@ def reference(name: str) -> dict[str, Tensor]:
 
 # With images in some rows, one rank of dp has none, and each of two micro-batches would have an unknown number.
 CASES = [(name, plan) for name in MODELS for plan in PLANS if "some" not in name or plan in ("dp2", "pp2", "cp2")]
-CASES = [(name, plan) for name, plan in CASES if "idle" not in name or "ep" in plan]
-CASES = [(name, plan) for name, plan in CASES if "tp2" not in plan or name in EXPERT_MODELS]
+CASES = [(name, plan) for name, plan in CASES if "idle" not in name or re.search(r"ep\d", plan)]
+CASES = [(name, plan) for name, plan in CASES if name in EXPERT_MODELS or not re.search(r"tp|ep\d", plan)]
 ON_FOUR = [
+    ("qwen3_moe", "dp4, ep2"),
+    ("mixtral", "dp2, ep2, micro-batches, recompute"),
     ("qwen2_moe", "dp2 x tp2+sp, zero1"),
     ("mixtral", "pp2 x tp2+sp, ep2, micro-batches"),
     ("mixtral", "cp2 x tp2+sp, ep2, recompute"),
     ("qwen3_moe", "tp4+sp, ep2, zero1"),
     ("deepseek_v3", "dp2 x tp2+sp, ep2, zero3"),
 ]
-MIDDLE = [case for case in CASES if case[1] in ("tp2+sp", "tp2+sp, ep2", "dp2+zero3", "pp2, micro-batches", "cp2")]
+MIDDLE = [
+    case for case in CASES if case[1] in ("tp2+sp", "tp2+sp, ep2", "dp2, ep2", "dp2+zero3", "pp2, micro-batches", "cp2")
+]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +109,22 @@ def train_without_sums(plan: dict[str, Any]) -> dict[str, Tensor]:
         return train(plan, "mixtral")
     finally:
         structure.cut_over_tp = make
+
+
+def train_without_scale(plan: dict[str, Any]) -> dict[str, Tensor]:
+    """A fault: the gradients of experts are not divided by the number of ranks that share them."""
+    make = thawing.GradientSync
+    thawing.GradientSync = lambda *args, scale=1.0, **options: make(*args, **options)
+    try:
+        return train(plan, "mixtral")
+    finally:
+        thawing.GradientSync = make
+
+
+def test_a_wrong_scale_of_experts_would_be_caught(pool2: Any) -> None:
+    found = differences(pool2.run(train_without_scale, PLANS["dp2, ep2"]), reference("mixtral"))
+    assert found["gradient of model.layers.0.mlp.experts.down_proj"] > 0.5
+    assert found["norm 0"] > 1e-3
 
 
 def test_copies_of_experts_that_are_not_summed_are_named(pool4: Any) -> None:
@@ -184,9 +208,12 @@ def test_a_refusal_speaks_of_the_axis_at_hand() -> None:
 
 def test_experts_that_ranks_cannot_share_are_refused() -> None:
     assert "tp2+sp" in refusal(MODELS["mixtral"], tp=2)
-    with pytest.raises(mw.PlanError, match=r"ep=2 with tp=1.*ep to a divisor of tp"):
-        mw.ParallelPlan(ep=2)
-    assert "4 experts, so 8 ranks" in refusal(MODELS["mixtral"], tp=8, ep=8, sequence_parallel=True)
+    with pytest.raises(mw.PlanError, match=r"Set ep to a divisor of dp=3"):
+        mw.ParallelPlan(dp=3, ep=2)
+    with pytest.raises(mw.PlanError, match=r"ep=2 over dp cannot be combined with zero_stage yet.*tp2\+sp ep2"):
+        mw.ParallelPlan(dp=2, ep=2, zero_stage=1)
+    assert "has no experts" in refusal(llama, dp=2, ep=2)
+    assert "4 experts in a layer, so 8 ranks" in refusal(MODELS["mixtral"], tp=8, ep=8, sequence_parallel=True)
     said = refusal(lambda: llama(num_attention_heads=8), tp=8, ep=8, sequence_parallel=True)
     assert "has no experts" in said
 

@@ -17,7 +17,7 @@ from meshwright.features.build import Build
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.structure import describe, outline
+from meshwright.parallel.structure import check_experts, describe, outline
 from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, plan_for
@@ -32,6 +32,7 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
     Raises:
         PlanError: if the plan cannot cut the decoder.
     """
+    check_experts(decoder, plan.ep)
     axes = [axis for axis in ("tp", "cp", "pp") if getattr(plan, axis) > 1]
     if not axes:
         return None

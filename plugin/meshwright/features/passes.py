@@ -14,6 +14,7 @@ from meshwright.parallel.expert_dispatch import ExpertDispatch
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.generate_together import sample_together
 from meshwright.parallel.longest_position import LongestPosition
+from meshwright.parallel.method_override import RefusedMethod
 from meshwright.parallel.mixed_rows import BatchStatistics
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.replicated_state import ModuleTensors
@@ -22,6 +23,12 @@ from meshwright.parallel.tower_features import refuse_features_between_layers
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 from meshwright.pipeline.refusals import refuse_generating
+from meshwright.roles.blocks.experts import is_experts
+
+_NO_GENERATE = (
+    "generate makes another number of tokens on each rank of dp, and under ParallelPlan.ep > 1 over dp they wait "
+    "for each other in every layer. Save the model (model.save_pretrained) and generate on one device"
+)
 
 
 def compare_replicas(build: Build) -> None:
@@ -105,10 +112,15 @@ def cut_blocks(build: Build) -> None:
         is_staged=build.cut is not None,
     )
     features.get(CompilableLayers).blocks = blocks
-    for experts in build.tensor_structure.experts if build.plan.ep > 1 else ():
-        experts.forward = ExpertDispatch(experts, build.runtime.mesh.ep)
     if region is not None:
         features.add(region)
+
+
+def spread_experts(build: Build) -> None:
+    """Let experts that are spread over ranks get the tokens that are routed to them."""
+    if build.plan.ep > 1:
+        for experts in filter(is_experts, build.decoder.modules()):
+            experts.forward = ExpertDispatch(experts, build.runtime.mesh.ep)
 
 
 def generate_alike(build: Build) -> None:
@@ -118,4 +130,6 @@ def generate_alike(build: Build) -> None:
             refuse_generating(part)
         if build.context is not None:
             refuse_generating_parts(part)
+        if build.plan.spreads_experts_over_dp and callable(getattr(part, "generate", None)):
+            object.__setattr__(part, "generate", RefusedMethod(_NO_GENERATE))
         sample_together(part, build.runtime.mesh.tp, build.runtime.guard)

@@ -70,7 +70,8 @@ class Mesh:
         dp: the ranks that read different rows of a batch.
         cp: the ranks that hold parts of the same sequences.
         tp: the ranks that share each layer.
-        ep: neighbouring ranks of tp that hold different experts.
+        ep: neighbouring ranks of tp, or of dp if tp is 1, that hold different experts.
+        copies: the ranks of dp that hold the same experts, if ep spreads them over dp.
         tokens: the ranks of dp and cp, over which losses and gradients are averaged and ZeRO shards; by default ``dp``.
     """
 
@@ -79,6 +80,7 @@ class Mesh:
     cp: Axis = Axis("cp")
     tp: Axis = Axis("tp")
     ep: Axis = Axis("ep")
+    copies: Axis = Axis("copies")
     tokens: Axis = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -93,7 +95,7 @@ class Mesh:
         Args:
             dims: the sizes of the axes, whose product is the size of the world.
             device_type: ``"cpu"`` or ``"cuda"``.
-            ep: the number of neighbouring ranks of tp that share the experts of a layer.
+            ep: the number of neighbouring ranks that share the experts of a layer.
         """
         if dims.world_size == 1:
             return cls()
@@ -105,10 +107,16 @@ class Mesh:
 
         own = {name: axis(name) for name in dims.axis_names}
         tokens = own["dp"] if dims.cp == 1 else Axis.over(dims.groups("dp", "cp"), "dp")
-        if ep == dims.tp:
-            return cls(**own, ep=dataclasses.replace(own["tp"], name="ep"), tokens=tokens)
-        groups = [ranks[first : first + ep] for ranks in dims.groups("tp") for first in range(0, dims.tp, ep)]
-        return cls(**own, ep=Axis.over(groups, "ep") if ep > 1 else Axis("ep"), tokens=tokens)
+        mesh = cls(**own, tokens=tokens)
+        if ep == 1:
+            return mesh
+        over = "tp" if dims.tp > 1 else "dp"
+        runs = [ranks[first : first + ep] for ranks in dims.groups(over) for first in range(0, len(ranks), ep)]
+        mesh = dataclasses.replace(mesh, ep=Axis.over(runs, "ep"))
+        if over == "tp":
+            return mesh
+        copies = [ranks[first::ep] for ranks in dims.groups("dp") for first in range(ep)]
+        return dataclasses.replace(mesh, copies=Axis.over(copies, "copies"))
 
     @property
     def factors(self) -> tuple[Axis, Axis, Axis]:

@@ -286,7 +286,8 @@ class ReplicaComparison:
         shared: list[list[tuple[Tensor, CopiedRows]]] = [[] for _ in range(axis.size)]
         for name, parameter in self._named:
             layout = layout_of(parameter)
-            if not layout.is_held or (axis is self.tie and layout.stage_copies == 1):
+            is_apart = axis is self.mesh.tokens and layout.is_over_ep  # its ranks hold different experts
+            if not layout.is_held or is_apart or (axis is self.tie and layout.stage_copies == 1):
                 continue
             if axis is self.tie:
                 for rank in range(axis.size):

@@ -18,6 +18,7 @@ from meshwright.parallel.mixed_rows import EMBEDDING_OPTIONS
 from meshwright.roles import Decoder, find_decoder, written_plan
 from meshwright.roles.blocks import BLOCKS, Block
 from meshwright.roles.blocks.block import OVER_TP, cut_over_tp
+from meshwright.roles.blocks.experts import is_experts
 from meshwright.roles.decoder import towers_beside
 from meshwright.roles.projection import weight_of
 from meshwright.roles.roled_model import RoledModel
@@ -30,14 +31,12 @@ class DecoderStructure(Decoder):
 
     Args:
         blocks: the blocks of the layers, each once.
-        experts: the modules that hold experts, each once.
         vocab_size: the number of words that the head scores; in a few families the embedding has more words.
     """
 
     embedding: nn.Embedding
     head: nn.Linear | None
     blocks: tuple[Block, ...]
-    experts: tuple[nn.Module, ...]
     parameters: dict[str, TensorLayout] = field(repr=False)
     vocab_size: int
 
@@ -67,8 +66,7 @@ def describe(
         block = BLOCKS[roled.roles[block_name]](roled, block_name, tp)
         layouts |= block.layouts(sequence_parallel=sequence_parallel)
         blocks.setdefault(block.module, block)
-    experts = [roled.modules[name] for name, role in roled.roles.items() if role is Role.EXPERTS]
-    _check_experts(experts, model, ep)
+    check_experts(model, ep)
     for name, role in roled.roles.items():
         for full_name, parameter in roled.parameters(name):
             if role in (Role.EMBEDDING, Role.HEAD):
@@ -84,7 +82,6 @@ def describe(
     return DecoderStructure(
         **vars(parts),
         blocks=tuple(blocks.values()),
-        experts=tuple(dict.fromkeys(experts)),
         parameters=layouts,
         vocab_size=words,
     )
@@ -149,17 +146,25 @@ def _check_parts(decoder: Decoder, instead: str) -> None:
             )
 
 
-def _check_experts(experts: list[nn.Module], model: nn.Module, ep: int) -> None:
+def check_experts(model: nn.Module, ep: int) -> None:
     """Raise if ``ep`` ranks cannot share a model's experts."""
-    if ep == 1:
-        return
-    counts = {p.shape[0] for module in experts for p in module.parameters()}
-    if not counts or min(counts) < ep or any(len({p.shape[0] for p in module.parameters()}) > 1 for module in experts):
-        have = f"layers of {', '.join(map(str, sorted(counts)))} experts" if counts else "no experts"
+    counts = [{p.shape[0] for p in module.parameters()} for module in model.modules() if is_experts(module)]
+    if ep > 1 and (not counts or any(len(sizes) > 1 or min(sizes) < ep for sizes in counts)):
+        have = f"{', '.join(map(str, sorted(set.union(*counts))))} experts in a layer" if counts else "no experts"
         raise PlanError(
             f"{type(model).__name__} has {have}, so {ep} ranks cannot share them. Set ParallelPlan.ep to at most the "
             "number of experts of each layer, or to 1"
         )
+
+
+def spread_experts(model: nn.Module, ep: int) -> dict[str, TensorLayout]:
+    """Return the layout of each weight of experts by name, if ranks of dp hold different experts."""
+    return {
+        f"{name}.{own}": TensorLayout(shape=parameter.shape, cuts=(("ep", RowLayout.padded(parameter.shape[0], ep)),))
+        for name, module in model.named_modules(remove_duplicate=False)
+        if ep > 1 and is_experts(module)
+        for own, parameter in module.named_parameters()
+    }
 
 
 def _refuse_experts(roled: RoledModel) -> None:

@@ -46,7 +46,8 @@ class ParallelPlan:
             or "hybrid" (ulysses over groups of neighbours, and a ring over the groups).
         ulysses: number of ranks in each group of "hybrid".
         ep: expert-parallel size. Each of ep neighbouring ranks holds some of the experts of every layer, and gets the
-            tokens that are routed to them. It is no further factor of the world, but divides tp.
+            tokens that are routed to them. It is no further factor of the world, but divides tp with
+            sequence_parallel, or dp if tp=1.
         pp: pipeline-parallel size. The layers are cut into stages, which pass micro-batches on to each other.
         schedule: the order of forwards and backwards, if pp > 1: "gpipe", "1f1b", "interleaved" (several stages on each
             rank), "zb-h1" or "zbv" (zero-bubble schedules, which compute weights' gradients apart).
@@ -150,12 +151,24 @@ class ParallelPlan:
             )
 
     def _check_experts(self) -> None:
-        if self.tp % self.ep or (self.ep > 1 and not self.sequence_parallel):
+        over, size = ("tp", self.tp) if self.tp > 1 else ("dp", self.dp)
+        if size % self.ep or (self.ep > 1 and self.tp > 1 and not self.sequence_parallel):
             raise PlanError(
-                f"ParallelPlan.ep={self.ep} with tp={self.tp} and sequence_parallel={self.sequence_parallel}: experts "
-                "are spread over ranks of tp, each of which routes its own tokens. Set ep to a divisor of tp with "
-                "sequence_parallel=True, in words tp4+sp ep2, or use ep=1"
+                f"ParallelPlan.ep={self.ep} with dp={self.dp}, tp={self.tp} and sequence_parallel="
+                f"{self.sequence_parallel}: ranks that share experts must have different tokens. Set ep to a divisor "
+                f"of {over}={size}" + (", with sequence_parallel=True (in words tp4+sp ep2)" if over == "tp" else "")
             )
+        others = {"cp": self.cp > 1, "pp": self.pp > 1, "zero_stage": self.zero_stage > 0}
+        if self.spreads_experts_over_dp and (found := [name for name, is_set in others.items() if is_set]):
+            raise PlanError(
+                f"ParallelPlan.ep={self.ep} over dp cannot be combined with {', '.join(found)} yet. Leave "
+                f"{'it' if len(found) == 1 else 'them'} out, or spread the experts over tp: tp{self.ep}+sp ep{self.ep}"
+            )
+
+    @property
+    def spreads_experts_over_dp(self) -> bool:
+        """Whether ranks of dp, and not of tp, hold different experts."""
+        return self.ep > 1 and self.tp == 1
 
     def _check_pipeline(self) -> None:
         check_choice("ParallelPlan", "schedule", self.schedule, SCHEDULES)

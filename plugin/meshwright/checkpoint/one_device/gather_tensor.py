@@ -20,6 +20,7 @@ from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.messages import wait_for_message
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.collectives import all_gather
 
 _CHUNK = 4 * 2**20  # bytes sent at a time; the first rank holds them in addition to the full tensor
 
@@ -54,6 +55,8 @@ def assemble(part: Tensor, record: TensorLayout, cut: RowLayout, runtime: Runtim
 
 def _of_stage(part: Tensor, record: TensorLayout, cut: RowLayout, runtime: Runtime) -> Tensor | None:
     """Return the whole tensor on the first rank of its pipeline stage, None on the stage's other ranks."""
+    if record.is_over_ep:
+        return _of_experts(part, record, runtime)
     tp, dp, layout = runtime.mesh.tp, runtime.mesh.tokens, record.over("tp")
     is_first_here = tp.rank == dp.rank == 0
     if layout.is_replicated and cut.is_replicated:
@@ -72,6 +75,18 @@ def _of_stage(part: Tensor, record: TensorLayout, cut: RowLayout, runtime: Runti
             _hop(piece, column, tp)
         if full is not None:
             _place(full, piece.cpu(), layout, column, start)
+    return full
+
+
+def _of_experts(part: Tensor, record: TensorLayout, runtime: Runtime) -> Tensor | None:
+    """Return the whole tensor of experts that are spread over dp on the first rank, None elsewhere."""
+    local, rows = part.view(record.local_shape), record.over("ep")
+    shards = all_gather(local, runtime.mesh.ep).split(rows.local_size)
+    if not is_first(runtime):
+        return None
+    full = torch.empty(record.shape, dtype=part.dtype)
+    for rank, shard_of_rank in enumerate(shards):
+        rows.put(full, shard_of_rank, rank)
     return full
 
 
