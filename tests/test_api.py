@@ -101,6 +101,7 @@ def test_signatures() -> None:
         "cp",
         "context",
         "ulysses",
+        "ep",
         "pp",
         "schedule",
         "chunks",

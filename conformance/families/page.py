@@ -26,11 +26,19 @@ _REMARKS = {
 _DECODER_HALF = "the decoder of an encoder-decoder model; its cross-attention is sharded too"
 
 
-def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
-    """Return the page's text."""
+def render(records: Iterable[Record], refusals: Iterable[Refusal], experts: Iterable[str]) -> str:
+    """Return the page's text.
+
+    Args:
+        records: what was compared of each dense decoder.
+        refusals: the types that are refused.
+        experts: the types with experts that are not refused.
+    """
+    experts = sorted(experts)
     records = sorted(records, key=lambda record: record.family)
     refusals = sorted(refusals, key=lambda refusal: (refusal.kind, refusal.family))
     passed = sum(record.passes for record in records)
+    types = len(records) + len(refusals) + len(experts)
     lines = [
         "# Families",
         "",
@@ -38,7 +46,7 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "make families    # runs the sweep and writes this page (two processes, a few minutes)",
         "```",
         "",
-        f"**{passed} families pass**, of all {len(records) + len(refusals)} types that `AutoModelForCausalLM` knows in "
+        f"**{passed} families pass**, of all {types} types that `AutoModelForCausalLM` knows in "
         f"transformers {transformers.__version__}, with torch {torch.__version__}. Each is a model of two layers with "
         "random weights and biases. It runs in float64 on two ranks with `tp=2` and sequence parallelism, and on one "
         f"device. Logits, loss and the gradient of every parameter differ by at most {TOLERANCE:g} of a tensor's "
@@ -80,6 +88,17 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "| family | differences from Llama | tp2+sp | kv | tied | packed | remark |",
         "|---|---|---|---|---|---|---|",
         *(_row(record) for record in records),
+        "",
+        "## With experts",
+        "",
+        f"These are {len(experts)} types. Under `tp2+sp` each rank routes its own tokens and has whole experts, so "
+        "that tp cuts attention and the MLPs that every token takes. `tests/distribute/test_anatomy.py` compares four "
+        "of them with one device in float64. phimoe draws random numbers in its router, so that its draws differ as "
+        "those of dropout do.",
+        "",
+        "| family | under `tp2+sp` |",
+        "|---|---|",
+        *(f"| {family} | yes |" for family in experts),
         "",
         "## Refused",
         "",

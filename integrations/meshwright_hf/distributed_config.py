@@ -16,10 +16,10 @@ from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 _SIZES = ("tp_size", "pp_size", "fsdp_size", "dp_replicate_size")
 _HONOURED = {*_SIZES, "tp_plan", "enable_sequence_parallel"}
 _INSTEAD = {
-    "ep_size": "set ep_size=1: experts are not split",
-    "enable_expert_parallel": "set it False: experts are not split",
-    "ep_plan": "leave it None: experts are not split",
-    "ep_implementation": "leave it 'auto': experts are not split",
+    "ep_size": "set ep_size=1, and name ep in a plan of Meshwright: plan='tp2+sp ep2'",
+    "enable_expert_parallel": "set it False, and name ep in a plan of Meshwright: plan='tp2+sp ep2'",
+    "ep_plan": "leave it None: Meshwright finds the experts",
+    "ep_implementation": "leave it 'auto': Meshwright sends the tokens itself",
     "fsdp_plan": "leave it None: Meshwright decides what is gathered when",
     "fsdp_cpu_offload": "set it False",
     "fsdp_mixed_precision": "set it False, and choose the precision by from_pretrained(dtype=...) or torch.autocast",

@@ -1,4 +1,4 @@
-"""Models with experts or towers, to whose modules tp gives no role, equal one process under every other axis.
+"""Models with experts equal one process under every axis, and models with towers under every axis but tp.
 
 Tolerance 1e-10 of a tensor's largest value: in float64 only the order of sums differs, about 1e-16 a sum, and the steps
 of AdamW divide tiny differences by tiny moments.
@@ -20,6 +20,8 @@ import meshwright as mw
 from harness import WorkerError
 from meshwright.context.record import record_context
 from meshwright.distribute.cuts import structure_of
+from meshwright.optim import thawing
+from meshwright.parallel import structure
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.roles import find_decoder
 from meshwright.roles.decoder import towers_beside
@@ -31,6 +33,22 @@ from support.tiers import crossings
 from support.whole_runs import differences, train_whole
 
 PLANS: dict[str, dict[str, Any]] = {
+    "tp2+sp": {"tp": 2, "sequence_parallel": True},
+    "tp2+sp, ep2": {"tp": 2, "sequence_parallel": True, "ep": 2},
+    "tp4+sp, ep2, zero1": {"tp": 4, "sequence_parallel": True, "ep": 2, "zero_stage": 1},
+    "dp2 x tp2+sp, ep2, zero3": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero_stage": 3},
+    "dp2, ep2": {"dp": 2, "ep": 2},
+    "dp4, ep2": {"dp": 4, "ep": 2},
+    "dp2, ep2, micro-batches, recompute": {"dp": 2, "ep": 2, "gradient_accumulation_steps": 2, "recompute": "full"},
+    "dp2 x tp2+sp, zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
+    "pp2 x tp2+sp, ep2, micro-batches": {
+        "pp": 2,
+        "tp": 2,
+        "sequence_parallel": True,
+        "ep": 2,
+        "gradient_accumulation_steps": 2,
+    },
+    "cp2 x tp2+sp, ep2, recompute": {"cp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "recompute": "full"},
     "dp2": {"dp": 2},
     "dp2+zero3": {"dp": 2, "zero_stage": 3},
     "pp2": {"pp": 2},
@@ -48,6 +66,9 @@ def train(plan: dict[str, Any] | None, name: str) -> dict[str, Tensor]:
         return train_whole(build(name), plan, functools.partial(loader, name))
 
 
+EXPERT_MODELS = ("mixtral", "mixtral, idle experts", "qwen3_moe", "qwen2_moe", "deepseek_v3")
+
+
 @functools.cache
 def reference(name: str) -> dict[str, Tensor]:
     return train(None, name)
@@ -55,16 +76,61 @@ def reference(name: str) -> dict[str, Tensor]:
 
 # With images in some rows, one rank of dp has none, and each of two micro-batches would have an unknown number.
 CASES = [(name, plan) for name in MODELS for plan in PLANS if "some" not in name or plan in ("dp2", "pp2", "cp2")]
+CASES = [(name, plan) for name, plan in CASES if "idle" not in name or re.search(r"ep\d", plan)]
+CASES = [(name, plan) for name, plan in CASES if name in EXPERT_MODELS or not re.search(r"tp|ep\d", plan)]
+ON_FOUR = [
+    ("qwen3_moe", "dp4, ep2"),
+    ("mixtral", "dp2, ep2, micro-batches, recompute"),
+    ("qwen2_moe", "dp2 x tp2+sp, zero1"),
+    ("mixtral", "pp2 x tp2+sp, ep2, micro-batches"),
+    ("mixtral", "cp2 x tp2+sp, ep2, recompute"),
+    ("qwen3_moe", "tp4+sp, ep2, zero1"),
+    ("deepseek_v3", "dp2 x tp2+sp, ep2, zero3"),
+]
+MIDDLE = [
+    case for case in CASES if case[1] in ("tp2+sp", "tp2+sp, ep2", "dp2, ep2", "dp2+zero3", "pp2, micro-batches", "cp2")
+]
 
 
 @pytest.mark.parametrize(
     ("name", "plan_name"),
-    crossings(CASES, but=[case for case in CASES if case[1] in ("dp2+zero3", "pp2, micro-batches", "cp2")]),
+    crossings(CASES, but=[*ON_FOUR, *MIDDLE]),
 )
 def test_equals_one_process(name: str, plan_name: str, request: pytest.FixtureRequest) -> None:
     results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], name)
     found = differences(results, reference(name))
     assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+
+
+def train_without_sums(plan: dict[str, Any]) -> dict[str, Tensor]:
+    """A fault: the gradients of experts that several ranks hold are not summed."""
+    make = structure.cut_over_tp
+    structure.cut_over_tp = lambda parameter, rows, **_: make(parameter, rows)
+    try:
+        return train(plan, "mixtral")
+    finally:
+        structure.cut_over_tp = make
+
+
+def train_without_scale(plan: dict[str, Any]) -> dict[str, Tensor]:
+    """A fault: the gradients of experts are not divided by the number of ranks that share them."""
+    make = thawing.GradientSync
+    thawing.GradientSync = lambda *args, scale=1.0, **options: make(*args, **options)
+    try:
+        return train(plan, "mixtral")
+    finally:
+        thawing.GradientSync = make
+
+
+def test_a_wrong_scale_of_experts_would_be_caught(pool2: Any) -> None:
+    found = differences(pool2.run(train_without_scale, PLANS["dp2, ep2"]), reference("mixtral"))
+    assert found["gradient of model.layers.0.mlp.experts.down_proj"] > 0.5
+    assert found["norm 0"] > 1e-3
+
+
+def test_copies_of_experts_that_are_not_summed_are_named(pool4: Any) -> None:
+    with pytest.raises(WorkerError, match=r"experts.gate_up_proj\[0:2\]: rank\(s\) 0 differ from rank\(s\) 2"):
+        pool4.run(train_without_sums, PLANS["tp4+sp, ep2, zero1"])
 
 
 def train_stock_experts(plan: dict[str, Any] | None, rows: int | None = None) -> dict[str, float]:
@@ -80,7 +146,7 @@ def train_stock_experts(plan: dict[str, Any] | None, rows: int | None = None) ->
     return {name: float(x) for name, x in found.items() if name.startswith(("loss", "norm"))}
 
 
-@pytest.mark.parametrize("plan_name", ["dp2+zero3", "pp2", "cp2"])
+@pytest.mark.parametrize("plan_name", ["tp2+sp", "dp2+zero3", "pp2", "cp2"])
 def test_stock_experts_in_float32(plan_name: str, pool2: Any) -> None:
     """1e-5 relative: sums in another order differ by 1e-7. A rank's own rows are off by 1e-3 at least."""
     expected, of_half = train_stock_experts(None), train_stock_experts(None, rows=2)
@@ -139,6 +205,22 @@ def test_a_refusal_speaks_of_the_axis_at_hand() -> None:
     said = refusal(lambda: transformers.MambaForCausalLM(recurrent), cp=2)
     assert "conv1d.weight" in said and "takes each token by itself" in said
     assert not re.search(r"\btp\b|ensor parallel", said)
+
+
+def test_experts_that_ranks_cannot_share_are_refused() -> None:
+    assert "tp2+sp" in refusal(MODELS["mixtral"], tp=2)
+    with pytest.raises(mw.PlanError, match=r"Set ep to a divisor of dp=3"):
+        mw.ParallelPlan(dp=3, ep=2)
+    with pytest.raises(mw.PlanError, match=r"ep=2 over dp cannot be combined with zero_stage yet.*tp2\+sp ep2"):
+        mw.ParallelPlan(dp=2, ep=2, zero_stage=1)
+    assert "has no experts" in refusal(llama, dp=2, ep=2)
+    assert "4 experts in a layer, so 8 ranks" in refusal(MODELS["mixtral"], tp=8, ep=8, sequence_parallel=True)
+    said = refusal(lambda: llama(num_attention_heads=8), tp=8, ep=8, sequence_parallel=True)
+    assert "has no experts" in said
+
+
+def llama(**sizes: Any) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 1, **sizes}))
 
 
 def test_micro_batches_take_the_images_of_their_rows() -> None:

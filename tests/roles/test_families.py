@@ -151,7 +151,7 @@ REFUSED = {
     "doge": r"self_attn.dt_proj",
     "gemma4": r"self_attn.v_norm of Gemma4TextDecoderLayer is a norm without weights",
     "mamba": r"no role for backbone.layers.0.mixer.A_log",
-    "mixtral": r"no role for model.layers.0.mlp.gate.weight",
+    "laguna": r"no role for model.layers.0.self_attn.g_proj.weight",
     "qwen3_5_text": r"no role for model.layers.0.linear_attn",
     "trocr": r"reshapes its heads to the width of its input",
 }

@@ -25,8 +25,24 @@ def mixtral() -> Any:
 
 
 def qwen3_moe() -> Any:
-    config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4, head_dim=4, moe_intermediate_size=16)
+    """Five experts, which two ranks cannot share evenly."""
+    config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=5, head_dim=4, moe_intermediate_size=16)
     return transformers.Qwen3MoeForCausalLM(config)
+
+
+def qwen2_moe() -> Any:
+    """Experts beside an MLP that every token takes, whose result a gate of its own scales."""
+    sizes = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+    config = transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, **sizes, num_experts=4)
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+def deepseek_v3() -> Any:
+    """A dense layer, and one of experts in groups with a bias that corrects the routing, under latent attention."""
+    latent = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    routed = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    sizes = {**SIZES, "num_key_value_heads": SIZES["num_attention_heads"], "moe_intermediate_size": 16}
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, **EXPERTS, **latent, **routed))
 
 
 def llava() -> Any:
@@ -55,9 +71,20 @@ def qwen2_vl() -> Any:
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
+def idle_experts() -> Any:
+    """All tokens of the first pass go to the same two of four experts, so that a rank of ep gets none."""
+    model = mixtral()
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.idle = True
+    return model
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": mixtral,
+    "mixtral, idle experts": idle_experts,
     "qwen3_moe": qwen3_moe,
+    "qwen2_moe": qwen2_moe,
+    "deepseek_v3": deepseek_v3,
     "llava": llava,
     "llava, images in some rows": llava,
     "qwen2_vl": qwen2_vl,
@@ -71,6 +98,8 @@ def build(name: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.05))
+            if getattr(parameter, "idle", False):
+                parameter.zero_()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("k_proj.bias"):  # softmax leaves its gradient no value but rounding
             parameter.requires_grad_(False)

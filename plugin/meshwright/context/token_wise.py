@@ -9,7 +9,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.errors import UncoveredParameterError
 from meshwright.roles import Decoder, ShardingPlan
-from meshwright.roles.experts import is_experts
+from meshwright.roles.blocks.experts import is_experts
 from meshwright.roles.projection import is_projection
 
 

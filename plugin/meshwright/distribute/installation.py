@@ -47,6 +47,7 @@ FEATURES = (
     Feature(passes.compare_replicas),
     Feature(passes.watch_passes, after=(training.hold_shards, passes.compare_replicas)),
     Feature(passes.cut_blocks, after=(passes.watch_passes,)),
+    Feature(passes.spread_experts, after=(training.hold_shards,)),
     Feature(splits.part_tokens, after=(passes.cut_blocks,)),
     Feature(training.synchronise_gradients, after=(training.hold_shards, passes.compare_replicas)),
     Feature(training.average_loss, after=(splits.part_tokens, training.synchronise_gradients)),
@@ -80,7 +81,7 @@ def distribute(build: Build, optimizer: Optimizer | None, make: Make) -> None:
         if runtime.engine is None:
             make_copyable(part, model, runtime)
     if build.cuts_weights:
-        refuse_unloading(model, " and ".join(axis for axis in ("tp", "pp") if getattr(build.plan, axis) > 1))
+        refuse_unloading(model, " and ".join(axis for axis in ("tp", "pp", "ep") if getattr(build.plan, axis) > 1))
     if runtime.weights is not None:
         refuse_merging(model)
     object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", _NoWrapper())

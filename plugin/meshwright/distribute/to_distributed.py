@@ -148,7 +148,7 @@ def _distribute(
         _join(device, config)
         plan = choose_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
     check_launch(plan)
-    if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage > 0):
+    if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.zero_stage > 0):
         check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise, plan=plan)
     check_embeddings(model, plan, config.engine)
     structure = structure_of(decoder, plan, config)
@@ -161,7 +161,7 @@ def _distribute(
     guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)
     check_agreement(plan)
-    mesh = Mesh.build(plan.dims, device.type)
+    mesh = Mesh.build(plan.dims, device.type, ep=plan.ep)
     if guard is not None:
         guard.set_coordinates(mesh.coordinates)
         set_timeouts(config.timeout_s)  # also for the groups just made
@@ -281,6 +281,11 @@ def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module, en
             f"ParallelPlan.cp={plan.cp} with {engine}: its engine averages gradients over dp alone, and each rank of "
             "cp has those of its own tokens; use cp=1, or train without the engine: to_distributed(model, optimizer, "
             "loader)"
+        )
+    if plan.ep > 1 and engine is not None:
+        raise PlanError(
+            f"ParallelPlan.ep={plan.ep} with {engine}, which was not compared with one device; use ep=1, or train "
+            "without the engine: to_distributed(model, optimizer, loader)"
         )
     if plan.pp > 1 and not has_known_loss:
         raise PlanError(

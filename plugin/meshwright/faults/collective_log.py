@@ -109,10 +109,15 @@ def describe(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
         reduction, root = getattr(options, "reduceOp", None), getattr(options, "rootRank", None)
     return _text(
         operation,
-        tuple([(x.dtype, x.shape) for x in _tensors(chosen)]),
+        # How many rows each rank sends is its own matter if the call has split sizes.
+        tuple([(x.dtype, x.shape[1:] if _is_uneven(operation, args) else x.shape) for x in _tensors(chosen)]),
         None if reduction is None else reduction.op.name.lower(),
         root,
     )
+
+
+def _is_uneven(operation: str, args: tuple[Any, ...]) -> bool:
+    return operation in ("all_to_all_single", "alltoall_base") and len(args) > 3 and bool(args[2] or args[3])
 
 
 # Their options have neither a reduction nor a root, and a search for an attribute that does not exist is slow.

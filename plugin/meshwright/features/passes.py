@@ -9,6 +9,7 @@ from meshwright.features.build import Build
 from meshwright.features.check_compile import layers_of, why_not_compiled
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.document_masks import keep_documents_apart
+from meshwright.parallel.expert_dispatch import ExpertDispatch
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.generate_together import GenerateTogether
 from meshwright.parallel.longest_position import LongestPosition
@@ -20,6 +21,7 @@ from meshwright.parallel.tensor_parallel import install_tensor_parallel
 from meshwright.parallel.tower_features import refuse_features_between_layers
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
+from meshwright.roles.blocks.experts import is_experts
 
 
 def compare_replicas(build: Build) -> None:
@@ -107,10 +109,17 @@ def cut_blocks(build: Build) -> None:
         features.add(region)
 
 
+def spread_experts(build: Build) -> None:
+    """Let experts that are spread over ranks get the tokens that are routed to them."""
+    if build.plan.ep > 1:
+        for experts in filter(is_experts, build.decoder.modules()):
+            add_step(experts, ExpertDispatch(experts, build.runtime.mesh.ep))
+
+
 def generate_alike(build: Build) -> None:
     """Let all ranks take part in ``generate`` alike, and refuse it where they have parts of a pass."""
     runtime = build.runtime
-    if runtime.mesh.row_copies == 1 and runtime.weights is None:
+    if runtime.mesh.row_copies == 1 and runtime.weights is None and not build.plan.spreads_experts_over_dp:
         return
     for part in build.owners:
         if callable(getattr(part, "generate", None)):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from meshwright.errors import PlanError
 from meshwright.layout.blocks import StridedBlock, between
 from meshwright.layout.row_layout import RowLayout, Span, expanded
 from meshwright.mesh.axes import Mesh, Place
@@ -140,8 +141,23 @@ class TensorLayout:
         """Return this rank's coordinate on an axis; 0 on one that the layout was not placed on."""
         return self.place.get(axis, 0)
 
+    @functools.cached_property
+    def is_over_ep(self) -> bool:
+        """Whether ranks of dp hold different experts, so that only some of dp have a gradient of the same elements."""
+        return any(axis == "ep" for axis, _ in self.cuts)
+
     def over(self, axis: str) -> RowLayout:
-        """Return the rows that each rank of an axis holds."""
+        """Return the rows that each rank of an axis holds.
+
+        Raises:
+            PlanError: if the tensor is cut over ep; what knows other axes alone would take a part for the whole.
+        """
+        if self.is_over_ep and axis != "ep":
+            raise PlanError(
+                f"{self.name} holds experts that ParallelPlan.ep spreads over dp, and this call cannot read or write "
+                "such weights yet. Use full_state_dict or save_pretrained for the weights, or spread the experts over "
+                "tp: plan='tp2+sp ep2'"
+            )
         for name, rows in self.cuts:
             if name == axis:
                 return rows

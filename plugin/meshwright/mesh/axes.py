@@ -74,6 +74,8 @@ class Mesh:
         dp: the ranks that read different rows of a batch.
         cp: the ranks that hold parts of the same sequences.
         tp: the ranks that share each layer.
+        ep: neighbouring ranks of tp, or of dp if tp is 1, that hold different experts.
+        copies: the ranks of dp that hold the same experts, if ep spreads them over dp.
         tokens: the ranks of dp and cp, over which losses and gradients are averaged and ZeRO shards; by default ``dp``.
     """
 
@@ -81,6 +83,8 @@ class Mesh:
     dp: Axis = Axis("dp")
     cp: Axis = Axis("cp")
     tp: Axis = Axis("tp")
+    ep: Axis = Axis("ep")
+    copies: Axis = Axis("copies")
     tokens: Axis = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -89,12 +93,13 @@ class Mesh:
             object.__setattr__(self, "tokens", self.dp)
 
     @classmethod
-    def build(cls, dims: ParallelDims, device_type: str) -> Mesh:
+    def build(cls, dims: ParallelDims, device_type: str, *, ep: int = 1) -> Mesh:
         """Make the process groups of the axes. Every rank of the world must make this call.
 
         Args:
             dims: the sizes of the axes, whose product is the size of the world.
             device_type: ``"cpu"`` or ``"cuda"``.
+            ep: the number of neighbouring ranks that share the experts of a layer.
         """
         if dims.world_size == 1:
             return cls()
@@ -106,7 +111,16 @@ class Mesh:
 
         own = {name: axis(name) for name in dims.axis_names}
         tokens = own["dp"] if dims.cp == 1 else Axis.over(dims.groups("dp", "cp"), "dp")
-        return cls(**own, tokens=tokens)
+        mesh = cls(**own, tokens=tokens)
+        if ep == 1:
+            return mesh
+        over = "tp" if dims.tp > 1 else "dp"
+        runs = [ranks[first : first + ep] for ranks in dims.groups(over) for first in range(0, len(ranks), ep)]
+        mesh = dataclasses.replace(mesh, ep=Axis.over(runs, "ep"))
+        if over == "tp":
+            return mesh
+        copies = [ranks[first::ep] for ranks in dims.groups("dp") for first in range(ep)]
+        return dataclasses.replace(mesh, copies=Axis.over(copies, "copies"))
 
     @property
     def factors(self) -> tuple[Axis, Axis, Axis]:
@@ -137,8 +151,18 @@ class Mesh:
     def places(self) -> tuple[Place, ...]:
         """Each rank's coordinate on each axis, in the order of ``index``."""
         ranks = itertools.product(range(self.pp.size), range(self.tokens.size), range(self.tp.size))
-        cp = self.cp.size
-        return tuple({"pp": p, "tokens": t, "dp": t // cp, "cp": t % cp, "tp": r} for p, t, r in ranks)
+        cp, ep = self.cp.size, self.ep.size
+        return tuple(
+            {
+                "pp": p,
+                "tokens": t,
+                "dp": t // cp,
+                "cp": t % cp,
+                "tp": r,
+                "ep": (r if self.tp.size > 1 else t // cp) % ep,
+            }
+            for p, t, r in ranks
+        )
 
     @property
     def place(self) -> Place:

@@ -96,7 +96,8 @@ class Gradients:
             if id(parameter) not in held and parameter.grad is not None:
                 layout, gradient = layout_of(parameter), parameter.grad.as_subclass(Tensor)
                 layout.zero_padding(gradient)  # the program may have set the gradient
-                counted.append((gradient, layout.copies(parameter) * mesh.tokens.size * layout.stage_copies))
+                replicas = mesh.copies if layout.is_over_ep else mesh.tokens
+                counted.append((gradient, layout.copies(parameter) * replicas.size * layout.stage_copies))
         return counted
 
     def check_synced(self, *_: object) -> None:

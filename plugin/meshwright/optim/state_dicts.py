@@ -84,7 +84,7 @@ class _ModuleState:
                 what = f"another pipeline stage holds {prefix}{name}"
             elif layout_of(parameter).is_sharded:
                 what = (
-                    f"under tensor parallelism this rank holds a shard {list(parameter.shape)} of {prefix}{name} "
+                    f"this rank holds a shard {list(parameter.shape)} of {prefix}{name} "
                     f"{list(layout_of(parameter).shape)}"
                 )
             else:
@@ -192,7 +192,5 @@ class _OptimizerState:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         layouts = [layout_if_any(p) for p in parameters]
         if any(layout is not None and layout.is_sharded for layout in layouts):
-            return (
-                f"under tensor parallelism each of {self.runtime.mesh.tp.size} ranks holds the state of its own shards"
-            )
+            return "each rank holds the state of its own shards"
         return None

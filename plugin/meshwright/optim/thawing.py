@@ -59,6 +59,8 @@ class TrainedParameters:
         self._known: set[int] = set()
         self._of_zero: GradientSync | None = None
         self._of_others: GradientSync | None = None
+        self._of_experts: GradientSync | None = None
+        self._copies = runtime.mesh.copies
         if self.stage > 0:
             self.zero = ReduceScatter(can_wait=self.stage == 1, sent=self._sent)
             if optimizer is not None:
@@ -114,7 +116,10 @@ class TrainedParameters:
             self._of_zero.extend([one.bucket for one in sharded])
         done = {id(p) for one in sharded for p in one.bucket.parameters}
         self._known |= done
-        if others := [p for p in new if id(p) not in done]:
+        others = [p for p in new if id(p) not in done]
+        if experts := [p for p in others if layout_of(p).is_over_ep]:
+            self._reduce_experts(experts)
+        if others := [p for p in others if not layout_of(p).is_over_ep]:
             self._reduce_whole(others)
 
     def _shard(self, new: list[nn.Parameter]) -> list[ShardedBucket]:
@@ -141,6 +146,20 @@ class TrainedParameters:
             )
             self.syncs.append(self._of_others)
         self._of_others.extend(buckets, unreduced)
+
+    def _reduce_experts(self, parameters: list[nn.Parameter]) -> None:
+        """Average the gradients of experts over the ranks that hold the same ones.
+
+        These ranks are fewer than those of dp, by which the loss is multiplied, but their gradients are those of the
+        tokens of all ranks of dp.
+        """
+        if self._of_experts is None:
+            reduction = AllReduce(self._copies, self._sent)
+            self._of_experts = GradientSync(
+                [], tp=self.tp, reduction=reduction, scale=self._copies.size / self.dp.size, peers=self.syncs
+            )
+            self.syncs.append(self._of_experts)
+        self._of_experts.extend(make_buckets(parameters, max_bytes=self.bucket_bytes, accumulate_in_float32=False))
 
 
 class FixedParameters:

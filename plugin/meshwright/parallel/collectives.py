@@ -213,6 +213,14 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 @own_collectives()
+def all_to_all_uneven(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    """Send ``sent[i]`` rows of ``x`` to each rank i in turn, and return the ``received[i]`` rows from each."""
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    _end(getattr(axis.group, _ALL_TO_ALL)(out, x.contiguous(), received, sent, _options(AllToAllOptions, False)))
+    return out
+
+
+@own_collectives()
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum ``x`` over the axis, in place."""
     if axis.size > 1:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import PlanError
 from meshwright.parallel.batch_schema import example
-from meshwright.roles.experts import is_experts
+from meshwright.roles.blocks.experts import is_experts
 
 
 def run_without_values(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from meshwright.errors import PlanError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.guard import Guard
 from meshwright.mesh.axes import Axis, Mesh
@@ -36,6 +37,12 @@ class GenerateTogether(ChainStep):
     def generate(self, *args: object, **kwargs: object) -> object:
         """Generate tokens; every rank must make the call."""
         check_arguments(self.model, {GENERATE: self}, self.mesh)
+        if self.mesh.ep.size > 1 and self.mesh.tp.size == 1:
+            raise PlanError(
+                "generate makes another number of tokens on each rank of dp, and under ParallelPlan.ep="
+                f"{self.mesh.ep.size} they wait for each other in every layer. Save the model (model.save_pretrained) "
+                "and generate on one device"
+            )
         if self.mesh.tp.size > 1:
             if self.guard is not None:
                 self.guard.meet("generate", self.mesh.tp.group)

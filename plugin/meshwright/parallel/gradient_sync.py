@@ -68,6 +68,7 @@ class GradientSync:
         reduction: the reduction over the data-parallel axis.
         meet: a function that compares the ranks, called once per synchronised pass, before the gradients are used.
         in_flight: the number of buckets that are reduced at the same time.
+        scale: the factor of each gradient on arrival, where the ranks of the reduction have the tokens of others too.
         peers: all ``GradientSync`` objects of the same model, in order. The first overlaps with backward. The others
             run at the end of backward, since the order of their gradients may differ between ranks.
     """
@@ -80,11 +81,12 @@ class GradientSync:
         reduction: Reduction,
         meet: Callable[[], None] = lambda: None,
         in_flight: int = IN_FLIGHT,
+        scale: float = 1.0,
         peers: list[GradientSync] | None = None,
     ):
         self.buckets: list[Bucket] = []
         self.tp, self.reduction, self._meet = tp, reduction, meet
-        self._in_flight = in_flight
+        self._in_flight, self._scale = in_flight, scale
         self._peers = [self] if peers is None else peers
         self._enabled = True
         self._paused = False
@@ -144,8 +146,8 @@ class GradientSync:
             return None
         self._check_pass(parameter)
         self.reduction.prepare(parameter)
-        copies = self._copies.get(id(parameter))
-        return None if copies is None or grad is None else grad * copies
+        factor = self._copies.get(id(parameter), None if self._scale == 1.0 else self._scale)
+        return None if factor is None or grad is None else grad * factor
 
     def _check_pass(self, parameter: nn.Parameter) -> None:
         """Raise if ``torch.autograd.grad`` runs, whose gradients are never reduced. Check once per pass."""

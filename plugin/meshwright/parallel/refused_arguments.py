@@ -49,7 +49,13 @@ _ELSEWHERE = "save the model (model.save_pretrained) and generate on one device"
 GENERATE = "generate()"  # the method, which asks for keys and values
 
 REFUSALS = (
-    Refusal(axis="tp", arguments=_INTERNALS, reason=_OWN_HEADS, cure="turn the option off", is_option=True),
+    Refusal(
+        axis="tp",
+        arguments=(*_INTERNALS, "output_router_logits"),
+        reason=_OWN_HEADS,
+        cure="turn the option off",
+        is_option=True,
+    ),
     Refusal(
         axis="cp",
         arguments=(*_INTERNALS, "output_router_logits"),

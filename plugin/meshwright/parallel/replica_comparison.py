@@ -221,7 +221,7 @@ class ReplicaComparison:
 
     @property
     def _axes(self) -> list[Axis]:
-        return [axis for axis in (*self.mesh.factors, self.tie) if axis.size > 1]
+        return [axis for axis in (*self.mesh.factors, self.tie, self.mesh.copies) if axis.size > 1]
 
     @property
     def _device(self) -> torch.device:
@@ -250,7 +250,7 @@ class ReplicaComparison:
                 known += keys + [key and f"{OF_OPTIMIZER}{key}" for key in keys]
         keyed: dict[int, str] = {}
         count = 0
-        if "state" in kinds and self._tensors is not None and axis is not self.tie:
+        if "state" in kinds and self._tensors is not None and axis not in (self.tie, self.mesh.copies):
             tensors, keyed = self._tensors.digests(self._device, on_all_stages=axis is self.mesh.pp)
             own, count = own + tensors, self._tensors.capacity
         if own:
@@ -287,7 +287,11 @@ class ReplicaComparison:
             layout = layout_of(parameter)
             if not layout.is_held or (axis is self.tie and layout.stage_copies == 1):
                 continue
-            if axis is self.tie:
+            if layout.is_over_ep and axis is not self.mesh.copies:  # its ranks hold different experts
+                continue
+            if axis is self.mesh.copies and not layout.is_over_ep:  # compared over tokens
+                continue
+            if axis in (self.tie, self.mesh.copies):
                 for rank in range(axis.size):
                     shared[rank].append((parameter, CopiedRows(name)))
                 continue

@@ -47,6 +47,9 @@ class ParallelPlan(AxisSizes):
             any model), "ulysses" (each rank gets all tokens of some heads), "ring" (keys and values go round the ranks)
             or "hybrid" (ulysses over groups of neighbours, and a ring over the groups).
         ulysses: number of ranks in each group of "hybrid".
+        ep: expert-parallel size. Each of ep neighbouring ranks holds some of the experts of every layer, and gets the
+            tokens that are routed to them. It is no further factor of the world, but divides tp with
+            sequence_parallel, or dp if tp=1.
         pp: pipeline-parallel size. The layers are cut into stages, which pass micro-batches on to each other.
         schedule: the order of forwards and backwards, if pp > 1: "gpipe", "1f1b", "interleaved" (several stages on each
             rank), "zb-h1" or "zbv" (zero-bubble schedules, which compute weights' gradients apart).
@@ -81,6 +84,7 @@ class ParallelPlan(AxisSizes):
     cp: int = 1
     context: Literal["gather", "ulysses", "ring", "hybrid"] = "gather"
     ulysses: int | None = None
+    ep: int = 1
     pp: int = 1
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"] = "1f1b"
     chunks: int | None = None
@@ -95,7 +99,7 @@ class ParallelPlan(AxisSizes):
     dtype: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name in (*PLAN_AXES, "gradient_accumulation_steps"):
+        for name in (*PLAN_AXES, "ep", "gradient_accumulation_steps"):
             check_int("ParallelPlan", name, getattr(self, name))
         check_int("ParallelPlan", "micro_batch_size", self.micro_batch_size, optional=True)
         check_bool("ParallelPlan", "sequence_parallel", self.sequence_parallel)
@@ -119,6 +123,7 @@ class ParallelPlan(AxisSizes):
                 f"{self.gradient_accumulation_steps} both split a rank's rows into micro-batches; set one of them"
             )
         self._check_context()
+        self._check_experts()
         self._check_pipeline()
 
     def _check_reduction(self) -> None:
@@ -146,6 +151,26 @@ class ParallelPlan(AxisSizes):
                 f"ParallelPlan.ulysses={self.ulysses} is the size of the groups of context='hybrid' under cp > 1, but "
                 f"context={self.context!r} and cp={self.cp}; leave it out"
             )
+
+    def _check_experts(self) -> None:
+        over, size = ("tp", self.tp) if self.tp > 1 else ("dp", self.dp)
+        if size % self.ep or (self.ep > 1 and self.tp > 1 and not self.sequence_parallel):
+            raise PlanError(
+                f"ParallelPlan.ep={self.ep} with dp={self.dp}, tp={self.tp} and sequence_parallel="
+                f"{self.sequence_parallel}: ranks that share experts must have different tokens. Set ep to a divisor "
+                f"of {over}={size}" + (", with sequence_parallel=True (in words tp4+sp ep2)" if over == "tp" else "")
+            )
+        others = {"cp": self.cp > 1, "pp": self.pp > 1, "zero_stage": self.zero_stage > 0}
+        if self.spreads_experts_over_dp and (found := [name for name, is_set in others.items() if is_set]):
+            raise PlanError(
+                f"ParallelPlan.ep={self.ep} over dp cannot be combined with {', '.join(found)} yet. Leave "
+                f"{'it' if len(found) == 1 else 'them'} out, or spread the experts over tp: tp{self.ep}+sp ep{self.ep}"
+            )
+
+    @property
+    def spreads_experts_over_dp(self) -> bool:
+        """Whether ranks of dp, and not of tp, hold different experts."""
+        return self.ep > 1 and self.tp == 1
 
     def _check_pipeline(self) -> None:
         check_choice("ParallelPlan", "schedule", self.schedule, SCHEDULES)

@@ -154,6 +154,8 @@ class Candidate(AxisSizes):
             'dp2 zero1 mb2x4'
         """
         given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        if (ep := given.get("ep", 1)) > 1:
+            raise PlanError(f"ep={ep} spreads experts, which the planner does not estimate; leave ep out")
         dp, zero = given.get("dp", 1), given.get("zero_stage", 0)
         rows, rest = divmod(job.global_batch, dp)
         if rest:

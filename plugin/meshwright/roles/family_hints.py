@@ -40,7 +40,10 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "apertus": (Hint("mlp.act_fn", Role.SHARED),),
     "bitnet": (Hint("self_attn.attn_sub_norm", Role.INNER_NORM), Hint("mlp.ffn_sub_norm", Role.INNER_NORM)),
     "bloom": (Hint("query_key_value", Role.QKV_BY_GROUP),),
+    "axk1": _LATENT,
     "codegen": (Hint("qkv_proj", Role.QKV_IN_FOUR),),
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
     "falcon": (
         Hint("query_key_value", Role.QKV_BY_GROUP, when={"new_decoder_architecture": True}),
         Hint("query_key_value", Role.QKV, when={"multi_query": True}),
@@ -52,6 +55,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "gemma4_unified_text": (Hint("v_norm", Role.HEAD_NORM),),
     "glm": (Hint("gate_up_proj", Role.GATE_UP),),
     "glm4": (Hint("gate_up_proj", Role.GATE_UP),),
+    "glm4_moe_lite": _LATENT,
     "gpt2": (Hint("attn.c_attn", Role.QKV),),
     "gpt_bigcode": (
         Hint("attn.c_attn", Role.QKV, when={"multi_query": True}),
@@ -60,6 +64,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "gpt_neox": (Hint("query_key_value", Role.QKV_BY_GROUP),),
     # The last layer's attention returns its bias for the layer to add to each token.
     "gpt_neox_japanese": (Hint("query_key_value", Role.QKV_BY_GROUP), Hint("attention.dense_bias", Role.NORM)),
+    "gpt_oss": (Hint("self_attn.sinks", Role.PER_HEAD),),
     "granite_swa": (Hint("self_attn.sinks", Role.PER_HEAD),),
     "minicpm3": _LATENT,
     "modernbert-decoder": (Hint("mlp.Wi", Role.GATE_UP),),

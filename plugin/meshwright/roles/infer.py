@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.roles.adapters import is_adapted
-from meshwright.roles.blocks import KINDS
+from meshwright.roles.blocks import BLOCKS, KINDS
 from meshwright.roles.decoder import Decoder, find_decoder, hidden_size, is_norm, is_stack, layer_stack
 from meshwright.roles.sharding_plan import BlockPart, Role, ShardingPlan
 
@@ -95,7 +95,7 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
     names = [*(n for n in modules if n), *(n for n, _ in layer.named_parameters(remove_duplicate=False))]
     hinted = {name: role for name in names if (role := hint(name)) is not None}
     roles: dict[str, Role] = {}
-    for name, module in modules.items():
+    for name, module in modules.items():  # an MLP inside of what experts claim comes later, and is an MLP
         roles |= _block_roles(name, module, hidden, hinted)
     roles |= hinted
     blocks = [f"{name}." for name, role in roles.items() if role.part is BlockPart.BLOCK]
@@ -123,7 +123,7 @@ def _block_roles(name: str, module: nn.Module, hidden: int, hinted: Mapping[str,
     """
     prefix = f"{name}." if name else ""
     own_hints = {end.removeprefix(prefix): role for end, role in hinted.items() if end.startswith(prefix)}
-    for kind in (dict.fromkeys(KINDS.values())) if name else (KINDS[Role.LAYER],):
+    for kind in KINDS if name else (BLOCKS[Role.LAYER],):
         if claimed := kind.claim(module, hidden, own_hints):
             return {f"{prefix}{n}" if n else name: role for n, role in claimed.items() if n or name}
     return {}

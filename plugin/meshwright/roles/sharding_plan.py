@@ -55,6 +55,8 @@ class Role(enum.Enum):
     INNER_NORM = "norm over the width that the block's output projection reads", BlockPart.WIDE_NORM
     SHARED = "weight that every rank applies to its part of a block", BlockPart.COPY
     # The rest.
+    EXPERTS = "experts, each of which takes the tokens that a router sends to it"
+    ROUTER = "router of experts, or another weight beside them that is applied to each token"
     NORM = "norm over the hidden width, or another weight applied to each token's hidden state"
     FINAL_NORM = "norm after the last layer"
     WHOLE = "module before the first or after the last layer, where each rank has all tokens"

@@ -21,7 +21,25 @@ from meshwright.roles.sharding_plan import BlockPart, Role
 OVER_TP = frozenset(("tp",))
 
 
-class Block(ABC):
+class BlockKind(ABC):
+    """Modules of a layer that belong together, and which of them a kind claims."""
+
+    @classmethod
+    @abstractmethod
+    def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
+        """Return the roles of a module of a layer and of what is in it; empty if it is not of this kind.
+
+        Args:
+            module: the module.
+            hidden: the width of the hidden states.
+            hinted: the roles that hints give, by name in the module.
+
+        Returns:
+            The roles by name in the module; the name of the module itself is "".
+        """
+
+
+class Block(BlockKind):
     """A part of a layer that gathers activations, projects them, and reduces the result over tp.
 
     A subclass is a kind of block: :meth:`claim` finds its modules, and ``rows`` says what each rank holds of them.
@@ -78,21 +96,7 @@ class Block(ABC):
             (module, self.rows_of(n, role, 0)) for n, role, module in modules if role.part is BlockPart.WIDE_NORM
         )
 
-    @classmethod
-    @abstractmethod
-    def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
-        """Return the roles of a module of a layer and of what is in it; empty if it is not of this kind.
-
-        Args:
-            module: the module.
-            hidden: the width of the hidden states.
-            hinted: the roles that hints give, by name in the module.
-
-        Returns:
-            The roles by name in the module; the name of the module itself is "".
-        """
-
-    def divide(self, by_role: Mapping[Role, nn.Module]) -> None:  # noqa: B027  most kinds need nothing more
+    def divide(self, by_role: Mapping[Role, nn.Module]) -> None:
         """Determine how the channels between the projections are divided, if their number does not say it.
 
         Raises:

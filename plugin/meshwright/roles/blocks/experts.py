@@ -1,0 +1,45 @@
+"""Experts and their router, which take each token by itself, so that no block has to gather tokens for them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from torch import nn
+
+from meshwright.roles.blocks.block import BlockKind
+from meshwright.roles.sharding_plan import Role
+
+
+class Experts(BlockKind):
+    """A module that owns experts, the router that sends tokens to them, and other weights for each token.
+
+    Experts that every token takes are an MLP, which gathers its input itself.
+    """
+
+    @classmethod
+    def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
+        experts = {name: child for name, child in module.named_children() if is_experts(child)}
+        # What looks at token ids would need those of this rank's tokens.
+        if not experts or "input_ids" in inspect.signature(module.forward).parameters:
+            return {}
+        inside = tuple(f"{name}." for name in experts)
+        others = {n: m for n, m in module.named_modules(remove_duplicate=False) if not f"{n}.".startswith(inside)}
+        routers = {n: Role.ROUTER for n, m in others.items() if not n or _is_token_wise(m)}
+        return routers | dict.fromkeys(experts, Role.EXPERTS)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module computes, for each token by itself, the weighted sum of what some experts return.
+
+    The marks are those that transformers' ``use_experts_implementation`` sets on each such module.
+    """
+    return all(name in vars(module) for name in ("has_gate", "is_transposed", "config")) and hasattr(
+        module.config, "_experts_implementation"
+    )
+
+
+def _is_token_wise(module: nn.Module) -> bool:
+    """Return whether a module has weights of its own, and the dims of these leave no room for several tokens."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and all(parameter.ndim <= 2 for parameter in own) and not isinstance(module, nn.Embedding)
