@@ -19,6 +19,7 @@ from meshwright.checkpoint.format.loaded_line import loaded_line
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
 from meshwright.errors import CheckpointError
 from meshwright.layout.tensor_layout import TensorLayout
+from support import anatomies
 from support.exact import Float64
 from support.tiers import crossings
 
@@ -126,6 +127,46 @@ def test_every_pair_of_plans(
     kept = {key.removeprefix("weights/"): value for key, value in before.held.items() if key.startswith("weights/")}
     assert all(torch.equal(before.weights[key], value) for key, value in kept.items())
     assert len(list(before.folder.glob("*.safetensors"))) == size(PLANS[source])
+
+
+def train_experts(plan: dict[str, Any], before: Path | None, after: Path) -> None:
+    """Load a model with experts, or train it, and save it."""
+    with Float64():
+        model: Any = anatomies.build("mixtral")
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        batches = anatomies.loader("mixtral")
+        if plan:
+            model, optimizer, batches = mw.to_distributed(model, optimizer, batches, plan=mw.ParallelPlan(**plan))
+        if before is not None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            mw.load_checkpoint(before, model, optimizer)
+        for batch in () if before else batches:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        mw.save_checkpoint(after, model, optimizer, step=3)
+
+
+def test_experts_go_from_any_ep_to_any_other(pools: dict[int, Any], tmp_path: Path) -> None:
+    plans: list[dict[str, Any]] = [
+        {"dp": 4, "ep": 2},
+        {"dp": 2, "ep": 2},
+        {"tp": 2, "sequence_parallel": True, "ep": 2},
+        {"dp": 2, "zero_stage": 3},
+        {},
+        {"dp": 4, "ep": 4},
+    ]
+    folders = [tmp_path / str(index) for index in range(len(plans))]
+    for plan, before, after in zip(plans, [None, *folders], folders, strict=False):
+        on(plan, pools, train_experts, before, after)
+    first, *others = map(contents, folders)
+    experts = "weights/model.layers.0.mlp.experts.gate_up_proj"
+    assert first[experts].shape[0] == 4 and all(expert.norm() > 0 for expert in first[experts])
+    assert sum(key.endswith("exp_avg_sq") for key in first) > 20
+    for other in others:
+        assert first.keys() == other.keys() and all(torch.equal(first[key], other[key]) for key in first)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """ProcessMesh and ParallelDims: layouts, slicing, grids and errors; processes only for device meshes."""
 
+import dataclasses
 import doctest
 import itertools
 import math
@@ -202,8 +203,12 @@ def test_a_mesh_knows_the_place_of_every_rank(dims):
             tokens=Axis("dp", len(group), group.index(rank)),
         )
         assert mesh.index == rank and mesh.size == len(mesh.places) == dims.world_size
-        assert mesh.place == {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "tokens": group.index(rank)}
+        assert mesh.place == {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "tokens": group.index(rank), "ep": 0}
         assert mesh.without_groups() == mesh
+        over = "tp" if dims.tp > 1 else "dp"
+        for ep in (size for size in (2, 3) if getattr(dims, over) % size == 0):
+            shared = dataclasses.replace(mesh, ep=Axis("ep", ep, mesh.place[over] % ep))
+            assert shared.place["ep"] == shared.ep.rank
 
 
 @given(parallel_dims(), st.sets(st.sampled_from(ParallelDims.axis_names), min_size=1))
