@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conformance.random_programs.trait import EQUAL, Trait
@@ -47,6 +48,11 @@ ALONE, PAIRED = 1, 3
 USUAL = (0, 1, 2)
 
 
+def _stride(plans: Sequence[str]) -> int:
+    """Return a step through the plans that visits all of them."""
+    return next(step for step in (7, 11, 13) if len(plans) % step)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """A program: its plan and the names of its traits. The seed also determines the data."""
@@ -64,14 +70,18 @@ class Program:
             # Each time around, a trait alone meets another plan.
             index, around = turn % len(singles), turn // len(singles)
             plans = _plans_of(singles[index : index + 1])
-            return Program(seed=seed, plan=plans[(index * 7 + around) % len(plans)], names=(singles[index],))
+            return Program(
+                seed=seed, plan=plans[(index * _stride(plans) + around) % len(plans)], names=(singles[index],)
+            )
         pairs, source = _pairs(), random.Random(seed)
         names = list(pairs[(turn * PAIRED + place - ALONE) % len(pairs)])
         for _ in range(source.choice(USUAL)):
             fitting = [name for name in _usual() if all(TRAITS[name].fits(TRAITS[other]) for other in names)]
             names.append(source.choice(fitting))
         plans = _plans_of(names)
-        return Program(seed=seed, plan=plans[(seed * 7 + seed // len(plans)) % len(plans)], names=tuple(sorted(names)))
+        return Program(
+            seed=seed, plan=plans[(seed * _stride(plans) + seed // len(plans)) % len(plans)], names=tuple(sorted(names))
+        )
 
     @property
     def traits(self) -> list[Trait]:

@@ -277,7 +277,11 @@ def _check_is_here(best: Path, is_ours: bool, output_dir: str) -> None:
         )
 
 
+# The axes of the first checkpoints, whose sizes are always saved; another one counts only if it is used.
+_FIRST_AXES = ("pp", "dp", "tp")
+
+
 def _sizes(runtime: Runtime) -> tuple[int, ...]:
     sizes = {name: getattr(runtime.mesh, name).size for name in AXES}
-    context = sizes.pop("cp")
-    return (*sizes.values(), *((context,) if context > 1 else ()))
+    first = [sizes.pop(name) for name in _FIRST_AXES]
+    return (*first, *(size for size in sizes.values() if size > 1))

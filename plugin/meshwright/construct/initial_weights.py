@@ -169,7 +169,7 @@ class InitialWeights:
         if tensors:
             digest = torch.stack([memory_digest(t) for t in tensors]).to(device)
             ranks = digest[None]
-            for axis in mesh.factors:
+            for axis in mesh.factors.values():
                 ranks = all_gather(ranks, axis)
             if not torch.equal(ranks, ranks[:1].expand_as(ranks)):
                 differ = True

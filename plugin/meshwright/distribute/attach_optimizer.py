@@ -86,8 +86,7 @@ def plan_to_complete(
     if optimizer is not None:
         check_ownership(model, optimizer)
         _check_unchanged(runtime, model)
-        if plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.zero_stage > 0:
-            check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise, plan=plan)
+        check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise, plan=plan)
         if plan.zero_stage > 0 and any(p.grad is not None for p in model.parameters()):
             raise PlanError(
                 f"ParallelPlan.zero_stage={plan.zero_stage} shards gradients, but the model already has some; call "

@@ -70,7 +70,7 @@ def distribute(build: Build, optimizer: Optimizer | None, make: Make) -> None:
     model, runtime = build.model, build.runtime
     succeed_together(lambda: make_weights(build, make)).attach(model)
     model.to(build.device)
-    seed = int(agree(torch.tensor([dropout_seed()], device=build.device), *runtime.mesh.factors))
+    seed = int(agree(torch.tensor([dropout_seed()], device=build.device), *runtime.mesh.factors.values()))
     install(build, optimizer, seed=seed)
     if runtime.engine is None:
         guard_weights(build)

@@ -148,7 +148,7 @@ def _distribute(
         _join(device, config)
         plan = choose_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
     check_launch(plan)
-    if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.zero_stage > 0):
+    if optimizer is not None:
         check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise, plan=plan)
     check_embeddings(model, plan, config.engine)
     structure = structure_of(decoder, plan, config)

@@ -16,6 +16,7 @@ from meshwright.mesh.axis_sizes import AXES
 from meshwright.mesh.process_mesh import ParallelDims
 from meshwright.mesh.shared_groups import shared_group
 
+_FACTORS = ("tp", "tokens", "pp")  # the names of Mesh.factors
 Place = Mapping[str, int]  # a rank's coordinate on each axis, by the axis's name
 
 
@@ -123,46 +124,40 @@ class Mesh:
         return dataclasses.replace(mesh, copies=Axis.over(copies, "copies"))
 
     @property
-    def factors(self) -> tuple[Axis, Axis, Axis]:
-        """The axes tp, tokens and pp, from the innermost to the outermost, whose product is the world."""
-        return self.tp, self.tokens, self.pp
+    def factors(self) -> dict[str, Axis]:
+        """The axes tp, tokens and pp by name, from the innermost to the outermost, whose product is the world."""
+        return {name: getattr(self, name) for name in _FACTORS}
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return math.prod(axis.size for axis in self.factors)
+        return math.prod(axis.size for axis in self.factors.values())
 
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank on every axis."""
-        return all(axis.rank == 0 for axis in self.factors)
+        return self.index == 0
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the axes whose product is the world, as checkpoints name them."""
-        return {"pp": self.pp.size, "dp": self.tokens.size, "tp": self.tp.size}
+        return {axis.name: axis.size for axis in reversed(self.factors.values())}
 
     @property
     def index(self) -> int:
-        """This rank's index among the mesh's ranks, of which tp varies fastest."""
-        return (self.pp.rank * self.tokens.size + self.tokens.rank) * self.tp.size + self.tp.rank
+        """This rank's index among the mesh's ranks, of which the innermost factor varies fastest."""
+        return functools.reduce(lambda outer, axis: outer * axis.size + axis.rank, reversed(self.factors.values()), 0)
 
     @functools.cached_property
     def places(self) -> tuple[Place, ...]:
         """Each rank's coordinate on each axis, in the order of ``index``."""
-        ranks = itertools.product(range(self.pp.size), range(self.tokens.size), range(self.tp.size))
-        cp, ep = self.cp.size, self.ep.size
-        return tuple(
-            {
-                "pp": p,
-                "tokens": t,
-                "dp": t // cp,
-                "cp": t % cp,
-                "tp": r,
-                "ep": (r if self.tp.size > 1 else t // cp) % ep,
-            }
-            for p, t, r in ranks
-        )
+        return tuple(map(self._place, itertools.product(*(range(a.size) for a in reversed(self.factors.values())))))
+
+    def _place(self, ranks: tuple[int, ...]) -> Place:
+        """Return a rank's coordinate on each axis, from those on the factors, the outermost first."""
+        place = dict(zip(reversed(_FACTORS), ranks, strict=True))
+        place["dp"], place["cp"] = divmod(place["tokens"], self.cp.size)
+        return place | {"ep": place["tp" if self.tp.size > 1 else "dp"] % self.ep.size}
 
     @property
     def place(self) -> Place:

@@ -65,7 +65,7 @@ def clip_grad_norm_(
     runtime.meet_all("clip_grad_norm_")
     gradients = runtime.gradients.counted(runtime.mesh)
     like = runtime.gradients.parameters[0] if runtime.gradients.parameters else torch.zeros(())
-    norm = global_norm(gradients, norm_type=float(norm_type), axes=runtime.mesh.factors, like=like)
+    norm = global_norm(gradients, norm_type=float(norm_type), axes=tuple(runtime.mesh.factors.values()), like=like)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the global gradient norm of order {norm_type} is {norm.item()}, so the gradients cannot be clipped by it"

@@ -29,25 +29,24 @@ def check_elementwise(optimizer: Optimizer, *, is_trusted: bool, plan: ParallelP
     Args:
         optimizer: the user's optimizer.
         is_trusted: whether the user declares the optimizer elementwise (ToDistributedConfig.optimizer_is_elementwise).
-        plan: the plan, for the message; None if only ZeRO shards.
+        plan: the plan, under which nothing may be sharded; None if ZeRO shards.
 
     Raises:
         OptimizerMismatchError: for factored, layer-wise or matrix updates (Adafactor, LAMB, Muon, ...),
             and for optimizer classes that this version does not know.
     """
-    if is_trusted or any(type(optimizer).step is known.step for known in _ELEMENTWISE):
+    whole = "zero_stage=0" if plan is None else _whole(plan)
+    if not whole or is_trusted or any(type(optimizer).step is known.step for known in _ELEMENTWISE):
         return
     raise OptimizerMismatchError(
         f"{type(optimizer).__name__} is not known to update each element from that element alone, so its step "
         "on a shard may differ from its step on the whole tensor. Use one of "
         f"{', '.join(known.__name__ for known in _ELEMENTWISE)}. If it is elementwise, pass "
-        f"ToDistributedConfig(optimizer_is_elementwise=True). Otherwise use a plan with {_whole(plan)}"
+        f"ToDistributedConfig(optimizer_is_elementwise=True). Otherwise use a plan with {whole}"
     )
 
 
-def _whole(plan: ParallelPlan | None) -> str:
-    """Return the fields of a plan that would leave each tensor whole on one rank."""
-    if plan is None:
-        return "zero_stage=0"
-    axes = [f"{axis}=1" for axis in ("tp", "pp") if getattr(plan, axis) > 1]
+def _whole(plan: ParallelPlan) -> str:
+    """Return the fields of a plan that would leave each tensor whole on one rank; empty if all are."""
+    axes = [f"{axis}=1" for axis in ("tp", "pp", "ep") if getattr(plan, axis) > 1]
     return " and ".join([*axes, *(["zero_stage=0"] if plan.zero_stage else [])])

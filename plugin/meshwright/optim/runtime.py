@@ -227,7 +227,7 @@ class Runtime:
         if self.guard is None or self.mesh.size == 1:
             return
         is_world = self.mesh.size == dist.get_world_size()
-        for group in [None] if is_world else [axis.group for axis in self.mesh.factors if axis.size > 1]:
+        for group in [None] if is_world else [axis.group for axis in self.mesh.factors.values() if axis.size > 1]:
             self.guard.meet(place, group)
 
 

@@ -221,7 +221,7 @@ class ReplicaComparison:
 
     @property
     def _axes(self) -> list[Axis]:
-        return [axis for axis in (*self.mesh.factors, self.tie, self.mesh.copies) if axis.size > 1]
+        return [axis for axis in (*self.mesh.factors.values(), self.tie, self.mesh.copies) if axis.size > 1]
 
     @property
     def _device(self) -> torch.device:

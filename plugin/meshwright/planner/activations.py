@@ -118,7 +118,7 @@ def _saved_by_layer(layer: LayerShape, plan: Candidate, seq_len: int, b: int, sh
     block = (traits.norms * _norm(layer, n, share, b) + inputs) / 2
     of_attention = _attention(layer, tp, seq_len, b) if plan.cp == 1 else _in_parts(layer, plan, seq_len, b)
     attention = block + n * of_attention + _query_norm(layer, n, b, tp)
-    mlp = block + n * b * (layer.ffn / tp) * (4 if layer.gated else 2)
+    mlp = block + n * b * (layer.ffn / tp) * 2 * layer.mlp_inputs
     return SavedByLayer(count=layer.count, layer=attention + mlp, attention=attention, kept=n * hidden * b)
 
 

@@ -79,7 +79,7 @@ def _layer(layer: LayerShape, plan: Candidate, index: int) -> Iterator[Parameter
     elif traits.query_norm == "whole":
         yield Parameter(numel=query, layer=index)
         yield Parameter(numel=keys, full=copied, layer=index)
-    ups = 2 if layer.gated else 1
+    ups = layer.mlp_inputs
     for width in [ups * ffn] if traits.fused_qkv else [ffn] * ups:
         yield Parameter(numel=width * hidden, layer=index)
         if traits.mlp_bias:

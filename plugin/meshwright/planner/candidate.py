@@ -169,7 +169,8 @@ class Candidate(AxisSizes):
                 f"a rank's {rows} sequences (--global-batch {job.global_batch} over dp={dp}) cannot be split into "
                 f"micro-batches of {micro if rows % micro else rows / parts:g}; use a divisor of {rows}"
             )
-        used = [name for axis, options in OPTIONS.items() if given.get(axis, 1) > 1 for name in (axis, *options)]
+        axes = [axis for axis in PLAN_AXES if axis != "dp" and given.get(axis, 1) > 1]
+        used = [name for axis in axes for name in (axis, *OPTIONS.get(axis, ()))]
         if "pp" in used:
             given["chunks"] = chunks_of(given.get("schedule", "1f1b"), given.get("chunks"))
         if "stages" in given:

@@ -111,7 +111,7 @@ def pending_weight_grads(layer: LayerShape, plan: Candidate, job: Job) -> float:
     split = t if plan.sequence_parallel else 1
     query, keys, inner = layer.query_width / t, layer.local_kv_width(t), layer.ffn / t
     inputs = 2 * layer.hidden / split + query + inner
-    gradients = query + 2 * keys + inner * (2 if layer.gated else 1) + 2 * layer.hidden / split
+    gradients = query + 2 * keys + inner * layer.mlp_inputs + 2 * layer.hidden / split
     return rows * job.activation_bytes * (inputs + gradients)
 
 

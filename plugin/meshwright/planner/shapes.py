@@ -94,9 +94,14 @@ class LayerShape:
         return self.hidden * (2 * self.query_width + 2 * self.kv_width)
 
     @property
+    def mlp_inputs(self) -> int:
+        """The number of the MLP's input projections."""
+        return 2 if self.gated else 1
+
+    @property
     def mlp_parameters(self) -> int:
         """Elements of the MLP's matrices in one layer."""
-        return self.hidden * self.ffn * (3 if self.gated else 2)
+        return self.hidden * self.ffn * (self.mlp_inputs + 1)
 
     @property
     def norm_parameters(self) -> int:

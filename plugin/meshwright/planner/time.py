@@ -108,7 +108,7 @@ class StepModel:
         matmul = (
             self.matmul(rows, h, q + 2 * kv, precision=precision)
             + self.matmul(rows, q, h, precision=precision)
-            + self.matmul(rows, h, f * (2 if layer.gated else 1), precision=precision)
+            + self.matmul(rows, h, f * layer.mlp_inputs, precision=precision)
             + self.matmul(rows, f, h, precision=precision)
         )
         # Without a fused kernel, causal attention computes all scores and moves them through memory several times.
@@ -120,7 +120,7 @@ class StepModel:
         # A norm reads once and writes once, a residual sum reads twice and writes once, and a layer has two of each.
         # The other terms are the rotation of q and k, and the gate.
         split = t if plan.sequence_parallel else 1
-        traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (6 if layer.gated else 4))
+        traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (2 + 2 * layer.mlp_inputs))
         traffic *= job.activation_bytes / 2
         elementwise = k.elementwise * traffic / self.memory_rate
         # Weights are cast once per step and the casts are kept, so only the casts of inputs count.

@@ -16,7 +16,7 @@ M = TypeVar("M", bound=nn.Module)
 def _check_stored(name: str, module: nn.Module) -> None:
     """Raise if a module computes its weight or bias from other tensors, since tp shards parameters."""
     for own in ("weight", "bias"):
-        is_computed = own in vars(module) or isinstance(getattr(type(module), own, None), property)
+        is_computed = vars(module).get(own) is not None or isinstance(getattr(type(module), own, None), property)
         if own not in module._parameters and is_computed:
             raise PlanError(
                 f"{name}.{own} is no parameter: each forward pass computes it from other tensors "

@@ -12,7 +12,6 @@ from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh, Place
 from meshwright.mesh.process_group import wait_for_message
 
-_FACTORS = ("tp", "tokens", "pp")
 _CHUNK = 4 * 2**20  # bytes sent at a time; the first rank holds them in addition to the full tensor
 
 
@@ -52,7 +51,7 @@ def assemble(part: Tensor, layout: TensorLayout, mesh: Mesh) -> Tensor | None:
 
 def _hops(source: Place, mesh: Mesh) -> list[tuple[int, Axis]]:
     """Return the hops from a rank to the first rank, one along each axis, in which this rank takes part."""
-    axes = [(mesh.place[name], source[name], axis) for name, axis in zip(_FACTORS, mesh.factors, strict=True)]
+    axes = [(mesh.place[name], source[name], axis) for name, axis in mesh.factors.items()]
     return [
         (start, axis)
         for index, (own, start, axis) in enumerate(axes)
