@@ -81,7 +81,7 @@ def distribute(build: Build, optimizer: Optimizer | None, make: Make) -> None:
         if runtime.engine is None:
             make_copyable(part, model, runtime)
     if build.cuts_weights:
-        refuse_unloading(model, " and ".join(axis for axis in ("tp", "pp", "ep") if getattr(build.plan, axis) > 1))
+        refuse_unloading(model, " and ".join(build.plan.weight_axes))
     if runtime.weights is not None:
         refuse_merging(model)
     object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", _NoWrapper())

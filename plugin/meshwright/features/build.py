@@ -84,7 +84,7 @@ class Build:
     @property
     def cuts_weights(self) -> bool:
         """Whether a rank may hold a part of a weight, or none of it, because of tp, pp or ep."""
-        return self.plan.tp > 1 or self.plan.pp > 1 or self.plan.ep > 1
+        return bool(self.plan.weight_axes)
 
     @property
     def tensor_structure(self) -> DecoderStructure | None:

@@ -48,5 +48,4 @@ def check_elementwise(optimizer: Optimizer, *, is_trusted: bool, plan: ParallelP
 
 def _whole(plan: ParallelPlan) -> str:
     """Return the fields of a plan that would leave each tensor whole on one rank; empty if all are."""
-    axes = [f"{axis}=1" for axis in ("tp", "pp", "ep") if getattr(plan, axis) > 1]
-    return " and ".join([*axes, *(["zero_stage=0"] if plan.zero_stage else [])])
+    return " and ".join([*(f"{axis}=1" for axis in plan.weight_axes), *(["zero_stage=0"] if plan.zero_stage else [])])

@@ -168,6 +168,11 @@ class ParallelPlan(AxisSizes):
             )
 
     @property
+    def weight_axes(self) -> list[str]:
+        """The axes over which a rank may hold a part of a weight, or none of it."""
+        return [axis for axis in ("tp", "pp", "ep") if getattr(self, axis) > 1]
+
+    @property
     def spreads_experts_over_dp(self) -> bool:
         """Whether ranks of dp, and not of tp, hold different experts."""
         return self.ep > 1 and self.tp == 1
