@@ -33,6 +33,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2+zero1": {"dp": 2, "zero_stage": 1},
     "tp2xdp2+zero1": {"dp": 2, "tp": 2, "zero_stage": 1},
     "tp2+spxdp2+zero3": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3},
+    "pp2xdp2+zero1": {"pp": 2, "dp": 2, "zero_stage": 1},
 }
 # One key head for two ranks, biases, a tied and uneven vocabulary: every way to cut and to copy.
 TRAITS = {"num_key_value_heads": 1, "tie_word_embeddings": True}
@@ -118,7 +119,7 @@ def resume(plan: dict[str, Any], folder: Path, *, loads: bool = True, **options:
 
 def on(plan: dict[str, Any], pools: dict[int, Any], function: Any, *args: Any, **kwargs: Any) -> Any:
     """Rank 0's result under a plan; one process without a launcher for the empty one."""
-    size = plan.get("dp", 1) * plan.get("tp", 1)
+    size = plan.get("dp", 1) * plan.get("tp", 1) * plan.get("pp", 1)
     return pools[size].run(function, plan, *args, **kwargs)[0] if plan else function(plan, *args, **kwargs)
 
 
@@ -154,7 +155,7 @@ def difference(actual: Run, wanted: Run) -> float:
     ("before", "after"),
     crossings(
         itertools.product(PLANS, PLANS),
-        but=[*(("tp2+spxdp2+zero3", after) for after in PLANS), ("tp2+sp", "dp2+zero1")],
+        but=[*(("tp2+spxdp2+zero3", after) for after in PLANS), ("tp2+sp", "dp2+zero1"), ("pp2xdp2+zero1", "one")],
         quick=[("dp2+zero1", "tp2+sp")],
     ),
 )

@@ -23,6 +23,7 @@ from meshwright.distribute.cuts import structure_of
 from meshwright.optim import thawing
 from meshwright.parallel import structure
 from meshwright.parallel.batch_schema import BatchSchema
+from meshwright.parallel.forward_state import _of_towers
 from meshwright.roles import find_decoder
 from meshwright.roles.decoder import towers_beside
 from support.anatomies import IMAGE, LENGTH, MODELS, build, collate, loader, samples
@@ -251,6 +252,18 @@ def test_images_of_unknown_rows_are_refused() -> None:
     batch = collate(samples("qwen2_vl", 4))
     with pytest.raises(mw.PlanError, match=r"image_grid_thw has shape \(3, 3\)"):
         BatchSchema({**batch, "image_grid_thw": batch["image_grid_thw"][:3]}).split(2)
+    ids = torch.arange(16).view(4, 4)
+    ragged = torch.nested.nested_tensor([torch.ones(n, 2) for n in (1, 2, 3, 4)], layout=torch.jagged)
+    for x, form in ((torch.eye(4).to_sparse(), r"shape \(4, 4\)"), (ragged, "rows of several lengths")):
+        with pytest.raises(mw.PlanError, match=f"graph has {form} in a batch of 4 rows"):
+            BatchSchema({"input_ids": ids, "labels": ids, "graph": x}).split(2)
+
+
+def test_embeddings_in_place_of_token_ids_are_stated() -> None:
+    """The rank with embeddings does not gather the weights of the embedding."""
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    stated = [_of_towers(inputs).text for inputs in ({"input_ids": ids}, {"inputs_embeds": torch.zeros(2, 3, 4)})]
+    assert stated == ["inputs of towers: none", "inputs of towers: inputs_embeds"]
 
 
 def step_with_images_on_one_rank() -> None:

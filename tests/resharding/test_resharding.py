@@ -23,7 +23,7 @@ from support.placements import EVERY, Case, lacking, shard_of
 
 pytestmark = pytest.mark.quick
 
-SHAPES = st.lists(st.integers(0, 9), min_size=2, max_size=3).map(tuple)
+SHAPES = st.lists(st.integers(0, 9), min_size=3, max_size=4).map(tuple)
 
 
 @st.composite
@@ -31,7 +31,7 @@ def layouts(draw: st.DrawFn, partial: bool) -> Layout:
     mesh_shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
     size = torch.Size(mesh_shape).numel()
     ranks = draw(st.lists(st.integers(0, 20), min_size=size, max_size=size, unique=True))
-    choices = [Replicate(), Shard(0), Shard(1), *([Partial("sum")] if partial else [])]
+    choices = [Replicate(), Shard(0), Shard(1), Shard(2), *([Partial("sum")] if partial else [])]
     placements = draw(st.lists(st.sampled_from(choices), min_size=len(mesh_shape), max_size=len(mesh_shape)))
     return Layout(ProcessMesh(torch.tensor(ranks).view(mesh_shape)), tuple(placements))
 
@@ -68,6 +68,13 @@ def test_a_plan_fills_every_target_once_and_sends_only_what_it_lacks(shape, sour
         assert counts == (Counter(wanted) if target.has_value(rank) else Counter())
     case = Case(shape, source.mesh, source.placements, target.mesh, target.placements)
     assert traffic(pieces) == lacking(case)
+
+
+def test_a_plan_takes_time_in_the_number_of_runs_and_not_in_its_square():
+    """Parts that are cut along two inner dims have runs in each row. Their square would take a quarter of an hour."""
+    mesh = ProcessMesh([[0, 1], [2, 3]])
+    source, target = Layout(mesh, (Shard(1), Shard(2))), Layout(mesh, (Shard(2), Shard(1)))
+    assert [len(piece.blocks) for piece in plan((2048, 4, 4), source, target)] == [2048] * 4
 
 
 def test_replicas_share_the_sending():

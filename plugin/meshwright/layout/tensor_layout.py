@@ -200,7 +200,8 @@ class TensorLayout:
         """Yield the parts of the tensor that different ranks hold: the ranks, and the rows of the part along each dim.
 
         The ranks are grouped. All ranks of a group have the same elements, and the groups of one list have together
-        each element of the part once. There is one such list for each shard that has the part.
+        each element of the part once. There is one such list for each shard that has the part. If several stages of
+        the pipeline hold the tensor, the ranks are those of the first, since each stage slices its shards by itself.
 
         Args:
             places: the coordinates of all ranks.
@@ -209,7 +210,7 @@ class TensorLayout:
         slicing = self.flat[0] if self.flat is not None and self.is_sliced else None
         shards: dict[tuple[int, ...], dict[int, list[int]]] = {}
         for rank, place in enumerate(places):
-            if self._has(place):
+            if not self.is_staged or place["pp"] == self.first_stage:
                 groups = shards.setdefault(tuple([place[axis] for axis, _ in cuts]), {})
                 groups.setdefault(place[slicing] if slicing is not None else 0, []).append(rank)
         for part in itertools.product(*(rows.holders() for _, rows in cuts)):

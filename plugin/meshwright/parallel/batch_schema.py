@@ -101,10 +101,13 @@ class BatchSchema:
         rows = self.rows
         if count == 1 and rows:
             return [dict(self.batch)]
-        for name, x in self.tensors.items():
-            if name not in self.row_dims and x.ndim > 1 and x.shape[0] > 1:
+        for name, x in self.batch.items():
+            if not isinstance(x, Tensor) or x.ndim < 2 or name in self.row_dims:
+                continue
+            if x.is_nested or x.shape[0] > 1:
+                form = "rows of several lengths" if x.is_nested else f"shape {tuple(x.shape)}"
                 raise PlanError(
-                    f"{name} has shape {tuple(x.shape)} in a batch of {rows} rows, so it is not known which part of it "
+                    f"{name} has {form} in a batch of {rows} rows, so it is not known which part of it "
                     "belongs to which micro-batch. Give each row one image, or set "
                     "ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None)"
                 )

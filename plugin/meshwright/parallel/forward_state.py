@@ -206,7 +206,8 @@ class ForwardState:
 
 def _of_towers(inputs: dict[str, object]) -> Statement:
     """Return a statement of the inputs besides tokens, which say whether this rank's pass runs the model's towers."""
-    given = BatchSchema(inputs).of_towers
+    schema = BatchSchema(inputs)
+    given = [*schema.of_towers, *(name for name in ("inputs_embeds",) if name in schema.tensors)]
     return Statement(
         text=f"inputs of towers: {', '.join(given) or 'none'}",
         details=lambda: {"the inputs of towers": ", ".join(given) or "none"},

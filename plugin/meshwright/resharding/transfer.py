@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshwright.faults.interpose import own_collectives
-from meshwright.layout.blocks import StridedBlock, copy_blocks, numel, overlap, packed
+from meshwright.layout.blocks import StridedBlock, copy_blocks, numel, packed
+from meshwright.layout.row_layout import Span
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.process_group import wait_for_message, wire_device
 from meshwright.resharding.layouts import Layout
 
@@ -56,21 +58,36 @@ def plan(shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Transf
         1 -> 2 2
     """
     assert not any(isinstance(placement, Partial) for placement in source.placements)
-    holders: dict[tuple[StridedBlock, ...], list[int]] = defaultdict(list)
+    holders: dict[TensorLayout, list[int]] = defaultdict(list)
     for rank in source.mesh.ranks:
-        holders[tuple(source.part(shape, rank).blocks())].append(rank)
+        holders[source.part(shape, rank)].append(rank)
     sent: Counter[int] = Counter()
     pieces = []
     for rank in filter(target.has_value, target.mesh.ranks):
-        wanted = target.part(shape, rank).blocks()
+        wanted = target.part(shape, rank)
         # The parts of a layout do not overlap: two ranks hold the same one or share no element.
         for held, ranks in holders.items():
-            if not (blocks := overlap(wanted, held)):
+            if not (blocks := _shared(wanted, held)):
                 continue
             sender = rank if rank in ranks else min(ranks, key=sent.__getitem__)
             sent[sender] += numel(blocks) if sender != rank else 0
-            pieces.append(TransferPiece(sender, rank, tuple(blocks)))
+            pieces.append(TransferPiece(sender, rank, blocks))
     return tuple(pieces)
+
+
+def _shared(wanted: TensorLayout, held: TensorLayout) -> tuple[StridedBlock, ...]:
+    """Return the elements that two parts share, as blocks from the storage of ``held`` to that of ``wanted``.
+
+    Each part is a box, and so is what they share. Both parts have it in the same runs, so that the time is linear.
+    """
+    runs = zip(wanted.blocks(spans=_box(held)), held.blocks(spans=_box(wanted)), strict=True)
+    return tuple(
+        StridedBlock(to.local, at.local, to.length, to.count, to.local_stride, at.local_stride) for to, at in runs
+    )
+
+
+def _box(part: TensorLayout) -> dict[int, tuple[Span, ...]]:
+    return {rows.dim: rows.spans[0] for _, rows in part.cuts}
 
 
 def traffic(pieces: Iterable[TransferPiece]) -> int:

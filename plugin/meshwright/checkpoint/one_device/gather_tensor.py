@@ -18,18 +18,33 @@ _CHUNK = 4 * 2**20  # bytes sent at a time; the first rank holds them in additio
 def assemble(part: Tensor, layout: TensorLayout, mesh: Mesh) -> Tensor | None:
     """Return the whole tensor on the first rank, None elsewhere; every rank must make the call.
 
-    The tensor is in new memory on the CPU, unless this rank's part is the whole tensor.
+    The tensor is in new memory on the CPU, unless this rank's part is the whole tensor. A tensor of another pipeline
+    stage is assembled there and sent on, since the other stages do not know how that stage slices it.
 
     Args:
         part: what this rank has of the tensor, 1-d; empty on a rank that has nothing of it.
-        layout: which elements each rank has.
+        layout: which elements each rank of this rank's stage has.
         mesh: the ranks.
     """
-    if not layout.is_cut and layout.first_stage == 0:
-        return part.view(layout.shape) if mesh.is_first else None
-    full = torch.empty(layout.shape, dtype=part.dtype) if mesh.is_first else None
-    part = part.contiguous()
-    step = max(1, _CHUNK // part.element_size())
+    stage, step = layout.first_stage, max(1, _CHUNK // part.element_size())
+    whole = _of_stage(part.contiguous(), layout, mesh, step) if mesh.pp.rank == stage else None
+    if stage == 0 or mesh.tp.rank or mesh.tokens.rank or mesh.pp.rank not in (0, stage):
+        return whole
+    full = torch.empty(layout.shape, dtype=part.dtype) if whole is None else whole
+    for values in full.view(-1).split(step):
+        piece = values.to(part.device)
+        _hop(piece, stage, mesh.pp)
+        if whole is None:
+            values.copy_(piece)
+    return full if whole is None else None
+
+
+def _of_stage(part: Tensor, layout: TensorLayout, mesh: Mesh, step: int) -> Tensor | None:
+    """Return the whole tensor on the first rank of a pipeline stage, None on the stage's other ranks."""
+    is_first = mesh.tp.rank == mesh.tokens.rank == 0
+    if not layout.is_cut:
+        return part.view(layout.shape) if is_first else None
+    full = torch.empty(layout.shape, dtype=part.dtype) if is_first else None
     for shards, spans in layout.regions(mesh.places):
         for owner, *_ in shards[0]:
             hops = _hops(mesh.places[owner], mesh)
@@ -50,14 +65,14 @@ def assemble(part: Tensor, layout: TensorLayout, mesh: Mesh) -> Tensor | None:
 
 
 def _hops(source: Place, mesh: Mesh) -> list[tuple[int, Axis]]:
-    """Return the hops from a rank to the first rank, one along each axis, in which this rank takes part."""
-    axes = [(mesh.place[name], source[name], axis) for name, axis in mesh.factors.items()]
-    return [
-        (start, axis)
-        for index, (own, start, axis) in enumerate(axes)
-        if start and own in (0, start)
-        if not any(at for at, _, _ in axes[:index]) and all(at == of for at, of, _ in axes[index + 1 :])
-    ]
+    """Return the hops from a rank to the first rank of its stage, along tp and then tokens, of which this rank is."""
+    tp, tokens = source["tp"], source["tokens"]
+    hops = []
+    if tp and mesh.tokens.rank == tokens and mesh.tp.rank in (0, tp):
+        hops.append((tp, mesh.tp))
+    if tokens and mesh.tp.rank == 0 and mesh.tokens.rank in (0, tokens):
+        hops.append((tokens, mesh.tokens))
+    return hops
 
 
 @own_collectives()
