@@ -23,7 +23,6 @@ from meshwright.distribute.cuts import structure_of
 from meshwright.optim import thawing
 from meshwright.parallel import structure
 from meshwright.parallel.batch_schema import BatchSchema
-from meshwright.parallel.forward_state import _of_towers
 from meshwright.roles import find_decoder
 from meshwright.roles.decoder import towers_beside
 from support.anatomies import IMAGE, LENGTH, MODELS, build, collate, loader, samples
@@ -259,11 +258,17 @@ def test_images_of_unknown_rows_are_refused() -> None:
             BatchSchema({"input_ids": ids, "labels": ids, "graph": x}).split(2)
 
 
-def test_embeddings_in_place_of_token_ids_are_stated() -> None:
+def step_with_embeddings_on_one_rank() -> None:
     """The rank with embeddings does not gather the weights of the embedding."""
+    model, _, _ = mw.to_distributed(llama(), plan="dp2 zero3")
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    stated = [_of_towers(inputs).text for inputs in ({"input_ids": ids}, {"inputs_embeds": torch.zeros(2, 3, 4)})]
-    assert stated == ["inputs of towers: none", "inputs of towers: inputs_embeds"]
+    given = {"inputs_embeds": torch.zeros(2, 3, SIZES["hidden_size"])} if torch.distributed.get_rank() else {}
+    model(**(given or {"input_ids": ids}), labels=ids)
+
+
+def test_embeddings_on_one_rank_are_an_error(pool2: Any) -> None:
+    with pytest.raises(WorkerError, match=r"inputs besides token ids.*inputs_embeds"):
+        pool2.run(step_with_embeddings_on_one_rank)
 
 
 def step_with_images_on_one_rank() -> None:

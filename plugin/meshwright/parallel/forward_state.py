@@ -174,8 +174,8 @@ class ForwardState:
                 if axis.size > 1:
                     self.comparison.compare_weights(axis)
         if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):
-            towers = (_of_towers(inputs),) if self.gathers_towers else ()
-            guard.meet(place, self.dp.group, *statements, *towers)
+            modules = (_of_modules(inputs, self.gathers_towers),) if self.shares_weights else ()
+            guard.meet(place, self.dp.group, *statements, *modules)
             if trains and inputs.get("labels") is not None:
                 self._padded.look(inputs)
 
@@ -204,16 +204,17 @@ class ForwardState:
         return _without_graph(output) if was_sharded else None
 
 
-def _of_towers(inputs: dict[str, object]) -> Statement:
-    """Return a statement of the inputs besides tokens, which say whether this rank's pass runs the model's towers."""
+def _of_modules(inputs: dict[str, object], has_towers: bool) -> Statement:
+    """Return a statement of the inputs that say whether this rank's pass runs the embedding and the model's towers."""
     schema = BatchSchema(inputs)
-    given = [*schema.of_towers, *(name for name in ("inputs_embeds",) if name in schema.tensors)]
+    given = schema.of_towers if has_towers else []
+    given += [name for name in ("inputs_embeds",) if name in schema.tensors]
     return Statement(
-        text=f"inputs of towers: {', '.join(given) or 'none'}",
-        details=lambda: {"the inputs of towers": ", ".join(given) or "none"},
+        text=f"inputs besides token ids: {', '.join(given) or 'none'}",
+        details=lambda: {"the inputs besides token ids": ", ".join(given) or "none"},
         advice=(
-            "Under zero_stage=3 all data-parallel ranks gather the weights of a tower together, so its inputs must be "
-            "given on all of them or on none. Give each rank's rows at least one image, or use zero_stage=2"
+            "Under zero_stage=3 all data-parallel ranks gather the weights of a module together, so each input "
+            "must be given on all of them or on none. Give each rank's rows at least one image, or use zero_stage=2"
         ),
     )
 
