@@ -72,7 +72,7 @@ def qwen2_vl() -> Any:
 
 
 def idle_experts() -> Any:
-    """All tokens of the first pass go to the same two of four experts, so that a rank of ep gets none."""
+    """All tokens go to the same two of four experts, so that a rank of ep gets none. The router stays as it is."""
     model = mixtral()
     for layer in model.model.layers:
         layer.mlp.gate.weight.idle = True
@@ -99,7 +99,7 @@ def build(name: str) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.05))
             if getattr(parameter, "idle", False):
-                parameter.zero_()
+                parameter.zero_().requires_grad_(False)  # its gradient would be rounding alone
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("k_proj.bias"):  # softmax leaves its gradient no value but rounding
             parameter.requires_grad_(False)
