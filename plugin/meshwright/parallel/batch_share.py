@@ -91,6 +91,7 @@ class _Process:
         self.passed: BatchShare | None = None  # of the inputs of the last forward pass
         self.has_passed = False  # whether a forward pass has begun since the last batch
         self.is_cut = False  # whether a forward pass runs for one of several micro-batches
+        self.is_filler = False  # whether this micro-batch has no row but one that keeps the rank in step
 
 
 _process = _Process()
@@ -139,6 +140,8 @@ def has_filler_rows(x: Tensor) -> bool:
     Raises:
         ValueError: if the last batch is a filler, but the last forward pass had other inputs.
     """
+    if _process.is_filler:
+        return True
     if (share := BatchShare.of([x])) is not None:
         return share.is_filler
     last, passed = _process.yielded, _process.passed
@@ -153,9 +156,9 @@ def has_filler_rows(x: Tensor) -> bool:
     return passed is not None and passed.is_filler
 
 
-def cut() -> contextlib.AbstractContextManager[None]:
-    """Say that the forward passes inside the context have some of the rows of their batch."""
-    return temporarily(_process, is_cut=True)
+def cut(*, is_filler: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Say that the forward passes inside the context have some of the rows of their batch, or a filler alone."""
+    return temporarily(_process, is_cut=True, is_filler=is_filler)
 
 
 def are_cut() -> bool:
