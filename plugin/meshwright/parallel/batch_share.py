@@ -134,14 +134,18 @@ def without_fillers_targets(kwargs: dict[str, object]) -> dict[str, object]:
     return blanked
 
 
+def runs_filler(inputs: Iterable[object]) -> bool:
+    """Return whether inputs of a model, or the batch that they are copies of, only keep this rank in step."""
+    share = BatchShare.of(inputs) or _process.yielded
+    return _process.is_filler or (share is not None and share.is_filler)
+
+
 def has_filler_rows(x: Tensor) -> bool:
     """Return whether a tensor, computed from the last batch or pass, has a filler's row.
 
     Raises:
         ValueError: if the last batch is a filler, but the last forward pass had other inputs.
     """
-    if _process.is_filler:
-        return True
     if (share := BatchShare.of([x])) is not None:
         return share.is_filler
     last, passed = _process.yielded, _process.passed

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.batch_schema import Batch, BatchSchema
-from meshwright.parallel.batch_share import has_filler_rows
+from meshwright.parallel.batch_share import runs_filler
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.method_chain import BatchStep, StepOrder
@@ -100,7 +100,7 @@ class LoadBalancing(BatchStep):
         """Return for each of this rank's rows of logits whether it is a token that counts."""
         tokens = BatchSchema(self._batch).tokens
         counted = torch.ones(tokens.shape[:2], device=tokens.device) if mask is None else mask
-        if has_filler_rows(tokens):
+        if runs_filler(self._batch.values()):
             counted = torch.zeros_like(counted)
         if self.region is not None:
             counted = self.region.parts.take(counted, 1)
