@@ -75,7 +75,7 @@ class Mesh:
         cp: the ranks that hold parts of the same sequences.
         tp: the ranks that share each layer.
         ep: neighbouring ranks of tp, or of dp if tp is 1, that hold different experts.
-        copies: the ranks of dp that hold the same experts, if ep spreads them over dp.
+        copies: the ranks of dp and cp that hold the same experts, if ep spreads them over dp.
         tokens: the ranks of dp and cp, over which losses and gradients are averaged and ZeRO shards; by default ``dp``.
     """
 
@@ -119,7 +119,11 @@ class Mesh:
         mesh = dataclasses.replace(mesh, ep=Axis.over(runs, "ep"))
         if over == "tp":
             return mesh
-        copies = [ranks[first::ep] for ranks in dims.groups("dp") for first in range(ep)]
+        copies = [
+            [rank for index, rank in enumerate(ranks) if index // dims.cp % ep == part]
+            for ranks in dims.groups("dp", "cp")
+            for part in range(ep)
+        ]
         return dataclasses.replace(mesh, copies=Axis.over(copies, "copies"))
 
     @property
@@ -160,6 +164,7 @@ class Mesh:
                 "cp": t % cp,
                 "tp": r,
                 "ep": (r if self.tp.size > 1 else t // cp) % ep,
+                "copies": t // cp // ep * cp + t % cp,
             }
             for p, t, r in ranks
         )

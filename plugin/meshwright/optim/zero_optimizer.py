@@ -94,7 +94,7 @@ class ShardedBucket:
         """Return which elements of a parameter each rank steps."""
         (offset,) = (o for p, o in zip(self.bucket.parameters, self.bucket.offsets, strict=True) if p is parameter)
         rows = self.ownership.rows(offset, parameter.shape.numel(), self.bucket.numel)
-        return layout_of(parameter).flattened(rows)
+        return layout_of(parameter).flattened(rows, "copies" if self.axis.name == "copies" else "tokens")
 
     def gather_gradients(self) -> Tensor:
         """Return the reduced gradients of the whole bucket, gathered on every rank."""

@@ -135,12 +135,12 @@ class _ReducedGradients:
     """This rank's shard of the sum of the inner micro-batches' gradients."""
 
     def __init__(self, syncs: list[GradientSync]):
-        (self.sync,) = syncs
+        (self.reduction,) = {sync.reduction for sync in syncs}
         self.sums: dict[int, Tensor] | None = {}
 
     def add_from(self, loss: Tensor) -> None:
         assert self.sums is not None
-        with self.sync.reduction.aside(self.sums):
+        with self.reduction.aside(self.sums):
             loss.backward()
 
     def attach(self, loss: Tensor | None, other: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class _ReducedGradients:
         sums, self.sums = self.sums, None
         if sums is None:
             raise RuntimeError(TWICE)
-        self.sync.reduction.add(sums, factor)
+        self.reduction.add(sums, factor)
 
 
 class _AddReduced(torch.autograd.Function):
