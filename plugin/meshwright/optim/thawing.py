@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.layout.tensor_layout import layout_of
-from meshwright.optim.ownership import EqualSlices
+from meshwright.optim.ownership import EqualSlices, stepped_over
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, bind_optimizer, lay_out, step_slices
 from meshwright.parallel.gradient_buckets import make_buckets
@@ -60,7 +60,7 @@ class TrainedParameters:
         self._of_zero: GradientSync | None = None
         self._of_others: GradientSync | None = None
         self._of_experts: GradientSync | None = None
-        self._copies = runtime.mesh.copies
+        self._mesh, self._copies = runtime.mesh, runtime.mesh.copies
         if self.stage > 0:
             self.zero = ReduceScatter(can_wait=self.stage == 1, sent=self._sent)
             if optimizer is not None:
@@ -142,7 +142,7 @@ class TrainedParameters:
             for group in groups
             for axis in (self.dp, self._copies)
             for one in lay_out(
-                [p for p in group if layout_of(p).is_over_ep == (axis is self._copies)],
+                [p for p in group if stepped_over(layout_of(p), self._mesh) is axis],
                 EqualSlices(axis),
                 self.bucket_bytes,
             )

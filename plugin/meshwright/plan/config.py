@@ -160,11 +160,6 @@ class ParallelPlan(AxisSizes):
                 f"{self.sequence_parallel}: ranks that share experts must have different tokens. Set ep to a divisor "
                 f"of {over}={size}" + (", with sequence_parallel=True (in words tp4+sp ep2)" if over == "tp" else "")
             )
-        if self.spreads_experts_over_dp and self.zero_stage == 3:
-            raise PlanError(
-                f"ParallelPlan.ep={self.ep} over dp cannot be combined with zero_stage=3 yet. Set zero_stage=2, or "
-                f"spread the experts over tp: tp{self.ep}+sp ep{self.ep} zero3"
-            )
 
     @property
     def spreads_experts_over_dp(self) -> bool:
