@@ -59,7 +59,7 @@ class TrainedParameters:
         self._known: set[int] = set()
         self._of_zero: GradientSync | None = None
         self._of_others: GradientSync | None = None
-        self._of_experts: GradientSync | None = None
+        self._of_experts: dict[type, GradientSync] = {}
         self._mesh, self._copies = runtime.mesh, runtime.mesh.copies
         if self.stage > 0:
             self.zero = ReduceScatter(can_wait=self.stage == 1, sent=self._sent)
@@ -166,11 +166,12 @@ class TrainedParameters:
         These ranks are fewer than those of dp, by which the loss is multiplied, but their gradients are those of the
         tokens of all ranks of dp.
         """
-        if self._of_experts is None:
+        if type(reduction) not in self._of_experts:  # under ZeRO 1, experts that no optimizer steps stay whole
             scale = self._copies.size / self.dp.size
-            self._of_experts = GradientSync([], tp=self.tp, reduction=reduction, scale=scale, peers=self.syncs)
-            self.syncs.append(self._of_experts)
-        return self._of_experts
+            sync = GradientSync([], tp=self.tp, reduction=reduction, scale=scale, peers=self.syncs)
+            self._of_experts[type(reduction)] = sync
+            self.syncs.append(sync)
+        return self._of_experts[type(reduction)]
 
 
 class FixedParameters:
