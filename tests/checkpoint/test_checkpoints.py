@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def size(plan: dict[str, Any]) -> int:
-    return plan.get("dp", 1) * plan.get("tp", 1) * plan.get("pp", 1)
+    return math.prod(plan.get(axis, 1) for axis in ("dp", "tp", "cp", "pp"))
 
 
 def on(plan: dict[str, Any], pools: dict[int, Any], function: Any, *args: Any) -> Any:
@@ -154,8 +155,11 @@ def test_experts_go_from_any_ep_to_any_other(pools: dict[int, Any], tmp_path: Pa
         {"dp": 4, "ep": 2},
         {"dp": 2, "ep": 2},
         {"tp": 2, "sequence_parallel": True, "ep": 2},
+        {"dp": 4, "ep": 2, "zero_stage": 3},
         {"dp": 2, "zero_stage": 3},
+        {"pp": 2, "dp": 2, "ep": 2, "zero_stage": 1},
         {},
+        {"cp": 2, "dp": 2, "ep": 2, "zero_stage": 2},
         {"dp": 4, "ep": 4},
     ]
     folders = [tmp_path / str(index) for index in range(len(plans))]

@@ -339,7 +339,7 @@ WORDS = {
     "a mask of its own": "position_ids",
     "the last logits": "logits_to_keep",
     "hidden states": "turn the option off",
-    "a router's logits": "output_router_logits=True cannot be used under ParallelPlan.cp=2",
+    "a router's logits": "output_router_logits=True cannot be used under ParallelPlan.cp=2",  # no router here
     "attention maps": "turn the option off",
     "logits": "gather_logits=True",
     "torch's clipping": "no error",  # whole gradients on every rank

@@ -6,10 +6,15 @@ of AdamW divide tiny differences by tiny moments.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,15 +25,19 @@ import meshwright as mw
 from harness import WorkerError
 from meshwright.context.record import record_context
 from meshwright.distribute.cuts import structure_of
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim import thawing
-from meshwright.parallel import structure
+from meshwright.parallel import load_balancing, structure
 from meshwright.parallel.batch_schema import BatchSchema
+from meshwright.parallel.load_balancing import LoadBalancing
+from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.roles import find_decoder
 from meshwright.roles.decoder import towers_beside
 from support.anatomies import IMAGE, LENGTH, MODELS, build, collate, loader, samples
-from support.exact import Float64
+from support.exact import Float64, relative_difference
 from support.models import SIZES, tokens
 from support.parity import TOLERANCE, pool_for
+from support.short_programs import gradients_of
 from support.tiers import crossings
 from support.whole_runs import differences, train_whole
 
@@ -39,6 +48,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2 x tp2+sp, ep2, zero3": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero_stage": 3},
     "dp2, ep2": {"dp": 2, "ep": 2},
     "dp4, ep2": {"dp": 4, "ep": 2},
+    "dp4, ep2, zero1": {"dp": 4, "ep": 2, "zero_stage": 1},
+    "dp2, ep2, zero2, micro-batches": {"dp": 2, "ep": 2, "zero_stage": 2, "gradient_accumulation_steps": 2},
+    "dp2, ep2, zero3": {"dp": 2, "ep": 2, "zero_stage": 3},
+    "dp4, ep2, zero3": {"dp": 4, "ep": 2, "zero_stage": 3},
+    "pp2 x dp2, ep2, zero1": {"pp": 2, "dp": 2, "ep": 2, "zero_stage": 1},
+    "cp2 x dp2, ep2, zero2": {"cp": 2, "dp": 2, "ep": 2, "zero_stage": 2},
     "dp2, ep2, micro-batches, recompute": {"dp": 2, "ep": 2, "gradient_accumulation_steps": 2, "recompute": "full"},
     "dp2 x tp2+sp, zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
     "pp2 x tp2+sp, ep2, micro-batches": {
@@ -62,11 +77,35 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def train(plan: dict[str, Any] | None, name: str) -> dict[str, Tensor]:
-    with Float64():
+    with Float64(), wide_counts() if "balanced" in name else contextlib.nullcontext():
         return train_whole(build(name), plan, functools.partial(loader, name))
 
 
-EXPERT_MODELS = ("mixtral", "mixtral, idle experts", "qwen3_moe", "qwen2_moe", "deepseek_v3")
+@contextlib.contextmanager
+def wide_counts() -> Iterator[None]:
+    """Let transformers' load-balancing loss, which counts tokens in float32, count them in float64."""
+
+    def wide(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **options: Any) -> Tensor:
+            if options.get("dtype") is torch.float32:
+                options["dtype"] = torch.float64
+            return make(*args, **options)
+
+        return call
+
+    with mock.patch.object(torch, "zeros", wide(torch.zeros)), mock.patch.object(Tensor, "to", wide(Tensor.to)):
+        yield
+
+
+EXPERT_MODELS = (
+    "mixtral",
+    "mixtral, idle experts",
+    "mixtral, balanced",
+    "olmoe, balanced",
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v3",
+)
 
 
 @functools.cache
@@ -76,16 +115,25 @@ def reference(name: str) -> dict[str, Tensor]:
 
 # With images in some rows, one rank of dp has none, and each of two micro-batches would have an unknown number.
 CASES = [(name, plan) for name in MODELS for plan in PLANS if "some" not in name or plan in ("dp2", "pp2", "cp2")]
+# A load-balancing loss is refused under pp, and micro-batches have the statistics of their own tokens.
+CASES = [(name, plan) for name, plan in CASES if "balanced" not in name or not re.search("pp|micro", plan)]
 CASES = [(name, plan) for name, plan in CASES if "idle" not in name or re.search(r"ep\d", plan)]
 CASES = [(name, plan) for name, plan in CASES if name in EXPERT_MODELS or not re.search(r"tp|ep\d", plan)]
 ON_FOUR = [
-    ("qwen3_moe", "dp4, ep2"),
+    ("qwen3_moe", "dp4, ep2, zero1"),
+    ("mixtral", "dp2, ep2, zero2, micro-batches"),
+    ("mixtral, idle experts", "dp2, ep2, zero3"),
+    ("qwen2_moe", "dp4, ep2, zero3"),
+    ("deepseek_v3", "pp2 x dp2, ep2, zero1"),
+    ("mixtral, balanced", "cp2 x dp2, ep2, zero2"),
     ("mixtral", "dp2, ep2, micro-batches, recompute"),
     ("qwen2_moe", "dp2 x tp2+sp, zero1"),
     ("mixtral", "pp2 x tp2+sp, ep2, micro-batches"),
     ("mixtral", "cp2 x tp2+sp, ep2, recompute"),
     ("qwen3_moe", "tp4+sp, ep2, zero1"),
     ("deepseek_v3", "dp2 x tp2+sp, ep2, zero3"),
+    ("olmoe, balanced", "dp2 x tp2+sp, zero1"),
+    ("mixtral, balanced", "cp2 x tp2+sp, ep2, recompute"),
 ]
 MIDDLE = [
     case for case in CASES if case[1] in ("tp2+sp", "tp2+sp, ep2", "dp2, ep2", "dp2+zero3", "pp2, micro-batches", "cp2")
@@ -131,6 +179,95 @@ def test_a_wrong_scale_of_experts_would_be_caught(pool2: Any) -> None:
 def test_copies_of_experts_that_are_not_summed_are_named(pool4: Any) -> None:
     with pytest.raises(WorkerError, match=r"experts.gate_up_proj\[0:2\]: rank\(s\) 0 differ from rank\(s\) 2"):
         pool4.run(train_without_sums, PLANS["tp4+sp, ep2, zero1"])
+
+
+BALANCED = "olmoe, balanced"
+# The plan, and which rows are in each micro-batch. A rank of dp4 has a row that only keeps it in step, as rank 0 has
+# has in its first micro-batch of one row.
+MICRO_BATCHES: list[tuple[dict[str, Any], list[list[int]]]] = [
+    ({"dp": 2}, [[0, 1, 2, 3, 4]]),
+    ({"dp": 2, "gradient_accumulation_steps": 2}, [[0, 2], [1, 3, 4]]),
+    ({"dp": 2, "micro_batch_size": 1, "zero_stage": 2}, [[1], [0, 2]]),
+    ({"tp": 2, "sequence_parallel": True, "gradient_accumulation_steps": 2}, [[0], [1, 2]]),
+    ({"cp": 2, "gradient_accumulation_steps": 2}, [[0, 1], [2, 3]]),
+    ({"dp": 4}, [[0, 1, 2]]),
+]
+
+
+def balance(plan: dict[str, Any] | None, groups: list[list[int]]) -> dict[str, Tensor]:
+    """One training pass of micro-batches of these rows and an evaluation of all of them."""
+    with Float64(), wide_counts():
+        model: Any = build(BALANCED)
+        data = loader(BALANCED, rows=sum(map(len, groups)), steps=1)
+        if plan is not None:
+            model, _, data = mw.to_distributed(model, None, data, plan=mw.ParallelPlan(**plan))
+        batch = next(iter(data))
+        if plan is not None:
+            loss = model(**batch).loss
+        else:
+            items, loss = (batch["labels"][:, 1:] != -100).sum(), torch.zeros(())
+            for rows in groups:
+                output = model(**{name: x[rows] for name, x in batch.items()}, num_items_in_batch=items)
+                loss = loss + output.loss - 0.5 * output.aux_loss * (1 - 1 / len(groups))
+        loss.backward()
+        found = {"loss": loss.detach(), **gradients_of(model, plan)}
+        with torch.no_grad():
+            output = model.eval()(**batch)
+        return found | {"evaluation": output.loss, "auxiliary": output.aux_loss}
+
+
+@pytest.mark.parametrize(("plan", "groups"), MICRO_BATCHES)
+def test_a_load_balancing_loss_is_that_of_all_tokens(
+    plan: dict[str, Any], groups: list[list[int]], request: pytest.FixtureRequest
+) -> None:
+    found = differences(pool_for(plan, request).run(balance, plan, groups), balance(None, groups))
+    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+
+
+def balance_locally(plan: dict[str, Any], groups: list[list[int]]) -> dict[str, Tensor]:
+    """A fault: the product of each rank's own means."""
+    with mock.patch.object(load_balancing, "all_reduce", lambda x, axis: x):
+        return balance(plan, groups)
+
+
+def test_a_load_balancing_loss_of_ones_own_tokens_would_be_caught(pool2: Any) -> None:
+    plan, groups = MICRO_BATCHES[0]
+    found = pool2.run(balance_locally, plan, groups)[0]
+    expected = balance(None, groups)
+    assert relative_difference(found["auxiliary"], expected["auxiliary"]) > 1e-3
+    router = "model.layers.0.mlp.gate.weight"
+    assert relative_difference(found[router], expected[router]) > 0.01
+
+
+def test_every_familys_load_balancing_loss_is_the_same() -> None:
+    """Each modelling file of transformers has a copy of the function, of which ours is the sum over the ranks."""
+    logits = tuple(torch.randn(2 * LENGTH, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    mask = (torch.arange(2 * LENGTH) % 5 > 0).view(2, LENGTH).long()
+    files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    names = [path.stem for path in files if "\ndef load_balancing_loss_func(\n    gate_logits" in path.read_text()]
+    assert len(names) > 15
+    step = LoadBalancing(torch.nn.Linear(1, 1), balance, mean=GlobalMean(Axis("dp")), mesh=Mesh(), region=None)
+    step._batch = {"input_ids": mask}
+    for name in names:
+        family = name.removeprefix("modeling_")
+        stock = importlib.import_module(f"transformers.models.{family}.{name}").load_balancing_loss_func
+        if list(inspect.signature(stock).parameters) == load_balancing._ARGUMENTS:
+            for given in (None, mask):
+                torch.testing.assert_close(step.loss(logits, 5, 2, given), stock(logits, 5, 2, given))
+
+
+def read_router_logits(plan: dict[str, Any]) -> None:
+    model = mw.to_distributed(build(BALANCED).float(), plan=mw.ParallelPlan(**plan))[0]
+    batch = collate(samples(BALANCED, 2))
+    output = model(**batch)
+    assert len(output.router_logits) == 2
+    output.router_logits[0].sum()
+
+
+def test_router_logits_of_own_tokens_cannot_be_read(pool2: Any) -> None:
+    for plan in ({"tp": 2, "sequence_parallel": True}, {"cp": 2}):
+        kind, said = pool2.run_expecting_error(read_router_logits, plan)[0]
+        assert kind == "UnreadableTensorError" and "to read outputs.router_logits, use tp=1 and cp=1" in said, said
 
 
 def train_stock_experts(plan: dict[str, Any] | None, rows: int | None = None) -> dict[str, float]:
@@ -211,8 +348,6 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
     assert "tp2+sp" in refusal(MODELS["mixtral"], tp=2)
     with pytest.raises(mw.PlanError, match=r"Set ep to a divisor of dp=3"):
         mw.ParallelPlan(dp=3, ep=2)
-    with pytest.raises(mw.PlanError, match=r"ep=2 over dp cannot be combined with zero_stage yet.*tp2\+sp ep2"):
-        mw.ParallelPlan(dp=2, ep=2, zero_stage=1)
     assert "has no experts" in refusal(llama, dp=2, ep=2)
     assert "4 experts in a layer, so 8 ranks" in refusal(MODELS["mixtral"], tp=8, ep=8, sequence_parallel=True)
     said = refusal(lambda: llama(num_attention_heads=8), tp=8, ep=8, sequence_parallel=True)

@@ -203,7 +203,15 @@ def test_a_mesh_knows_the_place_of_every_rank(dims):
             tokens=Axis("dp", len(group), group.index(rank)),
         )
         assert mesh.index == rank and mesh.size == len(mesh.places) == dims.world_size
-        assert mesh.place == {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "tokens": group.index(rank), "ep": 0}
+        assert mesh.place == {
+            "pp": pp,
+            "dp": dp,
+            "cp": cp,
+            "tp": tp,
+            "tokens": group.index(rank),
+            "ep": 0,
+            "copies": group.index(rank),
+        }
         assert mesh.without_groups() == mesh
         over = "tp" if dims.tp > 1 else "dp"
         for ep in (size for size in (2, 3) if getattr(dims, over) % size == 0):

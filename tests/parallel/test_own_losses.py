@@ -402,7 +402,7 @@ class Penalised(LlamaForCausalLM):
 
 
 def train_with_an_addition(plan: dict[str, Any], program: str) -> list[str]:
-    """One step; what is said of what the model adds to its loss."""
+    """Two passes; what is said of what the model adds to its loss."""
     torch.manual_seed(0)
     if program == "a penalty":
         model: Any = Penalised(LlamaConfig(**SIZES))
@@ -419,8 +419,11 @@ def train_with_an_addition(plan: dict[str, Any], program: str) -> list[str]:
 
 @pytest.mark.parametrize("program", ["a router's loss", "a penalty", "no router's loss"])
 def test_what_a_forward_adds_to_its_loss_is_named(program: str, pool2: Any) -> None:
-    """A warning from one rank under dp; with micro-batches, where it would count for each of them, an error."""
-    adds = program != "no router's loss"
+    """A warning from one rank under dp; with micro-batches, where it would count for each of them, an error.
+
+    A router's loss is that of the global batch.
+    """
+    adds = program == "a penalty"
     assert [len(said) for said in pool2.run(train_with_an_addition, DP, program)] == [int(adds), 0]
     split = {**DP, "micro_batch_size": 1}
     if adds:

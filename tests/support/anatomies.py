@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,15 @@ EXPERTS: dict[str, Any] = {
 
 def mixtral() -> Any:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4))
+
+
+def balanced(kind: str = "Mixtral") -> Any:
+    """Experts with a load-balancing loss whose weight is large enough that a wrong value would be seen."""
+    experts = {"num_local_experts": 4} if kind == "Mixtral" else {"num_experts": 5, "moe_intermediate_size": 16}
+    config = getattr(transformers, f"{kind}Config")(
+        **SIZES, **EXPERTS, **experts, output_router_logits=True, router_aux_loss_coef=0.5
+    )
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 def qwen3_moe() -> Any:
@@ -82,6 +92,8 @@ def idle_experts() -> Any:
 MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": mixtral,
     "mixtral, idle experts": idle_experts,
+    "mixtral, balanced": balanced,
+    "olmoe, balanced": functools.partial(balanced, "Olmoe"),
     "qwen3_moe": qwen3_moe,
     "qwen2_moe": qwen2_moe,
     "deepseek_v3": deepseek_v3,
@@ -113,6 +125,9 @@ def samples(name: str, rows: int) -> list[Sample]:
     found = []
     for row in range(rows):
         sample = {"input_ids": ids[row], "labels": labels[row]}
+        if "balanced" in name:
+            sample["attention_mask"] = torch.arange(LENGTH) < LENGTH - 3 * (row % 3)
+            sample["labels"] = labels[row].masked_fill(~sample["attention_mask"], -100)
         width = 4 * (1 + row % 2) if name == "qwen2_vl" else 4
         has_image = name in ("llava", "qwen2_vl") or (name == "llava, images in some rows" and row % 4 < 2)
         if has_image:

@@ -13,6 +13,7 @@ from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.head_losses import install_loss
+from meshwright.parallel.load_balancing import LoadBalancing, forward_with_router_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.recompute import recompute_layers
@@ -58,6 +59,11 @@ def average_loss(build: Build) -> None:
     runtime.features.add(loss)
     if isinstance(loss, CausalLMLoss):
         loss.region = runtime.features.find(ContextRegion)
+    has_parts = runtime.mesh.tokens.size * runtime.mesh.tp.size > 1 or build.plan.has_micro_batches
+    forward = forward_with_router_loss(build.decoder) if build.loss.is_function and has_parts else None
+    if forward is not None:
+        region = runtime.features.find(ContextRegion)
+        add_step(build.decoder, LoadBalancing(build.decoder, forward, mean=mean, mesh=runtime.mesh, region=region))
 
 
 def recompute(build: Build) -> None:

@@ -76,7 +76,7 @@ class Mesh:
         cp: the ranks that hold parts of the same sequences.
         tp: the ranks that share each layer.
         ep: neighbouring ranks of tp, or of dp if tp is 1, that hold different experts.
-        copies: the ranks of dp that hold the same experts, if ep spreads them over dp.
+        copies: the ranks of dp and cp that hold the same experts, if ep spreads them over dp.
         tokens: the ranks of dp and cp, over which losses and gradients are averaged and ZeRO shards; by default ``dp``.
     """
 
@@ -120,7 +120,11 @@ class Mesh:
         mesh = dataclasses.replace(mesh, ep=Axis.over(runs, "ep"))
         if over == "tp":
             return mesh
-        copies = [ranks[first::ep] for ranks in dims.groups("dp") for first in range(ep)]
+        copies = [
+            [rank for index, rank in enumerate(ranks) if index // dims.cp % ep == part]
+            for ranks in dims.groups("dp", "cp")
+            for part in range(ep)
+        ]
         return dataclasses.replace(mesh, copies=Axis.over(copies, "copies"))
 
     @property
@@ -157,7 +161,9 @@ class Mesh:
         """Return a rank's coordinate on each axis, from those on the factors, the outermost first."""
         place = dict(zip(reversed(_FACTORS), ranks, strict=True))
         place["dp"], place["cp"] = divmod(place["tokens"], self.cp.size)
-        return place | {"ep": place["tp" if self.tp.size > 1 else "dp"] % self.ep.size}
+        place["ep"] = place["tp" if self.tp.size > 1 else "dp"] % self.ep.size
+        place["copies"] = place["dp"] // self.ep.size * self.cp.size + place["cp"]
+        return place
 
     @property
     def place(self) -> Place:

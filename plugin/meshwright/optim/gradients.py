@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Mesh
+from meshwright.optim.ownership import stepped_over
 from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
 from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.plan.flat_offsets import BUCKET_MB
@@ -96,8 +97,8 @@ class Gradients:
             if id(parameter) not in held and parameter.grad is not None:
                 layout, gradient = layout_of(parameter), parameter.grad.as_subclass(Tensor)
                 layout.zero_padding(gradient)  # the program may have set the gradient
-                replicas = mesh.copies if layout.is_over_ep else mesh.tokens
-                counted.append((gradient, layout.copies(parameter) * replicas.size * layout.stage_copies))
+                replicas = stepped_over(layout, mesh).size
+                counted.append((gradient, layout.copies(parameter) * replicas * layout.stage_copies))
         return counted
 
     def check_synced(self, *_: object) -> None:

@@ -6,8 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.layout.row_layout import RowLayout
-from meshwright.mesh.axes import Axis
+from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.plan.flat_offsets import packed
+
+
+def stepped_over(layout: TensorLayout, mesh: Mesh) -> Axis:
+    """Return the axis whose ranks have the same elements of a tensor before ZeRO cuts them, and share their steps."""
+    return mesh.copies if layout.is_over_ep else mesh.tokens
+
+
+def sliced(layout: TensorLayout, rows: RowLayout) -> TensorLayout:
+    """Return the layout of a tensor whose flattened shard is cut into these rows over that axis."""
+    return layout.flattened(rows, "copies" if layout.is_over_ep else "tokens")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.layout.tensor_layout import layout_of
-from meshwright.optim.ownership import EqualSlices
+from meshwright.optim.ownership import EqualSlices, stepped_over
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, bind_optimizer, lay_out, step_slices
 from meshwright.parallel.gradient_buckets import make_buckets
@@ -59,8 +59,8 @@ class TrainedParameters:
         self._known: set[int] = set()
         self._of_zero: GradientSync | None = None
         self._of_others: GradientSync | None = None
-        self._of_experts: GradientSync | None = None
-        self._copies = runtime.mesh.copies
+        self._of_experts: dict[type, GradientSync] = {}
+        self._mesh, self._copies = runtime.mesh, runtime.mesh.copies
         if self.stage > 0:
             self.zero = ReduceScatter(can_wait=self.stage == 1, sent=self._sent)
             if optimizer is not None:
@@ -113,12 +113,16 @@ class TrainedParameters:
             self.zero.extend(sharded)
             if self.optimizer is not None:
                 step_slices(self.optimizer, self.zero, sharded)
-            self._of_zero.extend([one.bucket for one in sharded])
+            of_copies = [one.bucket for one in sharded if one.axis is self._copies]
+            self._of_zero.extend([one.bucket for one in sharded if one.axis is not self._copies])
+            if of_copies:
+                self._sync_experts(self.zero).extend(of_copies)
         done = {id(p) for one in sharded for p in one.bucket.parameters}
         self._known |= done
         others = [p for p in new if id(p) not in done]
         if experts := [p for p in others if layout_of(p).is_over_ep]:
-            self._reduce_experts(experts)
+            buckets = make_buckets(experts, max_bytes=self.bucket_bytes, accumulate_in_float32=False)
+            self._sync_experts(AllReduce(self._copies, self._sent)).extend(buckets)
         if others := [p for p in others if not layout_of(p).is_over_ep]:
             self._reduce_whole(others)
 
@@ -133,7 +137,16 @@ class TrainedParameters:
         if self.stage > 1:  # the gradients of parameters that the optimizer does not step are sharded too
             stepped = {id(p) for group in groups for p in group}
             groups.append([p for p in new if id(p) not in stepped])
-        return [one for group in groups for one in lay_out(group, EqualSlices(self.dp), self.bucket_bytes)]
+        return [
+            one
+            for group in groups
+            for axis in (self.dp, self._copies)
+            for one in lay_out(
+                [p for p in group if stepped_over(layout_of(p), self._mesh) is axis],
+                EqualSlices(axis),
+                self.bucket_bytes,
+            )
+        ]
 
     def _reduce_whole(self, parameters: list[nn.Parameter]) -> None:
         # On one data-parallel rank, only partial gradients need a reduction.
@@ -147,19 +160,18 @@ class TrainedParameters:
             self.syncs.append(self._of_others)
         self._of_others.extend(buckets, unreduced)
 
-    def _reduce_experts(self, parameters: list[nn.Parameter]) -> None:
-        """Average the gradients of experts over the ranks that hold the same ones.
+    def _sync_experts(self, reduction: AllReduce | ReduceScatter) -> GradientSync:
+        """Return what averages the gradients of experts over the ranks that hold the same ones.
 
         These ranks are fewer than those of dp, by which the loss is multiplied, but their gradients are those of the
         tokens of all ranks of dp.
         """
-        if self._of_experts is None:
-            reduction = AllReduce(self._copies, self._sent)
-            self._of_experts = GradientSync(
-                [], tp=self.tp, reduction=reduction, scale=self._copies.size / self.dp.size, peers=self.syncs
-            )
-            self.syncs.append(self._of_experts)
-        self._of_experts.extend(make_buckets(parameters, max_bytes=self.bucket_bytes, accumulate_in_float32=False))
+        if type(reduction) not in self._of_experts:  # under ZeRO 1, experts that no optimizer steps stay whole
+            scale = self._copies.size / self.dp.size
+            sync = GradientSync([], tp=self.tp, reduction=reduction, scale=scale, peers=self.syncs)
+            self._of_experts[type(reduction)] = sync
+            self.syncs.append(sync)
+        return self._of_experts[type(reduction)]
 
 
 class FixedParameters:

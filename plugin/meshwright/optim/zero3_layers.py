@@ -30,7 +30,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.flat_parameters import FlatShard
-from meshwright.optim.ownership import EqualSlices
+from meshwright.optim.ownership import EqualSlices, sliced
 from meshwright.optim.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
@@ -45,22 +45,27 @@ class ShardedWeights:
 
     Args:
         model: the model, with or without values; the constructor leaves it unchanged.
-        shape_of: function of a parameter's name and the parameter that returns the shape of this rank's TP shard.
-        dp: the data-parallel axis.
+        shard_of: function of a parameter's name and the parameter that returns the shape of this rank's shard, and the
+            axis whose ranks hold the same shard.
         device: device of this rank's parts.
     """
 
     def __init__(
-        self, model: nn.Module, shape_of: Callable[[str, nn.Parameter], torch.Size], dp: Axis, device: torch.device
+        self,
+        model: nn.Module,
+        shard_of: Callable[[str, nn.Parameter], tuple[torch.Size, Axis]],
+        device: torch.device,
     ):
-        self.dp = dp
-        shapes = {id(p): shape_of(name, p) for name, p in model.named_parameters()}
+        shards = {id(p): shard_of(name, p) for name, p in model.named_parameters()}
         self._place: dict[int, tuple[FlatShard, int]] = {}
         self.steps: list[_Step] = []
         for module, recurse in _modules(model):
             own = [p for p in module.parameters(recurse=recurse) if p.is_floating_point()]
             new = [p for p in own if id(p) not in self._place]
-            flats = [FlatShard(some, [shapes[id(p)] for p in some], EqualSlices(dp), device) for some in _alike(new)]
+            flats = []
+            for axis in dict.fromkeys(shards[id(p)][1] for p in new):
+                for some in _alike([p for p in new if shards[id(p)][1] is axis]):
+                    flats.append(FlatShard(some, [shards[id(p)][0] for p in some], EqualSlices(axis), device))
             self._place |= {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
             # A tied parameter is in a FlatShard of its first module, and its other modules gather that shard too.
             needed = list(dict.fromkeys(self._place[id(p)][0] for p in own))
@@ -118,7 +123,7 @@ class ShardedWeights:
         if id(parameter) not in self._place:
             return layout_of(parameter)
         flat, index = self._place[id(parameter)]
-        return layout_of(parameter).flattened(flat.rows[index])
+        return sliced(layout_of(parameter), flat.rows[index])
 
     def part(self, parameter: nn.Parameter) -> Tensor:
         """Return the elements of a parameter that this rank keeps, 1-d."""

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
-from meshwright.optim.ownership import Ownership
+from meshwright.optim.ownership import Ownership, sliced
 from meshwright.optim.whole_weights import WholeWeights
 from meshwright.parallel.collectives import all_gather, start_reduce_scatter
 from meshwright.parallel.gradient_buckets import Bucket, has_gradient, make_buckets
@@ -94,7 +94,7 @@ class ShardedBucket:
         """Return which elements of a parameter each rank steps."""
         (offset,) = (o for p, o in zip(self.bucket.parameters, self.bucket.offsets, strict=True) if p is parameter)
         rows = self.ownership.rows(offset, parameter.shape.numel(), self.bucket.numel)
-        return layout_of(parameter).flattened(rows)
+        return sliced(layout_of(parameter), rows)
 
     def gather_gradients(self) -> Tensor:
         """Return the reduced gradients of the whole bucket, gathered on every rank."""

@@ -1,6 +1,7 @@
-"""Detect terms that a model's forward adds to the result of its loss function, such as a router's auxiliary loss.
+"""Detect terms that a model's forward adds to the result of its loss function, such as a penalty.
 
-The loss function returns the loss of the global batch. How the added terms depend on the batch is unknown.
+The loss function returns the loss of the global batch, and so does the load-balancing loss of a model with experts. How
+other terms depend on the batch is unknown.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def check_nothing_added(mean: GlobalMean, output: object) -> None:
     """
     if not mean.returned(loss_of(output)):
         raise ValueError(
-            "the model's forward adds something to the loss that its loss function returns, such as a router's "
-            "auxiliary loss (config.output_router_logits) or a penalty. With micro-batches this term would count once "
+            "the model's forward adds something to the loss that its loss function returns, such as a penalty or "
+            "an auxiliary loss of its own. With micro-batches this term would count once "
             "for each of them. Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None), or remove the "
             "term from the model and add it to the loss that the model returns"
         )
@@ -56,8 +57,8 @@ class AddedToLoss:
         self._has_warned = True
         if self.mean.dp.rank == 0:
             logger.warning(
-                "the forward of %s adds something to the loss that its loss function returns, such as a router's "
-                "auxiliary loss (config.output_router_logits) or a penalty. Each data-parallel rank computes this term "
+                "the forward of %s adds something to the loss that its loss function returns, such as a penalty "
+                "or an auxiliary loss of its own. Each data-parallel rank computes this term "
                 "from its own rows, and the ranks' values are averaged. The result differs from one device unless all "
                 "ranks compute the same value. Remove the term from the model. If the program computes it instead, "
                 "write loss = meshwright.global_mean(model, loss, count)",

@@ -91,6 +91,7 @@ class _Process:
         self.passed: BatchShare | None = None  # of the inputs of the last forward pass
         self.has_passed = False  # whether a forward pass has begun since the last batch
         self.is_cut = False  # whether a forward pass runs for one of several micro-batches
+        self.is_filler = False  # whether this micro-batch has no row but one that keeps the rank in step
 
 
 _process = _Process()
@@ -133,6 +134,12 @@ def without_fillers_targets(kwargs: dict[str, object]) -> dict[str, object]:
     return blanked
 
 
+def runs_filler(inputs: Iterable[object]) -> bool:
+    """Return whether inputs of a model, or the batch that they are copies of, only keep this rank in step."""
+    share = BatchShare.of(inputs) or _process.yielded
+    return _process.is_filler or (share is not None and share.is_filler)
+
+
 def has_filler_rows(x: Tensor) -> bool:
     """Return whether a tensor, computed from the last batch or pass, has a filler's row.
 
@@ -153,9 +160,9 @@ def has_filler_rows(x: Tensor) -> bool:
     return passed is not None and passed.is_filler
 
 
-def cut() -> contextlib.AbstractContextManager[None]:
-    """Say that the forward passes inside the context have some of the rows of their batch."""
-    return temporarily(_process, is_cut=True)
+def cut(*, is_filler: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Say that the forward passes inside the context have some of the rows of their batch, or a filler alone."""
+    return temporarily(_process, is_cut=True, is_filler=is_filler)
 
 
 def are_cut() -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.mesh.axes import Axis
@@ -58,11 +59,13 @@ class ExpertDispatch(ChainStep):
         return weighted.sum(1).to(hidden.dtype)
 
     def _run(self, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        if len(rows):
-            result: Tensor = self.method(rows, index, weights)
-            return result
-        # Backward's exchanges must run on this rank too, and experts without tokens have a gradient of zeros.
-        return rows + sum(parameter.sum() for parameter in self.experts.parameters()) * 0.0
+        count = len(rows)
+        if not count:
+            # A row that is dropped again: backward must make its exchanges, and gather weights, on this rank too, and
+            # experts without tokens have a gradient of zeros.
+            rows, index, weights = (F.pad(x, (0, 0, 0, 1)) for x in (rows, index, weights))
+        result: Tensor = self.method(rows, index, weights)
+        return result[:count]
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:

@@ -86,9 +86,9 @@ def _fake_values(model: nn.Module) -> Iterator[None]:
     Must run inside a FakeTensorMode.
     """
     made: dict[int, Tensor] = {}
-    owners: list[dict[str, Any]] = [
-        owner for module in model.modules() for owner in (module._parameters, module._buffers, vars(module))
-    ]
+    owners: list[dict[Any, Any]] = []
+    for module in model.modules():
+        owners += (module._parameters, module._buffers, module._forward_hooks, vars(module))
     before = [(owner, dict(owner)) for owner in owners]
     try:
         for owner, values in before:

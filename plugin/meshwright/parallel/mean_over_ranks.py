@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node as GraphNode
 
 from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import ItemCountError
@@ -61,16 +62,20 @@ class GlobalMean:
         self.gradients = gradients if dp.size > 1 else None
         self.used_items: bool | None = None  # whether num_items divided the last mean; None before the first mean
         self._divisors: Tensor | None = None
-        self._last: int | None = None  # sequence number of the last mean's autograd node, which is not kept
+        self._micro_batches = 1  # into how many the larger global batch is split
+        # Sequence numbers of the autograd nodes of the last mean and of what was added to it; the nodes are not kept.
+        self._last: int | None = None
+        self._added: int | None = None
 
     @contextlib.contextmanager
-    def divided_by(self, divisors: Tensor) -> Iterator[None]:
-        """Divide every sum inside the context by ``divisors``, which are those of a larger global batch."""
-        self._divisors = divisors
+    def divided_by(self, divisors: Tensor, micro_batches: int) -> Iterator[None]:
+        """Divide sums inside the context by ``divisors``, those of a larger global batch of so many micro-batches."""
+        self._divisors, self._micro_batches = divisors, micro_batches
         try:
             yield
         finally:
-            self._divisors = self._last = None
+            self._divisors = self._last = self._added = None
+            self._micro_batches = 1
 
     def divisors(self, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
         """Return the divisors of a global batch's sums: its counts, or the ``num_items`` that the program passed.
@@ -128,6 +133,22 @@ class GlobalMean:
         self._last = None if mean.grad_fn is None else mean.grad_fn._sequence_nr()
         return mean
 
+    def added(self, x: Tensor, value: Tensor, factors: Tensor) -> Tensor:
+        """Return a number that a forward adds to the mean, which is one of the global batch already.
+
+        For a larger global batch it is the mean of its micro-batches' numbers.
+
+        Args:
+            x: this rank's vector, on which the number depends.
+            value: the number.
+            factors: the number's gradient with respect to ``x``.
+        """
+        share = 1 / self._micro_batches
+        factors = (factors * share * self.dp.size).to(x.dtype)
+        number: Tensor = _ReplaceValue.apply(x, (value * share).to(x.dtype), factors, None)
+        self._added = None if number.grad_fn is None else number.grad_fn._sequence_nr()
+        return number
+
     def watched(self, mean: Tensor) -> Tensor:
         """Return a loss that is already the mean over the global batch; the gradient that reaches it is compared."""
         factor = torch.ones_like(mean, requires_grad=False)
@@ -137,9 +158,9 @@ class GlobalMean:
         return None if self.gradients is None else self.gradients.of_next()
 
     def returned(self, loss: Tensor | None) -> bool:
-        """Return whether a loss is the last mean with nothing added; also True for a loss without a graph."""
-        last, self._last = self._last, None
-        return last is None or loss is None or loss.grad_fn is None or loss.grad_fn._sequence_nr() == last
+        """Return whether a loss is the last mean and :meth:`added` alone; also True for a loss without a graph."""
+        known, self._last, self._added = {self._last, self._added}, None, None
+        return known == {None} or loss is None or loss.grad_fn is None or _is_sum(loss.grad_fn, known)
 
     def of_means(self, means: Tensor, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
         """Return what :meth:`of` returns, from each rank's means. A mean with count 0 may be anything, even NaN."""
@@ -215,6 +236,17 @@ def _described(passed: Tensor, counts: Tensor) -> str:
         for rank, (number, count) in enumerate(zip(passed.tolist(), counts.tolist(), strict=True))
     )
     return f": {own}; the global batch has {counts.sum().item():g}"
+
+
+def _is_sum(node: GraphNode | None, known: set[int | None]) -> bool:
+    """Return whether a node adds up known numbers, of which some may be cast or multiplied by a number."""
+    if node is None or node._sequence_nr() in known:
+        return node is not None
+    inputs = [input for input, _ in node.next_functions]
+    if node.name() == "AddBackward0":
+        return all(_is_sum(input, known) for input in inputs)
+    scaled = [input for input in inputs if input is not None]
+    return node.name() in ("MulBackward0", "ToCopyBackward0") and len(scaled) == 1 and _is_sum(scaled[0], known)
 
 
 class _ReplaceValue(TensorFunction):

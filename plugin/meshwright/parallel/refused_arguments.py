@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Mesh
+from meshwright.parallel.load_balancing import LoadBalancing
+from meshwright.parallel.method_chain import ChainStep, find_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,7 @@ class Refusal:
         cure: what to do instead.
         is_given: whether a value of an argument asks for it.
         is_option: whether the model's config may set the argument too.
+        unless: the step of a model with which its forward can take the arguments.
     """
 
     axis: str
@@ -33,6 +36,7 @@ class Refusal:
     cure: str
     is_given: Callable[[object], bool] = bool
     is_option: bool = False
+    unless: type[ChainStep] | None = None
 
 
 def _is_passed(value: object) -> bool:
@@ -49,19 +53,25 @@ _ELSEWHERE = "save the model (model.save_pretrained) and generate on one device"
 GENERATE = "generate()"  # the method, which asks for keys and values
 
 REFUSALS = (
+    Refusal(axis="tp", arguments=_INTERNALS, reason=_OWN_HEADS, cure="turn the option off", is_option=True),
     Refusal(
-        axis="tp",
-        arguments=(*_INTERNALS, "output_router_logits"),
-        reason=_OWN_HEADS,
+        axis="cp",
+        arguments=_INTERNALS,
+        reason="each rank has only its own tokens",
         cure="turn the option off",
         is_option=True,
     ),
-    Refusal(
-        axis="cp",
-        arguments=(*_INTERNALS, "output_router_logits"),
-        reason="each rank has only its own tokens, and so has a router's auxiliary loss",
-        cure="turn the option off",
-        is_option=True,
+    *(
+        Refusal(
+            axis=axis,
+            arguments=("output_router_logits",),
+            reason="each rank routes only its own tokens, and only the load-balancing loss of transformers' causal LMs "
+            "is known for all of them",
+            cure="turn the option off",
+            is_option=True,
+            unless=LoadBalancing,
+        )
+        for axis in ("tp", "cp")
     ),
     Refusal(
         axis="cp",
@@ -115,7 +125,7 @@ def check_arguments(model: nn.Module, batch: Mapping[str, object], mesh: Mesh) -
     config = getattr(model, "config", None)
     for refusal in REFUSALS:
         size = getattr(mesh, refusal.axis).size
-        if size == 1:
+        if size == 1 or (refusal.unless is not None and find_step(model, refusal.unless)):
             continue
         for name in refusal.arguments:
             value = batch.get(name)  # PEFT passes None

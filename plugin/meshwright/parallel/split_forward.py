@@ -73,7 +73,7 @@ class SplitForward(BatchStep):
         pieces = Pieces([(i + 1) * rows // count - i * rows // count for i in range(count)], keeps=self.keeps_logits)
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
-        with self.loss.mean.divided_by(divisors), cut():
+        with self.loss.mean.divided_by(divisors, count):
             return self._run(schema.split(count), pieces)
 
     def _run(self, batches: list[dict[str, object]], pieces: Pieces) -> Any:
@@ -82,22 +82,23 @@ class SplitForward(BatchStep):
         gradients = _WholeGradients(self.model, self.syncs) if whole else _ReducedGradients(self.syncs)
         total: Tensor | None = None
         self.writes.start()
-        for batch in inner:
-            output = self._forward(batch)
+        for batch, rows in zip(inner, pieces.rows, strict=False):
+            output = self._forward(batch, rows)
             pieces.add(output)
             loss = loss_of(output)
             assert loss is not None
             gradients.add_from(loss)
             total = loss.detach() if total is None else total + loss.detach()
             del output, loss
-        output = self._forward(last)
+        output = self._forward(last, pieces.rows[-1])
         self.writes.finish()
         return output if total is None else pieces.whole(output, gradients.attach(loss_of(output), total))
 
-    def _forward(self, batch: dict[str, object]) -> object:
-        output = self.method(**batch)
-        self.writes.look()
-        return self.loss.of_output(batch, output)
+    def _forward(self, batch: dict[str, object], rows: int) -> object:
+        with cut(is_filler=rows == 0):
+            output = self.method(**batch)
+            self.writes.look()
+            return self.loss.of_output(batch, output)
 
 
 def count_micro_batches(plan: ParallelPlan, rows: int, dp: Axis) -> int:
@@ -134,12 +135,12 @@ class _ReducedGradients:
     """This rank's shard of the sum of the inner micro-batches' gradients."""
 
     def __init__(self, syncs: list[GradientSync]):
-        (self.sync,) = syncs
+        (self.reduction,) = {sync.reduction for sync in syncs}
         self.sums: dict[int, Tensor] | None = {}
 
     def add_from(self, loss: Tensor) -> None:
         assert self.sums is not None
-        with self.sync.reduction.aside(self.sums):
+        with self.reduction.aside(self.sums):
             loss.backward()
 
     def attach(self, loss: Tensor | None, other: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ class _ReducedGradients:
         sums, self.sums = self.sums, None
         if sums is None:
             raise RuntimeError(TWICE)
-        self.sync.reduction.add(sums, factor)
+        self.reduction.add(sums, factor)
 
 
 class _AddReduced(torch.autograd.Function):

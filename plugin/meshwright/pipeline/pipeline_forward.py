@@ -207,7 +207,7 @@ class PipelineForward(BatchStep):
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
         step = self._step(BatchSchema(batch).split(count), loss, operations, of_stages)
         self.writes.start()
-        with loss.mean.divided_by(divisors), cut(), self.hooked.running():
+        with loss.mean.divided_by(divisors, count), cut(), self.hooked.running():
             run_training(step, sums, self.later)
         self.writes.finish()
         self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen

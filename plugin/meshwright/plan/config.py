@@ -160,12 +160,6 @@ class ParallelPlan(AxisSizes):
                 f"{self.sequence_parallel}: ranks that share experts must have different tokens. Set ep to a divisor "
                 f"of {over}={size}" + (", with sequence_parallel=True (in words tp4+sp ep2)" if over == "tp" else "")
             )
-        others = {"cp": self.cp > 1, "pp": self.pp > 1, "zero_stage": self.zero_stage > 0}
-        if self.spreads_experts_over_dp and (found := [name for name, is_set in others.items() if is_set]):
-            raise PlanError(
-                f"ParallelPlan.ep={self.ep} over dp cannot be combined with {', '.join(found)} yet. Leave "
-                f"{'it' if len(found) == 1 else 'them'} out, or spread the experts over tp: tp{self.ep}+sp ep{self.ep}"
-            )
 
     @property
     def weight_axes(self) -> list[str]:
