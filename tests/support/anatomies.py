@@ -21,6 +21,10 @@ EXPERTS: dict[str, Any] = {
 }
 
 
+def llama(**sizes: Any) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 1, **sizes}))
+
+
 def mixtral() -> Any:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4))
 
