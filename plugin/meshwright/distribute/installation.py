@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.one_device.save_pretrained import export_with_full_weights
@@ -16,9 +15,6 @@ from meshwright.errors import AlreadyDistributedError
 from meshwright.faults.together import succeed_together
 from meshwright.features import passes, splits, training
 from meshwright.features.build import Build
-from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.mesh.axes import Axis
-from meshwright.optim.ownership import stepped_over
 from meshwright.optim.runtime import attach
 from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.zero3_layers import ShardedWeights
@@ -104,12 +100,7 @@ def make_weights(build: Build, make: Make) -> NewTensors:
     layouts, mesh = build.layouts, build.runtime.mesh
     if build.plan.zero_stage < 3 or mesh.tokens.size == 1:
         return make(build.model, layouts, mesh, build.device)
-
-    def shard_of(name: str, parameter: nn.Parameter) -> tuple[torch.Size, Axis]:
-        layout = layouts.get(name) or TensorLayout.whole(parameter)
-        return layout.local_shape, stepped_over(layout, mesh)
-
-    sharded = ShardedWeights(build.model, shard_of, build.device)
+    sharded = ShardedWeights(build.model, layouts, mesh, build.device)
     made = make(build.model, layouts, mesh, build.device, sharded.keep)
     build.runtime.weights = sharded
     return made

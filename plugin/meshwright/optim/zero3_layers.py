@@ -20,7 +20,7 @@ micro-batches cannot be distinguished from those of ``backward()``. On gloo its 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
-from meshwright.mesh.axes import Axis
+from meshwright.mesh.axes import Mesh
 from meshwright.optim.flat_parameters import FlatShard
-from meshwright.optim.ownership import EqualSlices, sliced
+from meshwright.optim.ownership import EqualSlices, sliced, stepped_over
 from meshwright.optim.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
@@ -45,27 +45,29 @@ class ShardedWeights:
 
     Args:
         model: the model, with or without values; the constructor leaves it unchanged.
-        shard_of: function of a parameter's name and the parameter that returns the shape of this rank's shard, and the
-            axis whose ranks hold the same shard.
+        layouts: the layout of each parameter's shard, by name.
+        mesh: the axes.
         device: device of this rank's parts.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        shard_of: Callable[[str, nn.Parameter], tuple[torch.Size, Axis]],
+        layouts: Mapping[str, TensorLayout],
+        mesh: Mesh,
         device: torch.device,
     ):
-        shards = {id(p): shard_of(name, p) for name, p in model.named_parameters()}
+        of = {id(p): layouts.get(name) or TensorLayout.whole(p) for name, p in model.named_parameters()}
+        axis_of = {key: stepped_over(layout, mesh) for key, layout in of.items()}
         self._place: dict[int, tuple[FlatShard, int]] = {}
         self.steps: list[_Step] = []
         for module, recurse in _modules(model):
             own = [p for p in module.parameters(recurse=recurse) if p.is_floating_point()]
             new = [p for p in own if id(p) not in self._place]
             flats = []
-            for axis in dict.fromkeys(shards[id(p)][1] for p in new):
-                for some in _alike([p for p in new if shards[id(p)][1] is axis]):
-                    flats.append(FlatShard(some, [shards[id(p)][0] for p in some], EqualSlices(axis), device))
+            for axis in dict.fromkeys(axis_of[id(p)] for p in new):
+                for some in _alike([p for p in new if axis_of[id(p)] is axis]):
+                    flats.append(FlatShard(some, [of[id(p)].local_shape for p in some], EqualSlices(axis), device))
             self._place |= {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
             # A tied parameter is in a FlatShard of its first module, and its other modules gather that shard too.
             needed = list(dict.fromkeys(self._place[id(p)][0] for p in own))
