@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.layout.tensor_layout import layout_of
+from meshwright.mesh.axes import Axis
 from meshwright.optim.ownership import EqualSlices, stepped_over
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, bind_optimizer, lay_out, step_slices
@@ -57,20 +58,13 @@ class TrainedParameters:
         self.zero: ReduceScatter | None = None
         self._watch = _Watch(model)
         self._known: set[int] = set()
-        self._of_zero: GradientSync | None = None
-        self._of_others: GradientSync | None = None
-        self._of_experts: dict[type, GradientSync] = {}
-        self._mesh, self._copies = runtime.mesh, runtime.mesh.copies
+        self._mesh = runtime.mesh
+        self._sync_of: dict[tuple[str, bool], GradientSync] = {}  # by the name of the axis, and whether ZeRO shards
         if self.stage > 0:
             self.zero = ReduceScatter(can_wait=self.stage == 1, sent=self._sent)
             if optimizer is not None:
                 bind_optimizer(optimizer, self.zero)
-            # A bucket of stage 3 is a whole layer, so one in flight is enough to hide the communication.
-            in_flight = IN_FLIGHT if weights is None else 1
-            self._of_zero = GradientSync(
-                [], tp=tp, reduction=self.zero, meet=self._meet, in_flight=in_flight, peers=syncs
-            )
-            self.syncs.append(self._of_zero)
+            self._sync(dp, is_sharded=True)
         self._take_in(self._new())
 
     def follow(self) -> None:
@@ -107,24 +101,30 @@ class TrainedParameters:
 
     def _take_in(self, new: list[nn.Parameter]) -> None:
         self.parameters += new
-        self._known |= {id(p) for p in new}
         sharded = self._shard(new)
-        if self.zero is not None and self._of_zero is not None:
+        if self.zero is not None:
             self.zero.extend(sharded)
             if self.optimizer is not None:
                 step_slices(self.optimizer, self.zero, sharded)
-            of_copies = [one.bucket for one in sharded if one.axis is self._copies]
-            self._of_zero.extend([one.bucket for one in sharded if one.axis is not self._copies])
-            if of_copies:
-                self._sync_experts(self.zero).extend(of_copies)
+        for axis in self._axes:
+            if buckets := [one.bucket for one in sharded if one.axis is axis]:
+                self._sync(axis, is_sharded=True).extend(buckets)
         done = {id(p) for one in sharded for p in one.bucket.parameters}
-        self._known |= done
-        others = [p for p in new if id(p) not in done]
-        if experts := [p for p in others if layout_of(p).is_over_ep]:
-            buckets = make_buckets(experts, max_bytes=self.bucket_bytes, accumulate_in_float32=False)
-            self._sync_experts(AllReduce(self._copies, self._sent)).extend(buckets)
-        if others := [p for p in others if not layout_of(p).is_over_ep]:
-            self._reduce_whole(others)
+        self._known |= done.union(map(id, new))
+        for axis in self._axes:
+            if whole := [p for p in new if id(p) not in done and self._axis_of(p) is axis]:
+                # On one rank, only partial gradients need a reduction.
+                reduced = [p for p in whole if axis.size > 1 or axis is not self.dp or layout_of(p).has_addends]
+                ids = set(map(id, reduced))
+                buckets = make_buckets(reduced, max_bytes=self.bucket_bytes, accumulate_in_float32=False)
+                self._sync(axis, is_sharded=False).extend(buckets, [p for p in whole if id(p) not in ids])
+
+    @property
+    def _axes(self) -> tuple[Axis, Axis]:
+        return self.dp, self._mesh.copies
+
+    def _axis_of(self, parameter: nn.Parameter) -> Axis:
+        return stepped_over(layout_of(parameter), self._mesh)
 
     def _shard(self, new: list[nn.Parameter]) -> list[ShardedBucket]:
         """Return buckets of the ``new`` parameters that ZeRO shards."""
@@ -140,38 +140,32 @@ class TrainedParameters:
         return [
             one
             for group in groups
-            for axis in (self.dp, self._copies)
-            for one in lay_out(
-                [p for p in group if stepped_over(layout_of(p), self._mesh) is axis],
-                EqualSlices(axis),
-                self.bucket_bytes,
-            )
+            for axis in self._axes
+            for one in lay_out([p for p in group if self._axis_of(p) is axis], EqualSlices(axis), self.bucket_bytes)
         ]
 
-    def _reduce_whole(self, parameters: list[nn.Parameter]) -> None:
-        # On one data-parallel rank, only partial gradients need a reduction.
-        reduced = [p for p in parameters if self.dp.size > 1 or layout_of(p).has_addends]
-        unreduced = [p for p in parameters if self.dp.size == 1 and not layout_of(p).has_addends]
-        buckets = make_buckets(reduced, max_bytes=self.bucket_bytes, accumulate_in_float32=False)
-        if self._of_others is None:
-            self._of_others = GradientSync(
-                [], tp=self.tp, reduction=AllReduce(self.dp, self._sent), meet=self._meet, peers=self.syncs
-            )
-            self.syncs.append(self._of_others)
-        self._of_others.extend(buckets, unreduced)
+    def _sync(self, axis: Axis, *, is_sharded: bool) -> GradientSync:
+        """Return what averages the gradients of parameters over an axis.
 
-    def _sync_experts(self, reduction: AllReduce | ReduceScatter) -> GradientSync:
-        """Return what averages the gradients of experts over the ranks that hold the same ones.
-
-        These ranks are fewer than those of dp, by which the loss is multiplied, but their gradients are those of the
-        tokens of all ranks of dp.
+        The ranks that hold the same experts are fewer than those of dp, by which the loss is multiplied, but their
+        gradients are those of the tokens of all ranks of dp. So these are scaled.
         """
-        if type(reduction) not in self._of_experts:  # under ZeRO 1, experts that no optimizer steps stay whole
-            scale = self._copies.size / self.dp.size
-            sync = GradientSync([], tp=self.tp, reduction=reduction, scale=scale, peers=self.syncs)
-            self._of_experts[type(reduction)] = sync
-            self.syncs.append(sync)
-        return self._of_experts[type(reduction)]
+        key = axis.name, is_sharded
+        if key not in self._sync_of:
+            reduction = self.zero if is_sharded else AllReduce(axis, self._sent)
+            assert reduction is not None
+            self._sync_of[key] = GradientSync(
+                [],
+                tp=self.tp,
+                reduction=reduction,
+                meet=self._meet if axis is self.dp else lambda: None,
+                # A bucket of stage 3 is a whole layer, so one in flight is enough to hide the communication.
+                in_flight=1 if is_sharded and self.weights is not None else IN_FLIGHT,
+                scale=axis.size / self.dp.size,
+                peers=self.syncs,
+            )
+            self.syncs.append(self._sync_of[key])
+        return self._sync_of[key]
 
 
 class FixedParameters:
