@@ -23,6 +23,7 @@ _REMARKS = {
     "lfm2": "with attention layers only: its convolutions are refused",
     "stablelm": "without qk_layernorm, whose norms (one per head) are refused",
 }
+_COMPARED_EXPERTS = "mixtral, olmoe, qwen2_moe, qwen3_moe and deepseek_v3"
 _DECODER_HALF = "the decoder of an encoder-decoder model; its cross-attention is sharded too"
 
 
@@ -91,14 +92,11 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal], experts: Iter
         "",
         "## With experts",
         "",
-        f"These are {len(experts)} types. Under `tp2+sp` each rank routes its own tokens and has whole experts, so "
-        "that tp cuts attention and the MLPs that every token takes. `tests/distribute/test_anatomy.py` compares four "
-        "of them with one device in float64. phimoe draws random numbers in its router, so that its draws differ as "
-        "those of dropout do.",
-        "",
-        "| family | under `tp2+sp` |",
-        "|---|---|",
-        *(f"| {family} | yes |" for family in experts),
+        f"These {len(experts)} types are accepted under `tp2+sp`: {', '.join(experts)}. Each rank routes its own "
+        "tokens and has whole experts, so that tp cuts attention and the MLPs that every token takes. "
+        f"`tests/distribute/test_anatomy.py` compares {_COMPARED_EXPERTS} with one device in float64. If a family uses "
+        "transformers' `load_balancing_loss_func`, its load-balancing loss (`output_router_logits=True`) is that of "
+        "the global batch. phimoe draws random numbers in its router, so that its draws differ as those of dropout do.",
         "",
         "## Refused",
         "",

@@ -53,8 +53,8 @@ def kind_of(config: object) -> ModelKind | None:
             if isinstance(count := part.get(name), int) and count > 1:
                 return ModelKind(
                     what=f"a mixture-of-experts model ({name}={count})",
-                    why="the planner does not support experts yet",
-                    instead="give a plan: plan='dp2', plan='dp2 zero3', plan='tp2+sp' or plan='pp2'",
+                    why="the planner has no estimate for experts, and tp needs a role for each weight beside them",
+                    instead="give a plan without tp: plan='dp2', plan='dp2 zero3' or plan='pp2'",
                 )
     if fields.get("is_encoder_decoder") or fields.get("model_type") in _ENCODER_DECODERS:
         return ModelKind(

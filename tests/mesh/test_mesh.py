@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.mesh import process_mesh as mesh_module
 from meshwright.mesh import rank_grid as rank_grid_module
-from meshwright.mesh.axes import Axis, Mesh
+from meshwright.mesh.axes import Axis, Mesh, expert_groups
 from meshwright.mesh.process_mesh import ParallelDims, ProcessMesh
 
 SQUARE = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
@@ -215,8 +215,11 @@ def test_a_mesh_knows_the_place_of_every_rank(dims):
         assert mesh.without_groups() == mesh
         over = "tp" if dims.tp > 1 else "dp"
         for ep in (size for size in (2, 3) if getattr(dims, over) % size == 0):
-            shared = dataclasses.replace(mesh, ep=Axis("ep", ep, mesh.place[over] % ep))
-            assert shared.place["ep"] == shared.ep.rank
+            shared, (runs, copies) = dataclasses.replace(mesh, ep=Axis("ep", ep)), expert_groups(dims, ep)
+            for groups, axis in ((runs, "ep"), (copies, "copies")):
+                assert sorted(itertools.chain(*groups)) in ([], list(range(dims.world_size)))
+                for ranks in groups:
+                    assert rank not in ranks or shared.place[axis] == ranks.index(rank)
 
 
 @given(parallel_dims(), st.sets(st.sampled_from(ParallelDims.axis_names), min_size=1))

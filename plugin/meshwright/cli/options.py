@@ -120,7 +120,9 @@ _of_plan = partial(option, panel="A plan of your own")
 class PlanSizes:
     """Fields of ``ParallelPlan``; None for those that were not given."""
 
-    dp: int | None = _of_plan("Data-parallel size (default: the number of devices / the other sizes).")
+    dp: int | None = _of_plan(
+        "Data-parallel size (default: --gpus or --num_processes / the other sizes; 1 without that option)."
+    )
     tp: int | None = _of_plan("Tensor-parallel size (default: 1).")
     cp: int | None = _of_plan("Context-parallel size: ranks that share each sequence (default: 1).")
     context: Context | None = _of_plan(

@@ -118,10 +118,11 @@ def spread_experts(build: Build) -> None:
 
 def generate_alike(build: Build) -> None:
     """Let all ranks take part in ``generate`` alike, and refuse it where they have parts of a pass."""
-    runtime = build.runtime
-    if runtime.mesh.row_copies == 1 and runtime.weights is None and not build.plan.spreads_experts_over_dp:
+    runtime, spreads = build.runtime, build.plan.spreads_experts_over_dp
+    gathers = runtime.weights is not None
+    if runtime.mesh.row_copies == 1 and not (gathers or spreads):
         return
     for part in build.owners:
         if callable(getattr(part, "generate", None)):
-            step = GenerateTogether(part, runtime.mesh, runtime.guard, gathers=runtime.weights is not None)
+            step = GenerateTogether(part, runtime.mesh, runtime.guard, spreads_experts=spreads, gathers=gathers)
             add_step(part, step, "generate")

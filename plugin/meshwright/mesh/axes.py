@@ -68,7 +68,7 @@ class Mesh:
         factors    pp x tokens x tp     the world again, which is how weights and gradients see it
 
     An axis that factors the same ranks a second time is made from ``ParallelDims.groups`` and ``Axis.over`` in
-    :meth:`build`, which is the only place that knows the order of the axes.
+    :meth:`build`; the rank's place on it is added to :attr:`places`.
 
     Args:
         pp: the ranks that hold the stages of a pipeline.
@@ -115,17 +115,9 @@ class Mesh:
         mesh = cls(**own, tokens=tokens)
         if ep == 1:
             return mesh
-        over = "tp" if dims.tp > 1 else "dp"
-        runs = [ranks[first : first + ep] for ranks in dims.groups(over) for first in range(0, len(ranks), ep)]
+        runs, copies = expert_groups(dims, ep)
         mesh = dataclasses.replace(mesh, ep=Axis.over(runs, "ep"))
-        if over == "tp":
-            return mesh
-        copies = [
-            [rank for index, rank in enumerate(ranks) if index // dims.cp % ep == part]
-            for ranks in dims.groups("dp", "cp")
-            for part in range(ep)
-        ]
-        return dataclasses.replace(mesh, copies=Axis.over(copies, "copies"))
+        return dataclasses.replace(mesh, copies=Axis.over(copies, "copies")) if copies else mesh
 
     @property
     def factors(self) -> dict[str, Axis]:
@@ -190,3 +182,15 @@ class Mesh:
         """This rank's coordinates, for messages."""
         axes = (getattr(self, name) for name in AXES)
         return " ".join(f"{axis.name}={axis.rank}" for axis in axes if axis.size > 1 or axis.name in ("dp", "tp"))
+
+
+def expert_groups(dims: ParallelDims, ep: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return the groups of ranks that share experts, and of those that hold the same ones, if ep is over dp."""
+    over = "tp" if dims.tp > 1 else "dp"
+    runs = [ranks[first : first + ep] for ranks in dims.groups(over) for first in range(0, len(ranks), ep)]
+    copies = [
+        tuple(rank for index, rank in enumerate(ranks) if index // dims.cp % ep == part)
+        for ranks in (dims.groups("dp", "cp") if over == "dp" else ())
+        for part in range(ep)
+    ]
+    return runs, copies

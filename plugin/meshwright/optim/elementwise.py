@@ -29,7 +29,7 @@ def check_elementwise(optimizer: Optimizer, *, is_trusted: bool, plan: ParallelP
     Args:
         optimizer: the user's optimizer.
         is_trusted: whether the user declares the optimizer elementwise (ToDistributedConfig.optimizer_is_elementwise).
-        plan: the plan, under which nothing may be sharded; None if ZeRO shards.
+        plan: the plan; one that leaves each tensor whole takes any optimizer. None if ZeRO alone shards.
 
     Raises:
         OptimizerMismatchError: for factored, layer-wise or matrix updates (Adafactor, LAMB, Muon, ...),

@@ -13,12 +13,17 @@ from meshwright.plan.flat_offsets import packed
 
 def stepped_over(layout: TensorLayout, mesh: Mesh) -> Axis:
     """Return the axis whose ranks have the same elements of a tensor before ZeRO cuts them, and share their steps."""
-    return mesh.copies if layout.is_over_ep else mesh.tokens
+    axis: Axis = getattr(mesh, _axis(layout))
+    return axis
 
 
 def sliced(layout: TensorLayout, rows: RowLayout) -> TensorLayout:
     """Return the layout of a tensor whose flattened shard is cut into these rows over that axis."""
-    return layout.flattened(rows, "copies" if layout.is_over_ep else "tokens")
+    return layout.flattened(rows, _axis(layout))
+
+
+def _axis(layout: TensorLayout) -> str:
+    return "copies" if layout.is_over_ep else "tokens"
 
 
 @dataclass(frozen=True)

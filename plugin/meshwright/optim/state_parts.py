@@ -79,6 +79,7 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
         one.weights.take_over()
     groups = zero.groups if zero else [group["params"] for group in optimizer.param_groups]
     names = {id(p): name for name, p in model.named_parameters()}
+    shards = {id(piece.parameter): piece.shard for piece in (zero.slices if zero else ())}
     parts: dict[str, Part] = {}
     for parameter in (p for group in groups for p in group):
         name = names.get(id(parameter))
@@ -91,7 +92,7 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
         bucket = zero.bucket_of(parameter) if zero else None
         if bucket is not None:
             layout = bucket.layout(parameter)
-            key = next((piece.shard for piece in bucket.slices if piece.parameter is parameter), None)
+            key = shards.get(id(parameter))
         parts[name] = Part(
             layout=layout,
             key=key if layout.is_held else None,

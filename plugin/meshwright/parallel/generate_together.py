@@ -12,6 +12,7 @@ from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.collectives import agree
 from meshwright.parallel.method_chain import ChainStep
 from meshwright.parallel.refused_arguments import GENERATE, check_arguments
+from meshwright.roles.adapters import without_wrappers
 
 
 class GenerateTogether(ChainStep):
@@ -24,11 +25,13 @@ class GenerateTogether(ChainStep):
         model: a model, or an adapter's wrapper around one.
         mesh: the axes.
         guard: the guard that checks that all ranks of tp call ``generate``; None on one process.
+        spreads_experts: whether ranks that read different rows hold different experts.
         gathers: whether each forward pass gathers weights, so that every rank must run as many as the longest text.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, guard: Guard | None, *, gathers: bool):
-        self.model, self.mesh, self.guard, self.gathers = model, mesh, guard, gathers
+    def __init__(self, model: nn.Module, mesh: Mesh, guard: Guard | None, *, spreads_experts: bool, gathers: bool):
+        self.model, self.mesh, self.guard = model, mesh, guard
+        self.spreads_experts, self.gathers = spreads_experts, gathers
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.generate(*args, **kwargs)
@@ -36,8 +39,8 @@ class GenerateTogether(ChainStep):
     @on_every_rank
     def generate(self, *args: object, **kwargs: object) -> object:
         """Generate tokens; every rank must make the call."""
-        check_arguments(self.model, {GENERATE: self}, self.mesh)
-        if self.mesh.ep.size > 1 and self.mesh.tp.size == 1:
+        check_arguments(without_wrappers(self.model)[1], {GENERATE: self}, self.mesh)
+        if self.spreads_experts:
             raise PlanError(
                 "generate makes another number of tokens on each rank of dp, and under ParallelPlan.ep="
                 f"{self.mesh.ep.size} they wait for each other in every layer. Save the model (model.save_pretrained) "

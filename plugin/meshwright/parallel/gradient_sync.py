@@ -138,7 +138,8 @@ class GradientSync:
         return temporarily(self, _paused=True)
 
     def arrive(self, parameter: nn.Parameter, grad: Tensor | None) -> Tensor | None:
-        """Called before ``grad`` goes to ``parameter.grad``; multiplies a partial ``grad`` by its number of copies.
+        """Called before ``grad`` goes to ``parameter.grad``; multiplies ``grad`` by its number of copies if it is
+        partial, otherwise by the scale.
 
         ``grad`` is None for the weight of a projection that its block did not use (see column_projections.py).
         """

@@ -80,14 +80,14 @@ class LoadBalancing(BatchStep):
             self._parts = gate_logits
         device, rows = gate_logits[0].device, len(gate_logits[0])
         counted = self._counted(attention_mask, rows).to(device, torch.float64)
+        per_choice, per_token = counted.repeat_interleave(top_k), counted.float().unsqueeze(-1)
         counts = torch.zeros(num_experts, dtype=torch.float64, device=device)
         sums: Tensor | float = 0.0
         for logits in gate_logits:
             probabilities = F.softmax(logits.to(device), dim=-1)
             chosen = torch.topk(probabilities, top_k, dim=-1).indices
-            counts.index_add_(0, chosen.flatten(), counted.repeat_interleave(top_k))
-            probabilities = probabilities.float()
-            sums = sums + (probabilities * counted.to(probabilities.dtype).unsqueeze(-1)).sum(0)
+            counts.index_add_(0, chosen.flatten(), per_choice)
+            sums = sums + (probabilities.float() * per_token).sum(0)
         assert isinstance(sums, Tensor)
         own = torch.cat([counts, sums.detach().double(), (counted.sum() * len(gate_logits)).reshape(1)])
         for axis in (self.mesh.tokens, self.mesh.tp):

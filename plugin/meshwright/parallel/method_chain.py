@@ -1,9 +1,10 @@
 """The one replacement of a method of a model: the steps that the parts of a plan put around it, in a declared order.
 
 Each part of a plan adds a step to the chain of a method, mostly of ``forward``. A step does its work and calls what
-lies inside of it, the method itself at last::
+lies inside of it, the method itself at last. For example::
 
-    decoder.forward    autocast -> the stages of pp, or the micro-batches in turn -> the tokens of cp -> stock forward
+    decoder.forward    autocast -> the stages of pp, or the micro-batches in turn -> the tokens of cp -> the
+                       router's loss -> stock forward
     layer.forward      the layer's stage -> the compiled function -> stock forward
 """
 

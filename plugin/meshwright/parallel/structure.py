@@ -157,7 +157,7 @@ def check_experts(model: nn.Module, ep: int) -> None:
         )
 
 
-def spread_experts(model: nn.Module, ep: int) -> dict[str, TensorLayout]:
+def expert_layouts(model: nn.Module, ep: int) -> dict[str, TensorLayout]:
     """Return the layout of each weight of experts by name, if ranks of dp hold different experts."""
     return {
         f"{name}.{own}": TensorLayout(shape=parameter.shape, cuts=(("ep", RowLayout.padded(parameter.shape[0], ep)),))

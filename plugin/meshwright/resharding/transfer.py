@@ -102,12 +102,12 @@ def without_partial(shape: tuple[int, ...], source: Layout, target: Layout) -> L
     An all-reduce moves twice as much as a reduce-scatter, but leaves replicas, so the transfer may need fewer pieces.
     """
     shards = [source.with_partial(Shard(dim)) for dim in range(len(shape))]
+    stored = sum(source.part(shape, rank).local_numel for rank in source.mesh.ranks)
 
     def moved(reduced: Layout) -> float:
         once = 0.0
         for placement, size in zip(source.placements, source.mesh.shape, strict=True):
             if isinstance(placement, Partial):
-                stored = sum(source.part(shape, rank).local_numel for rank in source.mesh.ranks)
                 once += stored * (size - 1) / size
         return once * (1 if reduced in shards else 2) + traffic(plan(shape, reduced, target))
 

@@ -89,8 +89,8 @@ def _with_text(own: RankOptimizer) -> tuple[RankOptimizer, str]:
 def _check_writer(mesh: Mesh) -> None:
     if dist.is_initialized() and dist.get_rank() == 0 and not mesh.is_first:
         raise PlanError(
-            f"rank 0 writes, but has place {mesh.tokens.rank} on the axis 'dp' and {mesh.tp.rank} on 'tp', and only "
-            "the rank with place 0 on both gets whole tensors; use a mesh that starts with rank 0"
+            f"rank 0 writes, but has the place {mesh.coordinates}, and only the first rank on every axis gets whole "
+            "tensors; use a mesh that starts with rank 0"
         )
 
 
