@@ -92,11 +92,15 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal], experts: Iter
         "",
         "## With experts",
         "",
-        f"These {len(experts)} types are accepted under `tp2+sp`: {', '.join(experts)}. Each rank routes its own "
-        "tokens and has whole experts, so that tp cuts attention and the MLPs that every token takes. "
+        f"These {len(experts)} types are accepted under `tp2+sp`. Each rank routes its own tokens and has whole "
+        "experts, so that tp cuts attention and the MLPs that every token takes. "
         f"`tests/distribute/test_anatomy.py` compares {_COMPARED_EXPERTS} with one device in float64. If a family uses "
         "transformers' `load_balancing_loss_func`, its load-balancing loss (`output_router_logits=True`) is that of "
         "the global batch. phimoe draws random numbers in its router, so that its draws differ as those of dropout do.",
+        "",
+        "| family | under `tp2+sp` |",
+        "|---|---|",
+        *(f"| {family} | yes |" for family in experts),
         "",
         "## Refused",
         "",
