@@ -18,7 +18,7 @@ from meshwright.parallel.mixed_rows import EMBEDDING_OPTIONS
 from meshwright.roles import Decoder, find_decoder, written_plan
 from meshwright.roles.blocks import BLOCKS, Block
 from meshwright.roles.blocks.block import OVER_TP, cut_over_tp
-from meshwright.roles.blocks.experts import is_experts
+from meshwright.roles.blocks.experts import experts_of_own_code, is_experts
 from meshwright.roles.decoder import towers_beside
 from meshwright.roles.projection import weight_of
 from meshwright.roles.roled_model import RoledModel
@@ -148,6 +148,12 @@ def _check_parts(decoder: Decoder, instead: str) -> None:
 
 def check_experts(model: nn.Module, ep: int) -> None:
     """Raise if ``ep`` ranks cannot share a model's experts."""
+    if ep > 1 and (name := experts_of_own_code(model)) is not None:
+        raise PlanError(
+            f"{name} is a {type(model.get_submodule(name)).__name__}, which {type(model).__name__} calls with code of "
+            f"its own instead of transformers' interface for experts, so {ep} ranks cannot share them. Set "
+            "ParallelPlan.ep to 1: each rank then has whole experts"
+        )
     counts = [{p.shape[0] for p in module.parameters()} for module in model.modules() if is_experts(module)]
     if ep > 1 and (not counts or any(len(sizes) > 1 or min(sizes) < ep for sizes in counts)):
         have = f"{', '.join(map(str, sorted(set.union(*counts))))} experts in a layer" if counts else "no experts"
