@@ -171,7 +171,6 @@ def test_fsdp_is_zero_3(world: Any) -> None:
         ({"ignore_mismatched_sizes": True}, "ignore_mismatched_sizes=True .* leave it False"),
         ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "quanti"),
         ({"distributed_config": {"pp_size": 2}}, r"pp_size=2 x .*needs 2 processes, but 1 were launched"),
-        ({"key_mapping": {"^lm_head": "head"}}, "converts lm_head.weight of this checkpoint to head.weight"),
         ({"distributed_config": mw.ToDistributedConfig(weights="other")}, "weights='other' and the path of"),
         ({"distributed_config": mw.ToDistributedConfig()}, "picking a plan needs the size of a batch"),
     ],
