@@ -14,7 +14,7 @@ from meshwright.parallel.collectives import once_differentiable
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """Return the rows of ``x`` that ``index`` names; backward adds their gradients up."""
-    return _Take.apply(x, index)
+    return _TakeRows.apply(x, index)
 
 
 def add_rows(x: Tensor, index: Tensor, count: int) -> Tensor:
@@ -29,7 +29,7 @@ def _add(x: Tensor, index: Tensor, count: int) -> Tensor:
     return out.index_put_((index,), x, accumulate=True)  # sorts, where index_add_ adds in any order
 
 
-class _Take(TensorFunction):
+class _TakeRows(TensorFunction):
     @staticmethod
     def forward(ctx: Node, x: Tensor, index: Tensor) -> Tensor:
         ctx.index, ctx.count = index, len(x)
