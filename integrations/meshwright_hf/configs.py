@@ -232,10 +232,10 @@ class _Registration:
         files = tuple(checkpoint_files)
         options = dataclasses.replace(request.options, weights=files)
         rules = list(load_config.weight_mapping or ())
-        model._weight_conversions = rules
+        vars(model)["_weight_conversions"] = rules
         names = _names_in(files, model)
         # As transformers leaves them, for save_pretrained to undo.
-        model._weight_conversions = [rule for rule in rules if rule.was_used()]
+        vars(model)["_weight_conversions"] = [rule for rule in rules if rule.was_used()]
         _set_dtypes(model, load_config.dtype_plan or {})
         model.tie_weights()
         expected = set(model.state_dict())

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import meshwright as mw
 import meshwright_hf
@@ -23,6 +24,9 @@ from support.anatomies import build
 from support.construction import assert_equal
 from support.tiers import crossings
 
+CONFIGS: dict[str, dict[str, Any]] = {
+    "tp2+sp ep2": {"tp_size": 2, "ep_size": 2, "enable_sequence_parallel": True},
+}
 PLANS = ["dp2 ep2", "dp2 ep2 zero3", "tp2+sp", "tp2+sp ep2", "pp2"]
 
 
@@ -46,7 +50,8 @@ def load_and_save(plan: str, folder: Path, out: Path, how: str, options: dict[st
         if how == "from_pretrained":
             meshwright_hf.register()
             try:
-                model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
+                asked = DistributedConfig(**CONFIGS[plan]) if plan in CONFIGS else plan
+                model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=asked)
             finally:
                 meshwright_hf.unregister()
         else:
@@ -73,10 +78,14 @@ CASES = [(name, plan) for name in ("mixtral", "qwen3_moe", "deepseek_v3") for pl
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    crossings(CASES, but=[("qwen3_moe", "dp2 ep2 zero3"), ("deepseek_v3", "pp2")], quick=[("qwen3_moe", "dp2 ep2")]),
+    crossings(
+        CASES,
+        but=[("qwen3_moe", "dp2 ep2 zero3"), ("mixtral", "tp2+sp ep2"), ("deepseek_v3", "pp2")],
+        quick=[("qwen3_moe", "dp2 ep2")],
+    ),
 )
 def test_a_published_checkpoint_is_read_and_written_back(name: str, plan: str, pool2: Any, tmp_path: Path) -> None:
-    how = "from_pretrained" if plan in ("dp2 ep2", "pp2") else "weights"
+    how = "from_pretrained" if plan in ("dp2 ep2", "pp2", "tp2+sp ep2") else "weights"
     options = {"max_shard_size": "20KB"} if plan == "dp2 ep2" else {}
     expected = save_stock(name, tmp_path / "stock", **options).state_dict()
     assert any(".experts.0." in key for file in (tmp_path / "stock").glob("*.safetensors") for key in load_file(file))

@@ -39,7 +39,9 @@ def transforms_of(model: nn.Module) -> list[Transform]:
     """Return transformers' rules for a model; none for a model of another kind."""
     own: list[Transform] | None = getattr(model, "_weight_conversions", None)
     if own is None:
-        find = getattr(_modeling(model), "get_model_conversion_mapping", lambda _: [])
+        find: Callable[[nn.Module], list[Transform]] = getattr(
+            _modeling(model), "get_model_conversion_mapping", lambda _: []
+        )
         own = find(model)
     return own or []
 

@@ -148,17 +148,6 @@ def _save_streamed(model: nn.Module, runtime: Runtime, save_pretrained: Callable
             (replacement.path / saved.names.index).write_text(text, encoding="utf-8")
         replacement.commit(saved.names)
 
-    gathered = set()
-
-    def gather(name: str) -> Tensor | None:
-        made = published[name]
-        if made.source not in gathered:
-            gathered.add(made.source)
-            whole = gather_full(state[made.source], runtime)
-            if whole is not None:
-                made.make(model, whole)
-        return made.take(name) if runtime.mesh.is_first else None
-
     try:
         fields = on_first_rank(start)
         if fields is None:
@@ -174,12 +163,31 @@ def _save_streamed(model: nn.Module, runtime: Runtime, save_pretrained: Callable
         if runtime.mesh.is_first:
             assert replacement is not None
             written = StreamedFiles(replacement.path, files, f"writing {call['save_directory']}")
-        stream(files, gather, written)
+        stream(files, _gather_published(model, published, runtime), written)
         on_first_rank(finish)
         return True
     finally:
         if replacement is not None:
             replacement.close()
+
+
+def _gather_published(
+    model: nn.Module, published: dict[str, PublishedTensors], runtime: Runtime
+) -> Callable[[str], Tensor | None]:
+    """Return a collective that returns the published tensor of a name on the first rank."""
+    state = model.state_dict(keep_vars=True)
+    gathered: set[str] = set()
+
+    def gather(name: str) -> Tensor | None:
+        tensors = published[name]
+        if tensors.source not in gathered:
+            gathered.add(tensors.source)
+            whole = gather_full(state[tensors.source], runtime)
+            if whole is not None:
+                tensors.make(model, whole)
+        return tensors.take(name) if runtime.mesh.is_first else None
+
+    return gather
 
 
 def _files(published: dict[str, PublishedTensors], saved: _Saved) -> dict[str, dict[str, Form]]:
