@@ -19,8 +19,7 @@ from conformance.families.models import model_types
 from conformance.families.page import PAGE
 from conformance.families.parity import TOLERANCE
 from meshwright.optim import thawing
-from meshwright.parallel.structure import check_experts
-from meshwright.roles.blocks.experts import roles_of_experts
+from meshwright.roles.blocks.experts import check_experts, roles_of_experts
 from support.tiers import crossings
 
 FAMILIES = sorted(EXPERTS.keys() & set(model_types()))  # an older transformers lacks the newest

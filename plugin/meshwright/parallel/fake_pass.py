@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.errors import PlanError
 from meshwright.parallel.batch_schema import example
 from meshwright.roles import Role
-from meshwright.roles.blocks.experts import roles_of_experts
+from meshwright.roles.blocks.experts import is_experts, roles_of_experts
 
 
 def run_without_values(
-    model: nn.Module, *, rows: int, length: int, instead: str, labels: tuple[int, ...] | None = None
+    model: nn.Module,
+    *,
+    rows: int,
+    length: int,
+    instead: str,
+    labels: tuple[int, ...] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Any:
     """Run a decoder on fake token ids and labels, and return its output.
 
@@ -29,6 +35,7 @@ def run_without_values(
         length: the number of tokens in each row.
         labels: the shape of the labels; None for none.
         instead: the plan to use if the decoder cannot be run in this way, for the message.
+        options: more arguments of forward.
 
     Raises:
         PlanError: if the decoder cannot be run in this way.
@@ -42,7 +49,7 @@ def run_without_values(
             inputs["labels"] = torch.zeros(labels, dtype=torch.int64)
         try:
             with torch.enable_grad():
-                return model(**inputs)
+                return model(**inputs, **(options or {}))
         except PlanError:
             raise
         except Exception as error:
@@ -66,9 +73,12 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 def _routed(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the experts that are called with tokens and a router's two choices for each, and return tokens."""
     for module in model.modules():
+        if is_experts(module):
+            yield module
         for name, role in roles_of_experts(module).items():
             experts = module.get_submodule(name)
-            if role is Role.EXPERTS and len(inspect.signature(experts.forward).parameters) == 3:
+            takes_choices = len(inspect.signature(experts.forward).parameters) == 3
+            if role is Role.EXPERTS and takes_choices and not is_experts(experts):
                 yield experts
 
 
