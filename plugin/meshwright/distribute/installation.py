@@ -53,6 +53,7 @@ FEATURES = (
     Feature(splits.run_in_parts, after=(training.average_loss,)),
     Feature(passes.generate_alike),
     Feature(training.recompute),
+    Feature(training.replay_routing, after=(training.recompute, passes.spread_experts)),
     Feature(training.defer_logits, after=(passes.cut_blocks,)),
     Feature(training.compile_layers, after=(passes.cut_blocks,)),
 )
