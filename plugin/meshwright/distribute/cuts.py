@@ -18,6 +18,7 @@ from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.structure import describe, outline
+from meshwright.parallel.token_dispatchers import check_dispatcher
 from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, plan_for
@@ -34,6 +35,7 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
         PlanError: if the plan cannot cut the decoder.
     """
     check_experts(decoder, plan.ep)
+    check_dispatcher(config.token_dispatcher, plan.ep)
     axes = [axis for axis, size in plan.sizes_beside_dp.items() if size > 1]
     if not axes:
         return None

@@ -114,7 +114,7 @@ def spread_experts(build: Build) -> None:
     """Let experts that are spread over ranks get the tokens that are routed to them."""
     if build.plan.ep > 1:
         for experts in filter(is_experts, build.decoder.modules()):
-            add_step(experts, ExpertDispatch(experts, build.runtime.mesh.ep))
+            add_step(experts, ExpertDispatch(experts, build.runtime.mesh.ep, build.config.token_dispatcher))
 
 
 def generate_alike(build: Build) -> None:

@@ -351,6 +351,9 @@ class ToDistributedConfig:
             docs/losses.md.
         optimizer_is_elementwise: whether the optimizer updates each element from that element alone. Set it to True
             for such an optimizer if Meshwright does not know its class.
+        token_dispatcher: how tokens reach the ranks of their experts, if ep > 1: "all_to_all" (one copy for each rank
+            with experts of the token), "all_gather" (every token to every rank, without a wait of the host for its
+            device), or a name that ``register_dispatcher`` was given.
         bucket_size_mb: size of the buckets in which gradients are communicated, in MiB.
         compile: "layers" to compile the forward of each layer with torch.compile; the losses stay those of the eager
             model, up to rounding. None compiles nothing.
@@ -386,6 +389,7 @@ class ToDistributedConfig:
     num_items_in_batch: NumItems = "auto"
     loss_averages_over: AveragesOver | None = None
     optimizer_is_elementwise: bool = False
+    token_dispatcher: str = "all_to_all"
     bucket_size_mb: float = BUCKET_MB
     compile: Literal["layers"] | None = None
     compile_options: Mapping[str, object] | None = None
@@ -438,6 +442,7 @@ _CHECKS: dict[str, Callable[[str, str, object], None]] = {
     "num_items_in_batch": partial(check_choice, choices=("auto", "global", "local")),
     "loss_averages_over": _check_averages_over,
     "optimizer_is_elementwise": check_bool,
+    "token_dispatcher": partial(check_type, kinds=str, what="the name of a dispatcher, such as 'all_to_all'"),
     "bucket_size_mb": check_number,
     "compile": partial(check_choice, choices=(None, "layers")),
     "compile_options": partial(check_type, kinds=Mapping, what="a dict: {'backend': 'inductor'}"),
