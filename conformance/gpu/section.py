@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,6 +103,22 @@ class Section(Protocol):
 
     def verdict(self, checks: Sequence[Check]) -> str:
         """Return the section's line of the table, from its checks."""
+
+
+def attempt(what: str, run: Callable[[], Iterable[Check]]) -> Iterator[Check]:
+    """Yield the checks of a function; what it raises is a check that does not hold, so that the others still run.
+
+    Args:
+        what: what it checks, in words.
+        run: the function.
+    """
+    try:
+        yield from run()
+    except Exception as error:
+        traceback.print_exc()
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        note = f"{type(error).__name__}: {lines[-1][:300]}"
+        yield Check(what=f"{what}: errors that ended it", figure=1.0, goal=0.0, note=note)
 
 
 def worst(checks: Sequence[Check]) -> Check | None:

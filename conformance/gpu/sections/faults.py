@@ -6,12 +6,13 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from conformance.gpu.section import Check, Place, line_of
+from conformance.gpu.section import Check, Place, attempt, line_of
 from conformance.gpu.training import batches, new_model
 from harness.programs import mark_fault, run_program
 from meshwright.choose.given_plan import resolve_plan
@@ -36,29 +37,45 @@ class Faults:
     def run(self, place: Place) -> Iterator[Check]:
         for plan in _PLANS:
             for what, fail, words in (
-                ("is killed", kill, "killed"), ("runs out of memory", run_out, "OutOfMemoryError"),
+                ("is killed", kill, "ended abruptly"), ("runs out of memory", run_out, "OutOfMemoryError"),
             ):  # fmt: skip
-                yield _ended(place, plan, f"{plan}: rank 1 {what}", fail, words)
+                case = Case(plan, f"{plan}: rank 1 {what}", fail, words)
+                yield from attempt(case.what, lambda case=case: [case.ended(place)])
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)
 
 
-def _ended(place: Place, plan: str, what: str, fail: Callable[[str], None], words: str) -> Check:
-    """Run a program in which rank 1 fails; a planted fault lets rank 0 fail instead."""
-    outcomes = run_program(program, 2, plan, place.device, 0 if place.plants else 1, fail, timeout=_WHOLE)
-    other = outcomes[0]
-    named = re.search(rf"rank 1 \(host [^)]*\)[^\n]*{words}", other.output)
-    wrong = [
-        *(f"rank {rank} did not end" for rank, outcome in enumerate(outcomes) if outcome.code is None),
-        *(["rank 0 ended as if nothing was wrong"] if other.code == 0 else []),
-        *([] if named else ["rank 0 does not name rank 1"]),
-        *([f"rank 0 ended after {other.after:.0f} s"] if other.after > _IN_TIME else []),
-    ]
-    if wrong:
-        print("\n".join(outcome.output for outcome in outcomes), flush=True)
-    return Check(what=f"{what}: what is wrong on the other", figure=len(wrong), goal=0.0, note="; ".join(wrong),
-                 details={"seconds": other.after})  # fmt: skip
+@dataclass(frozen=True)
+class Case:
+    """A program in which rank 1 fails, and the words by which the other rank must name the reason."""
+
+    plan: str
+    what: str
+    fail: Callable[[str], None]
+    words: str
+
+    def ended(self, place: Place) -> Check:
+        """Run the program; a planted fault lets rank 0 fail instead."""
+        victim = 0 if place.plants else 1
+        outcomes = run_program(program, 2, self.plan, place.device, victim, self.fail, timeout=_WHOLE)
+        other = outcomes[0]
+        named = re.search(rf"rank 1 \(host [^)]*\)[^\n]*{self.words}", other.output)
+        wrong = [
+            *(f"rank {rank} did not end" for rank, outcome in enumerate(outcomes) if outcome.code is None),
+            *(["rank 0 ended as if nothing was wrong"] if other.code == 0 else []),
+            *([] if named else ["rank 0 does not name rank 1"]),
+            *([f"rank 0 ended after {other.after:.0f} s"] if other.after > _IN_TIME else []),
+        ]
+        if wrong:
+            print("\n".join(outcome.output for outcome in outcomes), flush=True)
+        return Check(
+            what=f"{self.what}: what is wrong on the other",
+            figure=len(wrong),
+            goal=0.0,
+            note="; ".join(wrong),
+            details={"seconds": other.after},
+        )
 
 
 def program(plan: str, device: str, victim: int, fail: Callable[[str], None]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conformance.gpu.section import Check, Place, line_of
+from conformance.gpu.section import Check, Place, attempt, line_of
 from meshwright.context.flash import FlashCall, flash_attention, has_flash
 from meshwright.context.key_exchange import WholeKeys
 from meshwright.mesh.axes import Axis
@@ -86,7 +86,7 @@ class Kernels:
     def run(self, place: Place) -> Iterator[Check]:
         dtype = torch.bfloat16 if place.is_cuda else torch.float32
         for kernel in kernels(place):
-            yield from _checks(kernel, dtype, place)
+            yield from attempt(kernel.name, lambda kernel=kernel: _checks(kernel, dtype, place))
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from conformance.gpu.ranks import RankPools, rank_pools
-from conformance.gpu.section import Check, Place, line_of
+from conformance.gpu.section import Check, Place, attempt, line_of
 from conformance.gpu.training import Numbers, largest_difference, relative_error, trained
 from meshwright.choose.given_plan import resolve_plan
 
@@ -33,6 +34,7 @@ PLANS = (
     ("dp2 cp2(ring) zero1", "llama"),
     ("dp2 tp2+sp zero3 recompute=full", "llama"),
 )
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 # In float64 and float32 only the order of sums differs: about 1e-16 and 1e-7 for each sum, over some hundred terms.
 _EXACT, _SINGLE = 1e-10, 2e-5
@@ -53,39 +55,63 @@ class NumbersOfPlans:
         return None
 
     def run(self, place: Place) -> Iterator[Check]:
-        one: dict[tuple[str, torch.dtype], Numbers] = {}
         with rank_pools() as pools:
             if place.is_cuda:
-                yield _one_rank_of_nccl(pools)
+                yield from attempt("NCCL with one rank", lambda: [_one_rank_of_nccl(pools)])
+            references = _References(pools, place.device)
             for plan, family in PLANS:
-                for dtype in (torch.float64, torch.float32, torch.bfloat16):
-                    if (family, dtype) not in one:
-                        (one[family, dtype],) = pools.run(1, trained, None, dtype, place.device, family)
-                exact = one[family, torch.float64]
                 ranks = resolve_plan(plan).world_size
                 for backend in ("gloo", "nccl") if ranks <= place.gpus else ("gloo",):
-                    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-                        given = (plan, dtype, place.device, family, _FAULT if place.plants else 1.0)
-                        found = pools.run(ranks, trained, *given, backend=backend)[0]
-                        what = f"{plan}, {family}, {str(dtype).removeprefix('torch.')}, {backend}"
-                        yield _compared(what, found, one[family, dtype], exact)
+                    case = _Case(plan, family, backend)
+                    yield from attempt(case.name, lambda case=case: case.checks(references, place))
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)
 
 
-def _compared(what: str, found: Numbers, expected: Numbers, exact: Numbers) -> Check:
-    if "bfloat16" not in what:
-        is_exact = "float64" in what
-        difference = largest_difference(found, expected, weights=is_exact)
-        return Check(what=what, figure=difference, goal=_EXACT if is_exact else _SINGLE)
-    own, of_one = relative_error(found, exact), relative_error(expected, exact)
-    return Check(
-        what=f"{what}: error of gradients against float64, relative to that of one process",
-        figure=own / of_one,
-        goal=_HALF,
-        details={"plan": own, "one process": of_one},
-    )
+@dataclass(frozen=True)
+class _References:
+    """The runs on one device, each of which is made once."""
+
+    pools: RankPools
+    device: str
+    made: dict[tuple[str, torch.dtype], Numbers] = field(default_factory=dict)
+
+    def of(self, family: str, dtype: torch.dtype) -> Numbers:
+        if (family, dtype) not in self.made:
+            (self.made[family, dtype],) = self.pools.run(1, trained, None, dtype, self.device, family)
+        return self.made[family, dtype]
+
+
+@dataclass(frozen=True)
+class _Case:
+    plan: str
+    family: str
+    backend: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.plan}, {self.family}, {self.backend}"
+
+    def checks(self, references: _References, place: Place) -> Iterator[Check]:
+        ranks, factor = resolve_plan(self.plan).world_size, _FAULT if place.plants else 1.0
+        for dtype in _DTYPES:
+            given = (self.plan, dtype, place.device, self.family, factor)
+            found = references.pools.run(ranks, trained, *given, backend=self.backend)[0]
+            what, expected = f"{self.name}, {str(dtype).removeprefix('torch.')}", references.of(self.family, dtype)
+            if dtype is torch.bfloat16:
+                exact = references.of(self.family, torch.float64)
+                own, of_one = relative_error(found, exact), relative_error(expected, exact)
+                yield Check(
+                    what=f"{what}: error of gradients against float64, relative to that of one process",
+                    figure=own / of_one,
+                    goal=_HALF,
+                    details={"plan": own, "one process": of_one},
+                )
+            else:
+                is_exact = dtype is torch.float64
+                difference = largest_difference(found, expected, weights=is_exact)
+                yield Check(what=what, figure=difference, goal=_EXACT if is_exact else _SINGLE)
 
 
 def _one_rank_of_nccl(pools: RankPools) -> Check:

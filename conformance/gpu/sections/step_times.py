@@ -8,7 +8,7 @@ import torch
 
 from conformance.gpu.races import Contest, Turn, is_installed, race
 from conformance.gpu.ranks import rank_pools
-from conformance.gpu.section import Check, Place, line_of
+from conformance.gpu.section import Check, Place, attempt, line_of
 from meshwright.calibration.measure import calibrate
 from meshwright.choose.picked_plan import device_at_hand
 from meshwright.planner.candidate import Candidate, Job
@@ -66,8 +66,12 @@ class StepTimes:
         with rank_pools() as pools:
             for contest in _CONTESTS if place.is_cuda else _TINY:
                 able = tuple(way for way in ways if is_installed(way) and not (contest.adapters and way == "liger"))
-                (turns,) = pools.run(1, race, contest, able, place.device, late)
-                yield from _checks(contest, turns, profile, place)
+
+                def checks(contest: Contest = contest, able: tuple[str, ...] = able) -> Iterator[Check]:
+                    (turns,) = pools.run(1, race, contest, able, place.device, late)
+                    yield from _checks(contest, turns, profile, place)
+
+                yield from attempt(contest.name, checks)
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)

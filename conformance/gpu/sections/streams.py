@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from conformance.gpu.ranks import rank_pools
-from conformance.gpu.section import Check, Place, line_of
+from conformance.gpu.ranks import RankPools, rank_pools
+from conformance.gpu.section import Check, Place, attempt, line_of
 from conformance.gpu.training import Numbers, batches, largest_difference, new_model, trained
 from meshwright.choose.given_plan import resolve_plan
 
@@ -38,20 +38,28 @@ class Streams:
 
     def run(self, place: Place) -> Iterator[Check]:
         with rank_pools() as pools:
-            for number, plan in enumerate(_PLANS):
-                folder = place.folder / str(number)
-                differing = pools.run(2, differing_files, str(folder), plan, place.device, place.plants)[0]
-                yield Check(what=f"{plan}: files of a save in the background that differ from those of a save at once",
-                            figure=differing, goal=0.0)  # fmt: skip
-            factor = 1.001 if place.plants else 1.0
-            expected = pools.run(2, trained, "tp2+sp", torch.float32, place.device)[0]
-            found = pools.run(2, trained_on_stream, place.device, factor)[0]
-            yield Check(what="tp2+sp on a second stream, off the first stream's numbers", goal=_ON_STREAM,
-                        figure=largest_difference(found, expected, weights=False))  # fmt: skip
+            for plan in _PLANS:
+                yield from attempt(plan, lambda plan=plan: [_saved(plan, place, pools)])
+            yield from attempt("a second stream", lambda: [_streamed(place, pools)])
         yield _checked_memory(place)
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)
+
+
+def _saved(plan: str, place: Place, pools: RankPools) -> Check:
+    folder = str(place.folder / plan.replace(" ", "-"))
+    differing = pools.run(2, differing_files, folder, plan, place.device, place.plants)[0]
+    what = f"{plan}: files of a save in the background that differ from those of a save at once"
+    return Check(what=what, figure=differing, goal=0.0)
+
+
+def _streamed(place: Place, pools: RankPools) -> Check:
+    factor = 1.001 if place.plants else 1.0
+    expected = pools.run(2, trained, "tp2+sp", torch.float32, place.device)[0]
+    found = pools.run(2, trained_on_stream, place.device, factor)[0]
+    difference = largest_difference(found, expected, weights=False)
+    return Check(what="tp2+sp on a second stream, off the first stream's numbers", figure=difference, goal=_ON_STREAM)
 
 
 def differing_files(folder: str, plan: str, device: str, plants: bool) -> int:
@@ -74,7 +82,7 @@ def differing_files(folder: str, plan: str, device: str, plants: bool) -> int:
             mw.save_checkpoint(at_once, model, optimizer, step=step)
         if step == (3 if plants else 2):
             mw.save_checkpoint(meanwhile, model, optimizer, step=step, asynchronous=True)
-    mw.wait_for_checkpoints()
+    mw.wait_for_checkpoints(model)
     dist.barrier()
     first, second = _digests(at_once), _digests(meanwhile)
     return sum(first.get(name) != second.get(name) for name in first.keys() | second.keys()) if first else 1

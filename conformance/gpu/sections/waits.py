@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
-from conformance.gpu.ranks import rank_pools
-from conformance.gpu.section import Check, Place, line_of
+from conformance.gpu.ranks import RankPools, rank_pools
+from conformance.gpu.section import Check, Place, attempt, line_of
 from support.cuda_steps import FAULTS, LENGTH, PROGRAMS, ROWS, SIZES
 
 # Names of the programs that the tests trace; those with dropout and adapters have randomness on the device.
@@ -40,20 +40,31 @@ class Waits:
 
     def run(self, place: Place) -> Iterator[Check]:
         names = _PROGRAMS if place.is_cuda else _ON_CPU
-        claims = dict(zip(names, _claims([_FAULT] if place.plants else names), strict=False))
+        claims: dict[str, list[str]] = {}
+
+        def trace() -> Iterator[Check]:
+            claims.update(zip(names, _claims([_FAULT] if place.plants else names), strict=False))
+            for name, claim in claims.items():
+                yield Check(what=f"{name}: waits, as traced", figure=len(claim), goal=0.0, note="; ".join(claim))
+
+        yield from attempt("the trace", trace)
         with rank_pools() as pools:
             for name in names:
-                if (claim := claims.get(name)) is not None:
-                    yield Check(what=f"{name}: waits, as traced", figure=len(claim), goal=0.0, note="; ".join(claim))
-                ranks = mw.ParallelPlan(**PROGRAMS[name][0]).world_size
-                found = pools.run(ranks, real_step, name, place.device, place.plants)
-                note = next((text for text in found if text), "")
-                goal = place.goal(0.0)  # a CPU's step runs by the same code, and has nothing to wait for
-                yield Check(what=f"{name}: ranks that wait in a real step", figure=sum(map(bool, found)), goal=goal,
-                            note=note)  # fmt: skip
+                yield from attempt(name, lambda name=name: [_real(name, place, pools)])
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)
+
+
+def _real(name: str, place: Place, pools: RankPools) -> Check:
+    ranks = mw.ParallelPlan(**PROGRAMS[name][0]).world_size
+    found = pools.run(ranks, real_step, name, place.device, place.plants)
+    return Check(
+        what=f"{name}: ranks that wait in a real step",
+        figure=sum(map(bool, found)),
+        goal=place.goal(0.0),  # a CPU's step runs by the same code, and has nothing to wait for
+        note=next((text for text in found if text), ""),
+    )
 
 
 def _claims(names: Sequence[str]) -> list[list[str]]:
