@@ -89,16 +89,16 @@ class Runner:
             }  # fmt: skip
             command = [sys.executable, "-m", "conformance.gpu.section_process", name, json.dumps(place), str(result)]
             with output.open("w") as file:
-                code = _run(command, file.fileno(), seconds + GRACE, self.device)
+                code = run_command(command, file.fileno(), seconds + GRACE, self.device)
             said = output.read_text(errors="replace")
             with self.log.open("a") as file:
                 file.write(f"==== {name}: exit code {code}\n{said}\n")
-            found = _Found.of(result)
+            found = read_result(result)
         return found.outcome(name, code, time.monotonic() - began, said)
 
 
 @dataclass
-class _Found:
+class Found:
     """What a section has written."""
 
     checks: list[Check] = field(default_factory=list)
@@ -106,19 +106,8 @@ class _Found:
     is_cut: bool = False
     is_done: bool = False
 
-    @classmethod
-    def of(cls, result: Path) -> _Found:
-        found = cls()
-        for line in result.read_text().splitlines() if result.exists() else ():
-            said = json.loads(line)
-            if (check := said.pop("check", None)) is not None:
-                check.pop("holds")
-                found.checks.append(Check(**check))
-            for name, value in said.items():
-                setattr(found, name, value)
-        return found
-
     def outcome(self, name: str, code: int | None, seconds: float, said: str) -> Outcome:
+        """Return how the section ended, from its exit code (None if it was killed after its time) and output."""
         known = {"name": name, "seconds": round(seconds, 1), "checks": tuple(self.checks), "is_cut": self.is_cut}
         if self.missing is not None:
             return Outcome(state="not run", line=self.missing, **known)
@@ -134,7 +123,20 @@ class _Found:
         return Outcome(state=state, line=line, **known)
 
 
-def _run(command: list[str], output: int, seconds: float, device: str) -> int | None:
+def read_result(result: Path) -> Found:
+    """Return what a section has written to a file; nothing if it has not come so far."""
+    found = Found()
+    for line in result.read_text().splitlines() if result.exists() else ():
+        said = json.loads(line)
+        if (check := said.pop("check", None)) is not None:
+            check.pop("holds")
+            found.checks.append(Check(**check))
+        for name, value in said.items():
+            setattr(found, name, value)
+    return found
+
+
+def run_command(command: list[str], output: int, seconds: float, device: str) -> int | None:
     """Run a command in a session of its own; return its exit code, or None if it was killed after the time."""
     environment = {
         **os.environ,

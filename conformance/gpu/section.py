@@ -17,7 +17,8 @@ class Place:
 
     Args:
         device: "cpu" or "cuda".
-        seconds: the time for all of its checks; those that have not begun by then are left out.
+        seconds: the time for all of its checks; those that have not begun by then are left out, but for the first one
+            with a goal.
         folder: an empty folder.
         plants: whether to plant a fault, which the section must then find.
     """
