@@ -48,7 +48,7 @@ help:
 	@echo 'make bench-host    CPU time that the hooks of a plan add to a layer'
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
-	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
+	@echo 'make families      every decoder of transformers, dense or with experts, against one device; writes docs/families.md'
 	@echo 'make kills         a save that is killed, or finds the disk full, at each of its steps; ten minutes'
 	@echo 'make resumes       runs of 20 steps under ten plans, loaded after each step and compared to the bit'
 	@echo 'make random-kills  runs whose ranks are really killed or stopped, with restarts; half an hour'
