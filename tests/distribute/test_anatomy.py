@@ -27,7 +27,7 @@ from harness import WorkerError
 from meshwright.distribute.cuts import structure_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim import thawing
-from meshwright.parallel import load_balancing, structure
+from meshwright.parallel import load_balancing
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.mean_over_ranks import GlobalMean
@@ -55,6 +55,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp4, ep2, zero3": {"dp": 4, "ep": 2, "zero_stage": 3},
     "pp2 x dp2, ep2, zero1": {"pp": 2, "dp": 2, "ep": 2, "zero_stage": 1},
     "cp2 x dp2, ep2, zero2": {"cp": 2, "dp": 2, "ep": 2, "zero_stage": 2},
+    "dp2 x tp2+sp, ep4": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 4},
+    "cp2 x dp2, ep4, zero1": {"cp": 2, "dp": 2, "ep": 4, "zero_stage": 1},
     "dp2, ep2, micro-batches, recompute": {"dp": 2, "ep": 2, "gradient_accumulation_steps": 2, "recompute": "full"},
     "dp2 x tp2+sp, zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
     "pp2 x tp2+sp, ep2, micro-batches": {
@@ -137,6 +139,8 @@ ON_FOUR = [
     ("deepseek_v3", "dp2 x tp2+sp, ep2, zero3"),
     ("olmoe, balanced", "dp2 x tp2+sp, zero1"),
     ("mixtral, balanced", "cp2 x tp2+sp, ep2, recompute"),
+    ("mixtral, idle experts", "dp2 x tp2+sp, ep4"),
+    ("mixtral, balanced", "cp2 x dp2, ep4, zero1"),
 ]
 MIDDLE = [
     case for case in CASES if case[1] in ("tp2+sp", "tp2+sp, ep2", "dp2, ep2", "dp2+zero3", "pp2, micro-batches", "cp2")
@@ -155,12 +159,12 @@ def test_equals_one_process(name: str, plan_name: str, request: pytest.FixtureRe
 
 def train_without_sums(plan: dict[str, Any]) -> dict[str, Tensor]:
     """A fault: the gradients of experts that several ranks hold are not summed."""
-    make = structure.cut_over_tp
-    structure.cut_over_tp = lambda parameter, rows, **_: make(parameter, rows)
+    make = thawing.AllReduce
+    thawing.AllReduce = lambda axis, *args: make(Axis("alone") if axis.name == "copies" else axis, *args)
     try:
         return train(plan, "mixtral")
     finally:
-        structure.cut_over_tp = make
+        thawing.AllReduce = make
 
 
 def train_without_scale(plan: dict[str, Any]) -> dict[str, Tensor]:
@@ -180,8 +184,8 @@ def test_a_wrong_scale_of_experts_would_be_caught(pool2: Any) -> None:
 
 
 def test_copies_of_experts_that_are_not_summed_are_named(pool4: Any) -> None:
-    with pytest.raises(WorkerError, match=r"experts.gate_up_proj\[0:2\]: rank\(s\) 0 differ from rank\(s\) 2"):
-        pool4.run(train_without_sums, PLANS["tp4+sp, ep2, zero1"])
+    with pytest.raises(WorkerError, match=r"experts.gate_up_proj: rank\(s\) 0 differ from rank\(s\) 2"):
+        pool4.run(train_without_sums, {"tp": 4, "sequence_parallel": True, "ep": 2})
 
 
 BALANCED = "olmoe, balanced"
@@ -430,8 +434,12 @@ def test_a_refusal_speaks_of_the_axis_at_hand() -> None:
 
 def test_experts_that_ranks_cannot_share_are_refused() -> None:
     assert "tp2+sp" in refusal(MODELS["mixtral"], tp=2)
-    with pytest.raises(mw.PlanError, match=r"Set ep to a divisor of dp=3"):
+    with pytest.raises(mw.PlanError, match=r"Set ep to 1 or 3$"):
         mw.ParallelPlan(dp=3, ep=2)
+    with pytest.raises(mw.PlanError, match=r"within or over whole groups of tp. Set ep to 1 or 2 or 4 or 12$"):
+        mw.ParallelPlan(dp=3, tp=4, ep=3, sequence_parallel=True)
+    with pytest.raises(mw.PlanError, match=r"must have different tokens.*tp2\+sp ep4"):
+        mw.ParallelPlan(dp=2, tp=2, ep=4)
     assert "has no experts" in refusal(llama, dp=2, ep=2)
     assert "4 experts in a layer, so 8 ranks" in refusal(MODELS["mixtral"], tp=8, ep=8, sequence_parallel=True)
     said = refusal(lambda: llama(num_attention_heads=8), tp=8, ep=8, sequence_parallel=True)
