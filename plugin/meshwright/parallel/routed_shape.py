@@ -53,11 +53,12 @@ def routed_shape(model: nn.Module, *, name: str) -> ModelShape:
         PlanError: the model's structure is not a decoder's, or it cannot be run without values.
     """
     decoder = find_decoder(model)
-    pass_ = _Pass(decoder.layers)
+    pass_ = _RoutedPass(decoder.layers)
     with pass_:
         run_without_values(model, rows=_ROWS, length=_LENGTH, instead="a plan: plan='dp2'")
     fields: dict[str, Any] = {}
-    if hasattr(config := getattr(model, "config", None), "to_dict"):
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
         fields = {**config.to_dict(), "_attn_implementation": getattr(config, "_attn_implementation", None)}
     words = weight_of(decoder.embedding)
     vocab, hidden = words.shape
@@ -72,7 +73,7 @@ def routed_shape(model: nn.Module, *, name: str) -> ModelShape:
     return dataclasses.replace(shape, positions=max(0, rest) // hidden)
 
 
-class _Pass(TorchFunctionMode):
+class _RoutedPass(TorchFunctionMode):
     """Records in a pass without values how many experts each token takes, and the heads of each layer's attention."""
 
     def __init__(self, layers: tuple[nn.Module, ...]):
@@ -84,7 +85,7 @@ class _Pass(TorchFunctionMode):
         self._running: nn.Module | None = None
         self._keys = (0, 0, 0)
 
-    def __enter__(self) -> _Pass:
+    def __enter__(self) -> _RoutedPass:
         experts = {m for layer in self._owners.values() for m in layer.modules() if is_experts(m)}
         hooked = [(m, self._enter) for m in self._owners] + [(m, self._routed) for m in experts]
         self._handles = [m.register_forward_pre_hook(hook, with_kwargs=True) for m, hook in hooked]
@@ -125,7 +126,7 @@ class _Pass(TorchFunctionMode):
             self.heads.setdefault(self._owners[self._running], heads)
 
 
-def _layer(layer: nn.Module, pass_: _Pass, hidden: int) -> LayerShape:
+def _layer(layer: nn.Module, pass_: _RoutedPass, hidden: int) -> LayerShape:
     """Return the sizes of one layer, without window and traits."""
     found = [module for module in layer.modules() if is_experts(module)]
     inside = {id(p) for module in found for p in module.parameters()}
