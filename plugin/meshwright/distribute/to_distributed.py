@@ -161,7 +161,7 @@ def _distribute(
     guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)
     check_agreement(plan)
-    mesh = Mesh.build(plan.dims, device.type, ep=plan.ep)
+    mesh = Mesh.build(plan.dims, device.type)
     if guard is not None:
         guard.set_coordinates(mesh.coordinates)
         set_timeouts(config.timeout_s)  # also for the groups just made

@@ -31,7 +31,8 @@ def compare_replicas(build: Build) -> None:
         return
     if every is None:
         # In ZeRO stages 1 and 2 the next step overwrites all copies of a weight with the owner's, even if faulty.
-        every = 1 if plan.zero_stage in (1, 2) and runtime.mesh.tokens.size > 1 else 50
+        slices = max(runtime.mesh.tokens.size, runtime.mesh.copies.size)
+        every = 1 if plan.zero_stage in (1, 2) and slices > 1 else 50
     runtime.comparison = ReplicaComparison(
         build.model,
         mesh=runtime.mesh,
@@ -113,7 +114,7 @@ def spread_experts(build: Build) -> None:
     """Let experts that are spread over ranks get the tokens that are routed to them."""
     if build.plan.ep > 1:
         for experts in filter(is_experts, build.decoder.modules()):
-            add_step(experts, ExpertDispatch(experts, build.runtime.mesh.ep))
+            add_step(experts, ExpertDispatch(experts, build.runtime.mesh.ep, build.config.token_dispatcher))
 
 
 def generate_alike(build: Build) -> None:

@@ -59,11 +59,13 @@ def average_loss(build: Build) -> None:
     runtime.features.add(loss)
     if isinstance(loss, CausalLMLoss):
         loss.region = runtime.features.find(ContextRegion)
-    has_parts = runtime.mesh.tokens.size * runtime.mesh.tp.size > 1 or build.plan.has_micro_batches
+    routers = None if build.cut is None else build.cut.order.routers
+    has_parts = runtime.mesh.tokens.size * runtime.mesh.tp.size > 1 or build.is_split
     forward = forward_with_router_loss(build.decoder) if build.loss.is_function and has_parts else None
-    if forward is not None:
+    if forward is not None and (build.cut is None or routers is not None):
         region = runtime.features.find(ContextRegion)
-        add_step(build.decoder, LoadBalancing(build.decoder, forward, mean=mean, mesh=runtime.mesh, region=region))
+        step = LoadBalancing(build.decoder, forward, mean=mean, mesh=runtime.mesh, region=region, routers=routers)
+        add_step(build.decoder, step)
 
 
 def recompute(build: Build) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,13 @@ from meshwright.roles.blocks.experts import is_experts
 
 
 def run_without_values(
-    model: nn.Module, *, rows: int, length: int, instead: str, labels: tuple[int, ...] | None = None
+    model: nn.Module,
+    *,
+    rows: int,
+    length: int,
+    instead: str,
+    labels: tuple[int, ...] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Any:
     """Run a decoder on fake token ids and labels, and return its output.
 
@@ -28,6 +34,7 @@ def run_without_values(
         length: the number of tokens in each row.
         labels: the shape of the labels; None for none.
         instead: the plan to use if the decoder cannot be run in this way, for the message.
+        options: more arguments of forward.
 
     Raises:
         PlanError: if the decoder cannot be run in this way.
@@ -41,7 +48,7 @@ def run_without_values(
             inputs["labels"] = torch.zeros(labels, dtype=torch.int64)
         try:
             with torch.enable_grad():
-                return model(**inputs)
+                return model(**inputs, **(options or {}))
         except PlanError:
             raise
         except Exception as error:

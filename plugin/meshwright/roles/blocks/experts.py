@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from meshwright.errors import PlanError
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.roles.blocks.block import BlockKind
 from meshwright.roles.sharding_plan import Role
 
@@ -37,6 +40,27 @@ def is_experts(module: nn.Module) -> bool:
     return all(name in vars(module) for name in ("has_gate", "is_transposed", "config")) and hasattr(
         module.config, "_experts_implementation"
     )
+
+
+def check_experts(model: nn.Module, ep: int) -> None:
+    """Raise if ``ep`` ranks cannot share a model's experts."""
+    counts = [{p.shape[0] for p in module.parameters()} for module in model.modules() if is_experts(module)]
+    if ep > 1 and (not counts or any(len(sizes) > 1 or min(sizes) < ep for sizes in counts)):
+        have = f"{', '.join(map(str, sorted(set.union(*counts))))} experts in a layer" if counts else "no experts"
+        raise PlanError(
+            f"{type(model).__name__} has {have}, so {ep} ranks cannot share them. Set ParallelPlan.ep to at most the "
+            "number of experts of each layer, or to 1"
+        )
+
+
+def expert_layouts(model: nn.Module, ep: int) -> dict[str, TensorLayout]:
+    """Return the layout of each weight of experts by name, if ``ep`` ranks share them."""
+    return {
+        f"{name}.{own}": TensorLayout(shape=parameter.shape, cuts=(("ep", RowLayout.padded(parameter.shape[0], ep)),))
+        for name, module in model.named_modules(remove_duplicate=False)
+        if ep > 1 and is_experts(module)
+        for own, parameter in module.named_parameters()
+    }
 
 
 def _is_token_wise(module: nn.Module) -> bool:
