@@ -150,7 +150,7 @@ def text(found: Search, *, changed: Sequence[Change] | None = None, budget: Budg
         f"Memory of a device: {shares(best.memory.parts, best.memory.total, 'GiB')}",
         f"Budget {gib(found.budget)}; {found.considered:,} legal plans, {found.weighed:,} weighed, "
         f"{found.simulated:,} simulated.",
-        *(expert_line(found, best.plan),) * bool(found.shape.experts),
+        *([expert_line(found, best.plan)] if found.shape.experts else []),
         *_of_method(found),
         "",
         "Not chosen:",
