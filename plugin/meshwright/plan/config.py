@@ -154,8 +154,12 @@ class ParallelPlan(AxisSizes):
 
     def _check_experts(self) -> None:
         ranks = self.dp * self.cp * self.tp
-        fitting = [n for n in range(1, ranks + 1) if ranks % n == 0 and (n % self.tp == 0 or self.tp % n == 0)]
-        if self.ep not in fitting:
+
+        def fits(size: int) -> bool:
+            return ranks % size == 0 and (size % self.tp == 0 or self.tp % size == 0)
+
+        if not fits(self.ep):
+            fitting = [size for size in range(1, min(ranks, 2 * self.ep) + 1) if fits(size)]
             raise PlanError(
                 f"ParallelPlan.ep={self.ep} with dp={self.dp}, cp={self.cp} and tp={self.tp}: each {self.ep} "
                 f"neighbours of these {ranks} ranks would share experts, within or over whole groups of tp. Set ep to "
