@@ -104,6 +104,7 @@ def test_signatures() -> None:
         "context",
         "ulysses",
         "ep",
+        "etp",
         "pp",
         "schedule",
         "chunks",
