@@ -334,6 +334,8 @@ class ToDistributedConfig:
         memory_budget: memory per device that a picked plan may use, in bytes. A value up to 1 is a share of the
             device's memory (default: 0.9).
         prefer: goal of a picked plan: "throughput", or "memory" for the plan that needs the least memory.
+        expert_load: rows that the experts of the fullest rank get, relative to the mean, for picking a plan; 1 assumes
+            balanced routing.
         hardware_profile: path of a profile that ``meshwright calibrate`` wrote, for picking a plan (default: data
             sheets and typical efficiencies).
         sequence_parallel: value that replaces ``plan.sequence_parallel``; None keeps the plan's.
@@ -384,6 +386,7 @@ class ToDistributedConfig:
     picks_stages: bool = True
     memory_budget: float | None = None
     prefer: Literal["throughput", "memory"] = "throughput"
+    expert_load: float = 1.0
     hardware_profile: str | os.PathLike[str] | None = None
     sequence_parallel: bool | None = None
     weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
@@ -437,6 +440,7 @@ _CHECKS: dict[str, Callable[[str, str, object], None]] = {
     "picks_stages": check_bool,
     "memory_budget": partial(check_number, optional=True),
     "prefer": partial(check_choice, choices=("throughput", "memory")),
+    "expert_load": check_number,
     "hardware_profile": partial(check_type, kinds=_PATH, what="the path of a profile that meshwright calibrate wrote"),
     "sequence_parallel": partial(check_bool, optional=True),
     "weights": partial(check_type, kinds=(*_PATH, Sequence), what="the path of a checkpoint, or a list of files"),
