@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup browser demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-referee bench-host families programs verify clean
+.PHONY: help setup browser demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-referee bench-host gpu families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -46,6 +46,7 @@ help:
 	@echo 'make bench-context context parallelism: DeepSpeed Ulysses, weak scaling, balanced rows'
 	@echo 'make bench-referee what comparing 8 to 1,024 ranks costs rank 0'
 	@echo 'make bench-host    CPU time that the hooks of a plan add to a layer'
+	@echo 'make gpu           numbers, memory, time and faults on a GPU, in one page; 25 minutes; GPU=--help lists options'
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
 	@echo 'make families      every decoder of transformers, dense or with experts, against one device; writes docs/families.md'
@@ -137,6 +138,10 @@ bench-referee: $(INSTALLED)
 
 bench-host: $(INSTALLED)
 	$(BIN)/python -m benchmarks.host_time
+
+# With the Python at hand: a machine with a GPU has its own torch, and nothing is installed.
+gpu:
+	PYTHONPATH=plugin:integrations:. $(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m conformance.gpu $(GPU)
 
 verify: $(INSTALLED)
 	$(BIN)/python -m conformance.verify

@@ -69,7 +69,7 @@ def _real(name: str, place: Place, pools: RankPools) -> Check:
 
 def _claims(names: Sequence[str]) -> list[list[str]]:
     """Return what the trace finds in each program, in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the trace needs no GPU
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     lines = "".join(f"{name}\n" for name in names)
     command = [sys.executable, "-m", "support.cuda_steps"]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, env=environment, check=False)
