@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup browser demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-referee bench-host gpu families programs verify clean
+.PHONY: help setup browser demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-referee bench-host gpu families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
 	@echo 'make bench-checkpoints  what digests cost, how long a save stops training, and torch DCP and accelerate'
 	@echo 'make bench-context context parallelism: DeepSpeed Ulysses, weak scaling, balanced rows'
+	@echo 'make bench-experts expert parallelism: that of transformers, and DeepSpeed AutoEP'
 	@echo 'make bench-referee what comparing 8 to 1,024 ranks costs rank 0'
 	@echo 'make bench-host    CPU time that the hooks of a plan add to a layer'
 	@echo 'make gpu           numbers, memory, time and faults on a GPU, in one page; 25 minutes; GPU=--help lists options'
@@ -132,6 +133,10 @@ bench-context: $(INSTALLED)
 	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.context --figure time --rounds 12
 	$(BIN)/torchrun --nproc-per-node 4 -m benchmarks.context --figure scaling --rounds 6
 	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.context --figure balance --rounds 10
+
+bench-experts: $(INSTALLED)
+	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.experts --figure equal
+	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.experts --figure time --rounds 24
 
 bench-referee: $(INSTALLED)
 	$(BIN)/python -m benchmarks.referee
