@@ -127,7 +127,10 @@ def read_result(result: Path) -> Found:
     """Return what a section has written to a file; nothing if it has not come so far."""
     found = Found()
     for line in result.read_text().splitlines() if result.exists() else ():
-        said = json.loads(line)
+        try:
+            said = json.loads(line)
+        except ValueError:  # the section was killed while it wrote its last line
+            break
         if (check := said.pop("check", None)) is not None:
             check.pop("holds")
             found.checks.append(Check(**check))

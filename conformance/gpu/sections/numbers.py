@@ -56,9 +56,10 @@ class NumbersOfPlans:
 
     def run(self, place: Place) -> Iterator[Check]:
         with rank_pools() as pools:
+            references = _References(pools, place.device)
             if place.is_cuda:
                 yield from attempt("NCCL with one rank", lambda: [_one_rank_of_nccl(pools)])
-            references = _References(pools, place.device)
+                yield from attempt(_ALONE.name, lambda: _ALONE.checks(references, place))
             for plan, family in PLANS:
                 ranks = resolve_plan(plan).world_size
                 for backend in ("gloo", "nccl") if ranks <= place.gpus else ("gloo",):
@@ -112,6 +113,9 @@ class _Case:
                 is_exact = dtype is torch.float64
                 difference = largest_difference(found, expected, weights=is_exact)
                 yield Check(what=what, figure=difference, goal=_EXACT if is_exact else _SINGLE)
+
+
+_ALONE = _Case("tp1", "llama", "nccl")  # needs one GPU
 
 
 def _one_rank_of_nccl(pools: RankPools) -> Check:
