@@ -86,7 +86,7 @@ class Kernels:
     def run(self, place: Place) -> Iterator[Check]:
         dtype = torch.bfloat16 if place.is_cuda else torch.float32
         for kernel in kernels(place):
-            yield from attempt(kernel.name, lambda kernel=kernel: _checks(kernel, dtype, place))
+            yield from attempt(kernel.name, _checks, kernel, dtype, place)
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)

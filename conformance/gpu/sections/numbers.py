@@ -58,13 +58,13 @@ class NumbersOfPlans:
         with rank_pools() as pools:
             references = _References(pools, place.device)
             if place.is_cuda:
-                yield from attempt("NCCL with one rank", lambda: [_one_rank_of_nccl(pools)])
-                yield from attempt(_ALONE.name, lambda: _ALONE.checks(references, place))
+                yield from attempt("NCCL with one rank", _one_rank_of_nccl, pools)
+                yield from attempt(_ALONE.name, _ALONE.checks, references, place)
             for plan, family in PLANS:
                 ranks = resolve_plan(plan).world_size
                 for backend in ("gloo", "nccl") if ranks <= place.gpus else ("gloo",):
                     case = _Case(plan, family, backend)
-                    yield from attempt(case.name, lambda case=case: case.checks(references, place))
+                    yield from attempt(case.name, case.checks, references, place)
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)

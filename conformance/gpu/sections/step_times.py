@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from conformance.gpu.races import OURS, Contest, Turn, is_installed, race
-from conformance.gpu.ranks import rank_pools
+from conformance.gpu.ranks import RankPools, rank_pools
 from conformance.gpu.section import Check, Place, attempt, line_of
 from meshwright.calibration.measure import calibrate
 from meshwright.choose.picked_plan import device_at_hand
@@ -58,23 +58,24 @@ class StepTimes:
     def run(self, place: Place) -> Iterator[Check]:
         seconds = max(_SHORTEST, _CALIBRATION * place.seconds) if place.is_cuda else _SHORTEST
         profiles: list[HardwareProfile] = []
-        yield from attempt("calibration", lambda: [_calibrated(seconds, profiles)])
+        yield from attempt("calibration", _calibrated, seconds, profiles)
         ways = ("stock", "meshwright", *(("meshwright compiled", "compiled", "liger") if place.is_cuda else ()))
-        late = _LATE if place.plants else 0.0
         with rank_pools() as pools:
             for contest in _CONTESTS if place.is_cuda else _TINY:
                 able = tuple(way for way in ways if is_installed(way) and not (contest.adapters and way == "liger"))
-
-                def checks(contest: Contest = contest, able: tuple[str, ...] = able) -> Iterator[Check]:
-                    (turns,) = pools.run(1, race, contest, able, place.device, late)
-                    yield from _compared(contest, turns, place)
-                    for profile in profiles:
-                        yield _foreseen(contest, turns["meshwright"].seconds, profile, place)
-
-                yield from attempt(contest.name, checks)
+                yield from attempt(contest.name, _raced, contest, able, profiles, place, pools)
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)
+
+
+def _raced(
+    contest: Contest, ways: tuple[str, ...], profiles: list[HardwareProfile], place: Place, pools: RankPools
+) -> Iterator[Check]:
+    (turns,) = pools.run(1, race, contest, ways, place.device, _LATE if place.plants else 0.0)
+    yield from _compared(contest, turns, place)
+    for profile in profiles:
+        yield _foreseen(contest, turns["meshwright"].seconds, profile, place)
 
 
 def _calibrated(seconds: float, profiles: list[HardwareProfile]) -> Check:

@@ -50,7 +50,7 @@ class Waits:
         yield from attempt("the trace", trace)
         with rank_pools() as pools:
             for name in _PROGRAMS:
-                yield from attempt(name, lambda name=name: [_real(name, place, pools)])
+                yield from attempt(name, _real, name, place, pools)
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)
