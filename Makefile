@@ -15,10 +15,12 @@ OLDEST ?= torch==2.11.0 transformers==5.17.0 accelerate==1.15.0
 OLDEST_BIN := .venv-oldest/bin
 OLDEST_KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(OLDEST)'; } | cksum | cut -d ' ' -f 1)
 OLDEST_INSTALLED := .venv-oldest/.installed-$(OLDEST_KEY)
-# What depends on the versions: models, losses and weights; Trainer, accelerate and datasets; the loader; launching.
+# What depends on the versions: models, losses and weights; Trainer, accelerate and datasets; the loader; launching; and
+# the command for a GPU, whose machine may have any of them.
 OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/checkpoint/test_save_pretrained.py \
 	$(wildcard tests/integrations/test_hf_[bd]*.py tests/integrations/test_trainer*.py) \
-	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py
+	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py \
+	tests/mesh/test_host_wire.py tests/gpu_command/test_gpu_command.py
 
 # Python's default. A machine that sets it would compile every test, and the sources for every command, again and again.
 unexport PYTHONDONTWRITEBYTECODE
