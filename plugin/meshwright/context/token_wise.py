@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from meshwright.errors import UncoveredParameterError
 from meshwright.roles import Decoder, Role, ShardingPlan
 from meshwright.roles.blocks import Mlp
-from meshwright.roles.blocks.experts import roles_of_experts
+from meshwright.roles.blocks.experts import is_experts, roles_of_experts
 from meshwright.roles.decoder import is_norm
 from meshwright.roles.projection import is_projection
 
@@ -66,7 +66,7 @@ def _of_experts_in(layer: nn.Module) -> Iterator[nn.Module]:
 
 def _unknown(module: nn.Module, known: Collection[nn.Module]) -> Iterator[nn.Parameter]:
     """Yield the weights besides those of known modules, projections and embeddings, and vectors over channels."""
-    if is_projection(module) or is_parametrized(module) or isinstance(module, nn.Embedding):
+    if is_projection(module) or is_parametrized(module) or is_experts(module) or isinstance(module, nn.Embedding):
         return
     own, children = list(module.parameters(recurse=False)), list(module.children())
     if module not in known:

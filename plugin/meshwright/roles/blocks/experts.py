@@ -33,9 +33,10 @@ def roles_of_experts(module: nn.Module) -> dict[str, Role]:
     """Return the roles of the experts and routers that a module owns, by name; empty if it owns no experts."""
     children = dict(module.named_children())
     experts = {name for name, child in children.items() if is_experts(child)}
-    experts = experts or {name for name, child in children.items() if _is_own_code(name, child)}
+    if not experts and _ROUTERS & children.keys():
+        experts = {name for name, child in children.items() if _is_own_code(name, child)}
     # What looks at token ids would need those of this rank's tokens.
-    if not experts or not _ROUTERS & children.keys() or "input_ids" in inspect.signature(module.forward).parameters:
+    if not experts or "input_ids" in inspect.signature(module.forward).parameters:
         return {}
     routers = {name: child for name, child in children.items() if name in _ROUTERS or _is_gate(child)}
     inside = {f"{name}.{n}".rstrip("."): m for name, child in routers.items() for n, m in child.named_modules()}
