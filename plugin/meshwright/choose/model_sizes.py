@@ -6,6 +6,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
+from meshwright.model_kinds import kind_of
 from meshwright.parallel.model_shape import shape_of
 from meshwright.parallel.routed_shape import has_experts, on_meta, routed_shape
 from meshwright.parallel.structure import describe as describe_structure
@@ -24,7 +25,7 @@ def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
     name = type(model).__name__
     if hasattr(getattr(model, "config", None), "to_dict"):
         decoder = without_wrappers(model)[1]
-        if has_experts(decoder):
+        if has_experts(decoder) and kind_of(model.config) is None:
             return routed_shape(on_meta(decoder), name=name)
         return describe(model.config, name=name, is_dense=is_dense(model))
     try:

@@ -341,7 +341,7 @@ def describe(source: Any, *, name: str | None = None, is_dense: bool = False) ->
             f"{name} is a mixture-of-experts model ({what}), and the planner knows only experts that implement "
             "transformers' experts interface. Pass a plan: plan='dp2', plan='dp2 zero3' or plan='pp2'"
         )
-    if kind := kind_of({key: value for key, value in config.items() if "experts" not in key}):
+    if kind := kind_of(config):
         raise PlanError(f"{name} is {kind}")
     if isinstance(config.get("text_config"), Mapping):
         config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
