@@ -217,6 +217,11 @@ def test_a_plan_that_cannot_spread_the_experts_is_refused(plan: Candidate, said:
         check_plan(QWEN, plan)
 
 
+def test_slices_of_experts_are_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="etp=2 cuts each expert"):
+        Candidate.of({"dp": 4, "ep": 2, "etp": 2}, JOB)
+
+
 def test_a_search_spreads_experts_that_do_not_fit_whole() -> None:
     short = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], count=12),))
     job, cluster = Job(seq_len=4096, global_batch=8), Cluster(device=device("a100-40"), gpus=8)
