@@ -218,7 +218,7 @@ def test_a_plan_that_cannot_spread_the_experts_is_refused(plan: Candidate, said:
 
 
 def test_slices_of_experts_are_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="etp=2 cuts each expert"):
+    with pytest.raises(PlanError, match="etp=2 cuts experts into slices"):
         Candidate.of({"dp": 4, "ep": 2, "etp": 2}, JOB)
 
 

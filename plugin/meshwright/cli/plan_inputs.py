@@ -348,7 +348,8 @@ def own_plans(
                     f"--gpus {gpus} is not divisible by {plan.product(*plan.sizes_beside_dp)}; change a size, or give "
                     "--dp in place of --gpus"
                 )
-            plan = dataclasses.replace(plan, dp=gpus // plan.world_size, ep=sizes.get("ep", 1))
+            left: dict[str, object] = {"dp": gpus // plan.world_size, "ep": sizes.get("ep", 1)}
+            plan = dataclasses.replace(plan, **left)  # type: ignore[arg-type]
         plans = [plan]
     world = gpus if gpus is not None else plans[0].world_size if plans else None
     return world, lambda job: [Candidate.of(dataclasses.asdict(plan), job) for plan in plans]

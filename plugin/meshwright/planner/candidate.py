@@ -166,8 +166,6 @@ class Candidate(AxisSizes):
         given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
         if (etp := given.get("etp", 1)) > 1:
             raise PlanError(f"etp={etp} cuts experts into slices, which the planner does not estimate; leave etp out")
-        if (etp := given.get("etp", 1)) > 1:
-            raise PlanError(f"etp={etp} cuts each expert, which the planner does not estimate; leave etp out")
         dp, zero = given.get("dp", 1), given.get("zero_stage", 0)
         rows, rest = divmod(job.global_batch, dp)
         if rest:
