@@ -16,7 +16,8 @@ def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
     Every axis and option of the plan stays; the sizes of the axes shrink, dp and pp first. dp and pp shrink to 2, and
     tp to its largest divisor that fits or, if none fits, to its smallest divisor above 1. So the result may need more
     than ``processes`` processes: at least 4 with dp and tp, and 14 with dp and tp=7. etp shrinks to 2, and ep becomes
-    the largest size that these axes allow. The model of a verification has fewer layers, so stages of given lengths become even.
+    the largest size that these axes allow. The model of a verification has fewer layers, so stages of given lengths
+    become even.
 
     Example:
         >>> smaller_plan(ParallelPlan(dp=64, tp=8, sequence_parallel=True), 4).tp
