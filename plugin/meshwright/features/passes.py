@@ -76,6 +76,7 @@ def watch_passes(build: Build) -> None:
         hooked=runtime.features.add(hooked),
         statistics=BatchStatistics(build.decoder, lambda: runtime.plan),
         shares_weights=runtime.weights is not None,
+        shares_experts=plan.spreads_experts_over_dp,
         gathers_towers=runtime.weights is not None and bool(build.towers),
         longest=LongestPosition(build.decoder, runtime.mesh.tokens, is_split=build.is_split),
         layers=runtime.features.add(_compilable_layers(build)),
