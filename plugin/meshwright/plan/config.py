@@ -49,7 +49,7 @@ class ParallelPlan(AxisSizes):
         ulysses: number of ranks in each group of "hybrid".
         ep: expert-parallel size. Each of ep neighbouring ranks holds some of the experts of every layer, and gets the
             tokens that are routed to them. It is no further factor of the world: it divides dp x cp x tp, and is a
-            divisor or a multiple of tp, which needs sequence_parallel.
+            divisor or a multiple of tp.
         etp: expert-tensor-parallel size, for few wide experts. Each of etp neighbouring ranks holds a slice of the same
             experts, and all of them compute with the tokens of each. ep x etp fits dp x cp x tp as ep alone does.
         pp: pipeline-parallel size. The layers are cut into stages, which pass micro-batches on to each other.
@@ -168,11 +168,6 @@ class ParallelPlan(AxisSizes):
                 f"ParallelPlan.{name}={shared} with dp={self.dp}, cp={self.cp} and tp={self.tp}: each {shared} "
                 f"neighbours of these {ranks} ranks would share experts, within or over whole groups of tp. Set {name} "
                 f"to {' or '.join(map(str, fitting))}"
-            )
-        if shared > 1 and self.tp > 1 and not self.sequence_parallel:
-            raise PlanError(
-                f"ParallelPlan.{name}={shared} with tp={self.tp} and sequence_parallel=False: ranks that share experts "
-                f"must have different tokens. Set sequence_parallel=True (in words tp{self.tp}+sp)"
             )
 
     @property
