@@ -21,7 +21,7 @@ from meshwright.parallel.tensor_parallel import install_tensor_parallel
 from meshwright.parallel.tower_features import refuse_features_between_layers
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
-from meshwright.roles.blocks.experts import is_experts
+from meshwright.roles.blocks.experts import is_experts, keep_local_adapters
 
 
 def compare_replicas(build: Build) -> None:
@@ -113,6 +113,7 @@ def cut_blocks(build: Build) -> None:
 def spread_experts(build: Build) -> None:
     """Let experts that are spread over ranks get the tokens that are routed to them."""
     if build.plan.ep > 1:
+        keep_local_adapters(build.decoder, build.plan.ep)
         for experts in filter(is_experts, build.decoder.modules()):
             add_step(experts, ExpertDispatch(experts, build.runtime.mesh.ep, build.config.token_dispatcher))
 

@@ -10,6 +10,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.roles.adapters import is_adapted, projection
 from meshwright.roles.blocks.block import BlockKind
 from meshwright.roles.sharding_plan import Role
 
@@ -22,7 +23,7 @@ class Experts(BlockKind):
 
     @classmethod
     def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
-        experts = {name: child for name, child in module.named_children() if is_experts(child)}
+        experts = {name: child for name, child in module.named_children() if is_experts(projection(child))}
         # What looks at token ids would need those of this rank's tokens.
         if not experts or "input_ids" in inspect.signature(module.forward).parameters:
             return {}
@@ -43,7 +44,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def check_experts(model: nn.Module, ep: int) -> None:
-    """Raise if ``ep`` ranks cannot share a model's experts."""
+    """Raise if ``ep`` ranks cannot share a model's experts, or the adapters of these."""
     counts = [{p.shape[0] for p in module.parameters()} for module in model.modules() if is_experts(module)]
     if ep > 1 and (not counts or any(len(sizes) > 1 or min(sizes) < ep for sizes in counts)):
         have = f"{', '.join(map(str, sorted(set.union(*counts))))} experts in a layer" if counts else "no experts"
@@ -52,15 +53,48 @@ def check_experts(model: nn.Module, ep: int) -> None:
             "number of experts of each layer, or to 1"
         )
 
+    uneven = [name for name, module in _adapted_experts(model) if _count(module) % ep]
+    if uneven:
+        raise PlanError(
+            f"{uneven[0]!r} has adapters (LoraConfig.target_parameters) of {_count(model.get_submodule(uneven[0]))} "
+            f"experts, which {ep} ranks cannot share evenly. Set ParallelPlan.ep to a divisor of the number of experts"
+        )
+
 
 def expert_layouts(model: nn.Module, ep: int) -> dict[str, TensorLayout]:
-    """Return the layout of each weight of experts by name, if ``ep`` ranks share them."""
-    return {
+    """Return the layout of each weight of experts, and of their adapters, by name, if ``ep`` ranks share them."""
+    if ep == 1:
+        return {}
+    layouts = {
         f"{name}.{own}": TensorLayout(shape=parameter.shape, cuts=(("ep", RowLayout.padded(parameter.shape[0], ep)),))
         for name, module in model.named_modules(remove_duplicate=False)
-        if ep > 1 and is_experts(module)
+        if is_experts(module)
         for own, parameter in module.named_parameters()
     }
+    for name, module in _adapted_experts(model):
+        # PEFT has the rows of A by expert, and the columns of B by rank of the adapter, then by expert.
+        for factor, dim in (("lora_A", 0), ("lora_B", 1)):
+            for own, parameter in module.get_submodule(factor).named_parameters():
+                size = parameter.shape[dim]
+                parts = [size] if dim == 0 else [_count(module)] * (size // _count(module))
+                rows = RowLayout.even(size, ep, dim, parts=parts)
+                layouts[f"{name}.{factor}.{own}"] = TensorLayout(shape=parameter.shape, cuts=(("ep", rows),))
+    return layouts
+
+
+def keep_local_adapters(model: nn.Module, ep: int) -> None:
+    """Let the adapters of experts compute for as many experts as each of ``ep`` ranks holds."""
+    for _, module in _adapted_experts(model):
+        module.num_experts = module.num_experts // ep  # type: ignore[operator, assignment]
+
+
+def _adapted_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    found = model.named_modules(remove_duplicate=False)
+    return [(name, module) for name, module in found if is_adapted(module) and is_experts(projection(module))]
+
+
+def _count(adapted: nn.Module) -> int:
+    return next(projection(adapted).parameters()).shape[0]
 
 
 def _is_token_wise(module: nn.Module) -> bool:
