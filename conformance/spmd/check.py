@@ -219,7 +219,7 @@ def _rows_of(
     if plan.tp == 1:
         return None
     decoder = without_wrappers(model)[1]
-    structure = describe(decoder, roles or plan_for(decoder), tp=plan.tp, sequence_parallel=False)
+    structure = describe(decoder, roles or plan_for(decoder), tp=plan.tp, sequence_parallel=plan.sequence_parallel)
     return RowsRead.of(model, structure, inputs)
 
 

@@ -150,7 +150,7 @@ def from_a_seed(plan: str) -> tuple[dict[str, torch.Tensor], int]:
         model = MODELS["qwen3_moe"]()
     assert all(p.is_meta for name, p in model.named_parameters() if ".experts." in name)
     model = mw.to_distributed(model, plan=plan)[0]
-    held = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    held = sum(p.meshwright.local_numel for name, p in model.named_parameters() if ".experts." in name)
     return mw.full_state_dict(model), held
 
 

@@ -23,6 +23,8 @@ class Experts(BlockKind):
 
     @classmethod
     def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
+        if is_adapted(module):
+            return {}  # a part of what has the adapted experts
         experts = {name: child for name, child in module.named_children() if is_experts(projection(child))}
         # What looks at token ids would need those of this rank's tokens.
         if not experts or "input_ids" in inspect.signature(module.forward).parameters:
@@ -53,7 +55,7 @@ def check_experts(model: nn.Module, ep: int) -> None:
             "number of experts of each layer, or to 1"
         )
 
-    uneven = [name for name, module in _adapted_experts(model) if _count(module) % ep]
+    uneven = [name for name, module in adapted_experts(model) if _count(module) % ep]
     if uneven:
         raise PlanError(
             f"{uneven[0]!r} has adapters (LoraConfig.target_parameters) of {_count(model.get_submodule(uneven[0]))} "
@@ -71,7 +73,7 @@ def expert_layouts(model: nn.Module, ep: int) -> dict[str, TensorLayout]:
         if is_experts(module)
         for own, parameter in module.named_parameters()
     }
-    for name, module in _adapted_experts(model):
+    for name, module in adapted_experts(model):
         # PEFT has the rows of A by expert, and the columns of B by rank of the adapter, then by expert.
         for factor, dim in (("lora_A", 0), ("lora_B", 1)):
             for own, parameter in module.get_submodule(factor).named_parameters():
@@ -84,11 +86,12 @@ def expert_layouts(model: nn.Module, ep: int) -> dict[str, TensorLayout]:
 
 def keep_local_adapters(model: nn.Module, ep: int) -> None:
     """Let the adapters of experts compute for as many experts as each of ``ep`` ranks holds."""
-    for _, module in _adapted_experts(model):
+    for _, module in adapted_experts(model):
         module.num_experts = module.num_experts // ep  # type: ignore[operator, assignment]
 
 
-def _adapted_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def adapted_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that hold adapters of experts, by name; one for each adapted parameter, around each other."""
     found = model.named_modules(remove_duplicate=False)
     return [(name, module) for name, module in found if is_adapted(module) and is_experts(projection(module))]
 
