@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshwright.monitor.held_memory import HeldMemory, MemoryOfRanks
     from meshwright.monitor.read_out import memory_of
     from meshwright.optim.attach_gradients import shard_optimizer
+    from meshwright.optim.balance_experts import balance_experts, expert_counts
     from meshwright.optim.clip_grad_norm import clip_grad_norm_
     from meshwright.optim.gather_rows import gather_rows
     from meshwright.optim.global_mean import global_mean
@@ -84,6 +85,7 @@ _HOMES = {
     "mesh.process_mesh": ("ParallelDims", "ProcessMesh"),
     "monitor.held_memory": ("HeldMemory", "MemoryOfRanks"),
     "monitor.read_out": ("memory_of",),
+    "optim.balance_experts": ("balance_experts", "expert_counts"),
     "optim.clip_grad_norm": ("clip_grad_norm_",),
     "optim.gather_rows": ("gather_rows",),
     "optim.global_mean": ("global_mean",),
@@ -125,9 +127,11 @@ __all__ = [
     "UninitialisedParameterError",
     "UnreadableTensorError",
     "VerificationError",
+    "balance_experts",
     "clip_grad_norm_",
     "decoder_roles",
     "deferred_init",
+    "expert_counts",
     "full_gradients",
     "full_state_dict",
     "fused_allreduce_gradients",

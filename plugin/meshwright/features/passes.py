@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright.compiling import leave_out_of_graphs
+from meshwright.context.region import ContextRegion
 from meshwright.features.build import Build
 from meshwright.features.check_compile import layers_of, why_not_compiled
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.document_masks import keep_documents_apart
+from meshwright.parallel.expert_counts import ExpertCounts
 from meshwright.parallel.expert_dispatch import ExpertDispatch
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.generate_together import GenerateTogether
@@ -116,6 +118,14 @@ def spread_experts(build: Build) -> None:
         keep_local_adapters(build.decoder, build.plan.ep)
         for experts in filter(is_experts, build.decoder.modules()):
             add_step(experts, ExpertDispatch(experts, build.runtime.mesh.ep, build.config.token_dispatcher))
+
+
+def count_experts(build: Build) -> None:
+    """Let the tokens of each expert be counted, if somebody asks for them."""
+    if any(map(is_experts, build.decoder.modules())):
+        region = build.runtime.features.find(ContextRegion)
+        counts = ExpertCounts(build.decoder, mesh=build.runtime.mesh, region=region)
+        add_step(build.decoder, build.runtime.features.add(counts))
 
 
 def generate_alike(build: Build) -> None:

@@ -16,8 +16,10 @@ from meshwright.parallel.head_losses import install_loss
 from meshwright.parallel.load_balancing import LoadBalancing, forward_with_router_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.method_chain import add_step
-from meshwright.parallel.recompute import recompute_layers
+from meshwright.parallel.recompute import recompute_layers, recompute_switch
+from meshwright.parallel.routing_replay import AttachesReplay, ReplayedBlock, RoutingReplay
 from meshwright.parallel.token_loss import TokenLoss
+from meshwright.roles.blocks.experts import is_experts
 
 
 def hold_shards(build: Build) -> None:
@@ -73,6 +75,19 @@ def recompute(build: Build) -> None:
     if build.plan.recompute == "full":
         own = None if build.cut is None else [build.cut.layers[index] for index in sorted(build.cut.own_layers)]
         recompute_layers(build.decoder, build.plan.recomputed_layers, own)
+
+
+def replay_routing(build: Build) -> None:
+    """Let layers that backward runs again route tokens as before, whoever has turned recomputation on."""
+    blocks = [m for m in build.decoder.modules() if any(map(is_experts, m.children()))]
+    if not blocks or build.config.compile is not None:
+        return
+    replay = RoutingReplay()
+    for block in blocks:
+        add_step(block, ReplayedBlock(replay))
+    replay.attach(build.decoder)
+    if (name := recompute_switch(build.decoder)) is not None:
+        add_step(build.decoder, AttachesReplay(build.decoder, replay), name)
 
 
 def defer_logits(build: Build) -> None:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.mesh.axes import Mesh
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import runs_filler
 from meshwright.parallel.collectives import all_reduce
@@ -166,7 +166,9 @@ class LoadBalancing(BatchStep):
         sums = torch.zeros_like(counts)
         tokens = counts.new_zeros(1)
         if self._logits:
-            counted = self._counted(mask, len(self._logits[0])).to(device, torch.float64)
+            rows = len(self._logits[0])
+            counted = counted_rows(self._batch, mask, rows, tp=self.mesh.tp, region=self.region)
+            counted = counted.to(device, torch.float64)
             per_choice, per_token = counted.repeat_interleave(top_k), counted.float().unsqueeze(-1)
             tokens = (counted.sum() * len(self._logits)).reshape(1)
             for logits in self._logits:
@@ -177,18 +179,29 @@ class LoadBalancing(BatchStep):
         own = torch.cat([counts, sums, tokens])
         return own if self._earlier is None else own + self._earlier
 
-    def _counted(self, mask: Tensor | None, rows: int) -> Tensor:
-        """Return for each of this rank's rows of logits whether it is a token that counts."""
-        tokens = BatchSchema(self._batch).tokens
-        counted = torch.ones(tokens.shape[:2], device=tokens.device) if mask is None else mask
-        if runs_filler(self._batch.values()):
-            counted = torch.zeros_like(counted)
-        if self.region is not None:
-            counted = self.region.parts.take(counted, 1)
-        tp, flat = self.mesh.tp, counted.flatten()
-        if tp.size == 1:
-            return flat
-        return F.pad(flat, (0, tp.size * rows - len(flat))).narrow(0, tp.rank * rows, rows)
+
+def counted_rows(batch: Batch, mask: Tensor | None, rows: int, *, tp: Axis, region: Parted | None) -> Tensor:
+    """Return for each row that this rank's routers get whether it is a token that counts.
+
+    Args:
+        batch: the arguments of the running pass.
+        mask: 1 for each token that counts, ``[B, S]``; None if all of them do.
+        rows: the number of rows that the routers get.
+        tp: the axis whose ranks have a run of the rows each, or all of them, which then count on the first rank.
+        region: under context parallelism, what knows the tokens of this rank.
+    """
+    tokens = BatchSchema(batch).tokens
+    counted = torch.ones(tokens.shape[:2], device=tokens.device) if mask is None else mask
+    if runs_filler(batch.values()):
+        counted = torch.zeros_like(counted)
+    if region is not None:
+        counted = region.parts.take(counted, 1)
+    flat = counted.flatten()
+    if tp.size == 1:
+        return flat
+    if rows == len(flat):
+        return flat if tp.rank == 0 else torch.zeros_like(flat)
+    return F.pad(flat, (0, tp.size * rows - len(flat))).narrow(0, tp.rank * rows, rows)
 
 
 def forward_with_router_loss(model: nn.Module) -> FunctionType | None:

@@ -1,7 +1,7 @@
-"""Read the sizes of a model with experts from its modules and from a pass without values, since configs name them anew.
+"""Read the sizes of a model with experts from its modules and from a pass without values.
 
-What a config of experts calls the width of an expert, how often layers have experts, and which of a layer's weights every
-token takes, differs from family to family. The modules show it: `roles.blocks.experts` says which of them are experts.
+The names of an expert's width, of the layers with experts and of the MLP that every token takes differ from config to
+config. The modules show them: ``roles.blocks.experts`` says which of them are experts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from meshwright.planner.family_traits import traits_of
 from meshwright.planner.shapes import LayerShape, ModelShape
 from meshwright.roles.blocks.experts import is_experts
 from meshwright.roles.decoder import find_decoder
+from meshwright.roles.projection import weight_of
 
 _ROWS, _LENGTH = 2, 11
 _STATE = 64  # tokens at once in the chunks of mixers without attention, such as state spaces and linear attention
@@ -55,16 +56,17 @@ def routed_shape(model: nn.Module, *, name: str) -> ModelShape:
     pass_ = _RoutedPass(decoder.layers)
     with pass_:
         run_without_values(model, rows=_ROWS, length=_LENGTH, instead="a plan: plan='dp2'")
-    fields = model.config.to_dict() if hasattr(model, "config") else {}
-    fields = {**fields, "_attn_implementation": getattr(getattr(model, "config", None), "_attn_implementation", None)}
-    hidden = decoder.embedding.weight.shape[-1]
+    fields: dict[str, Any] = {}
+    if hasattr(config := getattr(model, "config", None), "to_dict"):
+        fields = {**config.to_dict(), "_attn_implementation": getattr(config, "_attn_implementation", None)}
+    words = weight_of(decoder.embedding)
+    vocab, hidden = words.shape
     layers = [_layer(layer, pass_, hidden) for layer in decoder.layers]
     traits = traits_of(str(fields.get("model_type", "")), fields)
     if not all(layer in pass_.heads for layer in decoder.layers):
         traits = dataclasses.replace(traits, context=())  # tokens meet outside of attention
     runs = _runs([dataclasses.replace(layer, traits=traits) for layer in layers], _windows(fields, len(layers)))
-    vocab = decoder.embedding.weight.shape[0]
-    tied = decoder.head is not None and decoder.head.weight is decoder.embedding.weight
+    tied = decoder.head is not None and weight_of(decoder.head) is words
     shape = ModelShape(name=name, runs=runs, vocab=vocab, tied=tied)
     rest = sum(p.numel() for p in model.parameters()) - shape.parameters
     return dataclasses.replace(shape, positions=max(0, rest) // hidden)

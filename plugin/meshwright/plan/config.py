@@ -154,8 +154,12 @@ class ParallelPlan(AxisSizes):
 
     def _check_experts(self) -> None:
         ranks = self.dp * self.cp * self.tp
-        fitting = [n for n in range(1, ranks + 1) if ranks % n == 0 and (n % self.tp == 0 or self.tp % n == 0)]
-        if self.ep not in fitting:
+
+        def fits(size: int) -> bool:
+            return ranks % size == 0 and (size % self.tp == 0 or self.tp % size == 0)
+
+        if not fits(self.ep):
+            fitting = [size for size in range(1, min(ranks, 2 * self.ep) + 1) if fits(size)]
             raise PlanError(
                 f"ParallelPlan.ep={self.ep} with dp={self.dp}, cp={self.cp} and tp={self.tp}: each {self.ep} "
                 f"neighbours of these {ranks} ranks would share experts, within or over whole groups of tp. Set ep to "
@@ -326,6 +330,8 @@ class ToDistributedConfig:
         memory_budget: memory per device that a picked plan may use, in bytes. A value up to 1 is a share of the
             device's memory (default: 0.9).
         prefer: goal of a picked plan: "throughput", or "memory" for the plan that needs the least memory.
+        expert_load: rows that the experts of the fullest rank get, relative to the mean, for picking a plan; 1 assumes
+            balanced routing.
         hardware_profile: path of a profile that ``meshwright calibrate`` wrote, for picking a plan (default: data
             sheets and typical efficiencies).
         sequence_parallel: value that replaces ``plan.sequence_parallel``; None keeps the plan's.
@@ -376,6 +382,7 @@ class ToDistributedConfig:
     picks_stages: bool = True
     memory_budget: float | None = None
     prefer: Literal["throughput", "memory"] = "throughput"
+    expert_load: float = 1.0
     hardware_profile: str | os.PathLike[str] | None = None
     sequence_parallel: bool | None = None
     weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
@@ -429,6 +436,7 @@ _CHECKS: dict[str, Callable[[str, str, object], None]] = {
     "picks_stages": check_bool,
     "memory_budget": partial(check_number, optional=True),
     "prefer": partial(check_choice, choices=("throughput", "memory")),
+    "expert_load": check_number,
     "hardware_profile": partial(check_type, kinds=_PATH, what="the path of a profile that meshwright calibrate wrote"),
     "sequence_parallel": partial(check_bool, optional=True),
     "weights": partial(check_type, kinds=(*_PATH, Sequence), what="the path of a checkpoint, or a list of files"),

@@ -20,7 +20,7 @@ class Parameter:
         numel: elements on this rank.
         full: elements of the whole parameter if the ranks of tp hold partial gradients of it, otherwise 0.
         layer: index of the decoder layer; -1 before the first layer, and the number of layers after the last layer.
-        is_spread: whether ranks of dp hold different experts, so that it is averaged over the copies alone.
+        is_spread: whether it is of experts that ep spreads, so that it is averaged over their copies.
     """
 
     numel: int
@@ -104,12 +104,11 @@ def _experts(layer: LayerShape, plan: Candidate, index: int) -> Iterator[Paramet
     assert experts is not None
     yield _seen_in_part(experts.router, plan.tp, plan.sequence_parallel, index)
     own = -(-experts.count // plan.ep)  # the first ranks hold as many as any
-    # Ranks of tp that hold the same experts compute addends of their gradients.
-    copies_over_tp = plan.tp > 1 and plan.ep < plan.tp
+    # Without ep, every rank of tp holds all experts and computes addends of their gradients.
+    is_partial = plan.tp > 1 and plan.ep == 1
     for numel in (experts.hidden * experts.width * experts.inputs, experts.hidden * experts.width + experts.biases):
-        full = own * numel if copies_over_tp else 0
-        is_spread = plan.copies < plan.data_ranks
-        yield Parameter(numel=own * numel, full=full, layer=index, is_spread=is_spread)
+        full = own * numel if is_partial else 0
+        yield Parameter(numel=own * numel, full=full, layer=index, is_spread=plan.ep > 1)
 
 
 def _seen_in_part(numel: int, tp: int, by_part: bool, layer: int) -> Parameter:
@@ -120,7 +119,7 @@ def _seen_in_part(numel: int, tp: int, by_part: bool, layer: int) -> Parameter:
 def buckets(members: list[Parameter], element_bytes: int) -> list[list[int]]:
     """Return the buckets, as indices into ``members``, in the order in which backward fills them.
 
-    Buckets of partial gradients come after the others, and those of experts that dp spreads last.
+    Buckets of partial gradients come after the others, and those of experts that ep spreads last.
 
     Args:
         members: the parameters in the order of the model.

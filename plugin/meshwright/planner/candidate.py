@@ -112,7 +112,7 @@ class Candidate(AxisSizes):
         cp: context-parallel size.
         context: how attention reaches the whole sequence: "gather", "ulysses", "ring" or "hybrid".
         ulysses: number of neighbouring ranks of cp that exchange heads, if ``context`` is "hybrid".
-        ep: number of neighbouring ranks that share the experts of a layer.
+        ep: number of neighbouring ranks of dp x cp x tp that share the experts of a layer.
         pp: number of ranks in the pipeline.
         schedule: the order of the forwards and backwards, one of ``meshwright.plan.schedule.SCHEDULES``.
         chunks: number of virtual stages of each rank.
@@ -214,17 +214,12 @@ class Candidate(AxisSizes):
     @property
     def copies(self) -> int:
         """The number of ranks that hold the same experts, over which their gradients are averaged and ZeRO shards."""
-        return max(1, self.data_ranks // max(1, self.ep // self.tp))
+        return self.data_ranks if self.ep == 1 else max(1, self.data_ranks * self.tp // self.ep)
 
     @property
     def expert_shard(self) -> int:
         """The number of ranks over which ZeRO shards experts, if it shards anything."""
         return max(1, self.copies // self.replicate) if self.zero_stage else 1
-
-    @property
-    def expert_stride(self) -> int:
-        """The distance in ranks between two neighbours that share experts: of tp, or of dp if tp is 1."""
-        return 1 if self.tp > 1 else self.cp
 
     @property
     def global_batch(self) -> int:

@@ -69,18 +69,26 @@ class ExpertShape:
         """
         return tokens * self.chosen * (load if ranks > 1 else 1.0)
 
-    def sent_bytes(self, tokens: float, ranks: int, element_bytes: int, load: float) -> float:
-        """Return the bytes of the rows of one exchange on a rank, of which those of other ranks' experts travel.
+    def copies(self, ranks: float) -> float:
+        """Return to how many of ``ranks`` ranks or nodes a token goes on average: once to each that holds its experts.
 
-        A row is sent for each token and expert. A layer has two exchanges in forward, two in backward, and those of
-        forward again if it is recomputed.
+        Example:
+            >>> round(ExpertShape(count=128, chosen=8, hidden=2048, width=768).copies(8), 2)
+            5.25
+        """
+        return ranks * (1 - (1 - 1 / ranks) ** self.chosen)
+
+    def sent_bytes(self, tokens: float, ranks: int, element_bytes: int, load: float) -> float:
+        """Return the bytes of the copies of one exchange, of which ``1 / ranks`` stays on the rank.
+
+        A layer has two exchanges in forward, two in backward, and those of forward again if it is recomputed.
 
         Example:
             >>> experts = ExpertShape(count=128, chosen=8, hidden=2048, width=768)
             >>> round(experts.sent_bytes(16384, 8, 2, 1.0) * 7 / 8 / 1e6)
-            470
+            308
         """
-        return self.rows(tokens, ranks, load) * self.hidden * element_bytes if ranks > 1 else 0.0
+        return load * tokens * self.copies(ranks) * self.hidden * element_bytes if ranks > 1 else 0.0
 
     def moved(self, rows: float) -> float:
         """Return the bytes of 16-bit elements that forward moves through memory beside the matmuls of ``rows`` rows."""
@@ -93,7 +101,3 @@ class ExpertShape:
     def working(self, rows: float) -> float:
         """Return the elements of the largest temporary tensors of a forward or backward of ``rows`` rows."""
         return rows * (3 * self.width + 2 * self.hidden)
-
-    def pending(self, rows: float) -> float:
-        """Return the elements that wait for the gradients of the weights: each matmul's input and output's gradient."""
-        return rows * (2 * self.hidden + self.width * (1 + self.inputs))

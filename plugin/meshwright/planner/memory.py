@@ -112,10 +112,7 @@ def pending_weight_grads(layer: LayerShape, plan: Candidate, job: Job) -> float:
     query, keys, inner = layer.query_width / t, layer.local_kv_width(t), layer.ffn / t
     inputs = 2 * layer.hidden / split + query + inner
     gradients = query + 2 * keys + inner * layer.mlp_inputs + 2 * layer.hidden / split
-    pending = rows * (inputs + gradients)
-    if layer.experts is not None:
-        pending += layer.experts.pending(layer.experts.rows(rows / split, plan.ep, job.expert_load))
-    return job.activation_bytes * pending
+    return rows * job.activation_bytes * (inputs + gradients)
 
 
 def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int) -> float:

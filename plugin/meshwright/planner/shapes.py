@@ -288,13 +288,42 @@ class ModelShape:
         return 6 * (matmul + self.vocab * self.hidden) + scores
 
 
-def describe(source: Any, *, name: str | None = None) -> ModelShape:
-    """Return the shape of a decoder from its transformers config.
+def stated_experts(source: Any) -> dict[str, int]:
+    """Return the numbers above 1 that a config states of experts, by field.
+
+    A model may be dense although its config states such numbers; its modules show it.
+
+    Args:
+        source: as in ``describe``.
+
+    Example:
+        >>> stated_experts({"ffn_config": {"moe_num_experts": 16, "moe_top_k": 4}})
+        {'moe_num_experts': 16}
+    """
+
+    def found(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+        for key, value in fields.items():
+            if isinstance(value, Mapping):
+                yield from found(value)
+            elif str(key).endswith("experts") and "shared" not in key and type(value) is int and value > 1:
+                yield key, value
+
+    return dict(found(_config(source)[0]))
+
+
+def name_of(source: Any) -> str:
+    """Return the name of a model: that in the path of its config, or in the config."""
+    return _config(source)[1]
+
+
+def describe(source: Any, *, name: str | None = None, is_dense: bool = False) -> ModelShape:
+    """Return the shape of a dense decoder from its transformers config.
 
     Args:
         source: a config as a dict, a config object (anything with ``to_dict``), the path of a config.json, or the path
             of a directory that contains one.
         name: name of the model (default: the name in the path or the config).
+        is_dense: whether the model is known to have no experts, whatever its config states.
 
     Raises:
         PlanError: the file cannot be read, the model is not a decoder, a field is missing, or a size is below one.
@@ -306,7 +335,13 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
     """
     config, label = _config(source)
     name = name or label
-    if kind := kind_of(config):
+    if not is_dense and (counts := stated_experts(config)):
+        what = ", ".join(f"{key}={count}" for key, count in counts.items())
+        raise PlanError(
+            f"{name} is a mixture-of-experts model ({what}), and the planner knows only experts that implement "
+            "transformers' experts interface. Pass a plan: plan='dp2', plan='dp2 zero3' or plan='pp2'"
+        )
+    if kind := kind_of({key: value for key, value in config.items() if "experts" not in key}):
         raise PlanError(f"{name} is {kind}")
     if isinstance(config.get("text_config"), Mapping):
         config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}

@@ -13,7 +13,7 @@ from meshwright.planner.breakdown import Overlap, StepTime, Work, mean_work
 from meshwright.planner.candidate import Candidate, Job, Precision, rank_runs, recomputed_share, stage_runs
 from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges
 from meshwright.planner.devices import matmul_peak
-from meshwright.planner.experts import ROUTED_LAUNCHES
+from meshwright.planner.experts import ROUTED_LAUNCHES, ExpertShape
 from meshwright.planner.hardware import Cluster, Coefficients
 from meshwright.planner.shapes import LayerShape, ModelShape
 from meshwright.planner.simulate import SimulatedPipeline, pipeline_time
@@ -89,19 +89,23 @@ class StepModel:
         hops = inside - 1 + _REMOTE * math.log2(size / inside)
         return volume * (size - 1) / size / rate + k.latency * hops
 
-    def exchange(self, volume: float, size: int, stride: int) -> float:
-        """Return the seconds of one all-to-all.
+    def exchange(self, experts: ExpertShape, tokens: float, plan: Candidate, job: Job) -> float:
+        """Return the seconds of one exchange of a layer's tokens between the ranks that share its experts.
 
-        Args:
-            volume: bytes of the rows of one rank, of which each rank of the group gets as many.
-            size, stride: as in ``ring``. The links inside a domain and between domains work at the same time.
+        Links inside a domain and between domains work at the same time. This runtime sends a token to each rank of its
+        experts. Published runs use libraries (DeepEP, HybridEP) that send it once to each node, where it is passed on.
         """
-        if size == 1:
+        if plan.ep == 1:
             return 0.0
-        k, inside = self.k, min(size, max(1, self.cluster.domain // stride))
-        within = (inside - 1) / (self.cluster.fast * k.fast_link)
-        across = (size - inside) / (self.cluster.slow * k.slow_link)
-        return volume / size * max(within, across) + k.latency * (_REMOTE if size > inside else 1.0)
+        k, inside = self.k, min(plan.ep, self.cluster.domain)
+        row = experts.sent_bytes(tokens, plan.ep, job.activation_bytes, job.expert_load) / plan.ep
+        within, across = (inside - 1) * row, (plan.ep - inside) * row
+        if not job.own_runtime and across:
+            nodes = plan.ep / inside
+            within = (plan.ep - 1) * row
+            across *= experts.copies(nodes) / experts.copies(plan.ep)
+        slowest = max(within / (self.cluster.fast * k.fast_link), across / (self.cluster.slow * k.slow_link))
+        return slowest + k.latency * (_REMOTE if across else 1.0)
 
     def layer(self, plan: Candidate, job: Job) -> Work:
         """Return the seconds of one layer for one micro-batch, as the mean over the layers."""
@@ -178,7 +182,7 @@ class StepModel:
             experts=4 * to_experts,
             forward=forward,
             backward=backward + again,
-            weight_grad=matmul + regathered,
+            weight_grad=matmul - routed + regathered,  # experts compute both gradients together
             hidden=hidden + hidden_back,
         )
 
@@ -197,12 +201,8 @@ class StepModel:
         matmul += own * self.matmul(each, h, width * experts.inputs, precision=job.precision)
         matmul += own * self.matmul(each, width, h, precision=job.precision)
         traffic = experts.moved(rows) * job.activation_bytes / 2 + _CAST_BYTES[job.precision] * rows * (h + width)
-        sent = experts.sent_bytes(tokens, plan.ep, job.activation_bytes, job.expert_load)
-        return (
-            matmul,
-            self.k.elementwise * traffic / self.memory_rate,
-            self.exchange(sent, plan.ep, plan.expert_stride),
-        )
+        moved = self.k.elementwise * traffic / self.memory_rate
+        return matmul, moved, self.exchange(experts, tokens, plan, job)
 
     def _launched(self, busy: float, launches: float) -> float:
         """Return the time of kernels and their launches; these do not overlap if the device is the host's processor."""
@@ -354,7 +354,7 @@ class StepModel:
     def stage_parameters(self, plan: Candidate) -> tuple[float, float]:
         """Return the elements on the largest rank of the pipeline before ZeRO shards them: beside experts, and of them.
 
-        The second is 0 for experts that as many ranks hold as any other weight, which the first includes.
+        Without ep the second is 0, and the first includes experts, which as many ranks hold as any other weight.
         """
         shape = self.shape
         ends = shape.embedding_parameters + (shape.head_parameters if _last_rank(plan) == 0 else 0)
@@ -363,9 +363,7 @@ class StepModel:
         dense, experts = (_weighted(held, values) for values in zip(*each, strict=True))
         largest = max(range(plan.pp), key=lambda rank: dense[rank] + experts[rank])
         other = dense[largest] + ends / plan.tp
-        if plan.copies == plan.data_ranks:
-            return other + experts[largest], 0.0
-        return other, experts[largest]
+        return (other + experts[largest], 0.0) if plan.ep == 1 else (other, experts[largest])
 
     def data(self, plan: Candidate, job: Job, forward: float, backward: float) -> float:
         """Return the seconds per step of data-parallel communication that compute does not hide."""
@@ -396,7 +394,7 @@ class StepModel:
             elements: elements of these weights on a rank.
             plan, job: the plan and the job.
             compute: seconds of the rank's forward and backward of one micro-batch.
-            of_experts: whether the weights are experts, which fewer ranks hold.
+            of_experts: whether the weights are those of experts that ep spreads.
         """
         size, shard, stride = plan.data_ranks, plan.shard * plan.cp, plan.tp
         if of_experts:
