@@ -75,7 +75,7 @@ def check_plan(
     """
     if plan.ep > 1:
         raise PlanError(
-            f"the static check follows what the ranks of tp hold, but under ParallelPlan.ep={plan.ep} the values decide "
+            f"the static check follows what the ranks of tp hold, but under ParallelPlan.ep={plan.ep} values decide "
             "which rows a rank gets; use ep=1, or compare the plan with meshwright verify"
         )
     whole = model_factory()
