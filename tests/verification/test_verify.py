@@ -27,6 +27,7 @@ from meshwright_hf.short_model import ConfigFile, ShortModel, short_model
 from support import planted
 from support.models import SIZES, build
 from support.tiers import crossing
+from support.whole_runs import with_adapters
 
 TP = "tp2+sp"
 
@@ -85,6 +86,17 @@ def test_a_model_that_trains_as_on_one_device() -> None:
     # Six batches: each of Llama's five norms in each of them; nine losses on four ranks.
     assert checked["gradients: norms"] == 6 * 5
     assert checked["loss"] == 4 * (6 + 2)
+
+
+def adapted() -> nn.Module:
+    return with_adapters(build("llama"))
+
+
+@pytest.mark.crossing
+def test_adapters_that_train_as_on_one_device() -> None:
+    """1e-11: see above. What a projection returns without its adapters is an addend on each rank."""
+    report = mw.verify(adapted, TP, steps=1)
+    assert report.ok and all(one.value < 1e-11 for one in report.worst.values()), str(report)
 
 
 def test_stages_that_train_as_on_one_device() -> None:
