@@ -5,6 +5,7 @@ They are those that other programs have had, or that a change could bring. A com
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -25,7 +26,6 @@ from meshwright.parallel import expert_dispatch, load_balancing
 from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.expert_dispatch import ExpertDispatch
 from meshwright.parallel.gradient_buckets import Bucket
-from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.plan.text import parse_plan
 from support.anatomies import build, loader
 from support.exact import Float64
@@ -79,14 +79,12 @@ def _own_statistics(*axes: str) -> Plant:
 
 def _first_rows() -> AbstractContextManager[object]:
     """Each rank of tp reads the mask of the first rank's tokens."""
-    counted = LoadBalancing._counted
+    counted = load_balancing.counted_rows
 
-    def of_the_first(self: LoadBalancing, mask: Tensor | None, rows: int) -> Tensor:
-        tp = self.mesh.tp
-        with mock.patch.object(self, "mesh", Mesh(dp=self.mesh.dp, tp=Axis("tp", tp.size, 0, tp.group))):
-            return counted(self, mask, rows)
+    def of_the_first(*args: Any, tp: Axis, **options: Any) -> Tensor:
+        return counted(*args, tp=dataclasses.replace(tp, rank=0), **options)
 
-    return mock.patch.object(LoadBalancing, "_counted", of_the_first)
+    return mock.patch.object(load_balancing, "counted_rows", of_the_first)
 
 
 def _copies_over_dp() -> AbstractContextManager[object]:
