@@ -16,7 +16,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.plan.text import parse_plan
 from meshwright.roles.adapters import without_wrappers
-from meshwright.roles.blocks.experts import check_experts
+from meshwright.roles.blocks.adapted_experts import check_adapted_experts
 from support.anatomies import build, loader
 from support.exact import Float64
 from support.parity import TOLERANCE
@@ -63,6 +63,8 @@ def test_adapters_equal_one_process(kind: str, plan: str, pool2: Any) -> None:
 def test_adapters_of_experts_that_a_plan_cannot_run_are_refused(pool2: Any) -> None:
     decoder = without_wrappers(adapted("experts", "qwen3_moe"))[1]
     with pytest.raises(mw.PlanError, match=r"adapters .* of 5 experts, which 2 ranks cannot share evenly"):
-        check_experts(decoder, 2)
+        check_adapted_experts(decoder, ep=2, etp=1)
+    with pytest.raises(mw.PlanError, match=r"adapters .* of whole experts.*set etp=1"):
+        check_adapted_experts(decoder, ep=1, etp=2)
     for kind, message in pool2.run_expecting_error(train, "dp2 zero3", "experts"):
         assert kind == "PlanError" and "experts.base_layer" in message and "Use zero_stage=2" in message
