@@ -18,17 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.one_device import whole_tensors
+from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim import gradients, thawing
 from meshwright.optim.zero_optimizer import ReduceScatter
-from meshwright.parallel import expert_dispatch, load_balancing
+from meshwright.parallel import expert_dispatch, expert_slices, load_balancing
 from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.expert_dispatch import ExpertDispatch
+from meshwright.parallel.expert_slices import OutputBiasOnce
 from meshwright.parallel.gradient_buckets import Bucket
 from meshwright.plan.text import parse_plan
+from meshwright.roles.blocks import experts
 from support.anatomies import build, loader
 from support.exact import Float64
+from support.models import SIZES
 from support.replicas import uncompared
 from support.whole_runs import train_whole
 
@@ -180,6 +184,39 @@ def _zero_is_none() -> AbstractContextManager[object]:
     return mock.patch.object(ReduceScatter, "start", start_and_forget)
 
 
+def _own_slice() -> AbstractContextManager[object]:
+    """What the slices of experts send back to a token and its router is not summed over the slices."""
+
+    def gather(x: Tensor, axis: Axis) -> Tensor:
+        parts = list(expert_slices.all_gather(x.detach(), axis).chunk(axis.size))
+        parts[axis.rank] = x
+        return torch.cat(parts)
+
+    return mock.patch.object(expert_slices, "gather_rows", gather)
+
+
+def _one_piece() -> AbstractContextManager[object]:
+    """The rows of the gate and those that it scales are cut as if they were one matrix."""
+    even = RowLayout.even
+    return mock.patch.object(
+        experts.RowLayout, "even", lambda size, ranks, dim=0, *, parts=None: even(size, ranks, dim)
+    )
+
+
+def _two_halves() -> AbstractContextManager[object]:
+    """Channels that alternate are cut as if those of the gate came first."""
+    even = RowLayout.even
+
+    def of_halves(size: int, ranks: int, dim: int = 0, *, parts: Any = None) -> RowLayout:
+        return even(size, ranks, dim, parts=(size // 2,) * 2 if size == 2 * SIZES["intermediate_size"] else parts)
+
+    return mock.patch.object(experts.RowLayout, "even", of_halves)
+
+
+def _bias_on_every_rank() -> AbstractContextManager[object]:
+    return mock.patch.object(OutputBiasOnce, "__call__", lambda self, *args: self.method(*args))
+
+
 def _detached(hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     return hidden, index, weights.detach()
 
@@ -230,6 +267,16 @@ FAULTS: dict[str, Fault] = {
     ),
     "the result of a shared expert is summed twice": Fault(
         plan="tp2+sp", model="qwen2_moe", plant=_reduced_twice, shows="loss 0"
+    ),
+    "the gradient of a token is not summed over slices of experts": Fault(
+        plan="dp2 etp2", model="mixtral", plant=_own_slice, shows=f"gradient of {ROUTER}", unseen="loss 0"
+    ),
+    "gate and up are cut as one piece": Fault(plan="dp2 etp2", model="mixtral", plant=_one_piece, shows="loss 0"),
+    "alternating gate and up are cut as halves": Fault(
+        plan="dp2 etp2", model="gpt_oss", plant=_two_halves, shows="loss 0"
+    ),
+    "the bias of experts on every rank": Fault(
+        plan="dp2 etp2", model="gpt_oss", plant=_bias_on_every_rank, shows="loss 0"
     ),
     "experts are saved under their numbers on a rank": Fault(
         plan="dp2 ep2", model="mixtral", plant=_local_numbers, shows=f"weight {EXPERTS}", unseen="loss 0"
