@@ -23,6 +23,7 @@ from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks.adapted_experts import check_adapted_experts
 from meshwright.roles.blocks.experts import check_experts
 
 
@@ -35,6 +36,7 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
         PlanError: if the plan cannot cut the decoder.
     """
     check_experts(decoder, ep=plan.ep, etp=plan.etp)
+    check_adapted_experts(decoder, ep=plan.ep, etp=plan.etp)
     check_dispatcher(config.token_dispatcher, plan.ep)
     axes = [axis for axis, size in plan.sizes_beside_dp.items() if size > 1]
     if not axes:

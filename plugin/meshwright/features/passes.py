@@ -24,6 +24,7 @@ from meshwright.parallel.tensor_parallel import install_tensor_parallel
 from meshwright.parallel.tower_features import refuse_features_between_layers
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
+from meshwright.roles.blocks.adapted_experts import keep_local_adapters
 from meshwright.roles.blocks.experts import has_output_bias, is_experts
 
 
@@ -117,6 +118,7 @@ def cut_blocks(build: Build) -> None:
 def spread_experts(build: Build) -> None:
     """Let experts that are spread over ranks get the tokens that are routed to them."""
     ep, etp = build.runtime.mesh.ep, build.runtime.mesh.etp
+    keep_local_adapters(build.decoder, ep.size)
     for experts in filter(is_experts, build.decoder.modules()):
         if etp.size > 1 and has_output_bias(experts):
             add_step(experts, OutputBiasOnce(experts, etp))

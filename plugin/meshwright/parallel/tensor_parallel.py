@@ -32,6 +32,7 @@ from meshwright.parallel.sharded_parameter import LocalGradient, guard
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from meshwright.roles.blocks import Block
+from meshwright.roles.blocks.adapted_experts import adapted_experts
 
 # Takes a parameter and its layout; returns this rank's shard, or None if the parameter holds its values itself.
 ShardSource = Callable[[nn.Parameter, TensorLayout], Tensor | None]
@@ -156,6 +157,9 @@ def guard_shards(model: nn.Module, blocks: Iterable[Block]) -> None:
         if layout_of(parameter).is_sharded:
             guard(parameter)
     whole = [block.module for block in blocks if block.entries == (block.module,)]
+    # Adapters of experts compute with all weights inside of them, before the modules of these run.
+    adapted = list(adapted_experts(model).values())
+    whole += [module for module in adapted if all(module is not other.base_layer for other in adapted)]
     inside = {id(module) for block in whole for module in block.modules()}
     for module in whole:
         Window(module.parameters()).over(module)

@@ -105,7 +105,9 @@ class RoledModel:
             UncoveredParameterError: if parameters have no role; the message lists them.
             PlanError: if a module computes its weight from other tensors, or has adapters that cannot be sharded.
         """
-        check_adapters(self.modules)
+        # Experts, which are not cut over tp, have their adapters whole as well.
+        whole = tuple(f"{name}." for name, role in self.roles.items() if role is Role.EXPERTS)
+        check_adapters({name: m for name, m in self.modules.items() if not f"{name}.".startswith(whole)})
         for name, role in self.roles.items():
             is_sharded = role in (Role.EMBEDDING, Role.HEAD) or role.part not in (None, BlockPart.BLOCK, BlockPart.COPY)
             if is_sharded and name in self.modules:

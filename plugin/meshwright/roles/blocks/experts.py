@@ -10,6 +10,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.roles.adapters import projection
 from meshwright.roles.blocks.block import BlockKind
 from meshwright.roles.projection import is_projection, out_features
 from meshwright.roles.sharding_plan import Role
@@ -32,7 +33,7 @@ class Experts(BlockKind):
 def roles_of_experts(module: nn.Module) -> dict[str, Role]:
     """Return the roles of the experts and routers that a module owns, by name; empty if it owns no experts."""
     children = dict(module.named_children())
-    experts = {name for name, child in children.items() if is_experts(child)}
+    experts = {name for name, child in children.items() if is_experts(projection(child))}
     if not experts and _ROUTERS & children.keys():
         experts = {name for name, child in children.items() if _is_own_code(name, child)}
     # What looks at token ids would need those of this rank's tokens.
@@ -51,7 +52,7 @@ def experts_of_own_code(model: nn.Module) -> str | None:
     """
     for owner, module in model.named_modules():
         for name, role in roles_of_experts(module).items():
-            if role is Role.EXPERTS and not is_experts(module.get_submodule(name)):
+            if role is Role.EXPERTS and not is_experts(projection(module.get_submodule(name))):
                 return f"{owner}.{name}"
     return None
 
