@@ -39,9 +39,11 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
     try:
         if plan.tp > 1:
             roles = config.sharding_plan or plan_for(decoder)
-            return describe(decoder, roles, tp=plan.tp, sequence_parallel=plan.sequence_parallel, ep=plan.ep)
-        instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
-        found = outline(decoder, config.sharding_plan, instead=instead)
+            sp, ep = plan.sequence_parallel, plan.ep
+            found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp, ep=ep)
+        else:
+            instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
+            found = outline(decoder, config.sharding_plan, instead=instead)
         if plan.cp > 1:
             check_token_wise(found, config.sharding_plan)
         return found

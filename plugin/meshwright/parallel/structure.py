@@ -8,6 +8,7 @@ block_boundary.py and tensor_parallel.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 from torch import nn
 
@@ -31,14 +32,22 @@ class DecoderStructure(Decoder):
 
     Args:
         blocks: the blocks of the layers, each once.
+        whole: the outermost modules inside of layers that every rank computes for all tokens, by name.
         vocab_size: the number of words that the head scores; in a few families the embedding has more words.
     """
 
     embedding: nn.Embedding
     head: nn.Linear | None
     blocks: tuple[Block, ...]
+    whole: dict[str, nn.Module]
     parameters: dict[str, TensorLayout] = field(repr=False)
     vocab_size: int
+
+    @property
+    def cut_share(self) -> float:
+        """The share of the weights' elements of which each rank of tp has a part."""
+        layouts = [self.parameters[name] for name, _ in self.model.named_parameters()]
+        return sum(prod(x.shape) for x in layouts if x.is_sharded) / sum(prod(x.shape) for x in layouts)
 
 
 def describe(
@@ -82,6 +91,7 @@ def describe(
     return DecoderStructure(
         **vars(parts),
         blocks=tuple(blocks.values()),
+        whole=roled.whole_in_layers,
         parameters=layouts,
         vocab_size=words,
     )

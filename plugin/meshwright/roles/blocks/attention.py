@@ -57,7 +57,7 @@ class Attention(Block):
 
     def divide(self, by_role: Mapping[Role, nn.Module]) -> None:
         fused = [module for role, module in by_role.items() if role in _FUSED]
-        if {Role.Q, Role.K, Role.V} <= by_role.keys():
+        if {Role.K, Role.V} <= by_role.keys() and by_role.keys() & {Role.Q, Role.PER_HEAD}:
             kv_width = out_features(by_role[Role.K])
         elif Role.PER_HEAD in by_role:  # latent attention makes keys and values for each query head
             kv_width = self.width
