@@ -18,6 +18,7 @@ from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 from meshwright.parallel.tensor_parallel import SequenceRegion
+from meshwright.parallel.tower_features import TowerFeatures
 from meshwright.pipeline.cut import Cut
 from meshwright.plan.context_methods import local_tokens
 
@@ -38,10 +39,13 @@ class Stages:
         step: the step of the decoder's forward that runs the stages.
         region: the region in which each rank has its own tokens, under sequence parallelism.
         cp: the number of ranks that share each sequence.
+        towers: what cuts the features of towers that enter between the layers; None without towers.
     """
 
-    def __init__(self, cut: Cut, step: ChainStep, region: SequenceRegion | None, cp: int = 1):
-        self.cut, self.step, self.region, self.cp = cut, step, region, cp
+    def __init__(
+        self, cut: Cut, step: ChainStep, region: SequenceRegion | None, *, cp: int, towers: TowerFeatures | None
+    ):
+        self.cut, self.step, self.region, self.cp, self.towers = cut, step, region, cp, towers
         self._length = 0
         self._active: int | None = None
         self._received: Tensor | None = None
@@ -124,6 +128,8 @@ class Stages:
             return own(*args, **kwargs)
         x, _ = hidden_states(args, kwargs)
         if index == span.stop:
+            if self.towers is not None:
+                self.towers.end_stage()
             raise StageEnd(x)
         if index == span.start - 1:
             assert self._received is not None
