@@ -70,7 +70,7 @@ class Ours(Contender):
 
     watched = True
 
-    def __init__(self, workload: Workload, **plan: Any) -> None:
+    def __init__(self, workload: Workload, token_dispatcher: str = "all_to_all", **plan: Any) -> None:
         from torch.utils.data import DataLoader
 
         import meshwright as mw
@@ -82,7 +82,7 @@ class Ours(Contender):
             DataLoader(workload.rows(), batch_size=workload.batch_size),
             device_num=dist.get_world_size(),
             node_num=1,
-            config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)),
+            config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), token_dispatcher=token_dispatcher),
         )
         self.batch = next(iter(loader))
 
@@ -146,9 +146,15 @@ class DeepSpeed(Contender):
     Args:
         workload: what to train.
         tensor_parallel: settings of AutoTP over all ranks; None trains data parallel.
+        further: further settings of DeepSpeed.
     """
 
-    def __init__(self, workload: Workload, tensor_parallel: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        tensor_parallel: dict[str, Any] | None = None,
+        further: dict[str, Any] | None = None,
+    ) -> None:
         import deepspeed
         import deepspeed.ops
 
@@ -164,13 +170,16 @@ class DeepSpeed(Contender):
             "zero_optimization": {"stage": 1},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": MAX_NORM,
+            **(further or {}),
         }
         if tensor_parallel is not None:
             config["tensor_parallel"] = {"autotp_size": world_size, **tensor_parallel}
         model = workload.model()
-        self.model, *_ = deepspeed.initialize(
-            model=model, optimizer=workload.optimizer(model.parameters()), config=config
-        )
+        self.model, *_ = deepspeed.initialize(model=model, config=config, **self.optimizer_of(model, workload))
+
+    def optimizer_of(self, model: torch.nn.Module, workload: Workload) -> dict[str, Any]:
+        """Return the arguments of ``initialize`` that say which optimizer to use."""
+        return {"optimizer": workload.optimizer(model.parameters())}
 
     def backward(self, loss: Tensor) -> None:
         self.model.backward(loss)

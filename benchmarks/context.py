@@ -30,7 +30,7 @@ import typer
 from benchmarks.contenders import Contender
 from benchmarks.context_contenders import DeepSpeedUlysses, EachAlone, LongRows, OneProcess, Ours
 from benchmarks.summary import Ratio
-from benchmarks.timing import time_in_turn
+from benchmarks.timing import Clocked, time_in_turn
 from meshwright.context import attention
 from meshwright.errors import PlanError
 from meshwright.faults.guard import active_guard
@@ -90,7 +90,7 @@ def _loss_and_norm(build: Build, workload: LongRows) -> tuple[float, float]:
 def step_time(rounds: int, methods: Sequence[str] = ("ulysses", "gather", "ring")) -> None:
     """Print the step time of each method of ours over that of DeepSpeed's Ulysses, in wall and in CPU seconds."""
     builds = {name: ours(name) for name in methods} | {DEEPSPEED: DeepSpeedUlysses}
-    clocked = {name: _Clocked(build(LARGE)) for name, build in builds.items()}
+    clocked = {name: Clocked(build(LARGE)) for name, build in builds.items()}
     seconds = _in_turn(clocked, rounds)
     cpu = {name: contender.seconds[-rounds:] for name, contender in clocked.items()}
     _say(f"{LARGE.sequence_length} tokens on {dist.get_world_size()} ranks, {rounds} rounds\n")
@@ -98,20 +98,6 @@ def step_time(rounds: int, methods: Sequence[str] = ("ulysses", "gather", "ring"
     for name in clocked:
         columns = [f"{median(x[name]):.3f} | {Ratio.paired(x[name], x[DEEPSPEED])}" for x in (seconds, cpu)]
         _say(f"| {name} | {' | '.join(columns)} |")
-
-
-class _Clocked(Contender):
-    """A contender that measures CPU seconds, since other programs on the machine change them less than wall time."""
-
-    def __init__(self, contender: Contender):
-        self.contender, self.watched = contender, contender.watched
-        self.seconds: list[float] = []
-
-    def step(self) -> torch.Tensor | None:
-        start = time.process_time()
-        loss = self.contender.step()
-        self.seconds.append(time.process_time() - start)
-        return loss
 
 
 def balance(rounds: int) -> None:

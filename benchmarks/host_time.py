@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -79,21 +81,42 @@ def main(
 ) -> None:
     """Print the CPU time of a layer in the stock model, and the time that each plan adds, in milliseconds."""
     torch.set_num_threads(1)
-    stock = narrow_model(layers)
     print(f"{'plan':<20} {'stock':>7} {'forward':>8} {'backward':>9} {'both':>7}   (ms per layer)")
     for words in plan or PLANS:
-        parsed = ParallelPlan(**parse_plan(words))
-        model = narrow_model(layers)
-        with fake_world(parsed.world_size, 0):
-            distribute(model, parsed)
-            interpose.observe(Recording())  # type: ignore[arg-type]
-            for one in (stock, model):
-                times(one)
-            pairs = [(times(stock), times(model)) for _ in range(rounds)]
-            interpose.observe(None)
-        per_layer = [1e3 / layers * statistics.median(theirs[i] - own[i] for own, theirs in pairs) for i in (0, 1)]
-        base = 1e3 / layers * statistics.median(sum(own) for own, _ in pairs)
-        print(f"{words:<20} {base:7.2f} {per_layer[0]:8.2f} {per_layer[1]:9.2f} {sum(per_layer):7.2f}", flush=True)
+        own = per_layer(words, layers, rounds)
+        figures = f"{own.stock:7.2f} {own.forward:8.2f} {own.backward:9.2f} {own.forward + own.backward:7.2f}"
+        print(f"{words:<20} {figures}", flush=True)
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """CPU time of a layer, in milliseconds: of the stock model, and what a plan adds in forward and in backward."""
+
+    stock: float
+    forward: float
+    backward: float
+
+
+def per_layer(words: str, layers: int, rounds: int, change: Callable[[Any], object] = lambda model: None) -> LayerTime:
+    """Return the CPU time of a layer under a plan, beside that of the stock model, whose steps alternate.
+
+    Args:
+        words: the plan.
+        layers: the number of layers of the model.
+        rounds: the number of measured steps of each model.
+        change: a function that is called with the distributed model before its first step.
+    """
+    parsed, stock, model = ParallelPlan(**parse_plan(words)), narrow_model(layers), narrow_model(layers)
+    with fake_world(parsed.world_size, 0):
+        distribute(model, parsed)
+        change(model)
+        interpose.observe(Recording())  # type: ignore[arg-type]
+        for one in (stock, model):
+            times(one)
+        pairs = [(times(stock), times(model)) for _ in range(rounds)]
+        interpose.observe(None)
+    added = [1e3 / layers * statistics.median(theirs[i] - own[i] for own, theirs in pairs) for i in (0, 1)]
+    return LayerTime(1e3 / layers * statistics.median(sum(own) for own, _ in pairs), *added)
 
 
 if __name__ == "__main__":

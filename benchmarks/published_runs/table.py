@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published_runs.moe import Experts
 from benchmarks.published_runs.table_words import (
     device_of,
     precision_of,
     recompute_of,
-    why_not_dense,
+    why_not_trained_whole,
     yes_or_no,
     zero_stage_of,
 )
@@ -89,7 +90,7 @@ def read_runs(path: str | Path, dropped: list[str] | None = None) -> list[Run]:
     Args:
         path: a CSV file with at least the columns of ``COLUMNS``.
         dropped: a list to which a line is added for each row that the planner cannot use: a word that is not known, a
-            number that does not fit the others, a model with experts. None raises the first of them as an error.
+            number that does not fit the others, experts whose number is not stated. None raises the first as an error.
 
     Raises:
         PlanError: the file does not exist, a column is missing, or no row can be used; with ``dropped=None`` also if
@@ -164,7 +165,7 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
     # pandas writes the whole numbers of a column with empty cells as 8.0.
     row = {name: re.sub(r"^(\d+)\.0+$", r"\1", cell.strip()) for name, cell in row.items()}
     try:
-        if (reason := why_not_dense(row)) is not None:
+        if (reason := why_not_trained_whole(row)) is not None:
             raise PlanError(reason)
         tp, cp, pp, dp = (number(name, int) for name in ("tp", "cp", "pp", "dp"))
         gpus, batch = (number(name, int) for name in ("n_gpus", "global_batch"))
@@ -172,6 +173,10 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
         # the default of torchtitan (build_pipeline_schedule), whose tables do not state it.
         local, ranks = batch // max(1, dp), max(1, pp)
         micro = number("micro_batch", int, 1 if local % ranks else max(1, local // ranks))
+        experts = Experts.of(row)
+        ep = 1 if experts is None else experts.ep
+        if tp * cp * dp % max(1, ep):
+            raise PlanError(f"{path}: line {line}: ep={ep} does not divide tp x cp x dp = {tp * cp * dp}")
         if tp * cp * pp * dp != gpus:
             raise PlanError(f"{path}: line {line}: tp x cp x pp x dp = {tp * cp * pp * dp} is not n_gpus={gpus}")
         if not micro or batch % (dp * micro):
@@ -181,7 +186,7 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
         zero = zero_stage_of(row["zero_stage"])
         shard = _state_ranks(row["notes"], dp) if zero else 1
         recompute = recompute_of(row["recompute"])
-        shape = _shape(row, number)
+        shape = _shape(row, number, experts)
         cluster = _cluster(row, gpus, number("gpus_per_node", int, 8))
         precision = precision_of(row["precision"])
         matmul_peak(cluster.device, precision)  # raises for a precision that the device lacks
@@ -201,6 +206,7 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
                 tp=tp,
                 sequence_parallel=yes_or_no("sp", row["sp"]),
                 cp=cp,
+                ep=ep,
                 context="ring",  # not stated: the default of Megatron-LM and NeMo; torchtitan rotates only gradients
                 pp=pp,
                 schedule=schedule,
@@ -229,10 +235,10 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
         raise error if f"line {line}: " in str(error) else PlanError(f"{path}: line {line}: {error}") from None
 
 
-def _shape(row: Mapping[str, str], number: Callable[..., Any]) -> ModelShape:
+def _shape(row: Mapping[str, str], number: Callable[..., Any], experts: Experts | None) -> ModelShape:
     """Return the model, with the MLP (gated or not) and embedding (tied or not) that come closest to the stated size.
 
-    If no size is stated, the MLP is gated and the embedding untied, as in Llama.
+    Experts are gated. If no size is stated, the MLP is gated and the embedding untied, as in Llama.
     """
     hidden, heads = number("hidden", int), number("heads", int)
     sizes = {
@@ -246,12 +252,14 @@ def _shape(row: Mapping[str, str], number: Callable[..., Any]) -> ModelShape:
         "vocab": number("vocab", int),
     }
     stated = number("params_B", float, 0.0) * 1e9
+    if experts is not None:
+        return experts.shape(sizes, stated)
     forms = [ModelShape.of(**sizes, gated=gated, tied=tied) for gated in (False, True) for tied in (False, True)]
     nearest = min(forms, key=lambda shape: abs(shape.parameters - stated)) if stated else forms[2]
     if stated > _TOO_LARGE * nearest.parameters:
         raise PlanError(
             f"params_B={row['params_B']!r}, but hidden, layers, ffn and vocab make {nearest.parameters / 1e9:.3g} B: "
-            "the model has experts, which the planner does not know, or a size is wrong"
+            "the model has experts, whose number the row does not state, or a size is wrong"
         )
     return nearest
 

@@ -48,7 +48,6 @@ _STAGES: Mapping[str, int] = {
     **dict.fromkeys(("2", "shard-grad-op"), 2),
     **dict.fromkeys(("3", "fsdp", "fsdp1", "fsdp2", "full-shard", "fully-shard"), 3),
 }  # fmt: skip
-_NO_EXPERTS = ("", "-", "0", "1", "no", "none", "false")  # one expert, or one rank for them, is a dense model
 _YES_OR_NO = {"": False, "0": False, "no": False, "false": False, "off": False} | dict.fromkeys(
     ("1", "yes", "true", "on"), True
 )
@@ -146,34 +145,8 @@ def device_of(text: str) -> Device:
         raise PlanError(f"gpu={text!r} is not known: {error}") from None
 
 
-# Families whose models have experts, and the forms of names that say so: 8x7B, 30B-A3B, 17B-16E.
-_WITH_EXPERTS = re.compile(
-    r"moe\b|mixture.of.experts|\d+x\d+(\.\d+)?b|\d+b[-_ ]*a\d+(\.\d+)?b|\d+b-\d+e\b|mixtral|gpt-oss|dbrx|grok|arctic"
-    r"|deepseek-?(v[23]|r1(?!-distill))|llama-?4|kimi-?k2|glm-?4\.[56]|minimax|switch|qwen3-(30|235)b|jamba",
-    re.IGNORECASE,
-)
-_NOTES_OF_EXPERTS = re.compile(
-    r"\b(etp|ep)[ _-]?(size)?\s*[=:]?\s*([2-9]|\d\d+)\b"
-    r"|\b(topk|top_k|num_experts|(moe )?experts)\s*=\s*([2-9]|\d\d+)|(?<!no )(?<!non-)(?<!not )\bmoe\b"
-    r"|mixture.of.experts|\bactive_B\s*=",
-    re.IGNORECASE,
-)
-_COLUMNS_OF_EXPERTS = re.compile(
-    r"(^|_)(ep|etp|moe|experts?|topk|top_k|dropless)($|_)|^(expert|moe)|active_params", re.IGNORECASE
-)
-
-
-def why_not_dense(row: Mapping[str, str]) -> str | None:
-    """Return why a row is not of a dense model that trains all of its weights; None if nothing in it says so."""
-    if found := _WITH_EXPERTS.search(row["model"]):
-        return f"model={row['model']!r} has experts ({found[0]!r}), which the planner does not know"
-    for name, cell in row.items():
-        # As many active weights as there are: a dense model too.
-        is_said = cell.strip().lower() not in _NO_EXPERTS and cell != row["params_B"]
-        if is_said and _COLUMNS_OF_EXPERTS.search(name):
-            return f"{name}={cell!r} is of a model with experts, which the planner does not know"
-    if found := _NOTES_OF_EXPERTS.search(row["notes"]):
-        return f"notes: {found[0]!r} is of a model with experts, which the planner does not know"
+def why_not_trained_whole(row: Mapping[str, str]) -> str | None:
+    """Return why a row is not of a run that trains all weights of its model; None if nothing in it says so."""
     if found := re.search(r"\b(Q?LoRA|DoRA|PEFT)\b", f"{row['model']} {row['notes']}", re.IGNORECASE):
         return f"notes: {found[0]!r} trains a part of the weights, and the planner's times are for all of them"
     return None

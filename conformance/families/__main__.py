@@ -10,9 +10,12 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
+from conformance.families import kept_results
+from conformance.families.expert_models import EXPERTS
+from conformance.families.experts_page import section
 from conformance.families.models import DENSE, model_types
 from conformance.families.page import PAGE, render, verdict
-from conformance.families.refusals import refusal
+from conformance.families.refusals import MIXTURE, kind_of_type, refusal
 from conformance.families.sweep import read
 from harness.torchrun import torchrun
 
@@ -22,10 +25,14 @@ def main(
         list[str] | None, typer.Option(help="a family; may be given several times; then no page is written")
     ] = None,
     output: Annotated[Path, typer.Option(help="the page to write")] = PAGE,
+    experts: Annotated[
+        Path | None,
+        typer.Option(help="a file for the results of types with experts; those that it already has are not run again"),
+    ] = None,
 ) -> None:
-    """Compare every dense decoder of the installed transformers, on two ranks, with itself on one device.
+    """Compare every decoder of the installed transformers, on two ranks, with itself on one device.
 
-    Exits with status 1 if a decoder differs or is refused.
+    Exits with status 1 if a dense decoder differs or is refused, or a type with experts differs.
 
     Examples:
 
@@ -42,13 +49,19 @@ def main(
     for record in records:
         cells = (record.parity, record.kv, record.tied, record.packed)
         print(f"{record.family:22}", *(f"{verdict(cell):6}" for cell in cells), record.traits)
+    has_passed = all(record.passes for record in records)
     if not only:
+        with tempfile.TemporaryDirectory() as folder:
+            results = experts or Path(folder) / "experts.jsonl"
+            has_passed &= not torchrun(2, "conformance.families.experts", "--results", str(results))
+            with_experts = section(kept_results.read([results]))
         others = [name for name in model_types() if name not in DENSE]
-        found = {name: refusal(name) for name in track(others, "other types", disable=not sys.stderr.isatty())}
-        refusals = [reason for reason in found.values() if reason is not None]
-        output.write_text(render(records, refusals, [name for name, reason in found.items() if reason is None]))
+        found = [refusal(name) for name in track(others, "other types", disable=not sys.stderr.isatty())]
+        refusals = [r for r in found if r is not None and not (r.family in EXPERTS and r.kind == MIXTURE)]
+        accepted = {n: kind_of_type(n) for n, r in zip(others, found, strict=True) if r is None and n not in EXPERTS}
+        output.write_text(render(records, refusals, with_experts, accepted))
         print(f"{sum(record.passes for record in records)} families pass, {len(refusals)} are refused: {output}")
-    raise typer.Exit(0 if all(record.passes for record in records) else 1)
+    raise typer.Exit(0 if has_passed else 1)
 
 
 if __name__ == "__main__":

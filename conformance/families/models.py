@@ -146,8 +146,8 @@ def model_class(model_type: str) -> type:
 def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
     """Return a config of two layers and four heads, without dropout."""
     config_class = CONFIG_MAPPING[model_type]
-    known = _default(model_type)
-    sizes = {key: value for key, value in SIZES.items() if _has(known, key)}
+    known = default_config(model_type)
+    sizes = {key: value for key, value in SIZES.items() if has(known, key)}
     if model_type == "falcon":  # Falcon computes it
         sizes.pop("head_dim", None)
     config = config_class(**{**sizes, **DENSE.get(model_type, {}), **overrides})
@@ -159,11 +159,11 @@ def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
 
 
 @functools.cache
-def _default(model_type: str) -> PretrainedConfig:
+def default_config(model_type: str) -> PretrainedConfig:
     return CONFIG_MAPPING[model_type]()
 
 
-def _has(config: PretrainedConfig, key: str) -> bool:
+def has(config: PretrainedConfig, key: str) -> bool:
     try:
         return hasattr(config, key)
     except Exception:  # a per-layer attribute has no single value
@@ -172,6 +172,7 @@ def _has(config: PretrainedConfig, key: str) -> bool:
 
 def build(model_type: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
     """Return a seeded float64 model whose parameters are all random, since zeros and equal heads would hide faults."""
+    torch.manual_seed(seed)  # a vector keeps the value of its initialisation below the noise
     model = model_class(model_type)(tiny_config(model_type, **overrides)).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

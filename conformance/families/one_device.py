@@ -57,22 +57,24 @@ def largest_differences(
 ) -> dict[str, float]:
     """Return for each kind of rows the largest relative difference from one device, on rank 0.
 
-    One distributed model takes the rows of all kinds in turn. Every rank must make the call.
+    One distributed model takes the rows of all kinds in turn, of which each rank of dp gets some. Every rank must make
+    the call.
 
     Args:
-        build: a function that builds the model.
+        build: a function that builds the model, in training mode if it is to be compared in this mode.
         plan_for: a function that returns the plan for the model.
         kinds: the kinds of rows.
     """
     with in_float64():
-        model = build().train()
+        model = build()
         averages_over = None if find_loss(model) else "labels"
         config = mw.ToDistributedConfig(plan=plan_for(model), loss_averages_over=averages_over)  # type: ignore[arg-type]
-        model = mw.to_distributed(model, config=config)[0]
+        batches: Any = [rows_of(kind) for kind in kinds]
+        model, _, batches = mw.to_distributed(model, None, batches, config=config)
         found = {}
-        for kind in kinds:
+        for kind, rows in zip(kinds, batches, strict=True):
             model.zero_grad()
-            loss = model(**rows_of(kind)).loss
+            loss = model(**rows).loss
             loss.backward()
             gradients = mw.full_gradients(model)
             actual = Step(loss.item(), mw.clip_grad_norm_(model, 1e9).item(), gradients)
@@ -90,7 +92,7 @@ class Step:
 
 
 def _step_alone(build: Callable[[], Any], kind: str) -> Step:
-    model = build().train()
+    model = build()
     loss = model(**rows_of(kind)).loss
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

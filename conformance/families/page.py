@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import transformers
 
-from conformance.families.models import DENSE
+from conformance.families.models import DENSE, model_types
 from conformance.families.parity import TOLERANCE, Record
 from conformance.families.refusals import Refusal
 
@@ -20,34 +20,34 @@ _REMARKS = {
     "gpt-sw3": "GPT-2's class",
     "internlm3": "Llama's class",
     "iquestcoder": "Llama's class",
-    "lfm2": "with attention layers only: its convolutions are refused",
+    "lfm2": "with attention layers only: under tp its convolutions stay whole",
     "stablelm": "without qk_layernorm, whose norms (one per head) are refused",
 }
-_COMPARED_EXPERTS = "mixtral, olmoe, qwen2_moe, qwen3_moe and deepseek_v3"
 _DECODER_HALF = "the decoder of an encoder-decoder model; its cross-attention is sharded too"
 
 
-def render(records: Iterable[Record], refusals: Iterable[Refusal], experts: Iterable[str]) -> str:
+def render(
+    records: Iterable[Record], refusals: Iterable[Refusal], experts: Sequence[str], accepted: Mapping[str, str]
+) -> str:
     """Return the page's text.
 
     Args:
         records: what was compared of each dense decoder.
         refusals: the types that are refused.
-        experts: the types with experts that are not refused.
+        experts: the lines of the section on types with experts.
+        accepted: the kinds of the other types that are accepted, by type.
     """
-    experts = sorted(experts)
     records = sorted(records, key=lambda record: record.family)
     refusals = sorted(refusals, key=lambda refusal: (refusal.kind, refusal.family))
     passed = sum(record.passes for record in records)
-    types = len(records) + len(refusals) + len(experts)
     lines = [
         "# Families",
         "",
         "```bash",
-        "make families    # runs the sweep and writes this page (two processes, a few minutes)",
+        "make families    # runs the sweeps and writes this page (two processes, a few minutes)",
         "```",
         "",
-        f"**{passed} families pass**, of all {types} types that `AutoModelForCausalLM` knows in "
+        f"**{passed} families pass**, of all {len(model_types())} types that `AutoModelForCausalLM` knows in "
         f"transformers {transformers.__version__}, with torch {torch.__version__}. Each is a model of two layers with "
         "random weights and biases. It runs in float64 on two ranks with `tp=2` and sequence parallelism, and on one "
         f"device. Logits, loss and the gradient of every parameter differ by at most {TOLERANCE:g} of a tensor's "
@@ -90,17 +90,9 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal], experts: Iter
         "|---|---|---|---|---|---|---|",
         *(_row(record) for record in records),
         "",
-        "## With experts",
+        *experts,
         "",
-        f"These {len(experts)} types are accepted under `tp2+sp`. Each rank routes its own tokens and has whole "
-        "experts, so that tp cuts attention and the MLPs that every token takes. "
-        f"`tests/distribute/test_anatomy.py` compares {_COMPARED_EXPERTS} with one device in float64. If a family uses "
-        "transformers' `load_balancing_loss_func`, its load-balancing loss (`output_router_logits=True`) is that of "
-        "the global batch. phimoe draws random numbers in its router, so that its draws differ as those of dropout do.",
-        "",
-        "| family | under `tp2+sp` |",
-        "|---|---|",
-        *(f"| {family} | yes |" for family in experts),
+        *accepted_section(accepted),
         "",
         "## Refused",
         "",
@@ -113,6 +105,21 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal], experts: Iter
         *(f"| {r.family} | {r.kind} | {_short(r.message)} |" for r in refusals),
     ]
     return "\n".join(lines) + "\n"
+
+
+def accepted_section(accepted: Mapping[str, str]) -> list[str]:
+    """Return the lines of the section on types that are accepted, and that this command does not compare."""
+    return [
+        "## Accepted, and not compared here",
+        "",
+        f"These are {len(accepted)} types whose towers, or mixers with a convolution over tokens, stay whole under tp. "
+        "`tests/distribute/test_vision.py` and `tests/distribute/test_hybrids.py` compare some of them. Compare the "
+        "others once, with [`meshwright verify`](verify.md).",
+        "",
+        "| family | what it is |",
+        "|---|---|",
+        *(f"| {family} | {accepted[family]} |" for family in sorted(accepted, key=lambda n: (accepted[n], n))),
+    ]
 
 
 def _row(record: Record) -> str:
@@ -133,7 +140,7 @@ def _short(message: str) -> str:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Return family -> the other cells of its row, from both tables of the page."""
+    """Return family -> the other cells of its row, from all tables of a text."""
     table = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in row] for row in table]
-    return {family: rest for family, *rest in cells if family != "family"}
+    return {family: rest for family, *rest in cells if family not in ("family", "type")}

@@ -15,13 +15,14 @@ from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for
 from meshwright.roles.family_hints import reason_to_refuse
 
+MIXTURE = "mixture of experts"
 _MULTIMODAL = "multimodal: a tower for images or sound beside the decoder"
 
 # Types whose default config cannot be built by this version of transformers, so only their kind is known.
 _UNBUILT = {
-    "dbrx": "mixture of experts",
-    "dots1": "mixture of experts",
-    "lfm2_moe": "mixture of experts",
+    "dbrx": MIXTURE,
+    "dots1": MIXTURE,
+    "lfm2_moe": MIXTURE,
     "gemma4_assistant": "drafts for another model, whose keys and values it reads",
     "gemma4_unified_assistant": "drafts for another model, whose keys and values it reads",
     "reformer": "attention by hashing, with reversible layers",
@@ -29,7 +30,7 @@ _UNBUILT = {
 # Kind -> the names of parameters that only models of this kind have, and dense decoders do not.
 _KINDS = {
     _MULTIMODAL: r"vision|audio|image|speech|codec|img_",
-    "mixture of experts": r"expert|router|moe",
+    MIXTURE: r"expert|router|moe",
     "state space, linear attention or convolution over tokens": (
         r"mamba|A_log|conv1d|linear_attn|rg_lru|time_decay|\.conv\.|mlstm|short_conv|sconv"
     ),
@@ -49,6 +50,12 @@ class Refusal:
     family: str
     kind: str
     message: str
+
+
+def kind_of_type(family: str) -> str:
+    """Return what kind of model a family is, from the names of its parameters."""
+    model = _on_meta(family)
+    return _UNBUILT.get(family, _MULTIMODAL) if model is None else _kind(model)
 
 
 def refusal(family: str) -> Refusal | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright_hf import accelerate, datasets, deepspeed, trainer
+    from meshwright_hf.balance import BalanceExperts
     from meshwright_hf.callback import MeshwrightCallback
     from meshwright_hf.configs import register, unregister
     from meshwright_hf.saved_plan import save_plan
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 # The module of each public name.
 _HOMES = {
+    "balance": ("BalanceExperts",),
     "callback": ("MeshwrightCallback",),
     "configs": ("register", "unregister"),
     "saved_plan": ("save_plan",),
@@ -23,6 +25,7 @@ _HOME = {name: f"meshwright_hf.{module}" for module, names in _HOMES.items() for
 _MODULES = ("accelerate", "datasets", "deepspeed", "trainer")
 
 __all__ = [
+    "BalanceExperts",
     "MeshwrightCallback",
     "MeshwrightTrainer",
     "MeshwrightTrainerMixin",

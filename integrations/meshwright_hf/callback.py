@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from meshwright.choose.model_sizes import describe_model
 from meshwright.choose.picked_plan import device_at_hand, plan_card
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.monitor.held_memory import peak_memory
 from meshwright.optim.runtime import device_of, find_runtime
-from meshwright.planner.shapes import describe
+from meshwright.plan.config import ToDistributedConfig
 from meshwright_hf.replicas import check_replicas
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class MeshwrightCallback(TrainerCallback):
         if self.trainer_shards:
             return
         try:
-            self._flops = describe(model.config).flops
+            self._flops = describe_model(model, ToDistributedConfig()).flops
         except (PlanError, AttributeError) as error:
             logger.info("no MFU: %s", error)
         # The peak FLOPs of a CPU are not known.

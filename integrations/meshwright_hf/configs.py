@@ -19,13 +19,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
+from transformers.core_model_loading import build_glob_alternation
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from meshwright.checkpoint.one_device.converted_files import as_of_model
 from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSource
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import CheckpointError, PlanError
@@ -228,8 +231,12 @@ class _Registration:
             )
         files = tuple(checkpoint_files)
         options = dataclasses.replace(request.options, weights=files)
-        names = _names_in(files)
-        _check_names(model, names, load_config.weight_mapping or ())
+        rules = list(load_config.weight_mapping or ())
+        vars(model)["_weight_conversions"] = rules
+        names = _names_in(files, model)
+        # As transformers leaves them, for save_pretrained to undo.
+        vars(model)["_weight_conversions"] = [rule for rule in rules if rule.was_used()]
+        _set_dtypes(model, load_config.dtype_plan or {})
         model.tie_weights()
         expected = set(model.state_dict())
         to_distributed(model, config=options)
@@ -254,24 +261,28 @@ class _Registration:
 _active: list[_Registration] = []
 
 
-def _names_in(weights: WeightSource) -> set[str]:
+def _names_in(weights: WeightSource, model: nn.Module) -> set[str]:
+    """Return the names that the tensors of a checkpoint have in a model."""
     try:
-        return set(WeightFiles.open(weights).entries)
+        return set(as_of_model(WeightFiles.open(weights), model).entries)
     except CheckpointError:
         return set()  # to_distributed then raises on every rank, even if only one rank has a bad file
 
 
-def _check_names(model: nn.Module, names: set[str], transforms: Iterable[Any]) -> None:
-    """Raise if transformers would convert the checkpoint, because it has an older or a different format."""
-    for transform in transforms:
-        for name in sorted(names):
-            new, pattern = transform.rename_source_key(name)
-            if pattern is not None and (new != name or hasattr(transform, "operations")):
-                raise PlanError(
-                    f"transformers converts {name} of this checkpoint to {new} of {type(model).__name__} as it loads, "
-                    "which is not available with distributed_config; load the model without it, and call "
-                    "meshwright.to_distributed(model)"
-                )
+def _set_dtypes(model: nn.Module, plan: dict[str, torch.dtype]) -> None:
+    """Give the tensors that a model keeps in another dtype, such as a router's bias, that dtype before they are read.
+
+    Args:
+        model: the model, on the meta device.
+        plan: transformers' patterns of names, with the dtype of each.
+    """
+    if not plan:
+        return
+    pattern, dtypes, _ = build_glob_alternation(list(plan))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if (match := pattern.search(name)) is not None:
+            assert match.lastgroup is not None
+            tensor.data = tensor.data.to(plan[dtypes[match.lastgroup]])
 
 
 def _check_loading(model: nn.Module, state_dict: object, load_config: Any) -> None:
@@ -290,11 +301,6 @@ def _check_loading(model: nn.Module, state_dict: object, load_config: Any) -> No
         raise PlanError(
             "state_dict= cannot be used with distributed_config, by which each rank reads its shard from files; for "
             "weights from a seed build the model under meshwright.deferred_init() and call meshwright.to_distributed"
-        )
-    if load_config.dtype_plan:
-        raise PlanError(
-            f"{type(model).__name__} keeps some weights in float32 ({', '.join(load_config.dtype_plan)}), which is not "
-            "available with distributed_config; load it with dtype=torch.float32 and use torch.autocast"
         )
     if whole := [name for name, parameter in model.named_parameters() if not parameter.is_meta]:
         raise PlanError(

@@ -14,12 +14,12 @@ from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
 # Fields that are translated; every other field must have its default.
 _SIZES = ("tp_size", "pp_size", "fsdp_size", "dp_replicate_size")
-_HONOURED = {*_SIZES, "tp_plan", "enable_sequence_parallel"}
+# DistributedConfig.__post_init__ makes enable_expert_parallel mean ep_size > 1.
+_HONOURED = {*_SIZES, "ep_size", "enable_expert_parallel", "tp_plan", "enable_sequence_parallel"}
+_ALSO = {"ep_implementation": "all_to_all"}  # transformers' name of what Meshwright does with the tokens
 _INSTEAD = {
-    "ep_size": "set ep_size=1, and name ep in a plan of Meshwright: plan='tp2+sp ep2'",
-    "enable_expert_parallel": "set it False, and name ep in a plan of Meshwright: plan='tp2+sp ep2'",
     "ep_plan": "leave it None: Meshwright finds the experts",
-    "ep_implementation": "leave it 'auto': Meshwright sends the tokens itself",
+    "ep_implementation": f"leave it 'auto', or set it {_ALSO['ep_implementation']!r}, as Meshwright does it",
     "fsdp_plan": "leave it None: Meshwright decides what is gathered when",
     "fsdp_cpu_offload": "set it False",
     "fsdp_mixed_precision": "set it False, and choose the precision by from_pretrained(dtype=...) or torch.autocast",
@@ -29,8 +29,8 @@ _INSTEAD = {
 def options_for(config: DistributedConfig) -> ToDistributedConfig:
     """Return the options for a DistributedConfig: tp_size is tp, dp_replicate_size is dp, fsdp_size is dp with ZeRO-3.
 
-    pp_size is pp, with micro-batches of one row. transformers itself refuses it together with fsdp_size or
-    dp_replicate_size.
+    ep_size is ep, and does not change the number of processes. pp_size is pp, with micro-batches of one row;
+    transformers itself refuses it together with fsdp_size or dp_replicate_size.
 
     Args:
         config: transformers' configuration; ``enable_sequence_parallel`` is used too.
@@ -41,7 +41,8 @@ def options_for(config: DistributedConfig) -> ToDistributedConfig:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         # DistributedConfig.__post_init__ turns sizes of None into 1.
-        if field.name not in _HONOURED and value not in (field.default, 1 if field.default is None else field.default):
+        usual = (field.default, 1 if field.default is None else field.default, _ALSO.get(field.name, field.default))
+        if field.name not in _HONOURED and value not in usual:
             raise PlanError(
                 f"DistributedConfig.{field.name}={value!r} is not available with ParallelPlan; "
                 f"{_INSTEAD.get(field.name, f'leave it {field.default!r}')}. To use transformers' own path, leave "
@@ -69,6 +70,7 @@ def _plan(
     config: DistributedConfig, *, tp_size: int, pp_size: int, fsdp_size: int, dp_replicate_size: int
 ) -> ParallelPlan:
     shape: dict[str, Any] = {"tp": tp_size, "sequence_parallel": config.enable_sequence_parallel and tp_size > 1}
+    shape["ep"] = getattr(config, "ep_size", None) or 1
     if pp_size > 1:
         return ParallelPlan(pp=pp_size, micro_batch_size=1, **shape)
     if fsdp_size == 1:

@@ -1,4 +1,4 @@
-"""Makes a config's sizes smaller, but keeps the ratios and the divisibility by tp that matter to a plan."""
+"""Makes a config's sizes smaller, but keeps the ratios and the divisibility by tp and ep that matter to a plan."""
 
 from __future__ import annotations
 
@@ -7,21 +7,32 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "dff", "ffn_hidden_size")
+from meshwright.plan.config import ParallelPlan
+
+# The widths of MLPs and of experts.
+_WIDTHS = (
+    "intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "dff", "ffn_hidden_size",
+    "moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size", "intermediate_size_mlp",
+)  # fmt: skip
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+_FEW_EXPERTS, _FEW_CHOSEN, _FEW_GROUPS = 8, 2, 4
 _ROWS_OF_VOCABULARY = 128  # per rank
 
 
-def narrower_configs(config: PretrainedConfig, *, real_tp: int, tp: int) -> Iterator[dict[str, Any]]:
+def narrower_configs(config: PretrainedConfig, *, real: ParallelPlan, plan: ParallelPlan) -> Iterator[dict[str, Any]]:
     """Yield the changed fields of narrower configs, the narrowest first; the model class may not accept all of them.
 
     The width of a head stays the same, and so do sizes that depend on it (above all rotary embeddings). The number of
-    heads shrinks, and the other widths shrink in proportion.
+    heads shrinks, and the other widths shrink in proportion. A token has the choice between fewer experts.
 
     Args:
         config: the model's config.
-        real_tp: the tp size of the real plan.
-        tp: the tp size of the plan that is verified.
+        real: the real plan.
+        plan: the plan that is verified.
     """
+    real_tp, tp = real.tp, plan.tp
     heads = _count(config, "num_attention_heads")
     hidden = _count(config, "hidden_size")
     if not heads or not hidden:
@@ -41,6 +52,7 @@ def narrower_configs(config: PretrainedConfig, *, real_tp: int, tp: int) -> Iter
                 is_equal = width != hidden and narrow == fields["hidden_size"]
                 fields[name] = narrow + 8 * tp if is_equal else narrow
         fields |= _of_hidden_size(config, hidden, fields["hidden_size"])
+        fields |= _fewer_experts(config, real.ep, plan.ep)
         yield fields | _vocabulary(config, real_tp, tp)
 
 
@@ -62,6 +74,23 @@ def _fewer_heads(heads: int, kv_heads: int, real_tp: int, tp: int, times: int) -
 def _scaled(width: int, few: int, heads: int, multiple: int = 1) -> int:
     """Return the width scaled by ``few / heads``, rounded up to a multiple of ``multiple``."""
     return -(-width * few // (heads * multiple)) * multiple
+
+
+def _fewer_experts(config: PretrainedConfig, real_ep: int, ep: int) -> dict[str, int]:
+    """Return fewer experts, which ranks share evenly only if they do so under the real plan, and fewer groups."""
+    found = {}
+    for name in _EXPERTS:
+        if (experts := _count(config, name)) and experts > _FEW_EXPERTS:
+            numbers = range(_FEW_EXPERTS, experts + 1)
+            found[name] = next((n for n in numbers if (n % ep == 0) == (experts % real_ep == 0)), experts)
+    if found:
+        for name in _CHOSEN:
+            if chosen := _count(config, name):
+                found[name] = min(chosen, _FEW_CHOSEN)
+        if (groups := _count(config, "n_group")) and (chosen := _count(config, "topk_group")):
+            found["n_group"] = few = min(groups, _FEW_GROUPS)
+            found["topk_group"] = max(1, chosen * few // groups)
+    return found
 
 
 def _of_hidden_size(config: PretrainedConfig, hidden: int, narrow: int) -> dict[str, int]:

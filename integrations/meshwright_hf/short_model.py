@@ -215,7 +215,7 @@ def _without_dropout(config: PretrainedConfig) -> list[str]:
 def _narrowed(
     maker: _Maker, short: PretrainedConfig, roles: dict[str, str] | None, real_plan: ParallelPlan, plan: ParallelPlan
 ) -> tuple[Any, str]:
-    for fields in narrower_configs(short, real_tp=real_plan.tp, tp=plan.tp):
+    for fields in narrower_configs(short, real=real_plan, plan=plan):
         try:
             narrow = maker.with_fields(short, fields)
             model = maker.on_meta(narrow)

@@ -40,10 +40,12 @@ if TYPE_CHECKING:
     from meshwright.monitor.held_memory import HeldMemory, MemoryOfRanks
     from meshwright.monitor.read_out import memory_of
     from meshwright.optim.attach_gradients import shard_optimizer
+    from meshwright.optim.balance_experts import balance_experts, expert_counts
     from meshwright.optim.clip_grad_norm import clip_grad_norm_
     from meshwright.optim.gather_rows import gather_rows
     from meshwright.optim.global_mean import global_mean
     from meshwright.optim.runtime import no_sync, plan_of
+    from meshwright.parallel.token_dispatchers import TokenDispatcher, register_dispatcher
     from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
     from meshwright.plan.config import LoaderOptions, ParallelPlan, ToDistributedConfig
     from meshwright.roles import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
@@ -83,10 +85,12 @@ _HOMES = {
     "mesh.process_mesh": ("ParallelDims", "ProcessMesh"),
     "monitor.held_memory": ("HeldMemory", "MemoryOfRanks"),
     "monitor.read_out": ("memory_of",),
+    "optim.balance_experts": ("balance_experts", "expert_counts"),
     "optim.clip_grad_norm": ("clip_grad_norm_",),
     "optim.gather_rows": ("gather_rows",),
     "optim.global_mean": ("global_mean",),
     "optim.runtime": ("no_sync", "plan_of"),
+    "parallel.token_dispatchers": ("TokenDispatcher", "register_dispatcher"),
     "optim.attach_gradients": ("shard_optimizer",),
     "placement": ("Partial", "Replicate", "Shard", "reshard", "shard_tensor"),
     "roles": ("Role", "ShardingPlan", "decoder_roles", "infer_plan", "register_plan"),
@@ -118,13 +122,16 @@ __all__ = [
     "ShardingPlan",
     "StaticStep",
     "ToDistributedConfig",
+    "TokenDispatcher",
     "UncoveredParameterError",
     "UninitialisedParameterError",
     "UnreadableTensorError",
     "VerificationError",
+    "balance_experts",
     "clip_grad_norm_",
     "decoder_roles",
     "deferred_init",
+    "expert_counts",
     "full_gradients",
     "full_state_dict",
     "fused_allreduce_gradients",
@@ -137,6 +144,7 @@ __all__ = [
     "memory_of",
     "no_sync",
     "plan_of",
+    "register_dispatcher",
     "register_plan",
     "reshard",
     "save_checkpoint",

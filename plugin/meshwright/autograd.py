@@ -18,6 +18,7 @@ class Node(FunctionCtx):
     if TYPE_CHECKING:
 
         def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+        def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: object) -> None: ...
 
@@ -29,3 +30,12 @@ class TensorFunction(torch.autograd.Function):
 
         @classmethod
         def apply(cls, *args: object) -> Tensor: ...
+
+
+class TensorsFunction(torch.autograd.Function):
+    """An autograd function whose result is several tensors."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, *args: object) -> tuple[Tensor, ...]: ...

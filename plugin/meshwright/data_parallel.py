@@ -12,6 +12,7 @@ It uses GradientSync, as ``to_distributed`` does. It does not use torch's Distri
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -151,7 +152,7 @@ class DataParallel(nn.Module):
                 buckets,
                 tp=Axis("tp"),
                 reduction=AllReduce(axis),
-                meet=runtime.meet_over_dp,
+                meet=functools.partial(runtime.meet_over, axis),
             )
         syncs = runtime.gradients.syncs = [] if self._sync is None else [self._sync]
         # The model keeps the syncs alive, so that gradients are averaged even if only the model is kept.

@@ -45,7 +45,10 @@ def kind_of(config: object) -> ModelKind | None:
         >>> kind_of({"model_type": "mixtral", "num_local_experts": 8}).what
         'a mixture-of-experts model (num_local_experts=8)'
     """
-    fields = config if isinstance(config, Mapping) else _as_dict(config)
+    return _with_experts(_fields(config)) or kind_beside_experts(config)
+
+
+def _with_experts(fields: Mapping[str, Any]) -> ModelKind | None:
     text = fields.get("text_config")
     parts = [fields, text] if isinstance(text, Mapping) else [fields]
     for part in parts:
@@ -53,9 +56,15 @@ def kind_of(config: object) -> ModelKind | None:
             if isinstance(count := part.get(name), int) and count > 1:
                 return ModelKind(
                     what=f"a mixture-of-experts model ({name}={count})",
-                    why="the planner has no estimate for experts, and tp needs a role for each weight beside them",
-                    instead="give a plan without tp: plan='dp2', plan='dp2 zero3' or plan='pp2'",
+                    why="the planner has no estimate for experts",
+                    instead="give a plan: plan='dp2 ep2', plan='dp2 zero3' or plan='tp2+sp'",
                 )
+    return None
+
+
+def kind_beside_experts(config: object) -> ModelKind | None:
+    """Return the kind of model, where a mixture of experts is a decoder as any other."""
+    fields = _fields(config)
     if fields.get("is_encoder_decoder") or fields.get("model_type") in _ENCODER_DECODERS:
         return ModelKind(
             what=f"an encoder-decoder, not a decoder (model_type={fields.get('model_type')!r})",
@@ -80,7 +89,9 @@ def kind_of(config: object) -> ModelKind | None:
     return None
 
 
-def _as_dict(config: object) -> Mapping[str, Any]:
+def _fields(config: object) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
     if config is None or not hasattr(config, "to_dict"):
         return {}
     found: Mapping[str, Any] = config.to_dict()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 IMPORT_ALL = """
@@ -20,6 +22,7 @@ print(len(names))
 """
 
 
+@pytest.mark.crossing  # it imports everything in a new process, which takes as long as forty other tests
 def test_a_benchmark_finds_what_it_imports() -> None:
     found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(

@@ -23,6 +23,7 @@ from meshwright.cli import app
 from meshwright.errors import PlanError
 from meshwright.planner.hardware import Coefficients, HardwareProfile
 from meshwright.planner.memory import peak_memory
+from meshwright.planner.time import StepModel
 from support.tiers import crossings
 
 EXCERPT = Path(__file__).parents[1] / "data" / "published_runs_excerpt.csv"
@@ -389,3 +390,41 @@ def test_an_empty_source_scores_nothing() -> None:
     run = dataclasses.replace(read_runs(EXCERPT)[0], seconds=None)
     [score] = validate([run], calibrate_rows=8)
     assert score.rows == 0 and math.isfinite(score.mean)
+
+
+MOE = Path(__file__).parents[1] / "data" / "published_moe_runs.csv"
+
+
+def test_eight_runs_are_enough_for_models_with_experts() -> None:
+    """Balanced routing by force. The four rows left are of models among the eight; without exchanges H100's are off."""
+    runs = read_runs(MOE)
+    assert len(runs) == 39 and all(run.shape.experts and run.plan.ep > 1 for run in runs)
+    members = [run for run in runs if run.group == "Megatron-Bridge H100-80GB 8-bit"]
+    scores = [validate(members, calibrate_rows=8, seed=seed)[0] for seed in SEEDS]
+    assert statistics.fmean(score.median for score in scores) <= 0.10
+    for run in members:
+        step = StepModel(run.shape, run.cluster, Coefficients()).step(run.plan, run.job)
+        assert step.experts > 0.05 * step.total
+
+
+@pytest.mark.parametrize(
+    ("cells", "word"),
+    [
+        ({"params_B": "20"}, "params_B=20"),
+        ({"notes": "ep=3; moe experts=128 topk=8 head_dim=128"}, "ep=3 does not divide"),
+        ({"notes": "ep=8; experts=128"}, "does not state their number and how many each token takes"),
+        ({"notes": "ep=8 etp=2; experts=128 topk=8 head_dim=128"}, "etp cuts each expert"),
+        ({"notes": "", "ep": "8", "num_experts": "128", "topk": "8", "head_dim": "128"}, None),
+    ],
+)
+def test_columns_or_notes_state_the_experts(tmp_path: Path, cells: dict[str, str], word: str | None) -> None:
+    with open(MOE, newline="") as file:
+        row = next(row for row in csv.DictReader(file) if row["model"] == "Qwen3-30B-A3B")
+    path = write([{**row, **cells}], tmp_path)
+    if word is not None:
+        with pytest.raises(PlanError, match=word):
+            read_runs(path)
+        return
+    [run] = read_runs(path)
+    experts = run.shape.runs[0].experts
+    assert experts is not None and (experts.count, experts.chosen, experts.width, run.plan.ep) == (128, 8, 768, 8)

@@ -20,6 +20,7 @@ import meshwright as mw
 from harness.programs import run_program
 from meshwright.cli import app
 from support.hostile import CHECKPOINTS, FILE, MARK, OPTIMIZERS, WEIGHTS, safetensors, tensor, to_format_1
+from support.tiers import crossing
 
 MEMORY = 64 * 2**20  # bytes beside those of the files, sparse ones of a terabyte aside
 CODE = {"os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class", "ctypes.dlopen"}
@@ -157,7 +158,7 @@ def program(place: str, kind: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is measured in /proc")
-@pytest.mark.parametrize("kind", ["checkpoint", "checkpoint of format 1", "weights", "optimizer"])
+@pytest.mark.parametrize("kind", ["checkpoint", crossing("checkpoint of format 1"), "weights", "optimizer"])
 def test_nothing_hostile_gets_through(kind: str, tmp_path: Path) -> None:
     (outcome,) = run_program(program, 1, str(tmp_path), kind, timeout=200)
     lines = [json.loads(line[5:]) for line in outcome.output.splitlines() if line.startswith("CASE ")]

@@ -119,7 +119,7 @@ def largest_allocation_while_saving(path: Path, chunk: int) -> tuple[int, int]:
         nonlocal peak
         tensor = original(*args, **kwargs)
         storage = tensor.untyped_storage()
-        alive[id(tensor)] = storage.nbytes()
+        alive[id(tensor)] = 0 if tensor.is_meta else storage.nbytes()
         peak = max(peak, sum(alive.values()))
         weakref.finalize(tensor, alive.pop, id(tensor))
         return tensor

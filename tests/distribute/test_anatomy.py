@@ -20,15 +20,18 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import meshwright as mw
 from harness import WorkerError
 from meshwright.distribute.cuts import structure_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim import thawing
-from meshwright.parallel import load_balancing, structure
+from meshwright.parallel import load_balancing
+from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.mean_over_ranks import GlobalMean
+from meshwright.parallel.routing_replay import RoutingReplay
 from meshwright.roles import find_decoder
 from meshwright.roles.decoder import towers_beside
 from support.anatomies import LENGTH, MODELS, build, collate, llama, loader, samples
@@ -36,7 +39,7 @@ from support.exact import Float64, relative_difference
 from support.models import SIZES
 from support.parity import TOLERANCE, pool_for
 from support.short_programs import gradients_of
-from support.tiers import crossings
+from support.tiers import crossing, crossings
 from support.whole_runs import differences, train_whole
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -52,6 +55,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp4, ep2, zero3": {"dp": 4, "ep": 2, "zero_stage": 3},
     "pp2 x dp2, ep2, zero1": {"pp": 2, "dp": 2, "ep": 2, "zero_stage": 1},
     "cp2 x dp2, ep2, zero2": {"cp": 2, "dp": 2, "ep": 2, "zero_stage": 2},
+    "dp2 x tp2+sp, ep4": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 4},
+    "cp2 x dp2, ep4, zero1": {"cp": 2, "dp": 2, "ep": 4, "zero_stage": 1},
     "dp2, ep2, micro-batches, recompute": {"dp": 2, "ep": 2, "gradient_accumulation_steps": 2, "recompute": "full"},
     "dp2 x tp2+sp, zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
     "pp2 x tp2+sp, ep2, micro-batches": {
@@ -113,8 +118,10 @@ def reference(name: str) -> dict[str, Tensor]:
 
 # With images in some rows, one rank of dp has none, and each of two micro-batches would have an unknown number.
 CASES = [(name, plan) for name in MODELS for plan in PLANS if "some" not in name or plan in ("dp2", "pp2", "cp2")]
-# A load-balancing loss is refused under pp, and micro-batches have the statistics of their own tokens.
-CASES = [(name, plan) for name, plan in CASES if "balanced" not in name or not re.search("pp|micro", plan)]
+# Micro-batches have load-balancing losses of their own tokens, which a test below compares.
+CASES = [
+    (name, plan) for name, plan in CASES if "balanced" not in name or "gradient_accumulation_steps" not in PLANS[plan]
+]
 CASES = [(name, plan) for name, plan in CASES if "idle" not in name or re.search(r"ep\d", plan)]
 CASES = [(name, plan) for name, plan in CASES if name in EXPERT_MODELS or not re.search(r"tp|ep\d", plan)]
 ON_FOUR = [
@@ -132,6 +139,8 @@ ON_FOUR = [
     ("deepseek_v3", "dp2 x tp2+sp, ep2, zero3"),
     ("olmoe, balanced", "dp2 x tp2+sp, zero1"),
     ("mixtral, balanced", "cp2 x tp2+sp, ep2, recompute"),
+    ("mixtral, idle experts", "dp2 x tp2+sp, ep4"),
+    ("mixtral, balanced", "cp2 x dp2, ep4, zero1"),
 ]
 MIDDLE = [
     case for case in CASES if case[1] in ("tp2+sp", "tp2+sp, ep2", "dp2, ep2", "dp2+zero3", "pp2, micro-batches", "cp2")
@@ -150,12 +159,12 @@ def test_equals_one_process(name: str, plan_name: str, request: pytest.FixtureRe
 
 def train_without_sums(plan: dict[str, Any]) -> dict[str, Tensor]:
     """A fault: the gradients of experts that several ranks hold are not summed."""
-    make = structure.cut_over_tp
-    structure.cut_over_tp = lambda parameter, rows, **_: make(parameter, rows)
+    make = thawing.AllReduce
+    thawing.AllReduce = lambda axis, *args: make(Axis("alone") if axis.name == "copies" else axis, *args)
     try:
         return train(plan, "mixtral")
     finally:
-        structure.cut_over_tp = make
+        thawing.AllReduce = make
 
 
 def train_without_scale(plan: dict[str, Any]) -> dict[str, Tensor]:
@@ -175,8 +184,8 @@ def test_a_wrong_scale_of_experts_would_be_caught(pool2: Any) -> None:
 
 
 def test_copies_of_experts_that_are_not_summed_are_named(pool4: Any) -> None:
-    with pytest.raises(WorkerError, match=r"experts.gate_up_proj\[0:2\]: rank\(s\) 0 differ from rank\(s\) 2"):
-        pool4.run(train_without_sums, PLANS["tp4+sp, ep2, zero1"])
+    with pytest.raises(WorkerError, match=r"experts.gate_up_proj: rank\(s\) 0 differ from rank\(s\) 2"):
+        pool4.run(train_without_sums, {"tp": 4, "sequence_parallel": True, "ep": 2})
 
 
 BALANCED = "olmoe, balanced"
@@ -189,6 +198,12 @@ MICRO_BATCHES: list[tuple[dict[str, Any], list[list[int]]]] = [
     ({"tp": 2, "sequence_parallel": True, "gradient_accumulation_steps": 2}, [[0], [1, 2]]),
     ({"cp": 2, "gradient_accumulation_steps": 2}, [[0, 1], [2, 3]]),
     ({"dp": 4}, [[0, 1, 2]]),
+    ({"pp": 2, "gradient_accumulation_steps": 2}, [[0, 1], [2, 3]]),
+    ({"pp": 2, "schedule": "zbv", "gradient_accumulation_steps": 2}, [[0], [1, 2]]),
+    ({"pp": 2, "schedule": "interleaved", "chunks": 2, "gradient_accumulation_steps": 2}, [[0], [1]]),
+    ({"pp": 2, "dp": 2, "micro_batch_size": 1, "recompute": "full"}, [[1], [0, 2]]),
+    ({"pp": 2, "tp": 2, "sequence_parallel": True, "gradient_accumulation_steps": 2}, [[0, 1], [2, 3]]),
+    ({"pp": 2, "cp": 2, "schedule": "gpipe", "gradient_accumulation_steps": 2}, [[0], [1, 2]]),
 ]
 
 
@@ -201,14 +216,18 @@ def balance(plan: dict[str, Any] | None, groups: list[list[int]]) -> dict[str, T
             model, _, data = mw.to_distributed(model, None, data, plan=mw.ParallelPlan(**plan))
         batch = next(iter(data))
         if plan is not None:
-            loss = model(**batch).loss
+            output = model(**batch)
+            loss, auxiliary = output.loss, output.aux_loss
         else:
-            items, loss = (batch["labels"][:, 1:] != -100).sum(), torch.zeros(())
+            items = (batch["labels"][:, 1:] != -100).sum()
+            loss, auxiliary = torch.zeros(()), torch.zeros(())
             for rows in groups:
                 output = model(**{name: x[rows] for name, x in batch.items()}, num_items_in_batch=items)
-                loss = loss + output.loss - 0.5 * output.aux_loss * (1 - 1 / len(groups))
+                auxiliary = auxiliary + output.aux_loss / len(groups)
+                loss = loss + output.loss - 0.5 * output.aux_loss
+            loss = loss + 0.5 * auxiliary
         loss.backward()
-        found = {"loss": loss.detach(), **gradients_of(model, plan)}
+        found = {"loss": loss.detach(), "mean": auxiliary.detach(), **gradients_of(model, plan)}
         with torch.no_grad():
             output = model.eval()(**batch)
         return found | {"evaluation": output.loss, "auxiliary": output.aux_loss}
@@ -237,6 +256,21 @@ def test_a_load_balancing_loss_of_ones_own_tokens_would_be_caught(pool2: Any) ->
     assert relative_difference(found[router], expected[router]) > 0.01
 
 
+def balance_by_stage(plan: dict[str, Any], groups: list[list[int]]) -> dict[str, Tensor]:
+    """A fault: the last stage knows its own routers only."""
+    with mock.patch.object(LoadBalancing, "after", lambda self, earlier: contextlib.nullcontext()):
+        return balance(plan, groups)
+
+
+def test_a_load_balancing_loss_of_the_last_stage_would_be_caught(pool2: Any) -> None:
+    plan, groups = MICRO_BATCHES[6]
+    found, expected = pool2.run(balance_by_stage, plan, groups), balance(None, groups)
+    assert relative_difference(found[0]["mean"], expected["mean"]) > 1e-3
+    name = "model.layers.0.mlp.gate.weight"
+    router = next(gradients[name] for gradients in found if name in gradients)
+    assert relative_difference(router, expected[name]) > 0.01
+
+
 def test_every_familys_load_balancing_loss_is_the_same() -> None:
     """Each modelling file of transformers has a copy of the function, of which ours is the sum over the ranks."""
     logits = tuple(torch.randn(2 * LENGTH, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
@@ -256,18 +290,72 @@ def test_every_familys_load_balancing_loss_is_the_same() -> None:
     assert len(compared) > 15
 
 
+class Flips(TorchFunctionMode):
+    """Lets equal scores be told apart: the first of them is the largest in a forward pass, and the last in backward."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.topk:
+            order = 1e-13 * torch.arange(args[0].shape[-1])
+            args = (args[0] + order if in_backward() else args[0] - order, *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def route_again(plan: dict[str, Any] | None, *, replays: bool = True) -> dict[str, Tensor]:
+    """A training pass of a model whose layers are run again, in which the router then prefers other experts."""
+    router = transformers.models.mixtral.modeling_mixtral.MixtralTopKRouter
+    forward = router.forward
+
+    def flipping(self: Any, x: Tensor) -> Any:
+        with Flips():
+            return forward(self, x)
+
+    with Float64(), mock.patch.object(router, "forward", flipping), contextlib.ExitStack() as stack:
+        if not replays:
+            stack.enter_context(mock.patch.object(RoutingReplay, "attach", lambda self, model: None))
+        model: Any = build("mixtral")
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.data[:3] = layer.mlp.gate.weight.data[0]
+        data = loader("mixtral", steps=1)
+        if plan is not None:
+            model, _, data = mw.to_distributed(model, None, data, plan=mw.ParallelPlan(**plan))
+        if plan is not None and plan.get("recompute") is None:
+            model.activation_checkpointing_enable()
+        loss = model(**next(iter(data))).loss
+        loss.backward()
+        return {"loss": loss.detach(), **gradients_of(model, plan)}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp": 2, "ep": 2, "recompute": "full"},
+        crossing({"pp": 2, "gradient_accumulation_steps": 2, "recompute": "full"}),
+        crossing({"tp": 2, "sequence_parallel": True, "ep": 2}),
+    ],
+)
+def test_a_layer_that_runs_again_chooses_the_same_experts(plan: dict[str, Any], pool2: Any) -> None:
+    found = differences(pool2.run(route_again, plan), route_again(None))
+    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+
+
+def test_a_layer_that_chooses_other_experts_would_be_caught(pool2: Any) -> None:
+    plan = {"dp": 2, "recompute": "full"}
+    kind, said = pool2.run_expecting_error(functools.partial(route_again, replays=False), plan)[0]
+    assert kind == "CheckpointError" and "recomputed metadata" in said
+
+
 def read_router_logits(plan: dict[str, Any]) -> None:
     model = mw.to_distributed(build(BALANCED).float(), plan=mw.ParallelPlan(**plan))[0]
     batch = collate(samples(BALANCED, 2))
     output = model(**batch)
-    assert len(output.router_logits) == 2
+    assert len(output.router_logits) == 4
     output.router_logits[0].sum()
 
 
 def test_router_logits_of_own_tokens_cannot_be_read(pool2: Any) -> None:
-    for plan in ({"tp": 2, "sequence_parallel": True}, {"cp": 2}):
+    for plan in ({"tp": 2, "sequence_parallel": True}, {"cp": 2}, {"pp": 2}):
         kind, said = pool2.run_expecting_error(read_router_logits, plan)[0]
-        assert kind == "UnreadableTensorError" and "to read outputs.router_logits, use tp=1 and cp=1" in said, said
+        assert kind == "UnreadableTensorError" and "use tp=1, cp=1 and pp=1" in said, said
 
 
 def train_stock_experts(plan: dict[str, Any] | None, rows: int | None = None) -> dict[str, float]:
@@ -346,8 +434,12 @@ def test_a_refusal_speaks_of_the_axis_at_hand() -> None:
 
 def test_experts_that_ranks_cannot_share_are_refused() -> None:
     assert "tp2+sp" in refusal(MODELS["mixtral"], tp=2)
-    with pytest.raises(mw.PlanError, match=r"Set ep to a divisor of dp=3"):
+    with pytest.raises(mw.PlanError, match=r"Set ep to 1 or 3$"):
         mw.ParallelPlan(dp=3, ep=2)
+    with pytest.raises(mw.PlanError, match=r"within or over whole groups of tp. Set ep to 1 or 2 or 4$"):
+        mw.ParallelPlan(dp=3, tp=4, ep=3, sequence_parallel=True)
+    with pytest.raises(mw.PlanError, match=r"must have different tokens.*tp2\+sp ep4"):
+        mw.ParallelPlan(dp=2, tp=2, ep=4)
     assert "has no experts" in refusal(llama, dp=2, ep=2)
     assert "4 experts in a layer, so 8 ranks" in refusal(MODELS["mixtral"], tp=8, ep=8, sequence_parallel=True)
     said = refusal(lambda: llama(num_attention_heads=8), tp=8, ep=8, sequence_parallel=True)

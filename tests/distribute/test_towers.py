@@ -90,9 +90,10 @@ def with_numbers_as_mask(module: Any, args: Any, given: dict[str, Any]) -> Any:
 
 def step_with_features_between_layers(plan: dict[str, Any], after: list[int], *, has_mask: bool = True) -> None:
     tower = {"depth": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 24, "patch_size": 4}
+    tower["out_hidden_size"] = SIZES["hidden_size"]
     rotary = {"rope_type": "default", "mrope_section": [1, 1, 0]}
     config = transformers.Qwen3VLConfig(
-        vision_config={**tower, "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": after},
+        vision_config={**tower, "num_position_embeddings": 16, "deepstack_visual_indexes": after},
         text_config={**SIZES, "head_dim": 4, "rope_parameters": rotary},
         image_token_id=IMAGE, video_token_id=IMAGE - 1, vision_start_token_id=IMAGE - 2,
     )  # fmt: skip

@@ -175,7 +175,7 @@ def fail_at_each_step(folder: Path, kind: str, rank: int, every: int, replaces: 
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("kind", "replaces", "every"), endings(("kill", True), ("full", False)))
+@pytest.mark.parametrize(("kind", "replaces", "every"), endings(("kill", True)))
 def test_a_save_that_ends_early(kind: str, replaces: bool, every: int, pool2: Any, tmp_path: Path) -> None:
     """A load finds the old state or the new one, bitwise, and the next save leaves nothing else."""
     for rank in (0, 1):

@@ -34,6 +34,7 @@ def complete(config: dict[str, Any], plan: mw.ParallelPlan = PLAN, **options: An
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "AutoTP": ({"tensor_parallel": {"autotp_size": 2}}, r"tensor_parallel.*ParallelPlan\.tp"),
+    "AutoEP": ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, r"expert_parallel.*plan='dp2 ep2 zero1'"),
     "Ulysses": ({"sequence_parallel_size": 2}, r"sequence_parallel_size=2.*ParallelPlan\.sequence_parallel"),
     "hybrid engine": ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
     "elasticity": ({"elasticity": {"enabled": True}}, "elasticity"),

@@ -126,7 +126,8 @@ def test_a_config_is_translated(world: Any) -> None:
     ("fields", "names"),
     [
         ({"pp_size": 2}, ["tp_size=2 x pp_size=2 x fsdp_size=1 x dp_replicate_size=1 needs 4 processes"]),
-        ({"ep_size": 2, "fsdp_size": 2}, ["DistributedConfig.e"]),
+        ({"ep_size": 2}, ["ParallelPlan.ep=2 with dp=1, tp=2 and sequence_parallel=False", "sequence_parallel=True"]),
+        ({"ep_size": 2, "ep_implementation": "all_reduce"}, ["ep_implementation='all_reduce'", "leave it 'auto'"]),
         ({"ep_plan": {"a": "b"}}, ["DistributedConfig.ep_plan={'a': 'b'}"]),
         ({"fsdp_cpu_offload": True}, ["DistributedConfig.fsdp_cpu_offload=True", "set it False"]),
         ({"fsdp_mixed_precision": True}, ["DistributedConfig.fsdp_mixed_precision=True", "torch.autocast"]),
@@ -157,6 +158,14 @@ def test_pp_size_is_pp(world: Any) -> None:
     assert distributed_config.options_for(asked).plan == expected
 
 
+def test_ep_size_is_ep(world: Any) -> None:
+    world(2)
+    over_dp = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="all_to_all")
+    assert distributed_config.options_for(over_dp).plan == mw.ParallelPlan(dp=2, zero_stage=3, ep=2)
+    over_tp = DistributedConfig(tp_size=2, ep_size=2, enable_sequence_parallel=True)
+    assert distributed_config.options_for(over_tp).plan == mw.ParallelPlan(tp=2, sequence_parallel=True, ep=2)
+
+
 def test_fsdp_is_zero_3(world: Any) -> None:
     world(4)
     asked = DistributedConfig(fsdp_size=2, tp_size=2, enable_sequence_parallel=True)
@@ -171,7 +180,6 @@ def test_fsdp_is_zero_3(world: Any) -> None:
         ({"ignore_mismatched_sizes": True}, "ignore_mismatched_sizes=True .* leave it False"),
         ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "quanti"),
         ({"distributed_config": {"pp_size": 2}}, r"pp_size=2 x .*needs 2 processes, but 1 were launched"),
-        ({"key_mapping": {"^lm_head": "head"}}, "converts lm_head.weight of this checkpoint to head.weight"),
         ({"distributed_config": mw.ToDistributedConfig(weights="other")}, "weights='other' and the path of"),
         ({"distributed_config": mw.ToDistributedConfig()}, "picking a plan needs the size of a batch"),
     ],

@@ -214,13 +214,17 @@ def with_router_logits(rows: list[Any]) -> dict[str, Any]:
     return {**default_data_collator(rows), "output_router_logits": True}
 
 
-def run_routed(output_dir: Path, plan: dict[str, Any] | None, extra: dict[str, Any], **routed: Any) -> Run:
+def run_routed(
+    output_dir: Path, plan: dict[str, Any] | None, extra: dict[str, Any], *, smoothing: float = 0.1, **routed: Any
+) -> Run:
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, router_aux_loss_coef=1.0, **routed))
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **{"router_aux_loss_coef": 1.0, **routed}))
     extra = {"model": model, "compute_metrics": None, **extra}  # its outputs are several
-    return run_trainer(output_dir, plan, max_steps=2, label_smoothing_factor=0.1, evaluated=5, rows=16, extra=extra)
+    return run_trainer(
+        output_dir, plan, max_steps=2, label_smoothing_factor=smoothing, evaluated=5, rows=16, extra=extra
+    )
 
 
 def test_a_smoothed_loss_has_no_auxiliary_loss(pool2: Any, tmp_path: Path) -> None:
@@ -233,6 +237,17 @@ def test_a_smoothed_loss_has_no_auxiliary_loss(pool2: Any, tmp_path: Path) -> No
         assert run.metrics["eval_loss"] == pytest.approx(expected.metrics["eval_loss"], rel=TOLERANCE)
     with pytest.raises(ValueError, match=r"write model.config.output_router_logits = True"):
         run_routed(tmp_path, {}, {"data_collator": with_router_logits})
+
+
+def test_an_auxiliary_loss_is_that_of_the_stock_trainer(pool2: Any, tmp_path: Path) -> None:
+    """The stock Trainer adds it once for each of two accumulated passes; half of it gives another norm."""
+    expected = run_routed(tmp_path, None, {}, smoothing=0.0, output_router_logits=True)
+    half = run_routed(tmp_path, None, {}, smoothing=0.0, output_router_logits=True, router_aux_loss_coef=0.5)
+    assert abs(half.norms[0] / expected.norms[0] - 1) > 1e-3 and half.losses[0] < expected.losses[0] - 0.5
+    options = {"smoothing": 0.0, "output_router_logits": True, "timeout": 200}
+    for run in pool2.run(run_routed, tmp_path, {"dp": 2, "ep": 2}, {}, **options):
+        assert_same_training(run, expected)
+        assert run.metrics["eval_loss"] == pytest.approx(expected.metrics["eval_loss"], rel=TOLERANCE)
 
 
 def evaluate_by_own_loss(

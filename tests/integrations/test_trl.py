@@ -95,6 +95,18 @@ def test_a_packed_run_equals_one_process_under_context_parallelism(pool2: Any, t
                 assert actual[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-7), key
 
 
+def test_the_auxiliary_loss_that_trl_turns_on_equals_one_process(pool2: Any, tmp_path: Path) -> None:
+    """SFTTrainer adds it to a loss of its own, divided by the accumulated passes. Without it the norms differ."""
+    options = {"max_length": 16, "experts": {"router_aux_loss_coef": 1.0}}
+    expected = run("sft", tmp_path / "one", None, **options)
+    without = run("sft", tmp_path / "two", None, **options, router_aux_loss_coef=0.0)
+    assert abs(without[0]["grad_norm"] / expected[0]["grad_norm"] - 1) > 1e-3
+    for logs in pool2.run(run, "sft", tmp_path, DP2, **options, timeout=280):
+        for actual, wanted in zip(logs, expected, strict=True):
+            for key in (*COMPARED["sft"], "aux_loss"):
+                assert actual[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-7), key
+
+
 EVALUATED = {
     "sft": ("loss", "entropy", "mean_token_accuracy"),
     "dpo": ("loss", "entropy", "mean_token_accuracy"),

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.mesh import process_mesh as mesh_module
 from meshwright.mesh import rank_grid as rank_grid_module
-from meshwright.mesh.axes import Axis, Mesh, expert_groups
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.process_mesh import ParallelDims, ProcessMesh
 
 SQUARE = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
@@ -193,6 +193,11 @@ def test_tp_is_innermost_then_cp_dp_pp(dims):
 @given(parallel_dims())
 def test_a_mesh_knows_the_place_of_every_rank(dims):
     places = list(itertools.product(*map(range, dims.shape)))
+    shared = [dataclasses.replace(dims, ep=ep) for ep in (2, 3, 4) if dims.dp * dims.cp * dims.tp % ep == 0]
+    of_experts = {(each.ep, axis): each.groups(axis) for each in shared for axis in ("ep", "copies")}
+    for groups in of_experts.values():
+        assert sorted(itertools.chain(*groups)) == list(range(dims.world_size))
+        assert all(len({places[rank][0] for rank in ranks}) == 1 for ranks in groups)  # a layer is on one stage
     for rank, (pp, dp, cp, tp) in enumerate(places):
         group = next(ranks for ranks in dims.groups("dp", "cp") if rank in ranks)
         mesh = Mesh(
@@ -210,16 +215,12 @@ def test_a_mesh_knows_the_place_of_every_rank(dims):
             "tp": tp,
             "tokens": group.index(rank),
             "ep": 0,
-            "copies": group.index(rank),
+            "copies": group.index(rank) * dims.tp + tp,
         }
         assert mesh.without_groups() == mesh
-        over = "tp" if dims.tp > 1 else "dp"
-        for ep in (size for size in (2, 3) if getattr(dims, over) % size == 0):
-            shared, (runs, copies) = dataclasses.replace(mesh, ep=Axis("ep", ep)), expert_groups(dims, ep)
-            for groups, axis in ((runs, "ep"), (copies, "copies")):
-                assert sorted(itertools.chain(*groups)) in ([], list(range(dims.world_size)))
-                for ranks in groups:
-                    assert rank not in ranks or shared.place[axis] == ranks.index(rank)
+        for (ep, axis), groups in of_experts.items():
+            place = dataclasses.replace(mesh, ep=Axis("ep", ep)).place
+            assert place[axis] == next(ranks.index(rank) for ranks in groups if rank in ranks)
 
 
 @given(parallel_dims(), st.sets(st.sampled_from(ParallelDims.axis_names), min_size=1))
@@ -254,6 +255,20 @@ def test_the_grid_shows_every_rank_once_and_marks_one(dims, data):
             "pp=1\n      tp=0  tp=1\ndp=0     4     5\ndp=1     6   [7]",
         ),
         (
+            ParallelDims(dp=4, ep=4),
+            2,
+            "dp=0  dp=1  dp=2  dp=3\n   0     1   [2]     3\n\nexperts\nep=0  ep=1  ep=2  ep=3\n   0     1   [2]     3",
+        ),
+        (
+            ParallelDims(pp=2, dp=2, cp=2, ep=2),
+            5,
+            "pp=0\n      cp=0  cp=1\ndp=0     0     1\ndp=1     2     3\n\n"
+            "pp=1\n      cp=0  cp=1\ndp=0     4   [5]\ndp=1     6     7\n\n"
+            "experts\n"
+            "pp=0\n          ep=0  ep=1\ncopies=0     0     1\ncopies=1     2     3\n\n"
+            "pp=1\n          ep=0  ep=1\ncopies=0     4   [5]\ncopies=1     6     7",
+        ),
+        (
             ParallelDims(dp=2, tp=20),
             9,
             "      tp=0  tp=1  tp=2  tp=3  ...  tp=9  ...  tp=16  tp=17  tp=18  tp=19\n"
@@ -277,6 +292,11 @@ def test_the_grid_of_a_large_world_stays_small():
 def test_sizes_are_positive_ints(name, size):
     with pytest.raises(ValueError, match=f"{name} must be a positive int, got {name}={size!r}"):
         ParallelDims(**{name: size})
+
+
+def test_experts_are_shared_by_a_divisor_of_a_stages_ranks():
+    with pytest.raises(ValueError, match="ep=3 must divide dp=2 x cp=1 x tp=2"):
+        ParallelDims(pp=3, dp=2, tp=2, ep=3)
 
 
 @pytest.mark.parametrize(

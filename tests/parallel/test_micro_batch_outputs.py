@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_batch_or_say_that_they_are_not(plan: dict[str, 
     assert sum(count for _, count in ranks) == hits * (1 if "dp" in plan else 2)
     for keeps, use, cure in [(False, "metric", "gather_logits=True"), (True, "second loss", "accumulate in the loop")]:
         for error, message in pool2.run_expecting_error(read, plan, keeps, use):
-            assert error == "UnreadableTensorError" and cure in message
+            assert error == "UnreadableTensorError" and cure in message, message
 
 
 @pytest.mark.parametrize("plan", [{"dp": 2}, SP2], ids=str)

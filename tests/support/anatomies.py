@@ -30,10 +30,14 @@ def mixtral() -> Any:
 
 
 def balanced(kind: str = "Mixtral") -> Any:
-    """Experts with a load-balancing loss whose weight is large enough that a wrong value would be seen."""
+    """Experts with a load-balancing loss whose weight is large enough that a wrong value would be seen.
+
+    Olmoe has four layers, for schedules in which each of two ranks has two stages.
+    """
     experts = {"num_local_experts": 4} if kind == "Mixtral" else {"num_experts": 5, "moe_intermediate_size": 16}
+    sizes = SIZES if kind == "Mixtral" else {**SIZES, "num_hidden_layers": 4}
     config = getattr(transformers, f"{kind}Config")(
-        **SIZES, **EXPERTS, **experts, output_router_logits=True, router_aux_loss_coef=0.5
+        **sizes, **EXPERTS, **experts, output_router_logits=True, router_aux_loss_coef=0.5
     )
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 

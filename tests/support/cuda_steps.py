@@ -29,6 +29,7 @@ SIZES = {
 }  # fmt: skip
 HALF = {"dtype": torch.bfloat16}
 SP = {"tp": 2, "sequence_parallel": True}
+EXPERTS = {"family": "mixtral", "num_local_experts": 4, **HALF}
 PP = {"pp": 2, "micro_batch_size": 1}
 Change = Callable[[nn.Module], Any]
 
@@ -61,6 +62,7 @@ def adamw(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
 EVERY_STEP = mw.ToDistributedConfig(check_replicas_every=1)
 GLOBAL_ITEMS = mw.ToDistributedConfig(num_items_in_batch="global", check_replicas_every=1)
 LINES = mw.ToDistributedConfig(logging_steps=1, check_replicas_every=1)
+ALL_GATHER = mw.ToDistributedConfig(token_dispatcher="all_gather", check_replicas_every=1)
 WHOLE_LOGITS = mw.ToDistributedConfig(gather_logits=True, check_replicas_every=1)
 
 # What the test calls it: the plan, the model's options, the program's.
@@ -116,6 +118,8 @@ PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "pp2 adapters": (PP, {"adapters": True}, {}),
     "pp2 cp2 ring": ({**PP, "cp": 2, "context": "ring"}, {}, {}),
     "pp2 dp2 tp2+sp zero1": ({**SP, **PP, "dp": 2, "zero_stage": 1}, {}, {}),
+    "dp2 ep2 zero1, all tokens to all": ({"dp": 2, "ep": 2, "zero_stage": 1}, EXPERTS, {"config": ALL_GATHER}),
+    "tp2+sp ep2, all tokens to all": ({**SP, "ep": 2}, EXPERTS, {"config": ALL_GATHER}),
 }  # fmt: skip
 
 

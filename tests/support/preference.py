@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForSequenceClassification, MixtralConfig, MixtralForCausalLM
 
 import meshwright as mw
 from support.models import SIZES, build
@@ -39,6 +39,11 @@ def scorer() -> Any:
     return LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).train()
 
 
+def routed(**experts: Any) -> Any:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, **experts)).train()
+
+
 def classes(kind: str) -> tuple[type, type]:
     import trl
 
@@ -52,9 +57,13 @@ def make(
     plan: dict[str, Any] | None,
     folder: Path | None = None,
     evaluated: int | None = None,
+    experts: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A trainer of TRL, of a dataset in a folder or in memory, which evaluates some rows; options are its config's."""
+    """A trainer of TRL, of a dataset in a folder or in memory, which evaluates some rows; options are its config's.
+
+    With ``experts``, fields of a config, the model has experts.
+    """
     from datasets import Dataset, load_from_disk
 
     from meshwright_hf.trainer import MeshwrightTrainerMixin
@@ -73,7 +82,7 @@ def make(
         given["ref_model"] = build("llama", seed=1)
     if kind in ("grpo", "rloo"):
         given["reward_funcs"] = _reward
-    model = scorer() if kind == "reward" else build("llama")
+    model = scorer() if kind == "reward" else build("llama") if experts is None else routed(**experts)
     if kind in ("grpo", "rloo"):
         object.__setattr__(model, "generate", functools.partial(_completed, Counter()))
     if plan is None:

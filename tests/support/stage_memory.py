@@ -73,7 +73,7 @@ def holding(model: Any, batches: Sequence[dict[str, Any]]) -> Iterator[list[Held
 
     def record(operation: Operation) -> None:
         receivers = current["step"]._receivers.values()
-        posted = sum(x.nbytes for receiver in receivers for _, x in receiver._posted.values())
+        posted = sum(x.nbytes for receiver in receivers for found in receiver._posted.values() for _, x in found)
         steps[-1].operations.append(operation)
         steps[-1].after.append(memory.now - current["base"] - current["sums"] - posted)
 

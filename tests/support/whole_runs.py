@@ -27,7 +27,7 @@ def with_adapters(model: Any) -> Any:
 
 
 def train_whole(
-    model: Any, plan: dict[str, Any] | None, batches: Batches, *, training_logits: bool = False
+    model: Any, plan: dict[str, Any] | None, batches: Batches, *, training_logits: bool = False, **options: Any
 ) -> dict[str, Tensor]:
     """Whole results of a few steps: accumulation windows of two batches, clipping, and an evaluation.
 
@@ -36,13 +36,14 @@ def train_whole(
         plan: None for one process.
         batches: makes the same batches at each call; the first call is trained on, the second is evaluated.
         training_logits: whether the logits of training are results, too.
+        options: further fields of the configuration.
     """
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
     data: Any = batches()
     if plan is None:
         model.config.use_cache = False  # the stock model finds the documents of a packed row only without a cache
     else:
-        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), gather_logits=True)
+        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), gather_logits=True, **options)
         model, optimizer, data = mw.to_distributed(model, optimizer, data, config=config)
     has_all_rows = plan is None or plan.get("dp", 1) == 1
     found: dict[str, Tensor] = {}

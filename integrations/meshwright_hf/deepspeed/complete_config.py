@@ -21,7 +21,8 @@ REFUSED = {
     "autotp_size": f"DeepSpeed's own tensor parallelism; {ADVICE_PLAN}.tp",
     "sequence_parallel_size": f"Ulysses over the layers of DeepSpeed; {ADVICE_PLAN}.sequence_parallel",
     "data_parallel_size": f"the size of DeepSpeed's own mesh; {ADVICE_PLAN}.dp",
-    "expert_parallel": f"expert parallelism is not available; {ADVICE_PLAN}.tp and dp",
+    "expert_parallel": "AutoEP replaces the model's experts with layers of DeepSpeed; remove it, so that every rank "
+    "has all experts, or train without DeepSpeed: meshwright.to_distributed(..., plan='dp2 ep2 zero1')",
     "hybrid_engine": "it replaces the model's layers with its own; remove it",
     "compression_training": "it replaces the model's layers with its own; remove it",
     "elasticity": "it changes the batch with the number of processes, and so the results; remove it",

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from meshwright.choose.allowed_stages import against_stages, why_not_cut
 from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.logits_in_training import logits_in_training
+from meshwright.choose.model_sizes import against_tensor, describe_model
 from meshwright.choose.run_profile import load_run_profile
 from meshwright.context.check_method import check_method
 from meshwright.context.record import record_context
@@ -30,7 +31,6 @@ from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.model_shape import shape_of
 from meshwright.parallel.recompute import can_recompute_some, check_recompute
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.parallel.structure import outline
@@ -42,7 +42,6 @@ from meshwright.planner.formatting import memory as memory_text
 from meshwright.planner.formatting import seconds
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.search import Choice, Search, search
-from meshwright.planner.shapes import ModelShape, describe
 from meshwright.planner.space import Space
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
@@ -109,6 +108,7 @@ def _search(
     cluster = cluster_at_hand(device, nodes, profile)
     job = Job(
         seq_len=length, global_batch=rows, own_runtime=True, on_cpu=device.type == "cpu",
+        expert_load=config.expert_load,
         logits=logits_in_training(model, config),
     )  # fmt: skip
     if next(model.parameters()).element_size() == 4:
@@ -125,6 +125,7 @@ def _search(
         )  # fmt: skip
     no_context = None if config.engine is None else f"{config.engine} averages gradients over dp alone"
     space = Space(shape=shape, cluster=cluster, job=job, most_zero=2, no_stages=no_stages, no_context=no_context,
+                  no_tensor=against_tensor(model, config.sharding_plan),
                   recomputes_some=can_recompute_some(without_wrappers(model)[1]))  # fmt: skip
     found = search(space, profile, top=_CHOICES, budget=budget)
     if config.prefer == "memory" and found.choices:
@@ -137,19 +138,6 @@ def _search(
     if not found.choices:
         raise explain.no_fit(found)
     return found
-
-
-def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
-    """Describe the model by its transformers config or, without one, by its structure."""
-    if hasattr(getattr(model, "config", None), "to_dict"):
-        return describe(model.config, name=type(model).__name__)
-    try:
-        return shape_of(model, config.sharding_plan or plan_for(model))
-    except PlanError as error:
-        raise PlanError(
-            f"picking a plan needs a transformers config or a decoder's structure, and "
-            f"{type(model).__name__} has neither; pass a plan: plan='dp{world_size()}' ({error})"
-        ) from error
 
 
 def _first_runnable(
@@ -173,6 +161,7 @@ def _refusals(
     if plan.accumulation > 1 and find_loss(decoder, config.loss_averages_over) is None:
         yield "the model computes its own loss, so a batch cannot be split into micro-batches"
     try:
+        ParallelPlan(**plan.runnable_fields())
         if plan.recompute == "full":
             check_recompute(decoder, plan.recomputed)
         if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage):

@@ -290,6 +290,11 @@ def _trace(found: Search, model: str, stage: int | None) -> None:
     from meshwright.tracing.compare import model_on_meta, trace_and_compare
 
     plan = found.choices[0].plan
+    if found.shape.experts:
+        raise PlanError(
+            f"--trace: how many tokens of {found.shape.name} go to each expert depends on their values, which a trace "
+            "does not have; leave out --trace"
+        )
     typer.echo(f"\nTracing a step of {found.shape.name} on {plan.world_size} fake ranks...", err=True)
     on_meta = model_on_meta(config_path(model), getattr(torch, found.job.dtype))
     typer.echo("\n" + trace_and_compare(on_meta, found.shape, plan, found.job, stage))

@@ -158,6 +158,11 @@ class JobOptions:
         "--gather-logits",
         default=False,
     )
+    expert_load: float = _of_job(
+        "For a model with experts: rows of the rank with the fullest experts, relative to the mean over the ranks that "
+        "share them; 1 is balanced routing.",
+        default=1.0,
+    )
     interconnect: str | None = _of_job(
         "Bandwidth from one device to other nodes, in Gb/s (default: that of the system in which the device is "
         f"usually sold, or what --profile measured). {_SEVERAL}",
@@ -172,10 +177,9 @@ class JobOptions:
         """Return what is asked.
 
         Raises:
-            PlanError: an option is wrong, or the model is not a dense decoder.
+            PlanError: an option is wrong, or the planner does not know the model.
         """
         from meshwright.planner.hardware import HardwareProfile
-        from meshwright.planner.shapes import describe
 
         if self.model is None:
             raise PlanError("--model is missing; write --model config.json")
@@ -189,10 +193,12 @@ class JobOptions:
             global_batch=numbers("--global-batch", self.global_batch, int),
             interconnect=numbers("--interconnect", self.interconnect, float),
         )
+        shape, no_tensor = _described(self.model)
         return PlanQuestion(
             options=self,
             settings=settings,
-            shape=describe(self.model),
+            shape=shape,
+            no_tensor=no_tensor,
             measured=HardwareProfile.load(self.profile) if self.profile else None,
             search_options=search,
             budget=run.budget(),
@@ -207,6 +213,7 @@ class PlanQuestion:
         options: the options about the job.
         settings: the settings that may have several values; the first value of each counts.
         shape: the model.
+        no_tensor: why tp cannot cut a model with experts; None if it can, or if the model is dense.
         measured: the profile; None for the catalogue.
         search_options: which plans to show.
         budget: the tokens and the price; None without a number of tokens.
@@ -215,6 +222,7 @@ class PlanQuestion:
     options: JobOptions
     settings: Settings
     shape: ModelShape
+    no_tensor: str | None
     measured: HardwareProfile | None
     search_options: SearchOptions
     budget: Budget | None
@@ -226,7 +234,7 @@ class PlanQuestion:
         settings = settings or self.settings
         cluster = self._cluster(settings)
         job, allow_future = self._job(settings, cluster), self.search_options.allow_future
-        return Space(shape=self.shape, cluster=cluster, job=job, allow_future=allow_future)
+        return Space(shape=self.shape, cluster=cluster, job=job, allow_future=allow_future, no_tensor=self.no_tensor)
 
     def _cluster(self, settings: Settings) -> Cluster:
         from meshwright.planner.hardware import Cluster, device
@@ -259,6 +267,7 @@ class PlanQuestion:
             precision=self.options.precision.value,
             own_runtime=True,
             on_cpu=on_cpu,
+            expert_load=self.options.expert_load,
             logits="gathered" if self.options.gather_logits else "chunked",
         )
         dtype = self.measured.dtype if self.measured and self.measured.dtype else "float32" if on_cpu else "bfloat16"
@@ -276,6 +285,32 @@ class PlanQuestion:
     def filled(self, space: Space) -> float:
         """Return the bytes of a device that a plan may fill."""
         return self.options.memory * space.cluster.device.memory
+
+
+def _described(model: Path) -> tuple[ModelShape, str | None]:
+    """Return the shape of a model, and why tp cannot cut its experts; the modules show the sizes of experts."""
+    from meshwright.planner.hub_cache import config_path
+    from meshwright.planner.shapes import describe, name_of, stated_experts
+
+    if not stated_experts(model):
+        return describe(model), None
+    # Imported here, since these import torch, which takes seconds.
+    import torch
+
+    from meshwright.choose.model_sizes import against_tensor
+    from meshwright.parallel.routed_shape import has_experts, routed_shape
+    from meshwright.tracing.compare import model_on_meta
+
+    try:
+        on_meta = model_on_meta(config_path(model), torch.bfloat16)
+    except PlanError as error:
+        try:
+            return describe(model), None
+        except PlanError as refusal:
+            raise PlanError(f"{refusal} ({error})") from None
+    if not has_experts(on_meta):
+        return describe(model), None
+    return routed_shape(on_meta, name=name_of(model)), against_tensor(on_meta)
 
 
 def own_plans(

@@ -77,7 +77,7 @@ class InitialWeights:
         """
         weights = InitialWeights()
         if source is not None:
-            weights.files = open_weights(source)
+            weights.files = open_weights(source, model)
             weights.names = weights.files.names_for(model)
         for name, parameter in model.named_parameters():
             recipe = recipe_of(parameter)

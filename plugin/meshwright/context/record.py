@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshwright.context.attend import AttentionCall
 from meshwright.context.attention import attach_attention, detach_attention
 from meshwright.context.masks import ContextMask
+from meshwright.context.token_wise import is_of_experts
 from meshwright.errors import PlanError
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.region_borders import RegionBorders
@@ -92,12 +93,10 @@ def record_context(decoder: Decoder) -> ContextRecord:
                 )
             if dims:
                 token_dims[layer][place] = dims[0]
-        own = [site for site in first.sites if site.module in set(layer.modules())]
-        if len(own) != 1:
+        if not any(site.module in set(layer.modules()) for site in first.sites) and not is_of_experts(layer):
             raise PlanError(
-                f"{names[layer]} of {type(model).__name__} calls transformers' attention interface {len(own)} times, "
-                "and context parallelism knows layers with one attention that calls it. The model may have an "
-                f"attention of its own. Use {INSTEAD}"
+                f"{names[layer]} of {type(model).__name__} does not call transformers' attention interface, and it has "
+                f"more than norms and experts: it may have an attention of its own. Use {INSTEAD}"
             )
     arguments = {layer: frozenset(shapes) for layer, shapes in first.shapes.items()}
     return ContextRecord(

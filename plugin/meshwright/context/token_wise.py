@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.parallel.structure import DecoderStructure
-from meshwright.roles import Decoder, ShardingPlan
-from meshwright.roles.blocks.experts import is_experts
+from meshwright.roles import Decoder, Role, ShardingPlan
+from meshwright.roles.blocks import Mlp
+from meshwright.roles.blocks.experts import roles_of_experts
+from meshwright.roles.decoder import is_norm
 from meshwright.roles.projection import is_projection
 
 
@@ -32,13 +34,28 @@ def check_token_wise(decoder: Decoder, plan: ShardingPlan | None) -> None:
                 "each token by itself, as ParallelPlan.cp > 1 needs. Use ParallelPlan(cp=1)"
             )
         return
-    unknown = {id(p) for layer in decoder.layers for p in _unknown(layer)}
+    known = {m for layer in decoder.layers for m in _of_experts_in(layer)}
+    unknown = {id(p) for layer in decoder.layers for p in _unknown(layer, known)}
     named = [name for name, p in decoder.model.named_parameters(remove_duplicate=False) if id(p) in unknown]
     if missing := [name for name in named if plan is None or not _has_role(name, plan)]:
         source = f"the structure of {type(decoder.model).__name__}" if plan is None else plan.source
         raise UncoveredParameterError(
             missing, source, "it is not known whether a module of a layer takes each token by itself"
         )
+
+
+def is_of_experts(layer: nn.Module) -> bool:
+    """Return whether a layer has only norms and a module that owns experts, each of which takes each token by itself.
+
+    Another MLP inside of that module is a shared expert.
+    """
+    sizes = {p.shape[0] for p in layer.parameters() if p.ndim == 1}
+    known = set(_of_experts_in(layer))
+    for owner in (module for module in layer.modules() if roles_of_experts(module)):
+        mlps = ((m, size) for m in owner.modules() for size in sizes)
+        known |= {module.get_submodule(name) for module, size in mlps for name in Mlp.claim(module, size, {})}
+    own = [module for module in layer.modules() if list(module.parameters(recurse=False))]
+    return bool(known) and all(module in known or is_norm(module, *sizes) for module in own)
 
 
 def _has_role(name: str, plan: ShardingPlan) -> bool:
@@ -48,13 +65,22 @@ def _has_role(name: str, plan: ShardingPlan) -> bool:
     return bool(name)
 
 
-def _unknown(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the weights besides those of projections, embeddings, experts and routers, and vectors over channels."""
-    if is_projection(module) or is_parametrized(module) or is_experts(module) or isinstance(module, nn.Embedding):
+def _of_experts_in(layer: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a layer with the weights of experts and routers."""
+    for owner in layer.modules():
+        for name, role in roles_of_experts(owner).items():
+            claimed = owner.get_submodule(name)
+            yield from claimed.modules() if role is Role.EXPERTS else (claimed,)
+
+
+def _unknown(module: nn.Module, known: Collection[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the weights besides those of known modules, projections and embeddings, and vectors over channels."""
+    if is_projection(module) or is_parametrized(module) or isinstance(module, nn.Embedding):
         return
     own, children = list(module.parameters(recurse=False)), list(module.children())
-    # A matrix alone in a module scores experts; a convolution's weight has three dims.
-    most = 1 if children else 2
-    yield from (p for p in own if p.ndim > most)
+    if module not in known:
+        # A matrix alone in a module scores experts; a convolution's weight has three dims.
+        most = 1 if children else 2
+        yield from (p for p in own if p.ndim > most)
     for child in children:
-        yield from _unknown(child)
+        yield from _unknown(child, known)

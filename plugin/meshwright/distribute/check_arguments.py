@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.nested import why_no_batch
 from meshwright.errors import AlreadyDistributedError, PlanError
-from meshwright.model_kinds import kind_of
+from meshwright.model_kinds import kind_beside_experts
 from meshwright.optim.runtime import find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.foreign_names import NO_SCALER
+from meshwright.roles.blocks.experts import roles_of_experts
 
 CALL = "to_distributed(model, optimizer, dataloader, plan=...)"
 
@@ -86,7 +87,7 @@ def check_reduction(model: nn.Module, plan: ParallelPlan, engine: str | None) ->
 
 
 def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanError:
-    """Return the error for a model that these axes cannot cut; under tp it begins with the kind of model."""
+    """Return the error for a model that these axes cannot cut; under tp it says what else the model can run."""
     if is_quantised(model):
         method = getattr(model, "quantization_method", None) or "quantization_config"
         return PlanError(
@@ -94,7 +95,13 @@ def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanEr
             f"{', '.join(axes)}; load it without quantization_config, or train adapters data-parallel: plan='dp2' "
             f"({error})"
         )
-    kind = kind_of(getattr(model, "config", None)) if "tp" in axes else None
+    if "tp" not in axes:
+        return error
+    if any(map(roles_of_experts, model.modules())):
+        name = type(model).__name__
+        cure = f"{name} has experts, and runs without tp: plan='dp2 ep2', plan='dp2 zero3' or plan='pp2'"
+        return PlanError(f"{str(error).removesuffix('.')}. {cure}")
+    kind = kind_beside_experts(getattr(model, "config", None))
     return error if kind is None else PlanError(f"{type(model).__name__} is {kind} ({error})")
 
 

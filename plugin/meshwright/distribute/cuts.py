@@ -17,11 +17,13 @@ from meshwright.features.build import Build
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.structure import check_experts, describe, outline
+from meshwright.parallel.structure import describe, outline
+from meshwright.parallel.token_dispatchers import check_dispatcher
 from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks.experts import check_experts
 
 
 def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig) -> Decoder | None:
@@ -33,14 +35,15 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
         PlanError: if the plan cannot cut the decoder.
     """
     check_experts(decoder, plan.ep)
+    check_dispatcher(config.token_dispatcher, plan.ep)
     axes = [axis for axis, size in plan.sizes_beside_dp.items() if size > 1]
     if not axes:
         return None
     try:
         if plan.tp > 1:
             roles = config.sharding_plan or plan_for(decoder)
-            sp, ep = plan.sequence_parallel, plan.ep
-            found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp, ep=ep)
+            sp = plan.sequence_parallel
+            found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp)
         else:
             instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
             found = outline(decoder, config.sharding_plan, instead=instead)
@@ -91,7 +94,7 @@ def build_on_fake_rank(
     """Decide what ``to_distributed`` would decide on this rank of a fake world, in which no guard meets others."""
     decoder = without_wrappers(model)[1]
     config = dataclasses.replace(config or ToDistributedConfig(), plan=plan)
-    mesh = Mesh.build(plan.dims, torch.device(device).type, ep=plan.ep)
+    mesh = Mesh.build(plan.dims, torch.device(device).type)
     structure = structure_of(decoder, plan, config)
     return Build(
         model=model,

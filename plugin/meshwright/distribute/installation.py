@@ -49,11 +49,13 @@ FEATURES = (
     Feature(passes.spread_experts, after=(training.hold_shards,)),
     Feature(splits.part_tokens, after=(passes.cut_blocks,)),
     Feature(splits.part_features, after=(passes.cut_blocks, splits.part_tokens)),
+    Feature(passes.count_experts, after=(passes.spread_experts, splits.part_tokens)),
     Feature(training.synchronise_gradients, after=(training.hold_shards, passes.compare_replicas)),
     Feature(training.average_loss, after=(splits.part_tokens, training.synchronise_gradients)),
     Feature(splits.run_in_parts, after=(training.average_loss,)),
     Feature(passes.generate_alike),
     Feature(training.recompute),
+    Feature(training.replay_routing, after=(training.recompute, passes.spread_experts)),
     Feature(training.defer_logits, after=(passes.cut_blocks,)),
     Feature(training.compile_layers, after=(passes.cut_blocks,)),
 )

@@ -42,7 +42,7 @@ from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.mixed_rows import check_embeddings
+from meshwright.parallel.mixed_rows import check_embeddings, check_mixers
 from meshwright.parallel.recompute import check_recompute
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
@@ -152,6 +152,7 @@ def _distribute(
     if optimizer is not None:
         check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise, plan=plan)
     check_embeddings(model, plan, config.engine)
+    check_mixers(model, plan)
     structure = structure_of(decoder, plan, config)
     _check_passes(plan, loss is not None, decoder, config.engine)
     check_reduction(model, plan, config.engine)
@@ -162,7 +163,7 @@ def _distribute(
     guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)
     check_agreement(plan)
-    mesh = Mesh.build(plan.dims, device.type, ep=plan.ep)
+    mesh = Mesh.build(plan.dims, device.type)
     if guard is not None:
         guard.set_coordinates(mesh.coordinates)
         set_timeouts(config.timeout_s)  # also for the groups just made
@@ -251,6 +252,7 @@ def _complete(
     runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
     plan = plan_to_complete(runtime, model, optimizer, config)
     check_embeddings(model, plan, runtime.engine)
+    check_mixers(model, plan)
     loss = runtime.features.find(BatchLoss)
     _check_passes(plan, loss is not None, model)
     loader = None

@@ -15,12 +15,13 @@ from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.head_losses import LossKind
-from meshwright.parallel.structure import DecoderStructure, expert_layouts
+from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.token_loss import calls_cross_entropy
 from meshwright.pipeline.cut import Cut, with_stages
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks.experts import expert_layouts
 from meshwright.roles.decoder import layer_stack, towers_beside
 
 
@@ -77,7 +78,7 @@ class Build:
         else:
             named = decoder.named_parameters(remove_duplicate=False)
             layouts = {name: TensorLayout.whole(parameter) for name, parameter in named}
-            layouts |= expert_layouts(decoder, self.plan.ep)
+        layouts = {**layouts, **expert_layouts(decoder, self.plan.ep)}
         layouts = layouts if self.cut is None else with_stages(layouts, self.cut)
         return {prefix + name: layout for name, layout in layouts.items()}
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright.compiling import leave_out_of_graphs
+from meshwright.context.region import ContextRegion
 from meshwright.features.build import Build
 from meshwright.features.check_compile import layers_of, why_not_compiled
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.document_masks import keep_documents_apart
+from meshwright.parallel.expert_counts import ExpertCounts
 from meshwright.parallel.expert_dispatch import ExpertDispatch
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.generate_together import GenerateTogether
@@ -30,7 +32,8 @@ def compare_replicas(build: Build) -> None:
         return
     if every is None:
         # In ZeRO stages 1 and 2 the next step overwrites all copies of a weight with the owner's, even if faulty.
-        every = 1 if plan.zero_stage in (1, 2) and runtime.mesh.tokens.size > 1 else 50
+        slices = max(runtime.mesh.tokens.size, runtime.mesh.copies.size)
+        every = 1 if plan.zero_stage in (1, 2) and slices > 1 else 50
     runtime.comparison = ReplicaComparison(
         build.model,
         mesh=runtime.mesh,
@@ -109,7 +112,15 @@ def spread_experts(build: Build) -> None:
     """Let experts that are spread over ranks get the tokens that are routed to them."""
     if build.plan.ep > 1:
         for experts in filter(is_experts, build.decoder.modules()):
-            add_step(experts, ExpertDispatch(experts, build.runtime.mesh.ep))
+            add_step(experts, ExpertDispatch(experts, build.runtime.mesh.ep, build.config.token_dispatcher))
+
+
+def count_experts(build: Build) -> None:
+    """Let the tokens of each expert be counted, if somebody asks for them."""
+    if any(map(is_experts, build.decoder.modules())):
+        region = build.runtime.features.find(ContextRegion)
+        counts = ExpertCounts(build.decoder, mesh=build.runtime.mesh, region=region)
+        add_step(build.decoder, build.runtime.features.add(counts))
 
 
 def generate_alike(build: Build) -> None:

@@ -16,8 +16,10 @@ from meshwright.parallel.head_losses import install_loss
 from meshwright.parallel.load_balancing import LoadBalancing, forward_with_router_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.method_chain import add_step
-from meshwright.parallel.recompute import recompute_layers
+from meshwright.parallel.recompute import recompute_layers, recompute_switch
+from meshwright.parallel.routing_replay import AttachesReplay, ReplayedBlock, RoutingReplay
 from meshwright.parallel.token_loss import TokenLoss
+from meshwright.roles.blocks.experts import is_experts
 
 
 def hold_shards(build: Build) -> None:
@@ -59,11 +61,13 @@ def average_loss(build: Build) -> None:
     runtime.features.add(loss)
     if isinstance(loss, CausalLMLoss):
         loss.region = runtime.features.find(ContextRegion)
-    has_parts = runtime.mesh.tokens.size * runtime.mesh.tp.size > 1 or build.plan.has_micro_batches
+    routers = None if build.cut is None else build.cut.order.routers
+    has_parts = runtime.mesh.tokens.size * runtime.mesh.tp.size > 1 or build.is_split
     forward = forward_with_router_loss(build.decoder) if build.loss.is_function and has_parts else None
-    if forward is not None:
+    if forward is not None and (build.cut is None or routers is not None):
         region = runtime.features.find(ContextRegion)
-        add_step(build.decoder, LoadBalancing(build.decoder, forward, mean=mean, mesh=runtime.mesh, region=region))
+        step = LoadBalancing(build.decoder, forward, mean=mean, mesh=runtime.mesh, region=region, routers=routers)
+        add_step(build.decoder, step)
 
 
 def recompute(build: Build) -> None:
@@ -71,6 +75,19 @@ def recompute(build: Build) -> None:
     if build.plan.recompute == "full":
         own = None if build.cut is None else [build.cut.layers[index] for index in sorted(build.cut.own_layers)]
         recompute_layers(build.decoder, build.plan.recomputed_layers, own)
+
+
+def replay_routing(build: Build) -> None:
+    """Let layers that backward runs again route tokens as before, whoever has turned recomputation on."""
+    blocks = [m for m in build.decoder.modules() if any(map(is_experts, m.children()))]
+    if not blocks or build.config.compile is not None:
+        return
+    replay = RoutingReplay()
+    for block in blocks:
+        add_step(block, ReplayedBlock(replay))
+    replay.attach(build.decoder)
+    if (name := recompute_switch(build.decoder)) is not None:
+        add_step(build.decoder, AttachesReplay(build.decoder, replay), name)
 
 
 def defer_logits(build: Build) -> None:

@@ -65,10 +65,6 @@ class RowLayout:
         step = -(-size // ranks)
         return RowLayout(dim, size, tuple(((min(r * step, size), min((r + 1) * step, size)),) for r in range(ranks)))
 
-    def repeated(self, times: int) -> RowLayout:
-        """Return a layout for ``times`` as many ranks, in which the rows of these ranks are held again and again."""
-        return RowLayout(self.dim, self.size, self.spans * times)
-
     @staticmethod
     @functools.lru_cache(maxsize=2**11)  # each save asks for those of all parameters, while training waits
     def stretches(start: int, size: int, length: int, ranks: int) -> RowLayout:

@@ -143,7 +143,7 @@ class TensorLayout:
 
     @functools.cached_property
     def is_over_ep(self) -> bool:
-        """Whether ranks of dp hold different experts, so that only some of dp have a gradient of the same elements."""
+        """Whether the tensor is of experts that ranks share, whose replicas are the ranks of the axis ``copies``."""
         return any(axis == "ep" for axis, _ in self.cuts)
 
     def over(self, axis: str) -> RowLayout:
@@ -154,9 +154,8 @@ class TensorLayout:
         """
         if self.is_over_ep and axis != "ep":
             raise PlanError(
-                f"{self.name} holds experts that ParallelPlan.ep spreads over dp, and this call cannot read or write "
-                "such weights yet. Use full_state_dict or save_pretrained for the weights, or spread the experts over "
-                "tp: plan='tp2+sp ep2'"
+                f"{self.name} holds experts that ParallelPlan.ep spreads over ranks, and this call cannot read or "
+                "write such weights yet. Use full_state_dict or save_pretrained for the weights, or set ep=1"
             )
         for name, rows in self.cuts:
             if name == axis:

@@ -66,6 +66,7 @@ class Mesh:
         world      pp x dp x cp x tp    pp is the outermost axis, tp the innermost one
         tokens          dp x cp         the ranks that hold different tokens of a batch
         factors    pp x tokens x tp     the world again, which is how weights and gradients see it
+        experts    pp x copies x ep     the same ranks in the same order, divided a second time
 
     An axis that factors the same ranks a second time is made from ``ParallelDims.groups`` and ``Axis.over`` in
     :meth:`build`; the rank's place on it is added to :attr:`places`.
@@ -75,8 +76,9 @@ class Mesh:
         dp: the ranks that read different rows of a batch.
         cp: the ranks that hold parts of the same sequences.
         tp: the ranks that share each layer.
-        ep: neighbouring ranks of tp, or of dp if tp is 1, that hold different experts.
-        copies: the ranks of dp and cp that hold the same experts, if ep spreads them over dp.
+        ep: neighbouring ranks of dp x cp x tp, which hold different experts.
+        copies: the ranks of dp x cp x tp that hold the same experts, if ep is larger than 1. Over these ranks the
+            gradients of experts are averaged and ZeRO shards them.
         tokens: the ranks of dp and cp, over which losses and gradients are averaged and ZeRO shards; by default ``dp``.
     """
 
@@ -94,13 +96,12 @@ class Mesh:
             object.__setattr__(self, "tokens", self.dp)
 
     @classmethod
-    def build(cls, dims: ParallelDims, device_type: str, *, ep: int = 1) -> Mesh:
+    def build(cls, dims: ParallelDims, device_type: str) -> Mesh:
         """Make the process groups of the axes. Every rank of the world must make this call.
 
         Args:
             dims: the sizes of the axes, whose product is the size of the world.
             device_type: ``"cpu"`` or ``"cuda"``.
-            ep: the number of neighbouring ranks that share the experts of a layer.
         """
         if dims.world_size == 1:
             return cls()
@@ -112,12 +113,9 @@ class Mesh:
 
         own = {name: axis(name) for name in dims.axis_names}
         tokens = own["dp"] if dims.cp == 1 else Axis.over(dims.groups("dp", "cp"), "dp")
-        mesh = cls(**own, tokens=tokens)
-        if ep == 1:
-            return mesh
-        runs, copies = expert_groups(dims, ep)
-        mesh = dataclasses.replace(mesh, ep=Axis.over(runs, "ep"))
-        return dataclasses.replace(mesh, copies=Axis.over(copies, "copies")) if copies else mesh
+        experts = {"ep": dims.ep, "copies": dims.expert_copies} if dims.ep > 1 else {}
+        own |= {name: Axis.over(dims.groups(name), name) for name, size in experts.items() if size > 1}
+        return cls(**own, tokens=tokens)
 
     @property
     def factors(self) -> dict[str, Axis]:
@@ -153,8 +151,7 @@ class Mesh:
         """Return a rank's coordinate on each axis, from those on the factors, the outermost first."""
         place = dict(zip(reversed(_FACTORS), ranks, strict=True))
         place["dp"], place["cp"] = divmod(place["tokens"], self.cp.size)
-        place["ep"] = place["tp" if self.tp.size > 1 else "dp"] % self.ep.size
-        place["copies"] = place["dp"] // self.ep.size * self.cp.size + place["cp"]
+        place["copies"], place["ep"] = divmod(place["tokens"] * self.tp.size + place["tp"], self.ep.size)
         return place
 
     @property
@@ -182,15 +179,3 @@ class Mesh:
         """This rank's coordinates, for messages."""
         axes = (getattr(self, name) for name in AXES)
         return " ".join(f"{axis.name}={axis.rank}" for axis in axes if axis.size > 1 or axis.name in ("dp", "tp"))
-
-
-def expert_groups(dims: ParallelDims, ep: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the groups of ranks that share experts, and of those that hold the same ones, if ep is over dp."""
-    over = "tp" if dims.tp > 1 else "dp"
-    runs = [ranks[first : first + ep] for ranks in dims.groups(over) for first in range(0, len(ranks), ep)]
-    copies = [
-        tuple(rank for index, rank in enumerate(ranks) if index // dims.cp % ep == part)
-        for ranks in (dims.groups("dp", "cp") if over == "dp" else ())
-        for part in range(ep)
-    ]
-    return runs, copies

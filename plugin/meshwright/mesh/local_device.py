@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import PlanError
+from meshwright.mesh.host_wire import SHARE_GPUS, shares_gpus
 
 # The variables of launchers that do not set LOCAL_RANK: the rank, the number on the host, and the number of processes.
 _LAUNCHERS = (
@@ -91,7 +92,7 @@ def check_one_rank_per_gpu(store: dist.Store, rank: int, world: int, device: tor
             f"rank {first} and rank {rank} both use {device} of host {host}, and NCCL needs a GPU for each rank. Rank "
             f"{rank} sees {count} GPU{'s' if count != 1 else ''}. Launch at most one process per GPU (torchrun "
             f"--nproc-per-node {count} SCRIPT), or, with a launcher of your own, set LOCAL_RANK in each process to its "
-            "number on its host",
+            f"number on its host. To test a plan on fewer GPUs than ranks, slowly: {SHARE_GPUS}=1",
         )
     if store.add("ranks with a gpu", 1) == world:
         store.set("all have a gpu", "")
@@ -111,7 +112,7 @@ def check_device_num(device_num: int | None, device: torch.device) -> None:
     if device.type != "cuda" or device_num is None:
         return
     count = torch.cuda.device_count()
-    if 1 < count < device_num:
+    if 1 < count < device_num and not shares_gpus():
         raise PlanError(
             f"device_num={device_num}, but this host has {count} GPUs, and each rank needs one; write "
             f"device_num={count}, and more nodes: node_num=..., or make more GPUs visible (CUDA_VISIBLE_DEVICES)"

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import PeerFailedError, PlanError
+from meshwright.mesh.host_wire import open_host_wire, shares_gpus
 from meshwright.mesh.listening import LOOPBACK, bound_socket, listening_address
 from meshwright.mesh.local_device import check_one_rank_per_gpu, local_rank
 from meshwright.mesh.siblings import end_ranks
@@ -60,7 +61,7 @@ def _number(name: str, default: int) -> int:
 
 def backend_for(device: torch.device) -> str:
     """Return the backends of a process group whose tensors live on ``device``; CPU tensors always use gloo."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpus() else "gloo"
 
 
 def backend_of_new_groups() -> str | None:
@@ -111,13 +112,16 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
         PeerFailedError: if other ranks do not come within the timeout. The message names them.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
+    is_shared = device.type == "cuda" and shares_gpus()
+    if is_shared and not (dist.is_initialized() and "cuda:nccl" in str(dist.get_backend_config())):
+        open_host_wire()
     if dist.is_initialized():
         if "gloo" in str(dist.get_backend_config()):
             _leave_at_exit()
         return
     if world_size() == 1:
         return
-    device_id = device if device.type == "cuda" else None
+    device_id = device if device.type == "cuda" and not is_shared else None
     if (store := _launchers_store(timeout)) is not None:
         rank, world = int(os.environ["RANK"]), world_size()
     else:
@@ -125,7 +129,7 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
     store.set_timeout(timeout)
     store = dist.PrefixStore(f"meshwright{attempt_number()}/{next(_made)}", store)
     await_ranks(store, rank, world, timeout_s)
-    if device.type == "cuda":
+    if device.type == "cuda" and not is_shared:
         check_one_rank_per_gpu(store, rank, world, device)
     dist.init_process_group(
         backend_for(device), store=store, rank=rank, world_size=world, device_id=device_id, timeout=timeout

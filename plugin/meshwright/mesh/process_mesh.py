@@ -255,16 +255,18 @@ class ProcessMesh:
 class ParallelDims(AxisSizes):
     """The sizes of the parallel axes, from the outermost to the innermost: PP, DP, CP, TP.
 
-    TP is innermost because it communicates most, and neighbouring ranks share a node.
+    TP is innermost because it communicates most, and neighbouring ranks share a node. Experts divide the ranks of each
+    pipeline stage a second time, into copies and EP, which is innermost.
 
     Args:
         pp: the number of pipeline stages.
         dp: the number of data-parallel replicas.
         cp: the number of ranks that share one sequence, attention included.
         tp: the number of ranks that share each layer.
+        ep: the number of neighbouring ranks that share the experts of each layer.
 
     Raises:
-        ValueError: if a size is not a positive int.
+        ValueError: if a size is not a positive int, or ep does not divide dp x cp x tp.
 
     Example:
         >>> dims = ParallelDims(dp=2, tp=2)
@@ -274,6 +276,14 @@ class ParallelDims(AxisSizes):
               tp=0  tp=1
         dp=0     0     1
         dp=1   [2]     3
+        >>> print(ParallelDims(dp=2, tp=2, ep=4).rank_grid())
+              tp=0  tp=1
+        dp=0     0     1
+        dp=1     2     3
+        <BLANKLINE>
+        experts
+        ep=0  ep=1  ep=2  ep=3
+           0     1     2     3
     """
 
     axis_names: ClassVar[tuple[str, ...]] = tuple(AXES)
@@ -282,11 +292,19 @@ class ParallelDims(AxisSizes):
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in self.sizes.items():
+        for name, size in {**self.sizes, "ep": self.ep}.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name} must be a positive int, got {name}={size!r}")
+        if self.expert_copies * self.ep * self.pp != self.world_size:
+            raise ValueError(f"ep={self.ep} must divide {self.product('dp', 'cp', 'tp')}")
+
+    @property
+    def expert_copies(self) -> int:
+        """The number of ranks that hold the same experts."""
+        return self.world_size // self.pp // self.ep
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -311,15 +329,24 @@ class ParallelDims(AxisSizes):
             )
         return ProcessMesh(nest(ranks, self.shape), self.axis_names)
 
+    def expert_mesh(self) -> ProcessMesh:
+        """Return the mesh of the same ranks, in the same order, over the axes along which experts differ."""
+        shape = {"pp": self.pp, "copies": self.expert_copies, "ep": self.ep}
+        return ProcessMesh(nest(range(self.world_size), tuple(shape.values())), tuple(shape))
+
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return the ranks that differ only along these axes, in the order of the axes given, for all other places.
+
+        Args:
+            axes: axes of :meth:`process_mesh`, or axes of :meth:`expert_mesh`.
 
         Example:
             >>> ParallelDims(dp=2, cp=2, tp=2).groups("dp", "cp")
             [(0, 2, 4, 6), (1, 3, 5, 7)]
         """
-        mesh, indices = self.process_mesh(), [self.axis_names.index(name) for name in axes]
-        places = itertools.product(*map(range, self.shape))
+        mesh = self.process_mesh() if set(axes) <= set(self.axis_names) else self.expert_mesh()
+        indices = [mesh.dim_names.index(name) for name in axes]
+        places = itertools.product(*map(range, mesh.shape))
         firsts = (rank for rank, place in enumerate(places) if not any(place[index] for index in indices))
         return [mesh.submesh(axes, rank).ranks for rank in firsts]
 
@@ -355,6 +382,10 @@ class ParallelDims(AxisSizes):
         """Return the ranks as a text grid, with ``rank`` in brackets.
 
         The last axis larger than 1 (usually tp) gives the columns, and the axis before it the rows. Each position
-        on the other axes is a block with a title.
+        on the other axes is a block with a title. A second grid shows which ranks share experts.
         """
-        return grid_text(range(self.world_size), self.shape, self.axis_names, rank)
+        grid = grid_text(range(self.world_size), self.shape, self.axis_names, rank)
+        if self.ep == 1:
+            return grid
+        experts = self.expert_mesh()
+        return f"{grid}\n\nexperts\n{grid_text(experts.ranks, experts.shape, experts.dim_names, rank)}"

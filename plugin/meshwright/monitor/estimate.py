@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from meshwright.choose.logits_in_training import logits_in_training
-from meshwright.choose.picked_plan import cluster_at_hand, describe_model
+from meshwright.choose.model_sizes import describe_model
+from meshwright.choose.picked_plan import cluster_at_hand
 from meshwright.choose.run_profile import PROFILE_FILE, calibrate_command, load_run_profile
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import node_count, world_size

@@ -19,7 +19,7 @@ from meshwright.compiling import without_compilation
 from meshwright.errors import AlreadyDistributedError, CheckpointError, PlanError
 from meshwright.faults.guard import Guard
 from meshwright.faults.together import attempt, raise_if_any, succeed_together
-from meshwright.mesh.axes import Mesh
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.parallel.dropout_streams import DropoutStreams
@@ -146,21 +146,19 @@ class Runtime:
         """What takes the gradients that reach losses of the global batch; None if no meeting compares them."""
         return None if self.comparison is None or self.engine is not None else self.comparison.losses
 
-    def meet_over_dp(self) -> None:
-        """Compare the data-parallel ranks once all of them have started to reduce their gradients.
+    def meet_over(self, axis: Axis) -> None:
+        """Compare the ranks of an axis once all of them have started to reduce their gradients over it.
 
         Raises:
             DivergenceError: if the ranks differ. The message lists what differs on which ranks.
         """
-        if self.guard is None or self.mesh.tokens.size == 1:
+        if self.guard is None or axis.size == 1:
             return
         if self.comparison is None:
-            self.guard.meet("gradients", self.mesh.tokens.group)
+            self.guard.meet("gradients", axis.group)
             return
-        self.guard.meet(
-            "gradients", self.mesh.tokens.group, self.comparison.statement(), self.comparison.losses.statement()
-        )
-        self.comparison.compare_weights(self.mesh.tokens)
+        self.guard.meet("gradients", axis.group, self.comparison.statement(), self.comparison.losses.statement())
+        self.comparison.compare_weights(axis)
 
     def compare_before_save(self) -> None:
         """Compare the weights that several ranks hold; every rank must make the call.
@@ -209,9 +207,11 @@ class Runtime:
         return cast(T, result)
 
     def meet_before_publishing(self, *_: object) -> None:
-        """Compare the data-parallel ranks, which are about to step their slices."""
-        if self.guard is not None and self.mesh.tokens.size > 1:
-            self.guard.meet("optimizer step", self.mesh.tokens.group)
+        """Compare the ranks that are about to step their slices of the same weights."""
+        # Of the two axes over which ZeRO shards, the ranks of one are some of those of the other.
+        axis = max(self.mesh.tokens, self.mesh.copies, key=lambda axis: axis.size)
+        if self.guard is not None and axis.size > 1:
+            self.guard.meet("optimizer step", axis.group)
 
     def meet_all(self, place: str) -> None:
         """Compare all ranks of the model, which are about to make collectives outside of a pass.

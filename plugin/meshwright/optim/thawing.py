@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import islice
 
 import torch
@@ -48,7 +49,7 @@ class TrainedParameters:
     ):
         tp, dp, weights, syncs = runtime.mesh.tp, runtime.mesh.tokens, runtime.weights, runtime.gradients.syncs
         self.tp, self.dp, self.optimizer, self.weights = tp, dp, optimizer, weights
-        self.bucket_bytes, self._meet = bucket_bytes, runtime.meet_over_dp
+        self.bucket_bytes, self._meet_over = bucket_bytes, runtime.meet_over
         name = None if runtime.plan is None else runtime.plan.reduce_dtype
         self._sent: torch.dtype | None = None if name is None else getattr(torch, name)
         stage = 3 if weights is not None else zero_stage if dp.size > 1 else min(zero_stage, 1)
@@ -147,8 +148,8 @@ class TrainedParameters:
     def _sync(self, axis: Axis, *, is_sharded: bool) -> GradientSync:
         """Return what averages the gradients of parameters over an axis.
 
-        The ranks that hold the same experts are fewer than those of dp, by which the loss is multiplied, but their
-        gradients are those of the tokens of all ranks of dp. So these are scaled.
+        The loss is multiplied by the number of ranks over which other gradients are averaged. Those of the experts are
+        averaged over another number of ranks, which have the tokens of all ranks together. So these are scaled.
         """
         key = axis.name, is_sharded
         if key not in self._sync_of:
@@ -158,7 +159,7 @@ class TrainedParameters:
                 [],
                 tp=self.tp,
                 reduction=reduction,
-                meet=self._meet if axis is self.dp else lambda: None,
+                meet=functools.partial(self._meet_over, axis),
                 # A bucket of stage 3 is a whole layer, so one in flight is enough to hide the communication.
                 in_flight=1 if is_sharded and self.weights is not None else IN_FLIGHT,
                 scale=axis.size / self.dp.size,

@@ -7,7 +7,7 @@ where tensor parallelism goes wrong. A tensor's rows are along dim 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -101,8 +101,17 @@ def _reduce_scatter(out: Tensor, x: Tensor, axis: Axis, *, is_async: bool = Fals
     return _start(axis, _REDUCE_SCATTER, out, x, _options(ReduceScatterOptions, is_async))
 
 
-def _all_to_all(out: Tensor, x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
-    return _start(axis, _ALL_TO_ALL, _real(out), _real(x), [], [], _options(AllToAllOptions, is_async))
+def _all_to_all(
+    out: Tensor,
+    x: Tensor,
+    axis: Axis,
+    received: Sequence[int] = (),
+    sent: Sequence[int] = (),
+    *,
+    is_async: bool = False,
+) -> _Work:
+    sizes = list(received), list(sent)  # empty ones stand for equal parts
+    return _start(axis, _ALL_TO_ALL, _real(out), _real(x), *sizes, _options(AllToAllOptions, is_async))
 
 
 def _all_reduce(x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
@@ -213,11 +222,14 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 @own_collectives()
-def all_to_all_uneven(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    """Send ``sent[i]`` rows of ``x`` to each rank i in turn, and return the ``received[i]`` rows from each."""
+def start_all_to_all_uneven(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Callable[[], Tensor]:
+    """Start to send ``sent[i]`` rows of ``x`` to each rank i in turn.
+
+    The returned function waits for it and returns the ``received[i]`` rows from each rank, in rank order.
+    """
     out = x.new_empty((sum(received), *x.shape[1:]))
-    _end(getattr(axis.group, _ALL_TO_ALL)(out, x.contiguous(), received, sent, _options(AllToAllOptions, False)))
-    return out
+    work = _all_to_all(out, x.contiguous(), axis, received, sent, is_async=True)
+    return lambda: _wait(work, out)
 
 
 @own_collectives()

@@ -127,7 +127,7 @@ class _ColumnForward(LinearForward):
         current = self.group.current
         weight = self.module._parameters["weight"]
         is_entered = current is not None and weight is current.weights[self.index] and args and current.holds(args[0])
-        if current is None or weight is None or not is_entered:
+        if current is None or weight is None or not is_entered or not torch.is_grad_enabled():
             result: Tensor = self.method(*args, **kwargs)
             return result
         current.unread.discard(self.index)

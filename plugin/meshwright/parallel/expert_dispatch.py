@@ -1,26 +1,25 @@
-"""Send each token to the ranks that hold its experts, and bring back what the experts return.
+"""Send each token to the ranks that hold its experts, and bring back the sum of what its experts return.
 
 Of R tokens on a rank, each with k experts, for a width of H::
 
-    [R, H] ── a row for each token and expert, sorted by expert ──> [R * k, H] ── all-to-all ──> the rows of own experts
-                                                                                                      │ the module's own
-                                                                                                      │ code, weight 1
-    [R, H] <── rows back in order, times the router's weights, summed ── [R * k, H] <── all-to-all ───┘
+    [R, H] ── copies of tokens, to the ranks of their experts ──> [copies, H]
+                                                                      │ a row for each own expert of a copy, the
+                                                                      │ module's own code, the sum over a copy's rows
+    [R, H] <── the sum over a token's copies, on its own rank ── [copies, H]
 
-No token is dropped. Backward sends the gradients the same ways. The router and its weights stay with the token.
+No token is dropped. Backward sends the gradients the same ways. The router stays with the token, and its weights travel
+with the copies. A :class:`TokenDispatcher` has the ways between the ranks.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.collectives import all_to_all, all_to_all_uneven, once_differentiable
+from meshwright.parallel.expert_rows import add_rows, take_rows
 from meshwright.parallel.method_chain import ChainStep
+from meshwright.parallel.token_dispatchers import make_dispatcher
 
 
 class ExpertDispatch(ChainStep):
@@ -29,11 +28,13 @@ class ExpertDispatch(ChainStep):
     Args:
         experts: the module, whose weights are this rank's shards.
         axis: the ranks that share the experts; all of them must make each call, also a rank without tokens.
+        dispatcher: the name of the dispatcher.
     """
 
-    def __init__(self, experts: nn.Module, axis: Axis):
-        self.experts, self.axis = experts, axis
+    def __init__(self, experts: nn.Module, axis: Axis, dispatcher: str = "all_to_all"):
+        self.experts = experts
         self._local = next(experts.parameters()).shape[0]
+        self._dispatch = make_dispatcher(dispatcher, axis, self._local)
         experts.num_experts = self._local  # type: ignore[assignment]  # the module's code has as many weights
 
     def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -44,44 +45,22 @@ class ExpertDispatch(ChainStep):
             top_k_index: the experts of each token, ``[R, k]``.
             top_k_weights: their weights, ``[R, k]``.
         """
-        experts, slots = top_k_index.flatten(), top_k_index.shape[-1]
-        order = torch.argsort(experts, stable=True)
-        own = torch.bincount(experts, minlength=self.axis.size * self._local).view(self.axis.size, self._local)
-        counts = all_to_all(own, self.axis)  # [ranks, own experts]: the rows from each rank for each of them
-        sent, received = torch.stack([own.sum(1), counts.sum(1)]).tolist()
-        rows = _exchange(hidden[order // slots], sent, received, self.axis)
-        numbers = torch.arange(self._local, device=hidden.device).repeat(self.axis.size)
-        index = numbers.repeat_interleave(counts.flatten()).unsqueeze(-1)
-        results = self._run(rows, index, top_k_weights.new_ones(index.shape))
-        back = _exchange(results, received, sent, self.axis)
-        in_order = torch.empty_like(back).index_copy(0, order, back)
-        weighted = in_order.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
-        return weighted.sum(1).to(hidden.dtype)
+        return self._dispatch(hidden, top_k_index, top_k_weights, self._run).to(hidden.dtype)
 
-    def _run(self, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _run(self, rows: Tensor, index: Tensor, weights: Tensor, pairs: int | None = None) -> Tensor:
+        # transformers' code leaves out entries of other ranks only if it is told that there are any.
+        self.experts._is_expert_parallel = pairs is None  # type: ignore[assignment]
+        if pairs is None:
+            result: Tensor = self.method(rows, index, weights.masked_fill(index == self._local, 0))
+            return result
         count = len(rows)
         if not count:
             # A row that is dropped again: backward must make its exchanges, and gather weights, on this rank too, and
             # experts without tokens have a gradient of zeros.
-            rows, index, weights = (F.pad(x, (0, 0, 0, 1)) for x in (rows, index, weights))
-        result: Tensor = self.method(rows, index, weights)
-        return result[:count]
-
-
-def _exchange(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    result: Tensor = _Exchange.apply(x, sent, received, axis)
-    return result
-
-
-class _Exchange(torch.autograd.Function):
-    """Sends rows to the ranks of an axis; backward sends their gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-        ctx.sizes = received, sent, axis
-        return all_to_all_uneven(x, sent, received, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all_uneven(grad, *ctx.sizes), None, None, None
+            rows, index, weights = (F.pad(x, (0, 0, 0, 1)) for x in (rows, index[:, :1], weights[:, :1]))
+            return self._run(rows, index, weights, pairs=1)[:count]
+        slots = index.shape[1]
+        order = index.flatten().argsort(stable=True)[:pairs]  # by expert; those of other ranks come last
+        row = order // slots
+        own, weight = index.flatten()[order], take_rows(weights.reshape(-1, 1), order)
+        return add_rows(self.method(take_rows(rows, row), own.unsqueeze(-1), weight), row, count)

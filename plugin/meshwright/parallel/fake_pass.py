@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import PlanError
 from meshwright.parallel.batch_schema import example
-from meshwright.roles.blocks.experts import is_experts
+from meshwright.roles import Role
+from meshwright.roles.blocks.experts import is_experts, roles_of_experts
 
 
 def run_without_values(
-    model: nn.Module, *, rows: int, length: int, instead: str, labels: tuple[int, ...] | None = None
+    model: nn.Module,
+    *,
+    rows: int,
+    length: int,
+    instead: str,
+    labels: tuple[int, ...] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Any:
     """Run a decoder on fake token ids and labels, and return its output.
 
@@ -28,12 +35,13 @@ def run_without_values(
         length: the number of tokens in each row.
         labels: the shape of the labels; None for none.
         instead: the plan to use if the decoder cannot be run in this way, for the message.
+        options: more arguments of forward.
 
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), _fake_values(model), _without_hooks(model):
-        for module in filter(is_experts, model.modules()):
+        for module in list(_routed(model)):
             module.forward = _experts  # not a step, which would stay: _fake_values undoes what is set in a module
         signature = inspect.signature(model.forward)
         inputs = example(signature, rows=rows, length=length)
@@ -41,7 +49,7 @@ def run_without_values(
             inputs["labels"] = torch.zeros(labels, dtype=torch.int64)
         try:
             with torch.enable_grad():
-                return model(**inputs)
+                return model(**inputs, **(options or {}))
         except PlanError:
             raise
         except Exception as error:
@@ -62,6 +70,18 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
         model._forward_hooks.update(before)
 
 
+def _routed(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the experts that are called with tokens and a router's two choices for each, and return tokens."""
+    for module in model.modules():
+        if is_experts(module):
+            yield module
+        for name, role in roles_of_experts(module).items():
+            experts = module.get_submodule(name)
+            takes_choices = len(inspect.signature(experts.forward).parameters) == 3
+            if role is Role.EXPERTS and takes_choices and not is_experts(experts):
+                yield experts
+
+
 def _experts(x: Tensor, *_: Any, **__: Any) -> Tensor:
     """Stand in place of experts, whose shapes depend on the values that route each token."""
     return x.clone()
@@ -76,6 +96,8 @@ class _ReadAsZero(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
             return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        if func is torch.ops.aten.split_with_sizes.default and not any(args[1]):  # numbers of tokens, read as zero
+            args = (args[0], [args[0].shape[args[2] if len(args) > 2 else 0], *args[1][1:]], *args[2:])
         return func(*args, **(kwargs or {}))
 
 

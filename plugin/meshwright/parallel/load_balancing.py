@@ -8,28 +8,58 @@ respect to a rank's own part of S_e is ``E * C_e / N**2``.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from types import FunctionType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.mesh.axes import Mesh
+from meshwright.errors import PlanError
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import runs_filler
 from meshwright.parallel.collectives import all_reduce
+from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.mean_over_ranks import GlobalMean
-from meshwright.parallel.method_chain import BatchStep, StepOrder
+from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step
 from meshwright.parallel.output_loss import like
 from meshwright.parallel.sequence_parts import Parted
 from meshwright.parallel.stand_in import StandIn
 from meshwright.temporarily import temporarily
 
 _NAME = "load_balancing_loss_func"
+_OPTION = "output_router_logits"
 _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterRecord:
+    """The routers of which a model's forward computes its load-balancing loss, and where the output has it.
+
+    Args:
+        modules: the name of each router, and the place of the logits in the tuple that it returns; None for no tuple.
+        num_experts: the number of experts that the forward says.
+        top_k: the number of experts of each token that the forward says.
+        loss: the name in the model's output of the load-balancing loss.
+        logits: the name in the model's output of the routers' logits.
+    """
+
+    modules: tuple[tuple[str, int | None], ...]
+    num_experts: int
+    top_k: int
+    loss: str
+    logits: str
+
+    @property
+    def size(self) -> int:
+        """How many numbers the statistics of the routers are."""
+        return 2 * self.num_experts + 1
 
 
 class LoadBalancing(BatchStep):
@@ -41,23 +71,62 @@ class LoadBalancing(BatchStep):
         mean: the mean that the model's loss is, over the ranks that have different tokens.
         mesh: the axes. Under tp, each rank routes a run of the tokens.
         region: under context parallelism, what knows the tokens of this rank.
+        routers: in a pipeline, the routers of all stages. A stage runs its own, and the statistics of the routers so
+            far go on with the hidden states to the last stage, and their gradient comes back with that of these.
     """
 
     order = StepOrder.ROUTER_LOSS
 
-    def __init__(self, model: nn.Module, forward: FunctionType, *, mean: GlobalMean, mesh: Mesh, region: Parted | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: FunctionType,
+        *,
+        mean: GlobalMean,
+        mesh: Mesh,
+        region: Parted | None,
+        routers: RouterRecord | None = None,
+    ):
         super().__init__(model)
-        self.forward, self.mean, self.mesh, self.region = forward, mean, mesh, region
+        self.forward, self.mean, self.mesh, self.region, self.routers = forward, mean, mesh, region, routers
         self._batch: Batch = {}  # the arguments of the running pass
         self._parts: object = None  # the routers' logits of the running pass, if they are this rank's part
+        self._earlier: Tensor | None = None  # the statistics of the stages before
+        self._logits: list[Tensor] | None = None  # the routers' logits of the running stage
+        for name, place in () if routers is None else routers.modules:
+            add_step(model.get_submodule(name), _KeepsLogits(self, place))
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        batch = self.batch_of(args, kwargs)
+        logits: list[Tensor] | None = [] if self.routers is not None and self.is_wanted(batch) else None
         with (
-            temporarily(self, _batch=self.batch_of(args, kwargs), _parts=None),
+            temporarily(self, _batch=batch, _parts=None, _logits=logits),
             temporarily(sys.modules[self.forward.__module__], **{_NAME: self.loss}),
         ):
             output = self.method(*args, **kwargs)
             return output if self._parts is None else _without(output, self._parts)
+
+    def is_wanted(self, batch: Batch) -> bool:
+        """Return whether a forward with these arguments computes the loss."""
+        given = batch.get(_OPTION)
+        return bool(getattr(getattr(self.model, "config", None), _OPTION, False) if given is None else given)
+
+    def after(self, earlier: Tensor | None) -> contextlib.AbstractContextManager[None]:
+        """Add the statistics of the stages before to those of the pass inside the context."""
+        return temporarily(self, _earlier=earlier)
+
+    def so_far(self) -> Tensor | None:
+        """Return the statistics of the routers up to this stage of the running pass; None if no loss is wanted."""
+        if self.routers is None or not self.is_wanted(self._batch):
+            return None
+        mask = self._batch.get("attention_mask")
+        assert mask is None or isinstance(mask, Tensor)
+        return self._statistics(self.routers.num_experts, self.routers.top_k, mask)
+
+    def keep(self, logits: Tensor) -> None:
+        """Take the logits of a router, which belong to no pass if backward runs the router again."""
+        if self._logits is not None:
+            self._logits.append(logits)
 
     def loss(
         self,
@@ -76,38 +145,63 @@ class LoadBalancing(BatchStep):
         """
         if not isinstance(gate_logits, tuple) or num_experts is None:
             return 0
+        if self.routers is None:
+            self._logits = list(gate_logits)
         if self.mesh.tp.size > 1 or self.mesh.cp.size > 1:
             self._parts = gate_logits
-        device, rows = gate_logits[0].device, len(gate_logits[0])
-        counted = self._counted(attention_mask, rows).to(device, torch.float64)
-        per_choice, per_token = counted.repeat_interleave(top_k), counted.float().unsqueeze(-1)
-        counts = torch.zeros(num_experts, dtype=torch.float64, device=device)
-        sums: Tensor | float = 0.0
-        for logits in gate_logits:
-            probabilities = F.softmax(logits.to(device), dim=-1)
-            chosen = torch.topk(probabilities, top_k, dim=-1).indices
-            counts.index_add_(0, chosen.flatten(), per_choice)
-            sums = sums + (probabilities.float() * per_token).sum(0)
-        assert isinstance(sums, Tensor)
-        own = torch.cat([counts, sums.detach().double(), (counted.sum() * len(gate_logits)).reshape(1)])
+        statistics = self._statistics(num_experts, top_k, attention_mask)
+        total = statistics.detach().clone()
         for axis in (self.mesh.tokens, self.mesh.tp):
-            own = all_reduce(own, axis)
-        all_counts, all_sums, tokens = own[:num_experts], own[num_experts:-1], own[-1]
-        factors = all_counts * num_experts / tokens.square()
-        return self.mean.added(sums, (all_sums * factors).sum(), factors)
+            total = all_reduce(total, axis)
+        counts, sums, tokens = total[:num_experts], total[num_experts:-1], total[-1]
+        factors = counts * num_experts / tokens.square()
+        own = statistics[num_experts:-1].to(torch.promote_types(next(self.model.parameters()).dtype, torch.float32))
+        return self.mean.added(own, (sums * factors).sum(), factors)
 
-    def _counted(self, mask: Tensor | None, rows: int) -> Tensor:
-        """Return for each of this rank's rows of logits whether it is a token that counts."""
-        tokens = BatchSchema(self._batch).tokens
-        counted = torch.ones(tokens.shape[:2], device=tokens.device) if mask is None else mask
-        if runs_filler(self._batch.values()):
-            counted = torch.zeros_like(counted)
-        if self.region is not None:
-            counted = self.region.parts.take(counted, 1)
-        tp, flat = self.mesh.tp, counted.flatten()
-        if tp.size == 1:
-            return flat
-        return F.pad(flat, (0, tp.size * rows - len(flat))).narrow(0, tp.rank * rows, rows)
+    def _statistics(self, num_experts: int, top_k: int, mask: Tensor | None) -> Tensor:
+        """Return ``[C, S, N]`` of this rank's tokens in the layers so far."""
+        assert self._logits is not None
+        device = BatchSchema(self._batch).tokens.device
+        counts = torch.zeros(num_experts, dtype=torch.float64, device=device)
+        sums = torch.zeros_like(counts)
+        tokens = counts.new_zeros(1)
+        if self._logits:
+            rows = len(self._logits[0])
+            counted = counted_rows(self._batch, mask, rows, tp=self.mesh.tp, region=self.region)
+            counted = counted.to(device, torch.float64)
+            per_choice, per_token = counted.repeat_interleave(top_k), counted.float().unsqueeze(-1)
+            tokens = (counted.sum() * len(self._logits)).reshape(1)
+            for logits in self._logits:
+                probabilities = F.softmax(logits.to(device), dim=-1)
+                chosen = torch.topk(probabilities, top_k, dim=-1).indices
+                counts.index_add_(0, chosen.flatten(), per_choice)
+                sums = sums + (probabilities.float() * per_token).sum(0)
+        own = torch.cat([counts, sums, tokens])
+        return own if self._earlier is None else own + self._earlier
+
+
+def counted_rows(batch: Batch, mask: Tensor | None, rows: int, *, tp: Axis, region: Parted | None) -> Tensor:
+    """Return for each row that this rank's routers get whether it is a token that counts.
+
+    Args:
+        batch: the arguments of the running pass.
+        mask: 1 for each token that counts, ``[B, S]``; None if all of them do.
+        rows: the number of rows that the routers get.
+        tp: the axis whose ranks have a run of the rows each, or all of them, which then count on the first rank.
+        region: under context parallelism, what knows the tokens of this rank.
+    """
+    tokens = BatchSchema(batch).tokens
+    counted = torch.ones(tokens.shape[:2], device=tokens.device) if mask is None else mask
+    if runs_filler(batch.values()):
+        counted = torch.zeros_like(counted)
+    if region is not None:
+        counted = region.parts.take(counted, 1)
+    flat = counted.flatten()
+    if tp.size == 1:
+        return flat
+    if rows == len(flat):
+        return flat if tp.rank == 0 else torch.zeros_like(flat)
+    return F.pad(flat, (0, tp.size * rows - len(flat))).narrow(0, tp.rank * rows, rows)
 
 
 def forward_with_router_loss(model: nn.Module) -> FunctionType | None:
@@ -120,12 +214,71 @@ def forward_with_router_loss(model: nn.Module) -> FunctionType | None:
     return None
 
 
+class _KeepsLogits(ChainStep):
+    """The ``forward`` of a router, whose logits go to the load-balancing loss."""
+
+    def __init__(self, balancing: LoadBalancing, place: int | None):
+        self.balancing, self.place = balancing, place
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        output = self.method(*args, **kwargs)
+        self.balancing.keep(output if self.place is None else output[self.place])
+        return output
+
+
+def record_routers(model: nn.Module) -> RouterRecord | None:
+    """Run a model on fake tensors, and return of which routers it computes its load-balancing loss; None if of none.
+
+    Args:
+        model: the model, with or without memory. It is not changed.
+    """
+    forward = forward_with_router_loss(model)
+    if forward is None:
+        return None
+    returned: list[tuple[Tensor, str, int | None]] = []
+    given: tuple[object, object, object] = None, None, None
+    number = torch.zeros(())
+
+    def look(name: str, _: nn.Module, __: object, output: object) -> None:
+        values = enumerate(output) if isinstance(output, tuple) else [(None, output)]
+        returned.extend((x, name, place) for place, x in values if isinstance(x, Tensor))
+
+    def loss(logits: object, num_experts: object = None, top_k: object = 2, _: object = None) -> Tensor:
+        nonlocal given
+        given = logits, num_experts, top_k
+        return number
+
+    inner = [(name, module) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(functools.partial(look, name)) for name, module in inner]
+    try:
+        with temporarily(sys.modules[forward.__module__], **{_NAME: loss}):
+            output = run_without_values(model, rows=2, length=8, instead="ParallelPlan(pp=1)", options={_OPTION: True})
+    except PlanError:  # the option is then refused under pp
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    logits, num_experts, top_k = given
+    if not isinstance(logits, tuple) or not isinstance(output, MutableMapping):
+        return None
+    found = {id(x): (name, place) for x, name, place in reversed(returned)}  # the innermost module ends first
+    named = {id(x): name for name, x in output.items()}
+    if not all(id(x) in found for x in logits) or not {id(number), id(logits)} <= named.keys():
+        return None
+    assert isinstance(num_experts, int) and isinstance(top_k, int)
+    modules = tuple(found[id(x)] for x in logits)
+    return RouterRecord(
+        modules=modules, num_experts=num_experts, top_k=top_k, loss=named[id(number)], logits=named[id(logits)]
+    )
+
+
 class PartedRouterLogits(StandIn):
-    """Stands in for the routers' logits of all tokens, of which each rank has its own."""
+    """Stands in for the routers' logits of all tokens and layers, of which each rank has its own."""
 
     MESSAGE = (
-        "under tp and cp each rank has the routers' logits of its own tokens only. The loss has the load-balancing "
-        "loss of all of them already; to read outputs.router_logits, use tp=1 and cp=1"
+        "under tp and cp each rank has the routers' logits of its own tokens only, and under pp those of its own "
+        "layers. The loss has the load-balancing loss of all of them already; to read outputs.router_logits, use "
+        "tp=1, cp=1 and pp=1"
     )
 
 

@@ -66,6 +66,9 @@ class GlobalMean:
         # Sequence numbers of the autograd nodes of the last mean and of what was added to it; the nodes are not kept.
         self._last: int | None = None
         self._added: int | None = None
+        # Of a larger global batch: what was added last, and all that was added so far.
+        self.last_added: Tensor | None = None
+        self.all_added = torch.zeros(())
 
     @contextlib.contextmanager
     def divided_by(self, divisors: Tensor, micro_batches: int) -> Iterator[None]:
@@ -74,7 +77,7 @@ class GlobalMean:
         try:
             yield
         finally:
-            self._divisors = self._last = self._added = None
+            self._divisors = self._last = self._added = self.last_added = None
             self._micro_batches = 1
 
     def divisors(self, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
@@ -147,6 +150,9 @@ class GlobalMean:
         factors = (factors * share * self.dp.size).to(x.dtype)
         number: Tensor = _ReplaceValue.apply(x, (value * share).to(x.dtype), factors, None)
         self._added = None if number.grad_fn is None else number.grad_fn._sequence_nr()
+        if self._divisors is not None:
+            self.all_added = number.detach() + (0 if self.last_added is None else self.all_added)
+            self.last_added = number
         return number
 
     def watched(self, mean: Tensor) -> Tensor:

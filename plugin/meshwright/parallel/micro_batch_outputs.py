@@ -11,6 +11,8 @@ from torch import Tensor
 
 from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import UnreadableTensorError
+from meshwright.parallel.load_balancing import PartedRouterLogits
+from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.output_loss import like
 from meshwright.parallel.stand_in import ShardedLogits, StandIn
 
@@ -23,10 +25,11 @@ class Pieces:
     Args:
         rows: the number of rows of each micro-batch; 0 for a micro-batch that only keeps this rank in step.
         keeps: whether the output tensors of all micro-batches are kept (``ToDistributedConfig.gather_logits``).
+        mean: the mean that the model's loss is, which knows what the forward has added to it.
     """
 
-    def __init__(self, rows: list[int], *, keeps: bool):
-        self.rows, self.keeps = rows, keeps
+    def __init__(self, rows: list[int], *, keeps: bool, mean: GlobalMean):
+        self.rows, self.keeps, self.mean = rows, keeps, mean
         self._outputs: list[object] = []
 
     def add(self, output: object) -> None:
@@ -38,14 +41,20 @@ class Pieces:
         """Return the output of the batch, given the output of its last micro-batch and the batch's loss."""
         if len(self.rows) == 1:
             return last
-        return _mapped(last, self._join if self.keeps else self._stand_in, self._outputs, loss)
+        return _mapped(last, self._whole, self._outputs, loss)
 
-    def _join(self, last: Tensor, before: list[Tensor]) -> Tensor:
-        parts = [x[:rows] for x, rows in zip([*before, last.detach()], self.rows, strict=True)]
-        return read_only(torch.cat(parts))
-
-    def _stand_in(self, last: Tensor, _: list[Tensor]) -> Tensor:
-        return UnkeptOutput.of_shape((sum(self.rows), *last.shape[1:]), last.dtype, last.device)
+    def _whole(self, last: Tensor, before: list[Tensor]) -> Tensor:
+        if last is self.mean.last_added:
+            return read_only(self.mean.all_added)
+        if not last.ndim:
+            return UnaddedNumber.of_shape((), last.dtype, last.device)
+        of_batch = (sum(self.rows), *last.shape[1:])
+        if not self.keeps:
+            return UnkeptOutput.of_shape(of_batch, last.dtype, last.device)
+        outputs = [*before, last.detach()]
+        if any(len(x) != max(rows, 1) for x, rows in zip(outputs, self.rows, strict=True)):  # it has no dim of rows
+            return UnkeptOutput.of_shape(last.shape, last.dtype, last.device)
+        return read_only(torch.cat([x[:rows] for x, rows in zip(outputs, self.rows, strict=True)]))
 
 
 def _mapped(output: object, join: _Join, before: list[Any], loss: Tensor | None = None) -> object:
@@ -69,13 +78,13 @@ def _mapped(output: object, join: _Join, before: list[Any], loss: Tensor | None 
 
 # Not a closure: one that calls itself is a reference cycle, which would hold the outputs until the next collection.
 def _joined(value: object, others: list[Any], join: _Join) -> object:
-    if isinstance(value, ShardedLogits):  # these already raise when they are read
+    if isinstance(value, ShardedLogits | PartedRouterLogits):  # these already raise when they are read
         return value
-    if isinstance(value, Tensor) and value.ndim:
+    if isinstance(value, Tensor):
         return join(value, others)
     if isinstance(value, tuple | list):
         return tuple(_joined(x, [other[i] for other in others], join) for i, x in enumerate(value))
-    return None if not isinstance(value, Tensor) else value  # drop a cache, which training does not use
+    return None  # drop a cache, which training does not use
 
 
 def read_only(logits: Tensor) -> Tensor:
@@ -93,8 +102,8 @@ class _Read(TensorFunction):
     @staticmethod
     def backward(ctx: Node, grad: Tensor) -> Tensor:
         raise UnreadableTensorError(
-            "a second loss on outputs.logits would not reach the parameters: the plan runs this batch as "
-            "micro-batches, whose backward passes are over when outputs.logits is read. Set "
+            "a second loss on outputs.logits, or on another output, would not reach the parameters: the plan runs this "
+            "batch as micro-batches, whose backward passes are over when the output is read. Set "
             "ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None, pp=1) and accumulate in the loop. For "
             "a metric, read outputs.logits.detach()"
         )
@@ -107,4 +116,14 @@ class UnkeptOutput(StandIn):
         "this output was not kept: the plan runs the batch as micro-batches and keeps only their loss, so that "
         "their outputs need not fit in memory together. To read outputs.logits of the batch, pass "
         "ToDistributedConfig(gather_logits=True), or call the model in eval mode or without labels"
+    )
+
+
+class UnaddedNumber(StandIn):
+    """Stands in for a number of the whole batch that is neither the mean of its parts' numbers nor their sum."""
+
+    MESSAGE = (
+        "this number was computed of each micro-batch by itself, and what it is for the whole batch is unknown: the "
+        "plan runs the batch as micro-batches. Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None) "
+        "and accumulate in the loop, or call the model in eval mode or without labels"
     )

@@ -23,6 +23,22 @@ EMBEDDING_OPTIONS = {
     "sparse": "gives sparse gradients, which are not averaged over ranks, sharded or summed over micro-batches",
 }
 
+# Classes of modules -> how they compute with all tokens of the batch together.
+_MIXERS = {
+    "DogeCDMoE": "splits the scores of all tokens of a batch in halves, so that a token's experts depend on other rows"
+}
+
+
+def check_mixers(model: nn.Module, plan: ParallelPlan) -> None:
+    """Raise a PlanError if a module computes with all tokens of the batch together, and the plan splits the batch."""
+    is_split = plan.dp > 1 or plan.has_micro_batches
+    for name, module in model.named_modules() if is_split else ():
+        if (reason := _MIXERS.get(type(module).__name__)) is not None:
+            raise PlanError(
+                f"the plan {plan.label} splits the batch over {_parts(plan)}, but {name} is a {type(module).__name__}, "
+                f"which {reason}. Use dp=1 without micro-batches, for example plan='pp2'"
+            )
+
 
 def check_embeddings(model: nn.Module, plan: ParallelPlan, engine: str | None) -> None:
     """Raise a PlanError if an embedding's numbers depend on how the plan splits the batch, or cannot be reduced."""

@@ -68,6 +68,12 @@ def recompute_layers(model: nn.Module, layers: int | None = None, own: Collectio
         setattr(layer, _FLAG, False)
 
 
+def recompute_switch(model: nn.Module) -> str | None:
+    """Return the name of the method that turns recomputation on, the new or the deprecated one, or None."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    return next((name for name in names if hasattr(model, name)), None)
+
+
 def _layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers with a flag of their own, in order; the decoder's own flag does not count."""
     flagged = [module for module in model.modules() if hasattr(module, _FLAG)]
@@ -75,6 +81,6 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _switch(model: nn.Module) -> Callable[[dict[str, bool]], object] | None:
-    """Return the method that turns recomputation on, under its new or its deprecated name, or None."""
-    old = getattr(model, "gradient_checkpointing_enable", None)
-    return getattr(model, "activation_checkpointing_enable", old)
+    """Return the method that turns recomputation on, or None."""
+    name = recompute_switch(model)
+    return None if name is None else getattr(model, name)

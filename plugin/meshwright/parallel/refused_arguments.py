@@ -65,13 +65,13 @@ REFUSALS = (
         Refusal(
             axis=axis,
             arguments=("output_router_logits",),
-            reason="each rank routes only its own tokens, and only the load-balancing loss of transformers' causal LMs "
-            "is known for all of them",
+            reason=f"each rank routes only its own tokens{layers}, and only the load-balancing loss of transformers' "
+            "causal LMs is known for all of them",
             cure="turn the option off",
             is_option=True,
             unless=LoadBalancing,
         )
-        for axis in ("tp", "cp")
+        for axis, layers in (("tp", ""), ("cp", ""), ("pp", " in its own layers"))
     ),
     Refusal(
         axis="cp",
@@ -96,7 +96,7 @@ REFUSALS = (
     ),
     Refusal(
         axis="pp",
-        arguments=(*_INTERNALS, "output_router_logits"),
+        arguments=_INTERNALS,
         reason="each rank has only the layers of its stage",
         cure="turn the option off",
         is_option=True,

@@ -70,7 +70,8 @@ class SplitForward(BatchStep):
         check_inputs(batch)
         rows = schema.rows
         count = count_micro_batches(self.plan, rows, self.dp)
-        pieces = Pieces([(i + 1) * rows // count - i * rows // count for i in range(count)], keeps=self.keeps_logits)
+        held = [(i + 1) * rows // count - i * rows // count for i in range(count)]
+        pieces = Pieces(held, keeps=self.keeps_logits, mean=self.loss.mean)
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
         with self.loss.mean.divided_by(divisors, count):

@@ -19,7 +19,6 @@ from meshwright.parallel.mixed_rows import EMBEDDING_OPTIONS
 from meshwright.roles import Decoder, find_decoder, written_plan
 from meshwright.roles.blocks import BLOCKS, Block
 from meshwright.roles.blocks.block import OVER_TP, cut_over_tp
-from meshwright.roles.blocks.experts import is_experts
 from meshwright.roles.decoder import towers_beside
 from meshwright.roles.projection import weight_of
 from meshwright.roles.roled_model import RoledModel
@@ -50,12 +49,8 @@ class DecoderStructure(Decoder):
         return sum(prod(x.shape) for x in layouts if x.is_sharded) / sum(prod(x.shape) for x in layouts)
 
 
-def describe(
-    model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool, ep: int = 1
-) -> DecoderStructure:
+def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool) -> DecoderStructure:
     """Return a decoder's structure: each module's role and each parameter's layout over ``tp`` ranks.
-
-    Of these ranks, each run of ``ep`` shares the experts.
 
     Raises:
         UncoveredParameterError: if parameters have no role; the message lists them.
@@ -75,15 +70,11 @@ def describe(
         block = BLOCKS[roled.roles[block_name]](roled, block_name, tp)
         layouts |= block.layouts(sequence_parallel=sequence_parallel)
         blocks.setdefault(block.module, block)
-    check_experts(model, ep)
     for name, role in roled.roles.items():
         for full_name, parameter in roled.parameters(name):
             if role in (Role.EMBEDDING, Role.HEAD):
                 layouts[full_name] = cut_over_tp(parameter, RowLayout.padded(parameter.shape[0], tp))
-            elif role is Role.EXPERTS:
-                rows = RowLayout.padded(parameter.shape[0], ep).repeated(tp // ep)
-                layouts[full_name] = cut_over_tp(parameter, rows, has_addends=sequence_parallel and rows.has_copies)
-            elif role in (Role.ROUTER, Role.NORM, Role.FINAL_NORM, Role.WHOLE):
+            elif role in (Role.EXPERTS, Role.ROUTER, Role.NORM, Role.FINAL_NORM, Role.WHOLE):
                 is_partial = sequence_parallel and role is not Role.WHOLE
                 layouts[full_name] = TensorLayout.whole(parameter, tp, addends=OVER_TP if is_partial else frozenset())
     _check_ties(model, layouts)
@@ -154,27 +145,6 @@ def _check_parts(decoder: Decoder, instead: str) -> None:
                 f"{name or type(module).__name__} skips layers at random (layerdrop={rate:g}): the ranks would skip "
                 "different layers. Set layerdrop to 0 in the model's config"
             )
-
-
-def check_experts(model: nn.Module, ep: int) -> None:
-    """Raise if ``ep`` ranks cannot share a model's experts."""
-    counts = [{p.shape[0] for p in module.parameters()} for module in model.modules() if is_experts(module)]
-    if ep > 1 and (not counts or any(len(sizes) > 1 or min(sizes) < ep for sizes in counts)):
-        have = f"{', '.join(map(str, sorted(set.union(*counts))))} experts in a layer" if counts else "no experts"
-        raise PlanError(
-            f"{type(model).__name__} has {have}, so {ep} ranks cannot share them. Set ParallelPlan.ep to at most the "
-            "number of experts of each layer, or to 1"
-        )
-
-
-def expert_layouts(model: nn.Module, ep: int) -> dict[str, TensorLayout]:
-    """Return the layout of each weight of experts by name, if ranks of dp hold different experts."""
-    return {
-        f"{name}.{own}": TensorLayout(shape=parameter.shape, cuts=(("ep", RowLayout.padded(parameter.shape[0], ep)),))
-        for name, module in model.named_modules(remove_duplicate=False)
-        if ep > 1 and is_experts(module)
-        for own, parameter in module.named_parameters()
-    }
 
 
 def _refuse_experts(roled: RoledModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.batch_schema import Batch
+from meshwright.parallel.batch_share import cut
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.summed_gradients import SummedGradients
-from meshwright.pipeline.links import Expected, Links, Receiver
+from meshwright.pipeline.links import Crossing, Expected, Links, Receiver
 from meshwright.pipeline.stages import Stages
 from meshwright.pipeline.weight_gradients import WeightGradients
 from meshwright.plan.schedule import Kind, Operation
@@ -31,17 +33,20 @@ class Boundaries:
     Args:
         shapes: the shape of the hidden states of each micro-batch, on this rank.
         known: the dtype at each boundary of this rank's stages that an earlier batch crossed.
+        numbers: how many numbers cross with each tensor.
         seen: the dtype at each boundary of this rank's stages that this batch has crossed so far.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     known: Mapping[int, torch.dtype]
+    numbers: int = 0
     seen: dict[int, torch.dtype] = field(default_factory=dict)
 
     def expected(self, key: Key) -> Expected:
         """Return the expected shape and dtype of a tensor that a rank will receive."""
         is_forward, stage, micro_batch = key
-        return Expected(key, self.shapes[micro_batch], self.known.get(stage if is_forward else stage + 1))
+        dtype = self.known.get(stage if is_forward else stage + 1)
+        return Expected(key, self.shapes[micro_batch], dtype, self.numbers)
 
 
 @dataclass(kw_only=True)
@@ -59,6 +64,7 @@ class Step:
         keep: called with each output of the last stage, in the order of the micro-batches.
         look: called after a stage's forward on each micro-batch, to find state that the forward has written.
         is_refused: returns whether such state will be an error of all ranks at the end of the step.
+        fillers: the micro-batches without rows of their own, which only keep this rank in step.
     """
 
     stages: Stages
@@ -71,11 +77,12 @@ class Step:
     keep: Callable[[Any], None]
     look: Callable[[], None]
     is_refused: Callable[[], bool]
+    fillers: frozenset[int] = frozenset()
     total: Tensor | None = None
     _receivers: dict[int, Receiver] = field(default_factory=dict)
     _arrived: dict[Key, int] = field(default_factory=dict)  # how many tensors a transfer shows to have arrived
-    _handed: dict[Key, Tensor] = field(default_factory=dict)  # what one stage of this rank gives to another
-    _alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    _handed: dict[Key, Crossing] = field(default_factory=dict)  # what one stage of this rank gives to another
+    _alive: dict[tuple[int, int], tuple[Crossing | None, Crossing]] = field(default_factory=dict)
 
     def open(self, *, trains: bool) -> None:
         """Post the first receives."""
@@ -106,24 +113,29 @@ class Step:
 
     def forward(self, stage: int, micro_batch: int, *, trains: bool) -> None:
         """Run a stage's forward on one micro-batch, and send the result on."""
-        cut = self.stages.cut
+        stages = self.stages.cut
         received = None
         if stage > 0:
-            received = self._take(True, stage, micro_batch, cut.rank_of(stage - 1))
-            self.boundaries.seen[stage] = received.dtype
-            received.requires_grad_(trains)
+            received = self._take(True, stage, micro_batch, stages.rank_of(stage - 1))
+            self.boundaries.seen[stage] = received[0].dtype
+            for x in _present(received):
+                x.requires_grad_(trains)
         batch = self.batches[micro_batch]
-        output = self.stages.run(stage, batch, received)
+        with cut(is_filler=True) if micro_batch in self.fillers else contextlib.nullcontext():
+            output = self.stages.run(stage, batch, received)
         self.look()
-        if stage == cut.last:
+        if stage == stages.last:
             output = self.finish(batch, output)
             self.keep(output)
-            output = loss_of(output)
-            if output is not None:
-                self.total = output.detach() if self.total is None else self.total + output.detach()
+            loss = loss_of(output)
+            if loss is not None:
+                self.total = loss.detach() if self.total is None else self.total + loss.detach()
+            output = loss, None
         else:
-            self.boundaries.seen[stage + 1] = output.dtype
-            self._give(Operation(Kind.FORWARD, stage, micro_batch), output.detach())
+            hidden, numbers = output
+            self.boundaries.seen[stage + 1] = hidden.dtype
+            handed = hidden.detach(), None if numbers is None else numbers.detach()
+            self._give(Operation(Kind.FORWARD, stage, micro_batch), handed)
         if trains:
             self._alive[stage, micro_batch] = received, output
 
@@ -137,44 +149,53 @@ class Step:
         """
         cut, stage, micro_batch = self.stages.cut, operation.stage, operation.micro_batch
         received, output = self._alive.pop((stage, micro_batch))
-        gradient = None
+        gradients: Crossing | tuple[None, None] = None, None
         if stage != cut.last:
-            gradient = self._take(False, stage, micro_batch, cut.rank_of(stage + 1))
+            gradients = self._take(False, stage, micro_batch, cut.rank_of(stage + 1))
         parameters = self.parameters[stage]
-        inputs: list[Tensor] = [*([] if received is None else [received]), *parameters]
-        found: tuple[Tensor | None, ...] = (None,) * len(inputs)
-        if output.requires_grad and inputs:  # False if all stages so far are frozen
+        crossed = [] if received is None else _present(received)
+        inputs: list[Tensor] = [*crossed, *parameters]
+        found: list[Tensor | None] = [None] * len(inputs)
+        # Nothing requires a gradient if all stages so far are frozen.
+        trained = [(x, g) for x, g in zip(output, gradients, strict=True) if x is not None and x.requires_grad]
+        if trained and inputs:
             with self.stages.active(stage), later.waiting(operation), reading_shards():
                 try:
-                    found = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
+                    found = list(
+                        torch.autograd.grad([x for x, _ in trained], inputs, [g for _, g in trained], allow_unused=True)
+                    )
                 except RuntimeError:  # about a weight that the forward of a later micro-batch has written
                     if not self.is_refused():
                         raise
                     # This rank goes on without gradients, so that the others come to the end of the step.
-        sent = None
-        if received is not None:
-            first, *found = found  # type: ignore[assignment]
-            sent = torch.zeros_like(received) if first is None else first
-            self._give(operation, sent)
-        sums.add(parameters, found, used=sent)
+        sent = [torch.zeros_like(x) if g is None else g for x, g in zip(crossed, found, strict=False)]
+        if sent:
+            self._give(operation, (sent[0], sent[1] if len(sent) > 1 else None))
+        sums.add(parameters, found[len(crossed) :], used=sent[0] if sent else None)
 
-    def _take(self, is_forward: bool, stage: int, micro_batch: int, sender: int) -> Tensor:
+    def _take(self, is_forward: bool, stage: int, micro_batch: int, sender: int) -> Crossing:
         key = (is_forward, stage, micro_batch)
         if sender == self.stages.cut.rank:
             return self._handed.pop(key)
-        x = self._receivers[sender].take(key)
+        crossing = self._receivers[sender].take(key)
         self.links.settle(sender, self._arrived.get(key, 0))
-        return x
+        return crossing
 
-    def _give(self, operation: Operation, x: Tensor) -> None:
+    def _give(self, operation: Operation, crossing: Crossing) -> None:
         cut = self.stages.cut
         stage = receiving_stage(operation, len(cut.spans))
         assert stage is not None
         receiver = cut.rank_of(stage)
         if receiver == cut.rank:
-            self._handed[operation.kind is Kind.FORWARD, stage, operation.micro_batch] = x
+            self._handed[operation.kind is Kind.FORWARD, stage, operation.micro_batch] = crossing
             return
-        self.links.send(x, receiver, announces=max(stage, operation.stage) not in self.boundaries.known)
+        x, numbers = crossing
+        announces = max(stage, operation.stage) not in self.boundaries.known
+        self.links.send(x, receiver, announces=announces, numbers=numbers)
+
+
+def _present(crossing: Crossing) -> list[Tensor]:
+    return [x for x in crossing if x is not None]
 
 
 def run_training(step: Step, sums: SummedGradients, later: WeightGradients) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.fake_pass import run_without_values
+from meshwright.parallel.load_balancing import RouterRecord, record_routers
 from meshwright.parallel.tensor_parallel import refuse_second_activations
 
 _ROWS, _LENGTH = 2, 8
@@ -32,6 +33,7 @@ class LayerOrder:
         tuple_sizes: for each layer, the number of values in the tuple that it returns; 0 if it returns a tensor.
         hidden_size: the number of channels of the activation that layers hand to each other.
         output_kind: the class of the output of forward, a mapping with ``loss`` and ``logits``.
+        routers: the routers of which forward computes a load-balancing loss after the layers; None if it computes none.
     """
 
     before: frozenset[str]
@@ -39,6 +41,7 @@ class LayerOrder:
     tuple_sizes: tuple[int, ...]
     hidden_size: int
     output_kind: type
+    routers: RouterRecord | None
 
 
 def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
@@ -61,7 +64,7 @@ def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
             f"{type(model).__name__} returns a {type(output).__name__}, and under ParallelPlan.pp > 1 a model must "
             "return an output with loss and logits, as transformers' models do. Use pp=1"
         )
-    return recorder.order(type(output))
+    return recorder.order(type(output), record_routers(model))
 
 
 def _recorded(model: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[_Recorder, Any]:
@@ -137,8 +140,8 @@ class _Recorder:
         if not self._is_inside:
             self._events.append(self._names[module])
 
-    def order(self, output_kind: type) -> LayerOrder:
-        """Return what was recorded of a pass that returned an output of this class.
+    def order(self, output_kind: type, routers: RouterRecord | None) -> LayerOrder:
+        """Return what was recorded of a pass that returned an output of this class, and of the model's routers.
 
         Raises:
             PlanError: if the layers did not run once each and in order, or weights were used between them.
@@ -164,4 +167,5 @@ class _Recorder:
             tuple_sizes=tuple(self._tuple_sizes[i] for i in ran),
             hidden_size=self._hidden_size,
             output_kind=output_kind,
+            routers=routers,
         )

@@ -32,13 +32,17 @@ class Expected:
         key: the identity of the tensor among the channel's tensors.
         shape: its shape.
         dtype: its dtype; None if the sender announces it, see :meth:`Links.send`.
+        numbers: how many float64 numbers arrive with it.
     """
 
     key: Hashable
     shape: tuple[int, ...]
     dtype: torch.dtype | None
+    numbers: int = 0
 
 
+# What crosses from stage to stage: hidden states or their gradient, and the numbers that travel with them, if any.
+Crossing = tuple[Tensor, Tensor | None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -82,19 +86,21 @@ class Links:
         self._arrived: dict[int, int] = {}  # by receiver, the number of tensors that were settled
 
     @own_collectives()
-    def send(self, x: Tensor, receiver: int, *, announces: bool = False) -> None:
+    def send(self, x: Tensor, receiver: int, *, announces: bool = False, numbers: Tensor | None = None) -> None:
         """Start to send a tensor to a rank of the pipeline; the tensor must not be changed until it has arrived.
 
         Args:
             x: the tensor.
             receiver: the rank of the pipeline.
             announces: whether the receiver does not know the dtype, which is then sent before.
+            numbers: float64 numbers that are sent behind it.
         """
         group = self._groups[self.pp.rank, receiver]
         place = dist.get_group_rank(group, self._global(receiver))
         x = x.detach().contiguous()
         code = [torch.tensor([DTYPES.index(x.dtype)], device=self.device)] if announces else []
-        messages = [(dist.isend(y, group=group, group_dst=place), y) for y in (*code, x)]
+        behind = [] if numbers is None else [numbers.detach().contiguous()]
+        messages = [(dist.isend(y, group=group, group_dst=place), y) for y in (*code, x, *behind)]
         self._sent.setdefault(receiver, deque()).append(messages)
 
     def settle(self, receiver: int, count: int) -> None:
@@ -132,7 +138,7 @@ class Receiver:
 
     def __init__(self, group: dist.ProcessGroup, source: int, expected: deque[Expected], device: torch.device):
         self._group, self._source, self._expected, self._device = group, source, expected, device
-        self._posted: dict[Hashable, tuple[Any, Tensor]] = {}
+        self._posted: dict[Hashable, list[tuple[Any, Tensor]]] = {}
         self.post()
 
     @own_collectives()
@@ -148,18 +154,22 @@ class Receiver:
             code = torch.empty(1, dtype=torch.int64, device=self._device)
             self._wait(dist.irecv(code, group=self._group, group_src=self._source))
             dtype = DTYPES[int(code)]
-        x = torch.empty(item.shape, dtype=dtype, device=self._device)
-        self._posted[item.key] = dist.irecv(x, group=self._group, group_src=self._source), x
+        found = [torch.empty(item.shape, dtype=dtype, device=self._device)]
+        if item.numbers:
+            found.append(torch.empty(item.numbers, dtype=torch.float64, device=self._device))
+        self._posted[item.key] = [(dist.irecv(x, group=self._group, group_src=self._source), x) for x in found]
 
     @own_collectives()
-    def take(self, key: Hashable) -> Tensor:
-        """Wait for a tensor and return it."""
+    def take(self, key: Hashable) -> Crossing:
+        """Wait for a tensor and the numbers behind it, and return them."""
         while key not in self._posted:
             self._post_next()
-        work, x = self._posted.pop(key)
-        self._wait(work)
+        found = self._posted.pop(key)
+        for work, _ in found:
+            self._wait(work)
         self.post()
-        return x
+        x, numbers = found[0][1], found[1][1] if len(found) > 1 else None
+        return x, numbers
 
     def _wait(self, work: dist.Work | None) -> None:
         wait_for_message(work, self._group, self._device)

@@ -20,7 +20,8 @@ from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.forward_writes import WritesPerPiece
-from meshwright.parallel.method_chain import BatchStep, StepOrder
+from meshwright.parallel.load_balancing import LoadBalancing, RouterRecord
+from meshwright.parallel.method_chain import BatchStep, StepOrder, find_step
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.split_forward import check_inputs, count_micro_batches
 from meshwright.parallel.summed_gradients import SummedGradients
@@ -124,8 +125,9 @@ class PipelineForward(BatchStep):
         self.pipeline, self.runtime, self.outputs = pipeline, runtime, outputs
         self.loss, self.hooked = runtime.features.find(BatchLoss), runtime.features.find(HookedModules)
         cut = pipeline.cut
+        self.balancing = find_step(decoder, LoadBalancing)
         towers = runtime.features.find(TowerFeatures)
-        self.stages = Stages(cut, self, region, cp=runtime.mesh.cp.size, towers=towers)
+        self.stages = Stages(cut, self, region, runtime.mesh.cp.size, self.balancing, towers)
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
@@ -203,25 +205,26 @@ class PipelineForward(BatchStep):
             parameters = [p for p in self.model.parameters() if p.requires_grad and layout_of(p).is_held]
         sums = SummedGradients(parameters, runtime.gradients.syncs)
         self.outputs.start(
-            gathers_logits=runtime.logits.in_training or (runtime.logits.in_evaluation and not self.model.training)
+            gathers_logits=runtime.logits.in_training or (runtime.logits.in_evaluation and not self.model.training),
+            routers=self._routers_of(batch),
         )
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
+        row_counts = [(i + 1) * rows // count - i * rows // count for i in range(count)]
         step = self._step(BatchSchema(batch).split(count), loss, operations, of_stages)
+        step.fillers = frozenset(i for i, held in enumerate(row_counts) if held == 0)
         self.writes.start()
         with loss.mean.divided_by(divisors, count), cut(), self.hooked.running():
             run_training(step, sums, self.later)
         self.writes.finish()
         self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
         self._sum_ties(sums)
-        total = self._share_loss(step)
-        assert total is not None
-        row_counts = [(i + 1) * rows // count - i * rows // count for i in range(count)]
+        total, balance = self._share_losses(step)
         loss.is_global()
         # A stage whose own weights are all frozen runs backward too, if another stage trains.
         trained = any(p.requires_grad for p in self.model.parameters())
         root = torch.zeros_like(total, requires_grad=trained)
-        return self.outputs.of_batch(loss.mean.watched(sums.attach(root, total)), row_counts)
+        return self.outputs.of_batch(loss.mean.watched(sums.attach(root, total)), balance, row_counts)
 
     def _operations(self, count: int) -> tuple[Operation, ...]:
         """Return what this rank does with ``count`` micro-batches, in order."""
@@ -233,15 +236,18 @@ class PipelineForward(BatchStep):
 
     def _evaluate(self, batch: dict[str, Any], *, has_targets: bool) -> object:
         runtime, loss = self.runtime, self.loss
-        self.outputs.start(gathers_logits=runtime.logits.in_training or runtime.logits.in_evaluation)
+        gathers_logits = runtime.logits.in_training or runtime.logits.in_evaluation
+        self.outputs.start(gathers_logits=gathers_logits, routers=self._routers_of(batch))
         step = self._step([batch], loss if has_targets else None, (), {})
         with torch.no_grad():
             run_evaluation(step)
             self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
-            total = self._share_loss(step) if has_targets else None
+            total, balance = None, None
+            if has_targets or self._routers_of(batch) is not None:
+                total, balance = self._share_losses(step)
             if has_targets:
                 loss.is_global()
-        return self.outputs.of_batch(total)
+        return self.outputs.of_batch(total if has_targets else None, balance)
 
     def _step(
         self,
@@ -251,18 +257,26 @@ class PipelineForward(BatchStep):
         parameters: dict[int, list[nn.Parameter]],
     ) -> Step:
         known = self._boundary_dtypes.get(self._precision(batches[0]), {})
+        routers = self._routers_of(batches[0])
+        numbers = 0 if routers is None else routers.size
         return Step(
             stages=self.stages,
             links=self.pipeline.links,
             operations=operations,
             batches=batches,
-            boundaries=Boundaries(shapes=tuple(map(self._shape, batches)), known=known),
+            boundaries=Boundaries(shapes=tuple(map(self._shape, batches)), known=known, numbers=numbers),
             parameters=parameters,
             finish=(lambda _, output: output) if loss is None else loss.of_output,
             look=self.writes.look if operations else lambda: None,
             is_refused=lambda: self.writes.has_error,
             keep=self.outputs.keep,
         )
+
+    def _routers_of(self, batch: Batch) -> RouterRecord | None:
+        """Return the routers of which a batch has a load-balancing loss; None if it has none."""
+        if self.balancing is None or not self.balancing.is_wanted(batch):
+            return None
+        return self.balancing.routers
 
     def _shape(self, batch: Batch) -> tuple[int, ...]:
         """Return the shape of the hidden states that cross between the stages."""
@@ -280,16 +294,23 @@ class PipelineForward(BatchStep):
         return next(self.model.parameters()).dtype, autocast, tokens.dtype
 
     @own_collectives()
-    def _share_loss(self, step: Step) -> Tensor | None:
-        """Return the loss of the last stage on every rank, and record whether it used num_items_in_batch."""
+    def _share_losses(self, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Return on every rank the last stage's loss, 0 without labels, and its load-balancing loss, if it has one.
+
+        It is recorded whether the loss used num_items_in_batch.
+        """
         key, pp, last = self._precision(step.batches[0]), self.runtime.mesh.pp, self.pipeline.cut.last_rank
         device = BatchSchema(step.batches[0]).tokens.device
         mean = self.loss.mean
-        own = torch.zeros(3, dtype=torch.float64, device=device)
+        balances = self._routers_of(step.batches[0]) is not None
+        own = torch.zeros(3 + balances, dtype=torch.float64, device=device)
         if pp.rank == last:
-            assert step.total is not None
-            own[0] = step.total
-            own[1].fill_(DTYPES.index(step.total.dtype))  # an assignment would copy the number from the host
+            found = [x for x in (step.total, self.outputs.balance) if x is not None]
+            if step.total is not None:
+                own[0] = step.total
+            if balances:
+                own[3] = found[-1]
+            own[1].fill_(DTYPES.index(found[0].dtype))  # an assignment would copy the number from the host
             own[2].fill_(bool(mean.used_items))
         own = own.to(wire_device(device))
         dist.broadcast(own, group=pp.group, group_src=last)
@@ -307,7 +328,8 @@ class PipelineForward(BatchStep):
                 )
         if key not in self._loss_dtypes:
             self._loss_dtypes[key] = DTYPES[int(own[1])]
-        return own[0].to(device, self._loss_dtypes[key])
+        own = own.to(device, self._loss_dtypes[key])
+        return own[0], own[3] if balances else None
 
     def _sum_ties(self, sums: SummedGradients) -> None:
         """Add up the gradients of a tied weight over the stages that hold it, before they are averaged over dp."""

@@ -1,4 +1,4 @@
-"""The output of a model under pipeline parallelism: the loss on every rank, and the logits if they are asked for."""
+"""The output of a model under pipeline parallelism: its losses on every rank, and the logits if they are asked for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.load_balancing import PartedRouterLogits, RouterRecord
 from meshwright.parallel.micro_batch_outputs import read_only
 from meshwright.parallel.stand_in import StandIn
 from meshwright.pipeline.links import DTYPES
@@ -26,30 +27,42 @@ class StageOutputs:
         pp: the pipeline's axis.
         last: the rank of the pipeline that holds the last stage.
         device: the device of the logits.
+        balance: on the last stage, the load-balancing loss of the running batch so far.
     """
 
     kind: type
     pp: Axis
     last: int
     device: torch.device
+    balance: Tensor | None = None
     _gathers: bool = False
     _logits: list[Tensor] = field(default_factory=list)
+    _routers: RouterRecord | None = None
 
-    def start(self, *, gathers_logits: bool) -> None:
-        """Start a batch, whose logits are sent to every rank or to none, and forget the logits of an earlier batch."""
-        self._gathers, self._logits = gathers_logits, []
+    def start(self, *, gathers_logits: bool, routers: RouterRecord | None) -> None:
+        """Start a batch, and forget what is left of an earlier one.
+
+        Args:
+            gathers_logits: whether the logits are sent to every rank, or to none.
+            routers: the routers whose load-balancing loss the batch has; None if it has none.
+        """
+        self._gathers, self._routers, self._logits, self.balance = gathers_logits, routers, [], None
 
     def keep(self, output: MutableMapping[str, Any] | tuple[Any, ...]) -> None:
         """Take the output of a micro-batch on the last stage."""
         if self._gathers:
             logits = output["logits"] if isinstance(output, MutableMapping) else output[1]
             self._logits.append(logits.detach())
+        if self._routers is not None and isinstance(output, MutableMapping):
+            number = output[self._routers.loss].detach()
+            self.balance = number if self.balance is None else self.balance + number
 
-    def of_batch(self, loss: Tensor | None, rows: list[int] | None = None) -> object:
+    def of_batch(self, loss: Tensor | None, balance: Tensor | None, rows: list[int] | None = None) -> object:
         """Return the output of a batch.
 
         Args:
             loss: the loss, if there is one.
+            balance: the load-balancing loss, if there is one.
             rows: the rows that count in each micro-batch; None if all do.
         """
         if rows is not None and self._logits:  # a micro-batch without rows ran one row that nobody asked for
@@ -59,7 +72,12 @@ class StageOutputs:
             logits = self._shared()
             logits = read_only(logits) if torch.is_grad_enabled() else logits
         self._logits = []
-        return self.kind(loss=loss, logits=logits)
+        routed: dict[str, object] = {}
+        if self._routers is not None and balance is not None:
+            of_layers = [PartedRouterLogits.of_shape((), torch.float32) for _ in self._routers.modules]
+            balance = read_only(balance) if torch.is_grad_enabled() else balance
+            routed = {self._routers.loss: balance, self._routers.logits: tuple(of_layers)}
+        return self.kind(loss=loss, logits=logits, **routed)
 
     @own_collectives()
     def _shared(self) -> Tensor:

@@ -16,19 +16,21 @@ from torch import Tensor
 from meshwright.errors import PlanError
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.block_boundary import hidden_states
+from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.parallel.tower_features import TowerFeatures
 from meshwright.pipeline.cut import Cut
+from meshwright.pipeline.links import Crossing
 from meshwright.plan.context_methods import local_tokens
 
 
 class StageEnd(Exception):
     """Ends a model's forward after the last layer of a stage. It never leaves :meth:`Stages.run`."""
 
-    def __init__(self, x: Tensor):
+    def __init__(self, crossing: Crossing):
         super().__init__("the stage has ended")
-        self.x = x
+        self.crossing = crossing
 
 
 class Stages:
@@ -39,13 +41,22 @@ class Stages:
         step: the step of the decoder's forward that runs the stages.
         region: the region in which each rank has its own tokens, under sequence parallelism.
         cp: the number of ranks that share each sequence.
+        balancing: the model's load-balancing loss, if it has one. It is made of the routers of all stages, so the
+            statistics of the routers so far cross with the hidden states.
         towers: what cuts the features of towers that enter between the layers; None without towers.
     """
 
     def __init__(
-        self, cut: Cut, step: ChainStep, region: SequenceRegion | None, *, cp: int, towers: TowerFeatures | None
+        self,
+        cut: Cut,
+        step: ChainStep,
+        region: SequenceRegion | None,
+        cp: int = 1,
+        balancing: LoadBalancing | None = None,
+        towers: TowerFeatures | None = None,
     ):
-        self.cut, self.step, self.region, self.cp, self.towers = cut, step, region, cp, towers
+        self.cut, self.step, self.region, self.cp = cut, step, region, cp
+        self.balancing, self.towers = balancing, towers
         self._length = 0
         self._active: int | None = None
         self._received: Tensor | None = None
@@ -71,21 +82,22 @@ class Stages:
             for m in modules
         )
 
-    def run(self, stage: int, batch: Batch, received: Tensor | None) -> Any:
+    def run(self, stage: int, batch: Batch, received: Crossing | None) -> Any:
         """Run a stage on one micro-batch.
 
         Args:
             stage: the virtual stage.
             batch: the arguments of the decoder's forward.
-            received: the hidden states from the stage before; None for the first stage. Under sequence and context
-                parallelism they are this rank's tokens.
+            received: what crossed from the stage before; None for the first stage. Under sequence and context
+                parallelism the hidden states are those of this rank's tokens.
 
         Returns:
-            The hidden states for the next stage, or the output of the decoder if this is the last stage.
+            What crosses to the next stage, or the output of the decoder if this is the last stage.
         """
         schema = BatchSchema(batch)
-        with self.active(stage):
-            self._received, self._length = received, local_tokens(schema.tokens.shape[1], self.cp)
+        hidden, numbers = (None, None) if received is None else received
+        with self.active(stage), self._after(numbers):
+            self._received, self._length = hidden, local_tokens(schema.tokens.shape[1], self.cp)
             # Features of images are in the embeddings, which the first stage alone has.
             unread = schema.of_towers if stage and self.cut.has_towers else ()
             try:
@@ -93,9 +105,12 @@ class Stages:
             except StageEnd as end:
                 if self.region is not None:
                     self.region.end_stage()
-                return end.x
+                return end.crossing
             finally:
                 self._received = None
+
+    def _after(self, numbers: Tensor | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.balancing is None else self.balancing.after(numbers)
 
     @contextlib.contextmanager
     def active(self, stage: int) -> Iterator[None]:
@@ -130,7 +145,7 @@ class Stages:
         if index == span.stop:
             if self.towers is not None:
                 self.towers.end_stage()
-            raise StageEnd(x)
+            raise StageEnd((x, None if self.balancing is None else self.balancing.so_far()))
         if index == span.start - 1:
             assert self._received is not None
             x = self._received

@@ -48,8 +48,8 @@ class ParallelPlan(AxisSizes):
             or "hybrid" (ulysses over groups of neighbours, and a ring over the groups).
         ulysses: number of ranks in each group of "hybrid".
         ep: expert-parallel size. Each of ep neighbouring ranks holds some of the experts of every layer, and gets the
-            tokens that are routed to them. It is no further factor of the world, but divides tp with
-            sequence_parallel, or dp if tp=1.
+            tokens that are routed to them. It is no further factor of the world: it divides dp x cp x tp, and is a
+            divisor or a multiple of tp, which needs sequence_parallel.
         pp: pipeline-parallel size. The layers are cut into stages, which pass micro-batches on to each other.
         schedule: the order of forwards and backwards, if pp > 1: "gpipe", "1f1b", "interleaved" (several stages on each
             rank), "zb-h1" or "zbv" (zero-bubble schedules, which compute weights' gradients apart).
@@ -153,12 +153,22 @@ class ParallelPlan(AxisSizes):
             )
 
     def _check_experts(self) -> None:
-        over, size = ("tp", self.tp) if self.tp > 1 else ("dp", self.dp)
-        if size % self.ep or (self.ep > 1 and self.tp > 1 and not self.sequence_parallel):
+        ranks = self.dp * self.cp * self.tp
+
+        def fits(size: int) -> bool:
+            return ranks % size == 0 and (size % self.tp == 0 or self.tp % size == 0)
+
+        if not fits(self.ep):
+            fitting = [size for size in range(1, min(ranks, 2 * self.ep) + 1) if fits(size)]
             raise PlanError(
-                f"ParallelPlan.ep={self.ep} with dp={self.dp}, tp={self.tp} and sequence_parallel="
-                f"{self.sequence_parallel}: ranks that share experts must have different tokens. Set ep to a divisor "
-                f"of {over}={size}" + (", with sequence_parallel=True (in words tp4+sp ep2)" if over == "tp" else "")
+                f"ParallelPlan.ep={self.ep} with dp={self.dp}, cp={self.cp} and tp={self.tp}: each {self.ep} "
+                f"neighbours of these {ranks} ranks would share experts, within or over whole groups of tp. Set ep to "
+                f"{' or '.join(map(str, fitting))}"
+            )
+        if self.ep > 1 and self.tp > 1 and not self.sequence_parallel:
+            raise PlanError(
+                f"ParallelPlan.ep={self.ep} with tp={self.tp} and sequence_parallel=False: ranks that share experts "
+                f"must have different tokens. Set sequence_parallel=True (in words tp{self.tp}+sp ep{self.ep})"
             )
 
     @property
@@ -168,8 +178,8 @@ class ParallelPlan(AxisSizes):
 
     @property
     def spreads_experts_over_dp(self) -> bool:
-        """Whether ranks of dp, and not of tp, hold different experts."""
-        return self.ep > 1 and self.tp == 1
+        """Whether ranks that read different rows of a batch share experts."""
+        return self.cp * self.tp % self.ep > 0
 
     def _check_pipeline(self) -> None:
         check_choice("ParallelPlan", "schedule", self.schedule, SCHEDULES)
@@ -212,7 +222,7 @@ class ParallelPlan(AxisSizes):
     @property
     def dims(self) -> ParallelDims:
         """The sizes of the mesh."""
-        return ParallelDims(**self.sizes)
+        return ParallelDims(**self.sizes, ep=self.ep)
 
     @property
     def has_micro_batches(self) -> bool:
@@ -320,6 +330,8 @@ class ToDistributedConfig:
         memory_budget: memory per device that a picked plan may use, in bytes. A value up to 1 is a share of the
             device's memory (default: 0.9).
         prefer: goal of a picked plan: "throughput", or "memory" for the plan that needs the least memory.
+        expert_load: rows that the experts of the fullest rank get, relative to the mean, for picking a plan; 1 assumes
+            balanced routing.
         hardware_profile: path of a profile that ``meshwright calibrate`` wrote, for picking a plan (default: data
             sheets and typical efficiencies).
         sequence_parallel: value that replaces ``plan.sequence_parallel``; None keeps the plan's.
@@ -341,6 +353,9 @@ class ToDistributedConfig:
             docs/losses.md.
         optimizer_is_elementwise: whether the optimizer updates each element from that element alone. Set it to True
             for such an optimizer if Meshwright does not know its class.
+        token_dispatcher: how tokens reach the ranks of their experts, if ep > 1: "all_to_all" (one copy for each rank
+            with experts of the token), "all_gather" (every token to every rank, without a wait of the host for its
+            device), or a name that ``register_dispatcher`` was given.
         bucket_size_mb: size of the buckets in which gradients are communicated, in MiB.
         compile: "layers" to compile the forward of each layer with torch.compile; the losses stay those of the eager
             model, up to rounding. None compiles nothing.
@@ -367,6 +382,7 @@ class ToDistributedConfig:
     picks_stages: bool = True
     memory_budget: float | None = None
     prefer: Literal["throughput", "memory"] = "throughput"
+    expert_load: float = 1.0
     hardware_profile: str | os.PathLike[str] | None = None
     sequence_parallel: bool | None = None
     weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
@@ -376,6 +392,7 @@ class ToDistributedConfig:
     num_items_in_batch: NumItems = "auto"
     loss_averages_over: AveragesOver | None = None
     optimizer_is_elementwise: bool = False
+    token_dispatcher: str = "all_to_all"
     bucket_size_mb: float = BUCKET_MB
     compile: Literal["layers"] | None = None
     compile_options: Mapping[str, object] | None = None
@@ -419,6 +436,7 @@ _CHECKS: dict[str, Callable[[str, str, object], None]] = {
     "picks_stages": check_bool,
     "memory_budget": partial(check_number, optional=True),
     "prefer": partial(check_choice, choices=("throughput", "memory")),
+    "expert_load": check_number,
     "hardware_profile": partial(check_type, kinds=_PATH, what="the path of a profile that meshwright calibrate wrote"),
     "sequence_parallel": partial(check_bool, optional=True),
     "weights": partial(check_type, kinds=(*_PATH, Sequence), what="the path of a checkpoint, or a list of files"),
@@ -428,6 +446,7 @@ _CHECKS: dict[str, Callable[[str, str, object], None]] = {
     "num_items_in_batch": partial(check_choice, choices=("auto", "global", "local")),
     "loss_averages_over": _check_averages_over,
     "optimizer_is_elementwise": check_bool,
+    "token_dispatcher": partial(check_type, kinds=str, what="the name of a dispatcher, such as 'all_to_all'"),
     "bucket_size_mb": check_number,
     "compile": partial(check_choice, choices=(None, "layers")),
     "compile_options": partial(check_type, kinds=Mapping, what="a dict: {'backend': 'inductor'}"),

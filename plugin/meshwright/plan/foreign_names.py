@@ -20,6 +20,10 @@ _ULYSSES = (
 _RING = "ring_size ring_degree ring_attn_size ring_sequence_parallel_size"
 _METHOD = "cp_comm_type cp_comm_strategy cp_rotate_method context_parallel_rotate_method context_method"
 _HYBRID = "hierarchical_context_parallel_sizes hybrid_context_parallel"
+_EP = (
+    "expert_parallel expert_parallel_size expert_model_parallel_size ep_size ep_degree expert_parallel_degree "
+    "enable_expert_parallel moe_ep_size moe_expert_parallel_size autoep_size"
+)
 _SP = "sp enable_sequence_parallel megatron_sp"
 _ZERO = "zero z stage deepspeed sharding sharding_stage zero_optimization zero_level use_distributed_optimizer"
 _FULL = (
@@ -52,6 +56,7 @@ _GROUPS = (
     (_RING, "cp=N, context='ring'", "cpN(ring)"),
     (_METHOD, "context='gather', 'ulysses', 'ring' or 'hybrid'", "cpN(ring)"),
     (_HYBRID, "cp=N, context='hybrid', ulysses=N", "cp4(hybrid-2)"),
+    (_EP, "ep=N", "epN"),
     (_SP, "sequence_parallel=True", "tpN+sp"),
     (_ZERO, "zero_stage=1, 2 or 3", "zeroN"),
     (_FULL, "dp=N, zero_stage=3", "zero3"),

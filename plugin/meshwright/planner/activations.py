@@ -15,6 +15,8 @@ from meshwright.planner.context_cost import exchanged_keys, runs_flash
 from meshwright.planner.head_memory import saved_by_head
 from meshwright.planner.shapes import LayerShape, ModelShape
 
+_ROUTED = 8  # bytes that the router keeps for each token and expert: scores in 32 bits, and their softmax
+
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByLayer:
@@ -75,8 +77,9 @@ class Saved:
 
 
 def saved_activations(
-    shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, logits: Logits = "chunked"
-) -> Saved:
+    shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, logits: Logits = "chunked",
+    expert_load: float = 1.0,
+) -> Saved:  # fmt: skip
     """Return the bytes that forward saves for one micro-batch.
 
     Args:
@@ -84,7 +87,7 @@ def saved_activations(
         plan: the plan; its dp and its ZeRO stage make no difference.
         seq_len: tokens per sequence, of which a rank of cp holds a part.
         element_bytes: bytes per element of the model's dtype: 2, or 4 for float32.
-        logits: the logits that are in memory at once, as in ``Job``.
+        logits, expert_load: as in ``Job``.
 
     Example:
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -101,7 +104,7 @@ def saved_activations(
     of_head = saved_by_head(shape, plan, n, b, logits)
     rotated = max(run.head_dim * (4 if run.traits.rotates_in_float32 else b) for run in shape.runs)
     return Saved(
-        runs=tuple(_saved_by_layer(run, plan, seq_len, b, share) for run in shape.runs),
+        runs=tuple(_saved_by_layer(run, plan, seq_len, b, share, expert_load) for run in shape.runs),
         shared=2.0 * tokens * rotated,
         # Under cp, masks are functions, and a block of a mask is made where it is needed.
         arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 else 0),
@@ -110,7 +113,9 @@ def saved_activations(
     )
 
 
-def _saved_by_layer(layer: LayerShape, plan: Candidate, seq_len: int, b: int, share: float) -> SavedByLayer:
+def _saved_by_layer(
+    layer: LayerShape, plan: Candidate, seq_len: int, b: int, share: float, expert_load: float
+) -> SavedByLayer:
     traits, tp = layer.traits, plan.tp
     n = plan.micro_batch * local_tokens(seq_len, plan.cp)
     hidden = layer.hidden * share
@@ -119,6 +124,9 @@ def _saved_by_layer(layer: LayerShape, plan: Candidate, seq_len: int, b: int, sh
     of_attention = _attention(layer, tp, seq_len, b) if plan.cp == 1 else _in_parts(layer, plan, seq_len, b)
     attention = block + n * of_attention + _query_norm(layer, n, b, tp)
     mlp = block + n * b * (layer.ffn / tp) * 2 * layer.mlp_inputs
+    if layer.experts is not None:
+        rows = layer.experts.rows(n * share, plan.ep, expert_load)
+        mlp += layer.experts.saved(rows, b) + n * share * layer.experts.count * _ROUTED
     return SavedByLayer(count=layer.count, layer=attention + mlp, attention=attention, kept=n * hidden * b)
 
 

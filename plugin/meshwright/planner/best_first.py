@@ -169,4 +169,5 @@ class BestFirst:
 
 def _axes(plan: Candidate) -> tuple[str, ...]:
     sizes = (f"{name}={size}" for name, size in plan.sizes_beside_dp.items())
-    return (*sizes, f"zero={plan.zero_stage}", f"micro_batch={plan.micro_batch}")
+    experts = (f"ep={plan.ep}",) if plan.ep > 1 else ()
+    return (*sizes, *experts, f"zero={plan.zero_stage}", f"micro_batch={plan.micro_batch}")

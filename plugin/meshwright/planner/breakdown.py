@@ -18,6 +18,7 @@ class StepTime:
         recompute: the recomputation of layers in backward.
         tensor: communication over tp.
         context: communication over cp that attention does not hide.
+        experts: the exchanges of tokens between the ranks that share experts.
         data: communication over dp that compute does not hide.
         bubble: the idle time in the pipeline, including transfers between stages.
         optimizer: the optimizer step.
@@ -30,6 +31,7 @@ class StepTime:
     recompute: float
     tensor: float
     context: float
+    experts: float
     data: float
     bubble: float
     optimizer: float
@@ -58,6 +60,7 @@ class Work:
     recompute: float = 0.0
     tensor: float = 0.0
     context: float = 0.0
+    experts: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
     weight_grad: float = 0.0

@@ -20,11 +20,13 @@ class Parameter:
         numel: elements on this rank.
         full: elements of the whole parameter if the ranks of tp hold partial gradients of it, otherwise 0.
         layer: index of the decoder layer; -1 before the first layer, and the number of layers after the last layer.
+        is_spread: whether it is of experts that ep spreads, so that it is averaged over their copies.
     """
 
     numel: int
     full: int = 0
     layer: int = -1
+    is_spread: bool = False
 
     @property
     def is_grad_partial(self) -> bool:
@@ -36,7 +38,7 @@ def parameters(shape: ModelShape, plan: Candidate) -> Iterator[Parameter]:
 
     Args:
         shape: the model.
-        plan: the plan; only its tp and sequence_parallel are used.
+        plan: the plan; only its tp, its sequence_parallel and its ep are used.
 
     Example:
         >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
@@ -67,11 +69,15 @@ def _layer(layer: LayerShape, plan: Candidate, index: int) -> Iterator[Parameter
     widths = [(query, 0), (keys, copied), (keys, copied)]
     if traits.fused_qkv:
         widths = [(query + 2 * keys, layer.query_width + 2 * copied if copied else 0)]
+    if layer.projections is not None:
+        yield Parameter(numel=layer.projections // tp, layer=index)
+        widths, query = [], 0
     for width, full in widths:
         yield Parameter(numel=width * hidden, full=full * hidden, layer=index)
         if traits.qkv_bias:
             yield Parameter(numel=width, full=full, layer=index)
-    yield Parameter(numel=query * hidden, layer=index)
+    if query:
+        yield Parameter(numel=query * hidden, layer=index)
     if traits.output_bias:
         yield small(hidden)
     if traits.query_norm == "head":
@@ -79,15 +85,30 @@ def _layer(layer: LayerShape, plan: Candidate, index: int) -> Iterator[Parameter
     elif traits.query_norm == "whole":
         yield Parameter(numel=query, layer=index)
         yield Parameter(numel=keys, full=copied, layer=index)
-    ups = layer.mlp_inputs
+    if layer.experts is not None:
+        yield from _experts(layer, plan, index)
+    ups = layer.mlp_inputs * (ffn > 0)
     for width in [ups * ffn] if traits.fused_qkv else [ffn] * ups:
         yield Parameter(numel=width * hidden, layer=index)
         if traits.mlp_bias:
             yield Parameter(numel=width, layer=index)
-    yield Parameter(numel=ffn * hidden, layer=index)
+    if ffn:
+        yield Parameter(numel=ffn * hidden, layer=index)
     if traits.mlp_bias:
         yield small(hidden)
     yield from [small(hidden)] * traits.norms
+
+
+def _experts(layer: LayerShape, plan: Candidate, index: int) -> Iterator[Parameter]:
+    experts = layer.experts
+    assert experts is not None
+    yield _seen_in_part(experts.router, plan.tp, plan.sequence_parallel, index)
+    own = -(-experts.count // plan.ep)  # the first ranks hold as many as any
+    # Without ep, every rank of tp holds all experts and computes addends of their gradients.
+    is_partial = plan.tp > 1 and plan.ep == 1
+    for numel in (experts.hidden * experts.width * experts.inputs, experts.hidden * experts.width + experts.biases):
+        full = own * numel if is_partial else 0
+        yield Parameter(numel=own * numel, full=full, layer=index, is_spread=plan.ep > 1)
 
 
 def _seen_in_part(numel: int, tp: int, by_part: bool, layer: int) -> Parameter:
@@ -98,16 +119,17 @@ def _seen_in_part(numel: int, tp: int, by_part: bool, layer: int) -> Parameter:
 def buckets(members: list[Parameter], element_bytes: int) -> list[list[int]]:
     """Return the buckets, as indices into ``members``, in the order in which backward fills them.
 
-    Buckets of partial gradients come last.
+    Buckets of partial gradients come after the others, and those of experts that ep spreads last.
 
     Args:
         members: the parameters in the order of the model.
         element_bytes: bytes per element of the parameters.
     """
     backwards = range(len(members) - 1, -1, -1)
-    whole = [index for index in backwards if not members[index].is_grad_partial]
+    spread = [index for index in backwards if members[index].is_spread]
+    whole = [index for index in backwards if not members[index].is_grad_partial and not members[index].is_spread]
     partial = [index for index in backwards if members[index].is_grad_partial]
-    return [bucket for group in (whole, partial) for bucket in _fill(group, members, element_bytes)]
+    return [bucket for group in (whole, partial, spread) for bucket in _fill(group, members, element_bytes)]
 
 
 def units(members: list[Parameter]) -> list[list[int]]:
@@ -119,7 +141,7 @@ def units(members: list[Parameter]) -> list[list[int]]:
         members: the parameters in the order of the model.
     """
     last = max(member.layer for member in members)
-    keys = [(m.layer, 0) if 0 <= m.layer < last else (m.layer, index) for index, m in enumerate(members)]
+    keys = [(m.layer, m.is_spread) if 0 <= m.layer < last else (m.layer, index) for index, m in enumerate(members)]
     return [[i for i, other in enumerate(keys) if other == key] for key in sorted(set(keys), reverse=True)]
 
 

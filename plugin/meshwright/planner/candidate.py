@@ -36,6 +36,8 @@ class Job:
         own_runtime: whether the job runs on this library, whose memory is known tensor by tensor; if not, the job runs
             on a library like Megatron-LM.
         on_cpu: whether the job runs on CPU with gloo.
+        expert_load: rows that the experts of the fullest rank get, relative to the mean over the ranks that share the
+            experts; 1 for balanced routing.
         logits: the logits that this library's runtime has in memory at once: those of one chunk of tokens, those of all
             tokens for a rank's part of the vocabulary, or those of all tokens and words.
 
@@ -57,6 +59,7 @@ class Job:
     fused_attention: bool = True
     own_runtime: bool = False
     on_cpu: bool = False
+    expert_load: float = 1.0
     logits: Logits = "chunked"
 
     def __post_init__(self) -> None:
@@ -66,6 +69,11 @@ class Job:
                 raise PlanError(f"--{name.replace('_', '-')}={value!r} must be a positive integer")
         if self.precision not in get_args(Precision):
             raise PlanError(f"--precision={self.precision!r} must be 'bf16', 'fp8' or 'fp4'")
+        if not 1 <= self.expert_load < float("inf"):
+            raise PlanError(
+                f"--expert-load={self.expert_load:g} must be at least 1: it is the rows of the rank with the fullest "
+                "experts, relative to the mean"
+            )
 
     def in_32_bits(self) -> Job:
         """Return the same job for a float32 model and Adam, with everything in 32 bits.
@@ -104,6 +112,7 @@ class Candidate(AxisSizes):
         cp: context-parallel size.
         context: how attention reaches the whole sequence: "gather", "ulysses", "ring" or "hybrid".
         ulysses: number of neighbouring ranks of cp that exchange heads, if ``context`` is "hybrid".
+        ep: number of neighbouring ranks of dp x cp x tp that share the experts of a layer.
         pp: number of ranks in the pipeline.
         schedule: the order of the forwards and backwards, one of ``meshwright.plan.schedule.SCHEDULES``.
         chunks: number of virtual stages of each rank.
@@ -127,6 +136,7 @@ class Candidate(AxisSizes):
     cp: int = 1
     context: str = "gather"
     ulysses: int | None = None
+    ep: int = 1
     pp: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
@@ -154,8 +164,6 @@ class Candidate(AxisSizes):
             'dp2 zero1 mb2x4'
         """
         given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
-        if (ep := given.get("ep", 1)) > 1:
-            raise PlanError(f"ep={ep} spreads experts, which the planner does not estimate; leave ep out")
         dp, zero = given.get("dp", 1), given.get("zero_stage", 0)
         rows, rest = divmod(job.global_batch, dp)
         if rest:
@@ -178,6 +186,7 @@ class Candidate(AxisSizes):
         plan = cls(
             replicate=1 if zero else dp,
             shard=dp if zero else 1,
+            ep=given.get("ep", 1),
             micro_batch=micro,
             accumulation=rows // micro,
             zero_stage=zero,
@@ -201,6 +210,16 @@ class Candidate(AxisSizes):
     def data_ranks(self) -> int:
         """The number of ranks that hold different tokens of a batch: dp x cp."""
         return self.dp * self.cp
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks that hold the same experts, over which their gradients are averaged and ZeRO shards."""
+        return self.data_ranks if self.ep == 1 else max(1, self.data_ranks * self.tp // self.ep)
+
+    @property
+    def expert_shard(self) -> int:
+        """The number of ranks over which ZeRO shards experts, if it shards anything."""
+        return max(1, self.copies // self.replicate) if self.zero_stage else 1
 
     @property
     def global_batch(self) -> int:
@@ -251,6 +270,8 @@ class Candidate(AxisSizes):
             "micro_batch_size": self.micro_batch,
             "recompute": self.recompute,
         }
+        if self.ep > 1:
+            fields["ep"] = self.ep
         optional: dict[str, Any] = {"recomputed_layers": self.recomputed, "reduce_dtype": self.reduce_dtype}
         if self.cp > 1:
             fields["context"] = self.context

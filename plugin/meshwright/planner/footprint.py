@@ -46,7 +46,7 @@ class Footprint:
 
 def footprint(
     shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, cpu: bool = False,
-    logits: Logits = "chunked",
+    logits: Logits = "chunked", expert_load: float = 1.0,
 ) -> Footprint:  # fmt: skip
     """Return the memory of the first rank.
 
@@ -56,7 +56,7 @@ def footprint(
         seq_len: tokens per sequence.
         element_bytes: bytes per element of the model's dtype.
         cpu: whether the plan runs on CPU, where gloo's reductions and torch's optimizers use other buffers.
-        logits: the logits that are in memory at once, as in ``Job``.
+        logits, expert_load: as in ``Job``.
 
     Example:
         >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
@@ -67,34 +67,34 @@ def footprint(
     b = element_bytes
     layout = Candidate(
         shard=plan.data_ranks, tp=plan.tp, sequence_parallel=plan.sequence_parallel, zero_stage=plan.zero_stage,
-        reduce_dtype=plan.reduce_dtype,
+        reduce_dtype=plan.reduce_dtype, ep=plan.ep,
     )  # fmt: skip
     members = _members(shape, layout)
-    elements = sum(member.numel for member in members)
-    padded = flat_offsets(member.numel for member in members)[-1]  # in the flat tensors of ZeRO
-    saved = saved_activations(shape, plan, seq_len=seq_len, element_bytes=b, logits=logits)
+    counted = _Elements.of(members, layout)
+    elements = counted.whole
+    saved = saved_activations(shape, plan, seq_len=seq_len, element_bytes=b, logits=logits, expert_load=expert_load)
     is_sharded = plan.zero_stage > 0 and plan.data_ranks > 1
     state = 4 if is_sharded else b
-    ranks = plan.data_ranks if is_sharded else 1
+    own = counted.own if is_sharded else elements
     is_gathered = is_sharded and plan.zero_stage == 3
-    optimizer = elements * 2 * state / ranks
+    optimizer = own * 2 * state
     if is_sharded and b < 4 and not is_gathered:
-        optimizer += 4 * padded / ranks
-    gradients = elements * state / ranks
-    weights = padded * state / ranks if is_gathered else (padded if is_sharded else elements) * b
+        optimizer += 4 * counted.own_padded
+    gradients = own * state
+    weights = counted.own_padded * state if is_gathered else (counted.padded if is_sharded else elements) * b
     held = weights + optimizer
     gathered = _Gathered.of(members, shape, b) if is_gathered else _Gathered()
     recomputed = count_recomputed(plan, shape.layers)
     # All micro-batches but the last run backward within the model's call and add their gradients in 32 bits.
     micro = _MicroBatch(
         shape=shape, plan=plan, seq_len=seq_len, element_bytes=b, saved=saved, recomputed=recomputed, gathered=gathered,
-        cpu=cpu, logits=logits,
+        cpu=cpu, logits=logits, expert_load=expert_load,
     )  # fmt: skip
     forward, backward = _forward(micro), _backward(micro, members, _gradients(shape, layout, b, cpu))
     accumulated: float = 4 * elements if plan.accumulation > 1 else 0
     if accumulated and is_sharded and plan.zero_stage > 1:
         # ZeRO-2 and 3 reduce gradients as they arrive, and each rank adds up its shard.
-        accumulated /= ranks
+        accumulated = 4 * counted.own
         inner = backward if plan.accumulation == 2 else backward + accumulated
         forward = max(accumulated + forward, inner)
         backward += accumulated
@@ -102,7 +102,8 @@ def footprint(
         forward = accumulated + max(forward, weights)
     activations = saved.total(recomputed) + gathered.head
     # On CPU the optimizer steps one parameter after the other, on other devices all parameters at once.
-    temporary = (2 * max(member.numel for member in members) if cpu else elements) * state / ranks
+    largest = max(member.numel / (_ranks(member, layout) if is_sharded else 1) for member in members)
+    temporary = (2 * largest if cpu else own) * state
     return Footprint(
         parameters=weights,
         gradients=gradients,
@@ -115,6 +116,34 @@ def footprint(
             "optimizer": weights + optimizer + gradients + temporary,
         },
     )
+
+
+def _ranks(member: Parameter, layout: Candidate) -> int:
+    """Return the number of ranks that average a parameter's gradient, over which ZeRO shards."""
+    return layout.copies if member.is_spread else layout.data_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Elements:
+    """A rank's elements: all, in the flat tensors of ZeRO, and both after ZeRO has sharded them."""
+
+    whole: int
+    padded: int
+    own: float
+    own_padded: float
+
+    @staticmethod
+    def of(members: Sequence[Parameter], layout: Candidate) -> _Elements:
+        groups = [[m for m in members if m.is_spread is is_spread] for is_spread in (False, True)]
+        ranks = (layout.data_ranks, layout.copies)
+        whole = [sum(member.numel for member in group) for group in groups]
+        padded = [flat_offsets(member.numel for member in group)[-1] for group in groups]
+        return _Elements(
+            whole=sum(whole),
+            padded=sum(padded),
+            own=sum(size / count for size, count in zip(whole, ranks, strict=True)),
+            own_padded=sum(size / count for size, count in zip(padded, ranks, strict=True)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +176,20 @@ class _MicroBatch:
     gathered: _Gathered
     cpu: bool
     logits: Logits
+    expert_load: float
 
     @property
     def positions(self) -> int:
         """The tokens that a rank holds."""
         return self.plan.micro_batch * local_tokens(self.seq_len, self.plan.cp)
+
+    def in_mlp(self, layer: LayerShape, width: int) -> float:
+        """Return the temporary bytes of an MLP that holds ``width`` times its width, and of the experts beside it."""
+        plan, held = self.plan, self.positions * width * layer.ffn / self.plan.tp
+        if layer.experts is not None:
+            tokens = self.positions / (plan.tp if plan.sequence_parallel else 1)
+            held += layer.experts.working(layer.experts.rows(tokens, plan.ep, self.expert_load))
+        return self.element_bytes * held
 
     def attention(self, layer: LayerShape) -> tuple[float, float]:
         """Return the temporary bytes of one attention under context parallelism, in forward and in backward."""
@@ -169,7 +207,7 @@ def _forward(micro: _MicroBatch) -> float:
     before = total - saved.head
     is_last_kept = recomputed < shape.layers
     # A recomputed layer runs without a graph, so its tensors are freed early; most are alive in the MLP.
-    in_recomputed = min(own.layer - own.kept, n * b * (3 * layer.ffn / plan.tp + 3 * shape.hidden))
+    in_recomputed = min(own.layer - own.kept, micro.in_mlp(layer, 3) + n * b * 3 * shape.hidden)
     in_layer = before + (0 if is_last_kept else in_recomputed) + _joined(shape, plan, n, b)
     in_attention = before + own.attention - (own.layer if is_last_kept else own.kept) + micro.attention(layer)[0]
     in_norm = total - saved.of_head + _in_last_norm(shape, plan, n, b)
@@ -220,7 +258,7 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
             if left <= 0.5:
                 rest += attention + of_mlp
             elif layer < recomputed:  # backward frees a recomputed tensor after its last reader, which is the norm
-                rest += max(norm, of_mlp + n * b * (2 * run.ffn / plan.tp + shape.hidden))
+                rest += max(norm, of_mlp + micro.in_mlp(run, 2) + n * b * shape.hidden)
             else:
                 # The first gradients of a layer are those of norms, before the backward of the MLP.
                 rest += (mlp if arrived[layer] else norm + rows) + of_mlp
@@ -238,7 +276,7 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
 def _in_backward(micro: _MicroBatch, layer: LayerShape, norm: float) -> tuple[float, float]:
     """Return the temporary bytes of the backward of a layer's MLP and of its attention."""
     plan, b, n = micro.plan, micro.element_bytes, micro.positions
-    mlp = max(norm, n * b * (3 * layer.ffn / plan.tp + 2 * layer.hidden))
+    mlp = max(norm, micro.in_mlp(layer, 3) + n * b * 2 * layer.hidden)
     attention = max(norm, n * b * (3 * layer.query_width / plan.tp + 2 * layer.hidden))
     if layer.traits.keeps_scores:
         attention += 2 * n * b * micro.seq_len * layer.heads / plan.tp  # scores, capped, their softmax, their gradients
@@ -263,12 +301,16 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
     found: list[tuple[Parameter, float, float]] = []
     is_gathered = plan.zero_stage == 3 and plan.data_ranks > 1
     in_flight = 1 if is_gathered else IN_FLIGHT
-    groups = [bucket for bucket in buckets(members, b) if plan.data_ranks > 1 or members[bucket[0]].is_grad_partial]
-    groups = units(members) if is_gathered else groups
+    groups = units(members) if is_gathered else buckets(members, b)
+    groups = [bucket for bucket in groups if _ranks(members[bucket[0]], plan) > 1 or members[bucket[0]].is_grad_partial]
+    ranks = [_ranks(members[bucket[0]], plan) for bucket in groups]
     bucket_of = {index: number for number, bucket in enumerate(groups) for index in bucket}
     missing = [len(bucket) for bucket in groups]
     sizes = [sum(members[index].numel for index in bucket) for bucket in groups]
-    lengths = [sharded_length((members[index].numel for index in bucket), plan.data_ranks) for bucket in groups]
+    lengths = [
+        sharded_length((members[index].numel for index in bucket), count)
+        for bucket, count in zip(groups, ranks, strict=True)
+    ]
     is_sharded = plan.zero_stage > 0
     wide = plan.summed_bytes(b)
     sent = [size * plan.sent_bytes(b) for size in sizes]
@@ -293,8 +335,8 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
             held -= flat
         if is_sharded:
             # gloo receives into its own buffer, and frees the tensor that it has sent; the result is made at the end.
-            most = max(most, held + (sent[number] if cpu else flat / plan.data_ranks))
-            held += (0 if cpu else flat / plan.data_ranks) - (0 if is_in_place else raw)
+            most = max(most, held + (sent[number] if cpu else flat / ranks[number]))
+            held += (0 if cpu else flat / ranks[number]) - (0 if is_in_place else raw)
         if is_copied and not is_freed_first:
             held -= flat
         most = max(most, held)
@@ -304,7 +346,7 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
     def finish(number: int) -> None:
         nonlocal held, most
         if is_sharded and cpu:
-            held += sizes[number] * wide / plan.data_ranks
+            held += sizes[number] * wide / ranks[number]
             most = max(most, held)
         held -= sent[number]
 

@@ -86,14 +86,14 @@ def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
     """Return the bytes that forward saves for one micro-batch."""
     layout = Candidate(
         tp=plan.tp, sequence_parallel=plan.sequence_parallel, cp=plan.cp, context=plan.context, ulysses=plan.ulysses,
-        micro_batch=plan.micro_batch,
+        ep=plan.ep if job.expert_load > 1 else 1, micro_batch=plan.micro_batch,
     )  # fmt: skip
-    return _saved_by_layout(shape, layout, job.seq_len, job.activation_bytes)
+    return _saved_by_layout(shape, layout, job.seq_len, job.activation_bytes, job.expert_load)
 
 
 @lru_cache(maxsize=1024)  # in a search, many plans save the same bytes
-def _saved_by_layout(shape: ModelShape, layout: Candidate, seq_len: int, element_bytes: int) -> Saved:
-    return saved_activations(shape, layout, seq_len=seq_len, element_bytes=element_bytes)
+def _saved_by_layout(shape: ModelShape, layout: Candidate, seq_len: int, element_bytes: int, load: float) -> Saved:
+    return saved_activations(shape, layout, seq_len=seq_len, element_bytes=element_bytes, expert_load=load)
 
 
 def pending_weight_grads(layer: LayerShape, plan: Candidate, job: Job) -> float:
@@ -155,8 +155,9 @@ def _most_held(plan: Candidate) -> tuple[tuple[tuple[tuple[int, int], ...], ...]
 def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
     """Return the peak memory of a rank of this version's runtime, with the process and the allocator."""
     held = footprint(
-        shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=job.on_cpu, logits=job.logits
-    )
+        shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=job.on_cpu, logits=job.logits,
+        expert_load=job.expert_load,
+    )  # fmt: skip
     phase = max(held.peaks, key=lambda name: held.peaks[name])
     rest = held.peak - held.parameters - held.optimizer
     gradients = min(rest, held.gradients if phase == "optimizer" else held.accumulated)
@@ -210,15 +211,23 @@ class _Stage:
         return self.plan.shard * self.plan.cp if self.plan.zero_stage else 1
 
     @property
-    def elements(self) -> float:
-        """The parameters of the rank, before ZeRO shards them."""
+    def elements(self) -> tuple[float, float]:
+        """The parameters of the rank beside its experts, and of these, before ZeRO shards them."""
         shape, held = self.shape, list(zip(self.counts, self.shape.runs, strict=True))
-        replicated = sum(count * run.norm_parameters for count, run in held) + shape.hidden
-        split = sum(count * (run.parameters - run.norm_parameters) for count, run in held)
-        split += shape.embedding_parameters if self.rank == 0 else 0
+        replicated = sum(count * (run.norm_parameters + run.router_parameters) for count, run in held) + shape.hidden
+        dense = sum(count * run.dense_parameters for count, run in held) + shape.hidden
+        split = dense - replicated + (shape.embedding_parameters if self.rank == 0 else 0)
         if self.is_last and (self.rank > 0 or not shape.tied):
             split += shape.vocab * shape.hidden
-        return split / self.plan.tp + replicated
+        experts = sum(count * run.expert_parameters for count, run in held)
+        return split / self.plan.tp + replicated, experts / self.plan.ep
+
+    def kept(self, stage: int) -> float:
+        """Return the elements of a kind of state that ZeRO shards from a stage on."""
+        dense, experts = self.elements
+        if self.plan.zero_stage < stage:
+            return dense + experts
+        return dense / self.shards + experts / self.plan.expert_shard
 
     def working(self, saved: Saved) -> float:
         """Return the temporary bytes of a layer's backward."""
@@ -254,7 +263,7 @@ class _Stage:
         if plan.zero_stage < 3 or self.shards == 1:
             return 0.0
         ends = shape.vocab * shape.hidden if self.rank == 0 or self.is_last else 0
-        unit = max(ends, *(run.parameters for run in shape.runs)) / plan.tp
+        unit = max(ends / plan.tp, *(sum(run.rank_parameters(plan.tp, plan.ep)) for run in shape.runs))
         return 2 * unit * job.weight_bytes + unit * job.gradient_bytes
 
     def new_gradients(self, saved: Saved, elements: float) -> float:
@@ -270,16 +279,16 @@ class _Stage:
 
     def memory(self) -> Memory:
         """Return the memory at the peak."""
-        shape, plan, job, elements, sharded = self.shape, self.plan, self.job, self.elements, self.shards
+        shape, plan, job, elements = self.shape, self.plan, self.job, sum(self.elements)
         is_pipeline = job.own_runtime and plan.pp > 1
-        weights = elements * job.weight_bytes / (sharded if plan.zero_stage >= 3 else 1)
+        weights = self.kept(3) * job.weight_bytes
         # This runtime sums the gradients of a pipeline's micro-batches in 32 bits.
         per_gradient = max(job.gradient_bytes, 4) if is_pipeline else job.gradient_bytes
-        gradients = elements * per_gradient / (sharded if plan.zero_stage >= 2 else 1)
-        optimizer = elements * _optimizer_bytes(plan, job) / sharded
+        gradients = self.kept(2) * per_gradient
+        optimizer = self.kept(1) * _optimizer_bytes(plan, job)
         saved, activations = _saved(shape, plan, job), held_activations(shape, plan, job, self.rank)
         working, logits, unsharded = self.working(saved), self.logits(), self.unsharded()
-        step = 4 * elements / sharded  # the 32-bit update of one step, when the activations are already freed
+        step = 4 * self.kept(1)  # the 32-bit update of one step, when the activations are already freed
         buckets = 2 * BUCKET_BYTES if plan.data_ranks > 1 else 0
         communication = 0.0 if job.on_cpu else _groups(plan) * _GROUP + buckets
         # The backward of the head, the backward of the last layer and the optimizer step peak at different times.
@@ -349,7 +358,8 @@ def state_memory(shape: ModelShape, job: Job) -> float:
 def _groups(plan: Candidate) -> int:
     """Return the number of communicators of a rank."""
     parts_of_cp = 2 if plan.context == "hybrid" else 0
-    return sum(size > 1 for size in plan.group_sizes.values()) + parts_of_cp
+    of_experts = 2 if plan.ep > 1 else 0  # those that share experts, and those that hold the same ones
+    return sum(size > 1 for size in plan.group_sizes.values()) + parts_of_cp + of_experts
 
 
 def _optimizer_bytes(plan: Candidate, job: Job) -> int:

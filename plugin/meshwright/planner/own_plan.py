@@ -11,7 +11,7 @@ from meshwright.planner.hardware import HardwareProfile
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.search import HEADROOM, Search, choice_of, outcome
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.space import Space
+from meshwright.planner.space import Space, expert_reason
 from meshwright.planner.time import StepModel
 
 
@@ -19,6 +19,16 @@ def check_plan(shape: ModelShape, plan: Candidate) -> None:
     """Raise a PlanError if the sizes of a model cannot be split as a plan says."""
     for uneven in shape.uneven(plan.tp):
         raise PlanError(f"{plan.label}: {uneven} of {shape.name} is not divisible by tp={plan.tp}")
+    if plan.ep > 1 and plan.ep > shape.experts:
+        have = f"{shape.experts} experts in a layer" if shape.experts else "no experts"
+        raise PlanError(f"{plan.label}: {shape.name} has {have}, which {plan.ep} ranks cannot share; leave ep out")
+    if (reason := expert_reason(plan, plan.ep)) is not None:
+        raise PlanError(f"{plan.label}: {reason}")
+    if shape.experts and plan.tp > 1 and not plan.sequence_parallel:
+        raise PlanError(
+            f"{plan.label}: {shape.name} has experts, so each rank of tp must route tokens of its own; write "
+            f"tp{plan.tp}+sp"
+        )
     count = plan.pp * plan.chunks
     if count > shape.layers:
         raise PlanError(f"{plan.label}: {count} stages are more than the {shape.layers} layers of {shape.name}")

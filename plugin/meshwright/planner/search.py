@@ -43,7 +43,7 @@ class Search:
     """The outcome of a search.
 
     Args:
-        shape, cluster, job, profile, allow_future, no_stages: the arguments of the search.
+        shape, cluster, job, profile, allow_future, no_stages, no_tensor: the arguments of the search.
         choices: the fastest plans that fit, best first.
         pruned: axis value that was left out -> the reason.
         considered: number of legal plans, apart from uneven stages and from recompute of some layers.
@@ -62,6 +62,7 @@ class Search:
     profile: HardwareProfile
     allow_future: bool
     no_stages: str | None
+    no_tensor: str | None
     choices: tuple[Choice, ...]
     pruned: dict[str, str]
     considered: int
@@ -85,6 +86,7 @@ class Search:
             job=job,
             allow_future=allow_future or self.allow_future,
             no_stages=self.no_stages,
+            no_tensor=self.no_tensor,
         )
 
 
@@ -137,9 +139,10 @@ def outcome(
     """Return the outcome of a search whose weighed plans have the memory ``weights``; the rest is as in ``Search``."""
     return Search(
         shape=space.shape, cluster=space.cluster, job=space.job, profile=profile, allow_future=space.allow_future,
-        no_stages=space.no_stages, choices=tuple(choices), pruned=space.pruned, considered=considered,
-        weighed=len(weights), fitting=sum(memory.total <= budget for memory in weights.values()), simulated=simulated,
-        budget=budget, smallest=min(weights.items(), key=lambda item: item[1].total), binding=binding,
+        no_stages=space.no_stages, no_tensor=space.no_tensor, choices=tuple(choices), pruned=space.pruned,
+        considered=considered, weighed=len(weights),
+        fitting=sum(memory.total <= budget for memory in weights.values()), simulated=simulated, budget=budget,
+        smallest=min(weights.items(), key=lambda item: item[1].total), binding=binding,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from meshwright.errors import PlanError
 from meshwright.model_kinds import kind_of
+from meshwright.planner.experts import ExpertShape
 from meshwright.planner.family_traits import (
     LEARNED_POSITIONS,
     NOT_GATED,
@@ -47,13 +48,15 @@ class LayerShape:
         heads: number of query heads.
         kv_heads: number of key and value heads; equal to ``heads`` without grouped-query attention.
         head_dim: width of one head.
-        ffn: width of the MLP.
+        ffn: width of the MLP that every token takes; 0 if there are experts alone.
         gated: whether the MLP has a gate projection besides up and down.
         window: largest number of tokens that a query attends to; None for all tokens before it.
         windowed: share of the layers with that window; the other layers have no window.
         biases: bias elements per layer.
         norms: elements of the norm weights per layer.
         traits: properties of the family's code that decide what backward needs.
+        experts: the experts that each token takes a few of; None in a dense layer.
+        projections: elements of the attention's matrices, if they are not those of q, k, v and o.
     """
 
     count: int
@@ -68,6 +71,8 @@ class LayerShape:
     biases: int = 0
     norms: int | None = None
     traits: Traits = field(default_factory=Traits)
+    experts: ExpertShape | None = None
+    projections: int | None = None
 
     @property
     def query_width(self) -> int:
@@ -91,6 +96,8 @@ class LayerShape:
     @property
     def attention_parameters(self) -> int:
         """Elements of q, k, v and o in one layer."""
+        if self.projections is not None:
+            return self.projections
         return self.hidden * (2 * self.query_width + 2 * self.kv_width)
 
     @property
@@ -109,9 +116,42 @@ class LayerShape:
         return 2 * self.hidden if self.norms is None else self.norms
 
     @property
+    def router_parameters(self) -> int:
+        """Elements of a layer's router, which every rank holds."""
+        return 0 if self.experts is None else self.experts.router
+
+    @property
+    def expert_parameters(self) -> int:
+        """Elements of all experts of a layer, which ep spreads over ranks."""
+        return 0 if self.experts is None else self.experts.elements
+
+    @property
+    def active_matrices(self) -> int:
+        """Elements of the matrices that a token is multiplied by."""
+        active = 0 if self.experts is None else self.experts.active + self.experts.router
+        return self.attention_parameters + self.mlp_parameters + active
+
+    @property
+    def dense_parameters(self) -> int:
+        """Elements of one layer beside its experts."""
+        dense = self.attention_parameters + self.mlp_parameters + self.norm_parameters + self.biases
+        return dense + self.router_parameters
+
+    @property
     def parameters(self) -> int:
         """Elements of one layer."""
-        return self.attention_parameters + self.mlp_parameters + self.norm_parameters + self.biases
+        return self.dense_parameters + self.expert_parameters
+
+    def rank_parameters(self, tp: int, ep: int) -> tuple[float, float]:
+        """Return the elements of one layer on a rank beside its experts, as if tp cut all of them, and of its experts.
+
+        Example:
+            >>> experts = ExpertShape(count=8, chosen=2, hidden=64, width=32)
+            >>> layer = LayerShape(count=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=0, experts=experts)
+            >>> layer.rank_parameters(2, 4)
+            (8256.0, 12288.0)
+        """
+        return self.dense_parameters / tp, self.expert_parameters / ep
 
     def attended(self, seq_len: int) -> float:
         """Return the mean number of positions that a query attends to, averaged over the layers."""
@@ -159,7 +199,8 @@ class ModelShape:
             sizes = {"layers": run.count, "vocab": self.vocab}
             sizes |= {name: getattr(run, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn")}
             for name, value in sizes.items():
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                least = 0 if name == "ffn" and self.experts else 1
+                if not isinstance(value, int) or isinstance(value, bool) or value < least:
                     raise PlanError(
                         f"{self.name}: {name}={value!r} must be a positive integer; correct it in the config"
                     )
@@ -210,12 +251,28 @@ class ModelShape:
         return sum(self.roles.values())
 
     @property
+    def experts(self) -> int:
+        """The smallest number of experts of a layer with experts; 0 for a dense model."""
+        return min((run.experts.count for run in self.runs if run.experts), default=0)
+
+    @property
+    def active_parameters(self) -> int:
+        """Elements that one token uses: of the experts, those of the chosen ones."""
+        idle = sum(run.count * (run.experts.elements - run.experts.active) for run in self.runs if run.experts)
+        return self.parameters - idle
+
+    @property
     def roles(self) -> dict[str, int]:
         """Elements by role, over all layers; their sum is ``parameters``."""
+        routed = {
+            "experts": sum(run.count * run.expert_parameters for run in self.runs),
+            "router": sum(run.count * run.router_parameters for run in self.runs),
+        }
         return {
             "embedding": self.embedding_parameters,
             "attention": sum(run.count * run.attention_parameters for run in self.runs),
             "mlp": sum(run.count * run.mlp_parameters for run in self.runs),
+            **{name: elements for name, elements in routed.items() if elements},
             "norm and bias": sum(run.count * (run.norm_parameters + run.biases) for run in self.runs) + self.hidden,
             "head": self.head_parameters,
         }
@@ -223,20 +280,50 @@ class ModelShape:
     def flops(self, seq_len: int) -> float:
         """Return the floating-point operations of forward and backward for one token.
 
-        A parameter of a matmul counts six operations, and causal attention is added. Recompute is not counted.
+        A parameter of a matmul counts six operations, of experts those of the chosen ones, and causal attention is
+        added. Recompute is not counted.
         """
-        matmul = sum(run.count * (run.attention_parameters + run.mlp_parameters) for run in self.runs)
+        matmul = sum(run.count * run.active_matrices for run in self.runs)
         scores = sum(12 * run.count * run.query_width * run.attended(seq_len) for run in self.runs)
         return 6 * (matmul + self.vocab * self.hidden) + scores
 
 
-def describe(source: Any, *, name: str | None = None) -> ModelShape:
-    """Return the shape of a decoder from its transformers config.
+def stated_experts(source: Any) -> dict[str, int]:
+    """Return the numbers above 1 that a config states of experts, by field.
+
+    A model may be dense although its config states such numbers; its modules show it.
+
+    Args:
+        source: as in ``describe``.
+
+    Example:
+        >>> stated_experts({"ffn_config": {"moe_num_experts": 16, "moe_top_k": 4}})
+        {'moe_num_experts': 16}
+    """
+
+    def found(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+        for key, value in fields.items():
+            if isinstance(value, Mapping):
+                yield from found(value)
+            elif str(key).endswith("experts") and "shared" not in key and type(value) is int and value > 1:
+                yield key, value
+
+    return dict(found(_config(source)[0]))
+
+
+def name_of(source: Any) -> str:
+    """Return the name of a model: that in the path of its config, or in the config."""
+    return _config(source)[1]
+
+
+def describe(source: Any, *, name: str | None = None, is_dense: bool = False) -> ModelShape:
+    """Return the shape of a dense decoder from its transformers config.
 
     Args:
         source: a config as a dict, a config object (anything with ``to_dict``), the path of a config.json, or the path
             of a directory that contains one.
         name: name of the model (default: the name in the path or the config).
+        is_dense: whether the model is known to have no experts, whatever its config states.
 
     Raises:
         PlanError: the file cannot be read, the model is not a decoder, a field is missing, or a size is below one.
@@ -248,7 +335,13 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
     """
     config, label = _config(source)
     name = name or label
-    if kind := kind_of(config):
+    if not is_dense and (counts := stated_experts(config)):
+        what = ", ".join(f"{key}={count}" for key, count in counts.items())
+        raise PlanError(
+            f"{name} is a mixture-of-experts model ({what}), and the planner knows only experts that implement "
+            "transformers' experts interface. Pass a plan: plan='dp2', plan='dp2 zero3' or plan='pp2'"
+        )
+    if kind := kind_of({key: value for key, value in config.items() if "experts" not in key}):
         raise PlanError(f"{name} is {kind}")
     if isinstance(config.get("text_config"), Mapping):
         config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}

@@ -33,6 +33,7 @@ class Space:
         most_zero: the highest ZeRO stage to include.
         no_stages: the reason against all plans with pipeline stages; None to include them.
         no_context: the reason against all plans with context parallelism; None to include them.
+        no_tensor: the reason against all plans with tensor parallelism; None to include them.
         recomputes_some: whether the model can recompute some of its layers.
 
     Example:
@@ -54,6 +55,7 @@ class Space:
     most_zero: int = 3
     no_stages: str | None = None
     no_context: str | None = None
+    no_tensor: str | None = None
     recomputes_some: bool = True
     pruned: dict[str, str] = field(default_factory=dict, init=False)
 
@@ -69,9 +71,12 @@ class Space:
             if self._rejected(f"dp={dp}", self._dp_reason(dp)):
                 continue
             ranks = Candidate(replicate=dp).resized(sizes)
+            if self._rejected(f"tp={ranks.tp},cp={ranks.cp}", self._shared_tokens_reason(ranks)):
+                continue
             for context, ulysses in self._methods(ranks.cp, ranks.tp):
                 for schedule, chunks in self._schedules(ranks.pp, self.job.global_batch // dp):
-                    yield replace(ranks, context=context, ulysses=ulysses, schedule=schedule, chunks=chunks)
+                    for ep in self._experts(ranks):
+                        yield replace(ranks, context=context, ulysses=ulysses, ep=ep, schedule=schedule, chunks=chunks)
 
     def _sizes(self, ranks: int, axes: Sequence[str]) -> Iterator[tuple[int, dict[str, int]]]:
         """Yield the ways to split ranks over axes, as the ranks that are left for dp and the size of each axis."""
@@ -153,6 +158,8 @@ class Space:
 
     def _tp_reason(self, tp: int) -> str | None:
         shape, domain = self.shape, self.cluster.domain
+        if tp > 1 and self.no_tensor is not None:
+            return self.no_tensor
         if tp > domain:
             return f"crosses the fast domain of {domain} devices"
         if domain % tp and tp > 1:
@@ -186,6 +193,24 @@ class Space:
         groups = [ulysses for _, ulysses in found if ulysses is not None]
         return [method for method in found if method[1] is None or method[1] == max(groups)]
 
+    def _shared_tokens_reason(self, ranks: Candidate) -> str | None:
+        local = local_tokens(self.job.seq_len, ranks.cp)
+        if not self.shape.experts or local % ranks.tp == 0:
+            return None
+        return f"{local} tokens of a rank cannot be shared for sequence parallelism, which experts under tp need"
+
+    def _experts(self, ranks: Candidate) -> list[int]:
+        """Return the numbers of ranks that may share experts."""
+        if not self.shape.experts:
+            return [1]
+        found = []
+        for ep in divisors(ranks.data_ranks * ranks.tp):
+            if ep > 1 and ep > self.shape.experts:
+                self.pruned.setdefault(f"ep={ep}", f"more ranks than the {self.shape.experts} experts of a layer")
+            elif expert_reason(ranks, ep) is None:
+                found.append(ep)
+        return found
+
     def _pp_reason(self, pp: int) -> str | None:
         if pp == 1:
             return None
@@ -212,6 +237,21 @@ class Space:
             chunks = [v for v in divisors(self.shape.layers // pp) if 1 < v <= _CHUNKS]
             found += [("interleaved", v) for v in chunks]
         return found
+
+
+def expert_reason(plan: Candidate, ep: int) -> str | None:
+    """Return why ``ep`` ranks of a plan cannot share experts; None if they can.
+
+    Example:
+        >>> expert_reason(Candidate(replicate=2, tp=4), 2), expert_reason(Candidate(replicate=3, tp=2), 3)
+        (None, 'ep=3 is neither a divisor nor a multiple of tp=2')
+    """
+    ranks = plan.data_ranks * plan.tp
+    if ranks % ep:
+        return f"ep={ep} does not divide dp x cp x tp = {ranks}"
+    if ep % plan.tp and plan.tp % ep:
+        return f"ep={ep} is neither a divisor nor a multiple of tp={plan.tp}"
+    return None
 
 
 def divisors(number: int) -> list[int]:

@@ -13,6 +13,7 @@ from meshwright.planner.breakdown import Overlap, StepTime, Work, mean_work
 from meshwright.planner.candidate import Candidate, Job, Precision, rank_runs, recomputed_share, stage_runs
 from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges
 from meshwright.planner.devices import matmul_peak
+from meshwright.planner.experts import ROUTED_LAUNCHES, ExpertShape
 from meshwright.planner.hardware import Cluster, Coefficients
 from meshwright.planner.shapes import LayerShape, ModelShape
 from meshwright.planner.simulate import SimulatedPipeline, pipeline_time
@@ -88,13 +89,31 @@ class StepModel:
         hops = inside - 1 + _REMOTE * math.log2(size / inside)
         return volume * (size - 1) / size / rate + k.latency * hops
 
+    def exchange(self, experts: ExpertShape, tokens: float, plan: Candidate, job: Job) -> float:
+        """Return the seconds of one exchange of a layer's tokens between the ranks that share its experts.
+
+        Links inside a domain and between domains work at the same time. This runtime sends a token to each rank of its
+        experts. Published runs use libraries (DeepEP, HybridEP) that send it once to each node, where it is passed on.
+        """
+        if plan.ep == 1:
+            return 0.0
+        k, inside = self.k, min(plan.ep, self.cluster.domain)
+        row = experts.sent_bytes(tokens, plan.ep, job.activation_bytes, job.expert_load) / plan.ep
+        within, across = (inside - 1) * row, (plan.ep - inside) * row
+        if not job.own_runtime and across:
+            nodes = plan.ep / inside
+            within = (plan.ep - 1) * row
+            across *= experts.copies(nodes) / experts.copies(plan.ep)
+        slowest = max(within / (self.cluster.fast * k.fast_link), across / (self.cluster.slow * k.slow_link))
+        return slowest + k.latency * (_REMOTE if across else 1.0)
+
     def layer(self, plan: Candidate, job: Job) -> Work:
         """Return the seconds of one layer for one micro-batch, as the mean over the layers."""
         return mean_work(self.layers(plan, job), self.shape.counts)
 
     def layers(self, plan: Candidate, job: Job) -> tuple[Work, ...]:
         """Return the seconds of one layer of each run for one micro-batch."""
-        key = (plan.tp, plan.sequence_parallel, plan.cp, plan.context, plan.ulysses, plan.micro_batch,
+        key = (plan.tp, plan.sequence_parallel, plan.cp, plan.context, plan.ulysses, plan.ep, plan.micro_batch,
                plan.recompute, plan.splits_backward, job)  # fmt: skip
         if key not in self._layers:
             self._layers[key] = tuple(self._layer(run, plan, job) for run in self.shape.runs)
@@ -105,12 +124,14 @@ class StepModel:
         rows = plan.micro_batch * job.seq_len / plan.cp
         precision = job.precision
         h, f, q, kv = layer.hidden, layer.ffn / t, layer.query_width / t, layer.local_kv_width(t)
-        matmul = (
-            self.matmul(rows, h, q + 2 * kv, precision=precision)
-            + self.matmul(rows, q, h, precision=precision)
-            + self.matmul(rows, h, f * layer.mlp_inputs, precision=precision)
-            + self.matmul(rows, f, h, precision=precision)
-        )
+        matmul = self.matmul(rows, h, q + 2 * kv, precision=precision) + self.matmul(rows, q, h, precision=precision)
+        if layer.projections is not None:  # by the elements of other projections, at the efficiency of these
+            matmul *= layer.projections / (2 * h * (layer.query_width + layer.kv_width))
+        if f:
+            matmul += self.matmul(rows, h, f * layer.mlp_inputs, precision=precision)
+            matmul += self.matmul(rows, f, h, precision=precision)
+        routed, moved, to_experts = self._experts(layer, plan, job)
+        matmul += routed
         # Without a fused kernel, causal attention computes all scores and moves them through memory several times.
         seen = layer.attended(job.seq_len) if job.fused_attention else job.seq_len
         attention = 4 * rows * q * seen / (self.cluster.device.flops * k.attention)
@@ -125,6 +146,7 @@ class StepModel:
         elementwise = k.elementwise * traffic / self.memory_rate
         # Weights are cast once per step and the casts are kept, so only the casts of inputs count.
         elementwise += k.elementwise * _CAST_BYTES[precision] * rows * (2 * h + q + f) / self.memory_rate
+        elementwise += moved
         reduce = 2 * self.ring(job.activation_bytes * rows * h, t, 1)
         in_blocks = [k.elementwise * size / self.memory_rate for size in block_bytes(layer, plan, job)]
         attended = attention + in_blocks[0]
@@ -136,9 +158,10 @@ class StepModel:
         exchange_back, hidden_back = self._exchanged(sent_back, attended_back, plan)
 
         busy = matmul + attended + elementwise
-        forward = self._launched(busy + 2 * reduce + exchange, k.launch)
+        launch = k.launch * (1 + ROUTED_LAUNCHES * (layer.experts is not None))
+        forward = self._launched(busy + 2 * reduce + exchange + 2 * to_experts, launch)
         back = 2 * matmul + attended_back + 2 * elementwise
-        backward = self._launched(back + 2 * reduce + exchange_back, 2 * k.launch)
+        backward = self._launched(back + 2 * reduce + exchange_back + 2 * to_experts, 2 * launch)
         again = 0.0
         if plan.recompute == "selective":
             again = attended + k.elementwise * scores / self.memory_rate
@@ -148,7 +171,7 @@ class StepModel:
         regathered = reduce if plan.splits_backward and plan.sequence_parallel else 0.0
         backward += regathered
         exchanged = exchange + exchange_back
-        communication = 4 * reduce + regathered + exchanged
+        communication = 4 * reduce + regathered + exchanged + 4 * to_experts
         return Work(
             matmul=3 * matmul,
             attention=attended + attended_back,
@@ -156,11 +179,30 @@ class StepModel:
             recompute=again,
             tensor=4 * reduce + regathered,
             context=exchanged,
+            experts=4 * to_experts,
             forward=forward,
             backward=backward + again,
-            weight_grad=matmul + regathered,
+            weight_grad=matmul - routed + regathered,  # experts compute both gradients together
             hidden=hidden + hidden_back,
         )
+
+    def _experts(self, layer: LayerShape, plan: Candidate, job: Job) -> tuple[float, float, float]:
+        """Return the seconds of the matmuls and the other kernels of a layer's experts in forward, and of an exchange.
+
+        Each expert multiplies its own rows, so fewer rows of each lower the efficiency of all.
+        """
+        experts = layer.experts
+        if experts is None:
+            return 0.0, 0.0, 0.0
+        tokens = plan.micro_batch * job.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
+        rows, own = experts.rows(tokens, plan.ep, job.expert_load), experts.count / plan.ep
+        each, h, width = rows / own, experts.hidden, experts.width
+        matmul = self.matmul(tokens, h, experts.count)
+        matmul += own * self.matmul(each, h, width * experts.inputs, precision=job.precision)
+        matmul += own * self.matmul(each, width, h, precision=job.precision)
+        traffic = experts.moved(rows) * job.activation_bytes / 2 + _CAST_BYTES[job.precision] * rows * (h + width)
+        moved = self.k.elementwise * traffic / self.memory_rate
+        return matmul, moved, self.exchange(experts, tokens, plan, job)
 
     def _launched(self, busy: float, launches: float) -> float:
         """Return the time of kernels and their launches; these do not overlap if the device is the host's processor."""
@@ -268,6 +310,7 @@ class StepModel:
             recompute=of("recompute") * recomputed_share(plan, self.shape.layers),
             tensor=of("tensor"),
             context=of("context"),
+            experts=of("experts"),
             data=data,
             bubble=piped - busy,
             optimizer=optimizer,
@@ -308,12 +351,19 @@ class StepModel:
         rate = self.cluster.fast * self.k.fast_link if inside else self.cluster.slow * self.k.slow_link
         return volume / rate + self.k.latency * (1 if inside else _REMOTE)
 
-    def stage_parameters(self, plan: Candidate) -> float:
-        """Return the number of parameter elements on the largest rank of the pipeline, before ZeRO shards them."""
+    def stage_parameters(self, plan: Candidate) -> tuple[float, float]:
+        """Return the elements on the largest rank of the pipeline before ZeRO shards them: beside experts, and of them.
+
+        Without ep the second is 0, and the first includes experts, which as many ranks hold as any other weight.
+        """
         shape = self.shape
         ends = shape.embedding_parameters + (shape.head_parameters if _last_rank(plan) == 0 else 0)
-        elements = _weighted(rank_runs(plan, shape.counts), [run.parameters for run in shape.runs])
-        return (max(elements) + ends) / plan.tp
+        held = rank_runs(plan, shape.counts)
+        each = [run.rank_parameters(plan.tp, plan.ep) for run in shape.runs]
+        dense, experts = (_weighted(held, values) for values in zip(*each, strict=True))
+        largest = max(range(plan.pp), key=lambda rank: dense[rank] + experts[rank])
+        other = dense[largest] + ends / plan.tp
+        return (other + experts[largest], 0.0) if plan.ep == 1 else (other, experts[largest])
 
     def data(self, plan: Candidate, job: Job, forward: float, backward: float) -> float:
         """Return the seconds per step of data-parallel communication that compute does not hide."""
@@ -327,50 +377,68 @@ class StepModel:
             plan, job: the plan and the job.
             forward, backward: seconds of the rank's compute for one micro-batch.
         """
-        size = plan.data_ranks
-        if size == 1:
+        if plan.data_ranks == 1:
             return []
-        elements = self.stage_parameters(plan)
+        dense, experts = self.stage_parameters(plan)
+        found = self._reduced(dense, plan, job, (forward, backward))
+        if experts and plan.copies > 1:
+            found += self._reduced(experts, plan, job, (forward, backward), of_experts=True)
+        return found
+
+    def _reduced(
+        self, elements: float, plan: Candidate, job: Job, compute: tuple[float, float], *, of_experts: bool = False
+    ) -> list[Overlap]:
+        """Return the communication of weights over the ranks that hold the same ones, with what hides it.
+
+        Args:
+            elements: elements of these weights on a rank.
+            plan, job: the plan and the job.
+            compute: seconds of the rank's forward and backward of one micro-batch.
+            of_experts: whether the weights are those of experts that ep spreads.
+        """
+        size, shard, stride = plan.data_ranks, plan.shard * plan.cp, plan.tp
+        if of_experts:
+            size, shard, stride = plan.copies, plan.expert_shard, plan.ep
         gradients = elements * plan.sent_bytes(job.gradient_bytes, own_runtime=job.own_runtime)
         weights = elements * job.weight_bytes
 
         def hidden_by(phase: Literal["forward", "backward"], communication: float, *, is_repeated: bool) -> Overlap:
-            exposed = _exposed(communication, forward if phase == "forward" else backward, self.k.overlap)
+            exposed = _exposed(communication, compute[phase == "backward"], self.k.overlap)
             return Overlap(phase=phase, is_repeated=is_repeated, seconds=communication, exposed=exposed)
 
-        shard = plan.shard * plan.cp
         across: list[Overlap] = []
         if plan.zero_stage and plan.replicate > 1:  # each group of ranks that share one state sums its own gradients
-            volume = 2 * self.ring(gradients / shard, plan.replicate, plan.tp * shard)
+            volume = 2 * self.ring(gradients / shard, plan.replicate, stride * shard)
             across.append(hidden_by("backward", volume, is_repeated=False))
         if plan.zero_stage == 3:
             # In this runtime backward does not read the embedding, nor the head, whose gradients forward computes.
-            ends = self.shape.embedding_parameters + self.shape.head_parameters if job.own_runtime else 0
+            is_skipped = job.own_runtime and not of_experts
+            ends = self.shape.embedding_parameters + self.shape.head_parameters if is_skipped else 0
             read_again = weights - ends / plan.tp * job.weight_bytes
-            twice = self.shape.embedding_parameters if job.own_runtime and self.shape.tied else 0
-            gather = self.ring(weights + twice / plan.tp * job.weight_bytes, shard, plan.tp)
-            again, scatter = self.ring(read_again, shard, plan.tp), self.ring(gradients, shard, plan.tp)
+            twice = self.shape.embedding_parameters if is_skipped and self.shape.tied else 0
+            gather = self.ring(weights + twice / plan.tp * job.weight_bytes, shard, stride)
+            again, scatter = self.ring(read_again, shard, stride), self.ring(gradients, shard, stride)
             return [
                 hidden_by("forward", gather, is_repeated=True),
                 hidden_by("backward", again + scatter, is_repeated=True),
                 *across,
             ]
         if not plan.zero_stage:
-            once = hidden_by("backward", self.ring(gradients, size, plan.tp), is_repeated=False)
+            once = hidden_by("backward", self.ring(gradients, size, stride), is_repeated=False)
             return [once, once]
         return [
-            hidden_by("backward", self.ring(gradients, shard, plan.tp), is_repeated=plan.zero_stage == 2),
-            hidden_by("forward", self.ring(weights, shard, plan.tp), is_repeated=False),
+            hidden_by("backward", self.ring(gradients, shard, stride), is_repeated=plan.zero_stage == 2),
+            hidden_by("forward", self.ring(weights, shard, stride), is_repeated=False),
             *across,
         ]
 
     def optimizer(self, plan: Candidate, job: Job) -> float:
         """Return the seconds of the optimizer step, which is bound by memory traffic."""
-        elements = self.stage_parameters(plan)
+        dense, experts = self.stage_parameters(plan)
         if plan.zero_stage:
-            elements /= plan.shard * plan.cp
+            dense, experts = dense / (plan.shard * plan.cp), experts / plan.expert_shard
         gradient = plan.summed_bytes(job.gradient_bytes, own_runtime=job.own_runtime)
-        traffic = elements * (2 * job.optimizer_bytes + gradient + job.weight_bytes)
+        traffic = (dense + experts) * (2 * job.optimizer_bytes + gradient + job.weight_bytes)
         return self.k.optimizer * traffic / self.memory_rate
 
 

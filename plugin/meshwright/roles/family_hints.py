@@ -46,20 +46,37 @@ _GATED = (
     Hint("self_attn.q_norm", Role.HEAD_NORM),
     Hint("self_attn.k_norm", Role.HEAD_NORM),
 )
+# The indexer chooses from the whole input, without a gradient, which tokens a query sees: the same ones for all heads.
+_INDEXED = (
+    *_LATENT,
+    *(Hint(f"indexer.{name}", Role.SHARED) for name in ("wq_b", "wk", "k_norm", "weights_proj")),
+)
+_OUTPUT_GATE = (Hint("self_attn.gate_proj", Role.PER_HEAD),)
+_FUSED_SHARED_EXPERTS = (Hint("shared_mlp.input_linear", Role.GATE_UP),)
 
 _HINTS: dict[str, tuple[Hint, ...]] = {
+    "afmoe": _OUTPUT_GATE,
     "apertus": (Hint("mlp.act_fn", Role.SHARED),),
     "bitnet": (Hint("self_attn.attn_sub_norm", Role.INNER_NORM), Hint("mlp.ffn_sub_norm", Role.INNER_NORM)),
     "bloom": (Hint("query_key_value", Role.QKV_BY_GROUP),),
     "axk1": _LATENT,
+    "axk2": (*_INDEXED, Hint("q_gate_proj", Role.PER_HEAD)),
+    "beam": (*_OUTPUT_GATE, Hint("self_attn.gate_bias", Role.PER_HEAD)),
     "codegen": (Hint("qkv_proj", Role.QKV_IN_FOUR),),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
+    "deepseek_v32": _INDEXED,
+    "dots3_note_text": (
+        *_INDEXED,
+        Hint("k_rope_only_layernorm", Role.SHARED),
+        Hint("self_attn.g_proj", Role.PER_HEAD),
+    ),
     "falcon": (
         Hint("query_key_value", Role.QKV_BY_GROUP, when={"new_decoder_architecture": True}),
         Hint("query_key_value", Role.QKV, when={"multi_query": True}),
         Hint("query_key_value", Role.QKV_BY_GROUP),
     ),
+    "flint": (Hint("self_attn.sinks", Role.PER_HEAD),),
     # With embeddings for each layer, a layer also receives its part of them; this input has a gradient and is not
     # sharded.
     "gemma4_text": (Hint("v_norm", Role.HEAD_NORM, when={"hidden_size_per_layer_input": 0}),),
@@ -67,6 +84,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "glm": (Hint("gate_up_proj", Role.GATE_UP),),
     "glm4": (Hint("gate_up_proj", Role.GATE_UP),),
     "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _INDEXED,
     "gpt2": (Hint("attn.c_attn", Role.QKV),),
     "gpt_bigcode": (
         Hint("attn.c_attn", Role.QKV, when={"multi_query": True}),
@@ -77,7 +95,18 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "gpt_neox_japanese": (Hint("query_key_value", Role.QKV_BY_GROUP), Hint("attention.dense_bias", Role.NORM)),
     "gpt_oss": (Hint("self_attn.sinks", Role.PER_HEAD),),
     "granite_swa": (Hint("self_attn.sinks", Role.PER_HEAD),),
+    "granitemoe_swa": (Hint("self_attn.sinks", Role.PER_HEAD), *_FUSED_SHARED_EXPERTS),
+    "granitemoehybrid": _FUSED_SHARED_EXPERTS,
+    "granitemoeshared": _FUSED_SHARED_EXPERTS,
+    "laguna": (Hint("self_attn.g_proj", Role.PER_HEAD),),
+    "llama4_text": (Hint("self_attn.qk_norm", Role.HEAD_NORM),),
+    "longcat_flash": (Hint("self_attn.0", Role.ATTENTION), Hint("self_attn.1", Role.ATTENTION), *_LATENT[1:]),
+    "mimo_v2_flash": (Hint("self_attn.sinks", Role.PER_HEAD),),
     "minicpm3": _LATENT,
+    "minimax_m3_vl_text": (
+        Hint("mlp.gate_up_proj", Role.GATE_UP),
+        Hint("shared_experts.gate_up_proj", Role.GATE_UP),
+    ),
     "modernbert-decoder": (Hint("mlp.Wi", Role.GATE_UP),),
     "moshi": (
         Hint("self_attn", Role.ATTENTION),
@@ -92,7 +121,9 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "openai-gpt": (Hint("attn.c_attn", Role.QKV),),
     "persimmon": (Hint("query_key_value", Role.QKV_BY_GROUP),),
     "phi3": (Hint("self_attn.qkv_proj", Role.QKV), Hint("gate_up_proj", Role.GATE_UP)),
+    "qwen3_5_moe_text": _GATED,
     "qwen3_5_text": _GATED,
+    "qwen3_next": _GATED,
     "youtu": _LATENT,
 }
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.roles.adapters import is_adapted
-from meshwright.roles.blocks import BLOCKS, KINDS
+from meshwright.roles.blocks import BLOCKS, KINDS, Experts
 from meshwright.roles.decoder import Decoder, find_decoder, hidden_size, is_norm, is_stack, layer_stack
 from meshwright.roles.sharding_plan import BlockPart, Role, ShardingPlan
 
@@ -122,14 +122,17 @@ def _block_roles(name: str, module: nn.Module, hidden: int, hinted: Mapping[str,
     """Return the roles of a block and its modules, by name in the layer; empty for a module that is no block.
 
     Args:
-        name: the name of the module in the layer; "" for the layer itself, which may own an MLP's projections.
+        name: the name of the module in the layer; "" for the layer itself, which may own an MLP or experts.
     """
     prefix = f"{name}." if name else ""
     own_hints = {end.removeprefix(prefix): role for end, role in hinted.items() if end.startswith(prefix)}
-    for kind in KINDS if name else (BLOCKS[Role.LAYER],):
-        if claimed := kind.claim(module, hidden, own_hints):
-            return {f"{prefix}{n}" if n else name: role for n, role in claimed.items() if n or name}
-    return {}
+    roles: dict[str, Role] = {}
+    for kind in KINDS if name else (BLOCKS[Role.LAYER], Experts):  # a layer may own both
+        claimed = kind.claim(module, hidden, own_hints)
+        roles |= {f"{prefix}{n}" if n else name: role for n, role in claimed.items() if n or name}
+        if claimed and name:
+            break
+    return roles
 
 
 def _is_in_whole_module(name: str, roles: Mapping[str, Role]) -> bool:

@@ -137,8 +137,13 @@ class RoledModel:
         return {name: module for module, name in {m: n for n, m in reversed(outermost.items())}.items()}
 
     def _roles_inside_of_whole_modules(self) -> dict[str, Role]:
-        """Return the role of the modules that have none of their own and are inside of a module that stays whole."""
-        whole = tuple(f"{name}." for name, role in self.roles.items() if role is Role.WHOLE)
+        """Return the role of the modules without one in a module that stays whole and has no other roles inside.
+
+        A model with weights of its own around its layers is no such module.
+        """
+        others = [name for name, role in self.roles.items() if role is not Role.WHOLE]
+        named = (f"{name}." for name, role in self.roles.items() if role is Role.WHOLE and name)
+        whole = tuple(prefix for prefix in named if not any(name.startswith(prefix) for name in others))
         return {name: Role.WHOLE for name in self.modules if name.startswith(whole) and name not in self.roles}
 
     def _roles_of_parameters(self) -> dict[str, Role]:

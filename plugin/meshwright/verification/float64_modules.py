@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from meshwright.roles.blocks.experts import is_experts
+
+_IN_FLOAT64 = ("eager", "batched_mm")  # transformers' code of experts that does not need torch's grouped_mm
 
 
 def _keep_float64(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -41,6 +45,7 @@ class Float64:
             mock.patch.object(Tensor, "float", to_float_or_double),
             mock.patch.object(Tensor, "to", _keep_float64(Tensor.to)),
             mock.patch.object(Tensor, "type", _keep_float64(Tensor.type)),
+            mock.patch.object(torch, "zeros_like", _keep_float64(torch.zeros_like)),
             mock.patch.object(torch.nn.functional, "softmax", _keep_float64(torch.nn.functional.softmax)),
         ]
         for patch in self._patches:
@@ -61,3 +66,20 @@ def in_float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def run_experts_in_float64(model: nn.Module) -> tuple[str, ...]:
+    """Let a model's experts run code that can compute in float64; return a sentence if they would not have.
+
+    Their default is torch's grouped matrix multiplication, which has no float64 on a CPU.
+    """
+    configs = {id(module.config): module.config for module in model.modules() if is_experts(module)}
+    others = {config._experts_implementation for config in configs.values()}.difference(_IN_FLOAT64)
+    if not others:
+        return ()
+    for config in configs.values():
+        config._experts_implementation = _IN_FLOAT64[0]
+    return (
+        f"The experts run experts_implementation={_IN_FLOAT64[0]!r} in place of {', '.join(map(repr, others))}, which "
+        "has no float64.",
+    )

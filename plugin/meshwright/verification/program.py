@@ -26,7 +26,7 @@ from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles.adapters import without_wrappers
 from meshwright.verification.batch_cases import Case, given_cases, token_cases
 from meshwright.verification.comparison_report import Difference
-from meshwright.verification.float64_modules import in_float64
+from meshwright.verification.float64_modules import in_float64, run_experts_in_float64
 from meshwright.verification.module_outputs import ModuleOutputs, Output, output_differences
 from meshwright.verification.parameter_kinds import kinds_of
 
@@ -236,11 +236,16 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=LEARNING_RATE)
 
 
-def run_one_device(program: Program, tell: Tell) -> str:
-    """Run the program on one device, save its numbers in ``program.folder``, and return the model's class name."""
+def run_one_device(program: Program, tell: Tell) -> tuple[str, tuple[str, ...]]:
+    """Run the program on one device, and save its numbers in ``program.folder``.
+
+    Returns:
+        The name of the model's class, and sentences on what was changed in the model.
+    """
     tell("one process")
     with in_float64():
         model = program.model()
+        notes = run_experts_in_float64(model)
         start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         training = OneDevice(program, model, optimizer_for(model), program.cases(model))
         outputs, logits = training.evaluate()
@@ -250,7 +255,7 @@ def run_one_device(program: Program, tell: Tell) -> str:
             _save(program, f"case{i}", numbers)
         _save(program, "steps", list(training.steps()))
         _save(program, "weights", dict(model.state_dict()))
-    return type(model).__name__
+    return type(model).__name__, notes
 
 
 def run_rank(program: Program, tell: Tell) -> list[Difference]:
@@ -285,6 +290,7 @@ def run_rank(program: Program, tell: Tell) -> list[Difference]:
 
 def _distributed(program: Program) -> Distributed:
     model = program.model()
+    run_experts_in_float64(model)
     has_global_loss = (
         program.loss is None and find_loss(without_wrappers(model)[1], program.config.loss_averages_over) is not None
     )

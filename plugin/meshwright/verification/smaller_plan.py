@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 
+from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan
 
 
@@ -13,8 +15,8 @@ def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
 
     Every axis and option of the plan stays; the sizes of the axes shrink, dp and pp first. dp and pp shrink to 2, and
     tp to its largest divisor that fits or, if none fits, to its smallest divisor above 1. So the result may need more
-    than ``processes`` processes: at least 4 with dp and tp, and 14 with dp and tp=7. The model of a verification has
-    fewer layers, so stages of given lengths become even.
+    than ``processes`` processes: at least 4 with dp and tp, and 14 with dp and tp=7. ep becomes the largest size that
+    these axes allow. The model of a verification has fewer layers, so stages of given lengths become even.
 
     Example:
         >>> smaller_plan(ParallelPlan(dp=64, tp=8, sequence_parallel=True), 4).tp
@@ -28,8 +30,18 @@ def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
     most = processes // math.prod(small.values())
     sizes = [size for size in range(2, plan.tp + 1) if plan.tp % size == 0] or [1]
     small["tp"] = max((size for size in sizes if size <= most), default=sizes[0])
-    return dataclasses.replace(
+    smaller = dataclasses.replace(
         plan,
+        ep=1,
         gradient_accumulation_steps=min(plan.gradient_accumulation_steps, 2),
         micro_batch_size=plan.micro_batch_size and min(plan.micro_batch_size, 2),
     ).resized(small)
+    # As before, the ranks that share experts are those of one tp group, or of several.
+    largest = smaller.world_size if plan.ep > plan.tp else smaller.tp
+    return next(filter(None, (_with_ep(smaller, ep) for ep in range(min(plan.ep, largest), 1, -1))), smaller)
+
+
+def _with_ep(plan: ParallelPlan, ep: int) -> ParallelPlan | None:
+    with contextlib.suppress(PlanError):
+        return dataclasses.replace(plan, ep=ep)
+    return None

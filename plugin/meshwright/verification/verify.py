@@ -104,7 +104,7 @@ def verify(
             factory=model_factory, plan=plan, config=config, batch=batch, loss=loss, steps=steps, seed=seed,
             perturb=perturb, folder=Path(folder),
         )  # fmt: skip
-        (name,) = run_together(run_one_device, 1, program, timeout=timeout, tell=tell)
+        ((name, changes),) = run_together(run_one_device, 1, program, timeout=timeout, tell=tell)
 
         def tell_more(text: str) -> None:
             tell(f"{plan.world_size} process(es): {text}")
@@ -116,7 +116,7 @@ def verify(
         processes=plan.world_size,
         rows=summarise(one for rank in found for one in rank),
         seconds=time.monotonic() - started,
-        notes=notes,
+        notes=(*notes, *changes),
     )
 
 

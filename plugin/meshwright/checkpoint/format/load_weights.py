@@ -14,6 +14,7 @@ from meshwright.checkpoint.files.same_everywhere import read_same
 from meshwright.checkpoint.format.checkpoint_folders import checkpoint_folders, find_checkpoint, is_checkpoint
 from meshwright.checkpoint.format.manifest import NAME
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
+from meshwright.checkpoint.one_device.converted_files import as_of_model
 from meshwright.checkpoint.one_device.safetensors_file import Entry
 from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSource
 from meshwright.compiling import without_compilation
@@ -58,7 +59,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     weights = None if runtime is None else runtime.weights
     source = settled(path)
     assert source is not None
-    files = succeed_together(lambda: open_weights(source))
+    files = succeed_together(lambda: open_weights(source, model))
     names = succeed_together(lambda: files.names_for(model))
 
     def read() -> None:
@@ -109,18 +110,19 @@ def settled(source: WeightSource | None) -> WeightSource | None:
     return None if source is None else path  # to_distributed raises the error for a rank without weights
 
 
-def open_weights(source: WeightSource) -> WeightFiles:
+def open_weights(source: WeightSource, model: nn.Module) -> WeightFiles:
     """Open the weights of a checkpoint that ``save_checkpoint`` wrote, or of safetensors files.
 
     Args:
         source: the folder of a checkpoint, or what :meth:`WeightFiles.open` takes.
+        model: the model under whose names the weights are returned.
 
     Raises:
         CheckpointError: if a file or tensor is missing or damaged; the message says which.
     """
     if isinstance(source, str | os.PathLike) and is_checkpoint(Path(source)):
         return CheckpointWeights.of(OpenCheckpoint.read(Path(source)))
-    return WeightFiles.open(source)
+    return as_of_model(WeightFiles.open(source), model)
 
 
 @dataclass(frozen=True)

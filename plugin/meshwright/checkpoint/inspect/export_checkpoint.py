@@ -119,7 +119,7 @@ def _common_dtype(forms: dict[str, Form]) -> str | None:
 
 
 def _write_weights(folder: Path, forms: dict[str, Form], weights: CheckpointWeights, most: int) -> None:
-    names = split("model", {name: num_bytes(form) for name, form in forms.items()}, most)
+    names = split("model", ({name: num_bytes(form)} for name, form in forms.items()), most)
     files = {file: {name: forms[name] for name in inside} for file, inside in names.items()}
     with weights.progress as progress:
         progress.title = f"exporting {weights.source.name}"

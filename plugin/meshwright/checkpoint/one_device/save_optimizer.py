@@ -69,7 +69,11 @@ def save_optimizer(
     folder = Path(directory)
     stem = on_first_rank(lambda: _new_stem(folder))
     sizes = {name: num_bytes(tensor.form) for name, tensor in tensors.items()}
-    names = {file: names for file, names in split(stem, sizes, most).items() if names}
+    names = {
+        file: names
+        for file, names in split(stem, ({name: size} for name, size in sizes.items()), most).items()
+        if names
+    }
     files = {file: {name: tensors[name].form for name in names} for file, names in names.items()}
     manifest = every.manifest({name: file for file, forms in files.items() for name in forms})
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.checkpoint.one_device.published_form import PublishedTensors, as_they_are, published_form
 from meshwright.checkpoint.one_device.replaced_model import ModelReplacement, WeightNames
 from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes, read_header, read_rows
 from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, index_of, parse_bytes, split, stream
@@ -31,9 +32,9 @@ def export_with_full_weights(model: nn.Module) -> None:
     """Make ``model.save_pretrained`` write one-device weights from rank 0; every rank must then call it.
 
     A plain save of a transformers model is streamed: rank 0 never holds more than one full tensor beside its own
-    shard. If ``state_dict`` is passed, it is written instead. With ``push_to_hub``, or if the parameters have other
-    names on disk than in the model, rank 0 gathers the whole model first. For a PEFT model it gathers only the
-    adapters.
+    shard, and what is published in its place. If ``state_dict`` is passed, it is written instead. With
+    ``push_to_hub``, or if a published tensor is made of several of the model's, rank 0 gathers the whole model first.
+    For a PEFT model it gathers only the adapters.
     """
     if getattr(model, "save_pretrained", None) is not None:
         add_step(model, _FullSave(model), "save_pretrained")
@@ -110,29 +111,33 @@ def _can_stream(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class _Files:
-    """Which tensors go into which file.
+class _Saved:
+    """What transformers saves of a model.
 
     Args:
         names: the names of the weight files.
-        files: the names of each file's tensors, in order.
+        tensors: the names of the model's tensors that are saved, in order.
+        largest: the number of bytes of the largest file.
+        as_published: whether published tensors are saved in place of the model's.
     """
 
     names: WeightNames
-    files: dict[str, list[str]]
+    tensors: list[str]
+    largest: int
+    as_published: bool
 
 
 def _save_streamed(model: nn.Module, runtime: Runtime, save_pretrained: Callable[..., object], call: Call) -> bool:
-    """Write the weights tensor by tensor, if transformers' method would write them as they are; return whether."""
+    """Write the weights tensor by tensor, if each published one is made of one of the model's; return whether."""
     replacement: ModelReplacement | None = None
 
     def start() -> Call | None:
         nonlocal replacement
         if call["push_to_hub"] or call.get("distributed_checkpoint") or not call["is_main_process"]:
             return None
-        most = parse_bytes(call["max_shard_size"])
+        largest = parse_bytes(call["max_shard_size"])
         replacement = ModelReplacement(Path(call["save_directory"]))
-        found = _plan(model, save_pretrained, {**call, "save_directory": replacement.path}, most)
+        found = _save_rest(model, save_pretrained, {**call, "save_directory": replacement.path}, largest)
         return None if found is None else asdict(found)
 
     def finish() -> None:
@@ -140,21 +145,25 @@ def _save_streamed(model: nn.Module, runtime: Runtime, save_pretrained: Callable
         written.close()
         if len(files) > 1:
             text = index_of(files, sum(global_shape(p).numel() for p in model.parameters()))
-            (replacement.path / plan.names.index).write_text(text, encoding="utf-8")
-        replacement.commit(plan.names)
+            (replacement.path / saved.names.index).write_text(text, encoding="utf-8")
+        replacement.commit(saved.names)
 
     try:
         fields = on_first_rank(start)
         if fields is None:
             return False
-        plan = _Files(**{**fields, "names": WeightNames(**fields["names"])})
+        saved = _Saved(**{**fields, "names": WeightNames(**fields["names"])})
         state = model.state_dict(keep_vars=True)
-        files = {file: {name: _form(state[name]) for name in names} for file, names in plan.files.items()}
+        forms = {name: _form(state[name]) for name in saved.tensors}
+        published = published_form(model, forms) if saved.as_published else as_they_are(forms)
+        if published is None:
+            return False
+        files = _files(published, saved)
         written = None
         if runtime.mesh.is_first:
             assert replacement is not None
             written = StreamedFiles(replacement.path, files, f"writing {call['save_directory']}")
-        stream(files, lambda name: gather_full(state[name], runtime), written)
+        stream(files, _gather_published(model, published, runtime), written)
         on_first_rank(finish)
         return True
     finally:
@@ -162,17 +171,45 @@ def _save_streamed(model: nn.Module, runtime: Runtime, save_pretrained: Callable
             replacement.close()
 
 
-def _plan(model: nn.Module, save_pretrained: Callable[..., object], call: Call, most: int) -> _Files | None:
-    """Let transformers' own method write all files but the weights; return how to stream these, None if impossible."""
+def _gather_published(
+    model: nn.Module, published: dict[str, PublishedTensors], runtime: Runtime
+) -> Callable[[str], Tensor | None]:
+    """Return a collective that returns the published tensor of a name on the first rank."""
+    state = model.state_dict(keep_vars=True)
+    gathered: set[str] = set()
+
+    def gather(name: str) -> Tensor | None:
+        tensors = published[name]
+        if tensors.source not in gathered:
+            gathered.add(tensors.source)
+            whole = gather_full(state[tensors.source], runtime)
+            if whole is not None:
+                tensors.make(model, whole)
+        return tensors.take(name) if runtime.mesh.is_first else None
+
+    return gather
+
+
+def _files(published: dict[str, PublishedTensors], saved: _Saved) -> dict[str, dict[str, Form]]:
+    """Return the dtype and the shape of each tensor of each file."""
+    forms = {name: made.forms[name] for name, made in published.items()}
+    units = [unit for made in dict.fromkeys(published.values()) for unit in made.units]
+    sizes = ({name: num_bytes(forms[name]) for name in unit} for unit in units)
+    parts = split(saved.names.stem, sizes, saved.largest)
+    # Wide dtypes first, so that every tensor is aligned in its file.
+    ordered = {file: sorted(names, key=lambda name: -forms[name][0].itemsize) for file, names in parts.items()}
+    return {file: {name: forms[name] for name in names} for file, names in ordered.items()}
+
+
+def _save_rest(model: nn.Module, save_pretrained: Callable[..., object], call: Call, largest: int) -> _Saved | None:
+    """Let transformers' own method write all files but the weights; return what these hold, None if unknown."""
     state = model.state_dict(keep_vars=True)
     written = _save_stand_ins(state, save_pretrained, call)
     if written is None:
         return None
     stem, kept = written
-    # Wide dtypes first, so that every tensor is aligned in its file.
-    ordered = sorted((name for name in state if name in kept), key=lambda name: -state[name].element_size())
-    files = split(stem, {name: num_bytes(_form(state[name])) for name in ordered}, most)
-    return _Files(WeightNames(stem, WeightNames.of(call.get("variant")).index), files)
+    names = WeightNames(stem, WeightNames.of(call.get("variant")).index)
+    return _Saved(names, [n for n in state if n in kept], largest, bool(call.get("save_original_format", False)))
 
 
 def _save_stand_ins(
@@ -181,7 +218,7 @@ def _save_stand_ins(
     """Let transformers' own method save a few numbers for each tensor; return its file's stem and the names in it.
 
     The method drops tied names and the tensors that the model excludes from its files, as ``from_pretrained`` expects.
-    If it also renames or converts a tensor, the result is None.
+    If a class also renames or converts a tensor by itself, the result is None.
     """
     # Each stand-in has its tensor's number of dims, all of different sizes, and its own value, to show any conversion.
     numbers = {id(x): number for number, x in enumerate(state.values())}
@@ -190,7 +227,8 @@ def _save_stand_ins(
     }
     names = {name: stand_ins[id(x)] for name, x in state.items()}
     try:
-        save_pretrained(**{**call, "state_dict": dict(names), "max_shard_size": "1TB"})
+        own_names = {"save_original_format": False} if "save_original_format" in call else {}
+        save_pretrained(**{**call, **own_names, "state_dict": dict(names), "max_shard_size": "1TB"})
     except (RuntimeError, ValueError, TypeError):
         return None  # the method converts whole tensors; it raises any other error again in the real save
     written = list(Path(call["save_directory"]).glob("*.safetensors"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -31,16 +31,29 @@ def parse_bytes(size: int | str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def split(stem: str, sizes: dict[str, int], most: int) -> dict[str, list[str]]:
-    """Assign tensors to files in order, each of at most ``most`` bytes; a larger tensor gets its own file."""
-    parts: list[list[str]] = [[]]
+def split(stem: str, units: Iterable[Mapping[str, int]], most: int) -> dict[str, list[str]]:
+    """Assign tensors to files in order, each of at most ``most`` bytes, as transformers does.
+
+    Args:
+        stem: the start of the files' names.
+        units: the number of bytes of each tensor, by name. Tensors that share memory on one device are one unit, which
+            is never divided; a larger one gets its own file.
+        most: the number of bytes of the largest file.
+    """
+    parts: list[list[str]] = []
+    last: list[str] = []
     room = most
-    for name, size in sizes.items():
-        if size > room and parts[-1]:
-            parts.append([])
-            room = most
-        parts[-1].append(name)
+    for unit in units:
+        if (size := sum(unit.values())) > most:
+            parts.append([*unit])
+            continue
+        if size > room:
+            parts.append(last)
+            last, room = [], most
+        last += unit
         room -= size
+    if last or not parts:
+        parts.append(last)
     if len(parts) == 1:
         return {f"{stem}.safetensors": parts[0]}
     return {f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts, 1)}

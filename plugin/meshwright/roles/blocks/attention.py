@@ -42,8 +42,9 @@ class Attention(Block):
     heads: HeadLayout
 
     rows: ClassVar = {
-        Role.Q: lambda block, _: block.heads.query_rows(),
-        Role.K: lambda block, _: block.heads.kv_rows(),
+        # A query and a key may be wider or narrower than a value.
+        Role.Q: lambda block, size: block.heads.rows_per_head(size),
+        Role.K: lambda block, size: block.heads.kv_rows(size // block.heads.kv_heads),
         Role.V: lambda block, _: block.heads.kv_rows(),
         Role.QKV: lambda block, _: block.heads.fused_rows(),
         Role.QKV_BY_GROUP: lambda block, _: block.heads.grouped_rows(),
@@ -57,8 +58,10 @@ class Attention(Block):
 
     def divide(self, by_role: Mapping[Role, nn.Module]) -> None:
         fused = [module for role, module in by_role.items() if role in _FUSED]
-        if {Role.K, Role.V} <= by_role.keys() and by_role.keys() & {Role.Q, Role.PER_HEAD}:
-            kv_width = out_features(by_role[Role.K])
+        if Role.K in by_role and by_role.keys() & {Role.Q, Role.PER_HEAD}:
+            # A query projection with the role PER_HEAD has more rows for each head than its query.
+            is_even = Role.Q not in by_role or out_features(by_role[Role.Q]) == self.width
+            kv_width = out_features(by_role[Role.K if is_even else Role.V])
         elif Role.PER_HEAD in by_role:  # latent attention makes keys and values for each query head
             kv_width = self.width
         elif fused:
@@ -94,10 +97,17 @@ class Attention(Block):
             return {}
         output = by_role[Role.O]
         inputs = [m for role, m in by_role.items() if role is not Role.O]
-        is_uneven = not fused and in_features(output) != out_features(by_role[Role.Q])
-        if is_uneven or out_features(output) != hidden or any(in_features(m) != hidden for m in inputs):
+        is_even = fused or in_features(output) == _value_width(module, out_features(by_role[Role.Q]))
+        if not is_even or out_features(output) != hidden or any(in_features(m) != hidden for m in inputs):
             return {}
         return {"": Role.ATTENTION} | roles | _query_key_norms(module, by_role)
+
+
+def _value_width(attention: nn.Module, query_width: int) -> int:
+    """Return the width of the values of as many heads as the queries have."""
+    own = vars(attention)
+    query_dim, value_dim = own.get("head_dim"), own.get("v_head_dim")
+    return query_width // query_dim * value_dim if query_dim and value_dim else query_width
 
 
 def _query_key_norms(block: nn.Module, projections: Mapping[Role, nn.Module]) -> dict[str, Role]:

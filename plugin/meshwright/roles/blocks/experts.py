@@ -7,36 +7,103 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from meshwright.errors import PlanError
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.roles.blocks.block import BlockKind
+from meshwright.roles.projection import is_projection, out_features
 from meshwright.roles.sharding_plan import Role
+
+_ROUTERS = frozenset({"router", "gate"})
 
 
 class Experts(BlockKind):
-    """A module that owns experts, the router that sends tokens to them, and other weights for each token.
+    """A module, or a layer, that owns experts and a router that sends tokens to them.
 
     Experts that every token takes are an MLP, which gathers its input itself.
     """
 
     @classmethod
     def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
-        experts = {name: child for name, child in module.named_children() if is_experts(child)}
-        # What looks at token ids would need those of this rank's tokens.
-        if not experts or "input_ids" in inspect.signature(module.forward).parameters:
-            return {}
-        inside = tuple(f"{name}." for name in experts)
-        others = {n: m for n, m in module.named_modules(remove_duplicate=False) if not f"{n}.".startswith(inside)}
-        routers = {n: Role.ROUTER for n, m in others.items() if not n or _is_token_wise(m)}
-        return routers | dict.fromkeys(experts, Role.EXPERTS)
+        return roles_of_experts(module)
+
+
+def roles_of_experts(module: nn.Module) -> dict[str, Role]:
+    """Return the roles of the experts and routers that a module owns, by name; empty if it owns no experts."""
+    children = dict(module.named_children())
+    experts = {name for name, child in children.items() if is_experts(child)}
+    experts = experts or {name for name, child in children.items() if _is_own_code(name, child)}
+    # What looks at token ids would need those of this rank's tokens.
+    if not experts or not _ROUTERS & children.keys() or "input_ids" in inspect.signature(module.forward).parameters:
+        return {}
+    routers = {name: child for name, child in children.items() if name in _ROUTERS or _is_gate(child)}
+    inside = {f"{name}.{n}".rstrip("."): m for name, child in routers.items() for n, m in child.named_modules()}
+    token_wise = {name: Role.ROUTER for name, m in inside.items() if _is_token_wise(m)}
+    return {"": Role.ROUTER} | token_wise | dict.fromkeys(experts, Role.EXPERTS)
+
+
+def experts_of_own_code(model: nn.Module) -> str | None:
+    """Return the name of experts that a model calls otherwise than by transformers' interface; None if there are none.
+
+    Every rank can have such experts whole, but ranks cannot share them.
+    """
+    for owner, module in model.named_modules():
+        for name, role in roles_of_experts(module).items():
+            if role is Role.EXPERTS and not is_experts(module.get_submodule(name)):
+                return f"{owner}.{name}"
+    return None
 
 
 def is_experts(module: nn.Module) -> bool:
     """Return whether a module computes, for each token by itself, the weighted sum of what some experts return.
 
-    The marks are those that transformers' ``use_experts_implementation`` sets on each such module.
+    The marks are those that transformers' ``use_experts_implementation`` sets on each such module. The arguments of its
+    forward are the tokens and what the router has chosen for them, so that ranks can exchange the tokens.
     """
     return all(name in vars(module) for name in ("has_gate", "is_transposed", "config")) and hasattr(
         module.config, "_experts_implementation"
     )
+
+
+def check_experts(model: nn.Module, ep: int) -> None:
+    """Raise if ``ep`` ranks cannot share a model's experts."""
+    if ep > 1 and (name := experts_of_own_code(model)) is not None:
+        raise PlanError(
+            f"{name} is a {type(model.get_submodule(name)).__name__}, which {type(model).__name__} calls with code of "
+            f"its own instead of transformers' interface for experts, so {ep} ranks cannot share them. Set "
+            "ParallelPlan.ep to 1: each rank then has whole experts"
+        )
+    counts = [{p.shape[0] for p in module.parameters()} for module in model.modules() if is_experts(module)]
+    if ep > 1 and (not counts or any(len(sizes) > 1 or min(sizes) < ep for sizes in counts)):
+        have = f"{', '.join(map(str, sorted(set.union(*counts))))} experts in a layer" if counts else "no experts"
+        raise PlanError(
+            f"{type(model).__name__} has {have}, so {ep} ranks cannot share them. Set ParallelPlan.ep to at most the "
+            "number of experts of each layer, or to 1"
+        )
+
+
+def expert_layouts(model: nn.Module, ep: int) -> dict[str, TensorLayout]:
+    """Return the layout of each weight of experts by name, if ``ep`` ranks share them."""
+    return {
+        f"{name}.{own}": TensorLayout(shape=parameter.shape, cuts=(("ep", RowLayout.padded(parameter.shape[0], ep)),))
+        for name, module in model.named_modules(remove_duplicate=False)
+        if ep > 1 and is_experts(module)
+        for own, parameter in module.named_parameters()
+    }
+
+
+def _is_own_code(name: str, module: nn.Module) -> bool:
+    """Return whether a module that code of the family's own calls holds the stacked weights of several experts."""
+    weights = list(module.parameters())
+    holds_layers = any(
+        is_projection(m) or isinstance(m, nn.Embedding | nn.modules.conv._ConvNd) for m in module.modules()
+    )
+    return bool(weights) and not holds_layers and (name == "experts" or all(weight.ndim == 3 for weight in weights))
+
+
+def _is_gate(module: nn.Module) -> bool:
+    """Return whether a module gives each token one number, which scales what shared experts return."""
+    return is_projection(module) and out_features(module) == 1
 
 
 def _is_token_wise(module: nn.Module) -> bool:

@@ -75,8 +75,9 @@ class HeadLayout:
     def query_rows(self) -> RowLayout:
         return RowLayout.even(self.heads * self.head_dim, self.tp)
 
-    def kv_rows(self) -> RowLayout:
-        return self._rows(self.kv_heads, lambda rank: ((head, 1) for head in self.local_kv_heads(rank)))
+    def kv_rows(self, width: int | None = None) -> RowLayout:
+        """Return the layout of the rows of the keys or values: ``width`` rows of each head, by default its own."""
+        return self._rows(self.kv_heads, lambda rank: ((head, 1) for head in self.local_kv_heads(rank)), width)
 
     def rows_per_head(self, size: int) -> RowLayout:
         """Return the layout of ``size`` rows that belong to the query heads in their order, equally many to each."""
@@ -130,10 +131,11 @@ class HeadLayout:
 
         return self._rows(3 * self.heads, runs)
 
-    def _rows(self, heads: int, runs: Callable[[int], Iterable[HeadRun]]) -> RowLayout:
+    def _rows(self, heads: int, runs: Callable[[int], Iterable[HeadRun]], width: int | None = None) -> RowLayout:
         """Return the layout of the rows of ``heads`` heads, from the runs of heads that each rank holds."""
-        spans = (tuple((n * self.head_dim, (n + k) * self.head_dim) for n, k in runs(rank)) for rank in range(self.tp))
-        return RowLayout(0, heads * self.head_dim, tuple(spans))
+        width = width or self.head_dim
+        spans = (tuple((n * width, (n + k) * width) for n, k in runs(rank)) for rank in range(self.tp))
+        return RowLayout(0, heads * width, tuple(spans))
 
     def take_heads(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """Return a rank's part of a tensor whose ``dim`` runs over query heads, or over batch times query heads."""

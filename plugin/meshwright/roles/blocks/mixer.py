@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from meshwright.roles.blocks.block import BlockKind
-from meshwright.roles.blocks.experts import is_experts
+from meshwright.roles.blocks.experts import roles_of_experts
 from meshwright.roles.projection import in_features, is_projection, out_features
 from meshwright.roles.sharding_plan import Role
 
@@ -28,5 +28,5 @@ class Mixer(BlockKind):
             and any(out_features(m) == hidden for m in projections)
         )
         # A list is not called, and of experts each rank must take its own tokens alone.
-        is_known = isinstance(module, nn.ModuleList | nn.ModuleDict) or hinted or any(map(is_experts, modules))
+        is_known = isinstance(module, nn.ModuleList | nn.ModuleDict) or hinted or any(map(roles_of_experts, modules))
         return {"": Role.WHOLE} if is_mixer and not is_known else {}

@@ -1,0 +1,1 @@
+"""Proves and times everything on a GPU, in one command: ``python -m conformance.gpu``."""

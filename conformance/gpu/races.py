@@ -1,0 +1,178 @@
+"""Ways to train one model on one device, whose steps are timed one after the other."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import meshwright as mw
+from meshwright.choose.given_plan import resolve_plan
+
+_WARM, _STEPS = 3, 7  # steps that are not measured, since they compile and allocate, and steps that are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """A Llama and its batch.
+
+    Args:
+        name: in words.
+        rows, length: the batch.
+        hidden, layers, ffn, heads, kv_heads, vocab: the sizes.
+        recompute: whether backward recomputes the layers.
+        adapters: whether LoRA adapters are trained instead of the weights.
+    """
+
+    name: str
+    rows: int
+    length: int
+    hidden: int
+    layers: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    recompute: bool = False
+    adapters: bool = False
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=self.hidden, num_hidden_layers=self.layers, intermediate_size=self.ffn,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, vocab_size=self.vocab,
+            max_position_embeddings=self.length, use_cache=False,
+        )  # fmt: skip
+
+    def model(self, device: torch.device) -> Any:
+        """Return the model with the same weights in every call: bfloat16 on a GPU, float32 on a CPU."""
+        torch.manual_seed(0)
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        with device:
+            model: Any = LlamaForCausalLM._from_config(self.config, dtype=dtype).train()
+        if self.adapters:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
+        return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What one way of training measured.
+
+    Args:
+        seconds: of a step, the median: wall time on a GPU, and CPU time on a CPU, whose cores others may use too.
+        loss: the loss of the first batch.
+    """
+
+    seconds: float
+    loss: float
+
+
+def stock(contest: Contest, device: torch.device) -> tuple[Any, Any]:
+    """Return a model and an optimizer as transformers and torch have them."""
+    model = contest.model(device)
+    if contest.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model, _optimizer(model)
+
+
+def compiled(contest: Contest, device: torch.device) -> tuple[Any, Any]:
+    """Return the stock model, compiled."""
+    model, optimizer = stock(contest, device)
+    return torch.compile(model), optimizer
+
+
+def liger(contest: Contest, device: torch.device) -> tuple[Any, Any]:
+    """Return the stock model with Liger's kernels."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    model, optimizer = stock(contest, device)
+    apply_liger_kernel_to_llama(model=model)
+    return model, optimizer
+
+
+def meshwright(contest: Contest, device: torch.device) -> tuple[Any, Any]:
+    """Return the model after ``to_distributed`` with the plan of one device."""
+    model = contest.model(device)
+    plan = resolve_plan("tp1 recompute=full" if contest.recompute else "tp1")
+    config = mw.ToDistributedConfig(plan=plan)
+    model, optimizer, _ = mw.to_distributed(model, _optimizer(model), config=config)
+    return model, optimizer
+
+
+WAYS: dict[str, Callable[[Contest, torch.device], tuple[Any, Any]]] = {
+    "stock": stock, "meshwright": meshwright, "compiled": compiled, "liger": liger,
+}  # fmt: skip
+
+
+def is_installed(way: str) -> bool:
+    return way != "liger" or find_spec("liger_kernel") is not None
+
+
+def _optimizer(model: Any) -> torch.optim.Optimizer:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=parameters[0].is_cuda)
+
+
+def race(contest: Contest, ways: tuple[str, ...], kind: str, sleep: float = 0.0) -> dict[str, Turn]:
+    """Time each way to train a contest's model, one after the other.
+
+    Args:
+        contest: the model and its batch.
+        ways: names of ``WAYS``.
+        kind: "cpu" or "cuda".
+        sleep: seconds by which each forward of Meshwright's model is late: a planted fault if it is not 0.
+    """
+    return {way: _turn(contest, way, torch.device(kind), sleep if way == "meshwright" else 0.0) for way in ways}
+
+
+def _turn(contest: Contest, way: str, device: torch.device, sleep: float) -> Turn:
+    model, optimizer = WAYS[way](contest, device)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(contest.vocab, (contest.rows, contest.length), generator=generator).to(device)
+    first = float(_step(model, optimizer, ids))
+    if sleep:
+        model.register_forward_pre_hook(lambda *_: _burn(sleep))
+    for _ in range(_WARM - 1):
+        _step(model, optimizer, ids)
+    seconds = []
+    for _ in range(_STEPS):
+        began = _now(device)
+        _step(model, optimizer, ids)
+        seconds.append(_now(device) - began)
+    del model, optimizer
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Turn(seconds=statistics.median(seconds), loss=first)
+
+
+def _step(model: Any, optimizer: Any, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _burn(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass

@@ -1,0 +1,106 @@
+"""Ranks that are killed, or that run out of memory, on a device: all ranks must end and name them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import meshwright as mw
+from conformance.gpu.section import Check, Place, attempt, line_of
+from conformance.gpu.training import batches, new_model
+from harness.programs import mark_fault, run_program
+from meshwright.choose.given_plan import resolve_plan
+
+_PLANS = ("dp2 zero1", "tp2+sp")
+_TIMEOUT = 20.0  # seconds that a rank may be silent; a GPU needs some at its first step
+_IN_TIME = _TIMEOUT + 5.0
+_WHOLE = 150.0  # seconds for a program: imports, a context on the GPU, and the end
+_TOO_MUCH = 1 << 50  # bytes that no device has
+
+
+class Faults:
+    """Runs programs of two ranks, one of which fails."""
+
+    name = "faults"
+    question = "If a rank is killed or runs out of memory, do all ranks end in time and name it?"
+    share = 2.0
+
+    def needs(self, place: Place) -> str | None:
+        return None
+
+    def run(self, place: Place) -> Iterator[Check]:
+        for plan in _PLANS:
+            for what, fail, words in (
+                ("is killed", kill, "ended abruptly"), ("runs out of memory", run_out, "OutOfMemoryError"),
+            ):  # fmt: skip
+                case = Case(plan, f"{plan}: rank 1 {what}", fail, words)
+                yield from attempt(case.what, lambda case=case: [case.ended(place)])
+
+    def verdict(self, checks: Sequence[Check]) -> str:
+        return line_of(checks)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program in which rank 1 fails, and the words by which the other rank must name the reason."""
+
+    plan: str
+    what: str
+    fail: Callable[[str], None]
+    words: str
+
+    def ended(self, place: Place) -> Check:
+        """Run the program; a planted fault lets rank 0 fail instead."""
+        victim = 0 if place.plants else 1
+        outcomes = run_program(program, 2, self.plan, place.device, victim, self.fail, timeout=_WHOLE)
+        other = outcomes[0]
+        named = re.search(rf"rank 1 \(host [^)]*\)[^\n]*{self.words}", other.output)
+        wrong = [
+            *(f"rank {rank} did not end" for rank, outcome in enumerate(outcomes) if outcome.code is None),
+            *(["rank 0 ended as if nothing was wrong"] if other.code == 0 else []),
+            *([] if named else ["rank 0 does not name rank 1"]),
+            *([f"rank 0 ended after {other.after:.0f} s"] if other.after > _IN_TIME else []),
+        ]
+        if wrong:
+            print("\n".join(outcome.output for outcome in outcomes), flush=True)
+        return Check(
+            what=f"{self.what}: what is wrong on the other",
+            figure=len(wrong),
+            goal=0.0,
+            note="; ".join(wrong),
+            details={"seconds": other.after},
+        )
+
+
+def program(plan: str, device: str, victim: int, fail: Callable[[str], None]) -> None:
+    """Train under a plan; one rank fails in its second step."""
+    model = new_model("llama", torch.float32, device)
+    config = mw.ToDistributedConfig(plan=resolve_plan(plan), timeout_s=_TIMEOUT)
+    model, optimizer, loader = mw.to_distributed(
+        model, torch.optim.AdamW(model.parameters()), batches(4), config=config
+    )
+    for step, batch in enumerate(loader):
+        if step == 1 and dist.get_rank() == victim:
+            mark_fault()
+            fail(device)
+        model(**{name: x.to(device) for name, x in batch.items()}).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def kill(device: str) -> None:
+    """End this process as the kernel does that lacks memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_out(device: str) -> None:
+    """Ask the device for more memory than it has; a CPU's allocator would raise another error."""
+    if device == "cpu":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1024.00 TiB")
+    torch.empty(_TOO_MUCH, dtype=torch.uint8, device=device)

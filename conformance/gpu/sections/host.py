@@ -1,0 +1,66 @@
+"""What the hooks of a plan cost the host, beside the stock model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.host_time import PLANS, per_layer
+from conformance.gpu.races import Contest, race
+from conformance.gpu.ranks import rank_pools
+from conformance.gpu.section import Check, Place, line_of
+
+# A step of a stock model is almost all Python here, and a plan adds hooks, collectives and what the ranks compare.
+_MOST = 3.0  # times of the stock model's host time that a plan may add
+_LAYERS, _ROUNDS = 16, 6
+_BUSY = 0.02  # seconds of a planted fault, in each layer
+# A model whose layers are so narrow that the host is the limit.
+_NARROW = Contest(
+    name="narrow model, where the host is the limit", rows=1, length=128, hidden=256, layers=24, ffn=512, heads=4,
+    kv_heads=4, vocab=1024,
+)  # fmt: skip
+
+
+class HostTime:
+    """Measures CPU time per layer with a fake process group, which needs no device."""
+
+    name = "host"
+    question = "How much CPU time does a layer cost the host under a plan, beside the stock model?"
+    share = 2.0
+
+    def needs(self, place: Place) -> str | None:
+        return None
+
+    def run(self, place: Place) -> Iterator[Check]:
+        torch.set_num_threads(1)
+        for words in PLANS:
+            found = per_layer(words, _LAYERS, _ROUNDS, _busy if place.plants else lambda model: None)
+            added = found.forward + found.backward
+            yield Check(
+                what=f"{words}: host time that a layer adds, relative to the stock layer's",
+                figure=added / found.stock,
+                goal=_MOST,
+                details={"ms stock": found.stock, "ms forward": found.forward, "ms backward": found.backward},
+            )
+        if place.is_cuda:
+            with rank_pools() as pools:
+                (times,) = pools.run(1, race, _NARROW, ("stock", "meshwright", "compiled"), place.device, 0.0)
+            for name, turn in times.items():
+                yield Check(what=f"{_NARROW.name}: {name}", figure=1e3 * turn.seconds / _NARROW.layers,
+                            unit="ms per layer")  # fmt: skip
+
+    def verdict(self, checks: Sequence[Check]) -> str:
+        return line_of(checks)
+
+
+def _busy(model: Any) -> None:
+    def wait(*_: object) -> None:
+        end = time.thread_time() + _BUSY
+        while time.thread_time() < end:
+            pass
+
+    for layer in model.model.layers:
+        layer.register_forward_hook(wait)

@@ -1,0 +1,133 @@
+"""Each kind of plan against one process on the same device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from conformance.gpu.ranks import RankPools, rank_pools
+from conformance.gpu.section import Check, Place, attempt, line_of
+from conformance.gpu.training import Numbers, largest_difference, relative_error, trained
+from meshwright.choose.given_plan import resolve_plan
+
+# The plan in words, and the family that it trains.
+PLANS = (
+    ("dp2 tp2+sp zero1", "llama"),
+    ("dp2", "llama"),
+    ("tp2+sp", "llama"),
+    ("tp2", "llama"),
+    ("dp2 zero1", "llama"),
+    ("dp2 zero2", "llama"),
+    ("dp2 zero3", "llama"),
+    ("pp2 mb1", "llama"),
+    ("cp2(ring)", "llama"),
+    ("cp2(ulysses)", "llama"),
+    ("cp2(gather)", "llama"),
+    ("dp2 ep2", "mixtral"),
+    ("tp2+sp ep2", "mixtral"),
+    ("tp2+sp recompute=full", "llama"),
+    ("pp2 tp2+sp mb1", "llama"),
+    ("dp2 cp2(ring) zero1", "llama"),
+    ("dp2 tp2+sp zero3 recompute=full", "llama"),
+)
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+# In float64 and float32 only the order of sums differs: about 1e-16 and 1e-7 for each sum, over some hundred terms.
+_EXACT, _SINGLE = 1e-10, 2e-5
+# In bfloat16 each result is rounded to 8 bits, in the plan as on one device. Two orders of summation are two draws of
+# the same error, whose sizes over some ten thousand gradients differ by a few percent.
+_HALF = 1.3
+_FAULT = 1.001  # the factor of a planted fault
+
+
+class NumbersOfPlans:
+    """Trains each plan in three precisions."""
+
+    name = "numbers"
+    question = "Does each kind of plan give the numbers of one process, on this device?"
+    share = 4.0
+
+    def needs(self, place: Place) -> str | None:
+        return None
+
+    def run(self, place: Place) -> Iterator[Check]:
+        with rank_pools() as pools:
+            if place.is_cuda:
+                yield from attempt("NCCL with one rank", lambda: [_one_rank_of_nccl(pools)])
+            references = _References(pools, place.device)
+            for plan, family in PLANS:
+                ranks = resolve_plan(plan).world_size
+                for backend in ("gloo", "nccl") if ranks <= place.gpus else ("gloo",):
+                    case = _Case(plan, family, backend)
+                    yield from attempt(case.name, lambda case=case: case.checks(references, place))
+
+    def verdict(self, checks: Sequence[Check]) -> str:
+        return line_of(checks)
+
+
+@dataclass(frozen=True)
+class _References:
+    """The runs on one device, each of which is made once."""
+
+    pools: RankPools
+    device: str
+    made: dict[tuple[str, torch.dtype], Numbers] = field(default_factory=dict)
+
+    def of(self, family: str, dtype: torch.dtype) -> Numbers:
+        if (family, dtype) not in self.made:
+            (self.made[family, dtype],) = self.pools.run(1, trained, None, dtype, self.device, family)
+        return self.made[family, dtype]
+
+
+@dataclass(frozen=True)
+class _Case:
+    plan: str
+    family: str
+    backend: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.plan}, {self.family}, {self.backend}"
+
+    def checks(self, references: _References, place: Place) -> Iterator[Check]:
+        ranks, factor = resolve_plan(self.plan).world_size, _FAULT if place.plants else 1.0
+        for dtype in _DTYPES:
+            given = (self.plan, dtype, place.device, self.family, factor)
+            found = references.pools.run(ranks, trained, *given, backend=self.backend)[0]
+            what, expected = f"{self.name}, {str(dtype).removeprefix('torch.')}", references.of(self.family, dtype)
+            if dtype is torch.bfloat16:
+                exact = references.of(self.family, torch.float64)
+                own, of_one = relative_error(found, exact), relative_error(expected, exact)
+                yield Check(
+                    what=f"{what}: error of gradients against float64, relative to that of one process",
+                    figure=own / of_one,
+                    goal=_HALF,
+                    details={"plan": own, "one process": of_one},
+                )
+            else:
+                is_exact = dtype is torch.float64
+                difference = largest_difference(found, expected, weights=is_exact)
+                yield Check(what=what, figure=difference, goal=_EXACT if is_exact else _SINGLE)
+
+
+def _one_rank_of_nccl(pools: RankPools) -> Check:
+    (wrong,) = pools.run(1, _collectives_alone, backend="nccl")
+    return Check(what="NCCL with one rank: results of five collectives that differ", figure=wrong, goal=0.0)
+
+
+def _collectives_alone() -> int:
+    """Return how many collectives of a group of one rank do not give back what they are given."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.arange(8.0, device=device)
+    found = {name: torch.zeros_like(x) for name in ("gather", "scatter", "exchange")}
+    reduced, sent = x.clone(), x.clone()
+    dist.all_reduce(reduced)
+    dist.broadcast(sent, 0)
+    dist.all_gather_into_tensor(found["gather"], x)
+    dist.reduce_scatter_tensor(found["scatter"], x)
+    dist.all_to_all_single(found["exchange"], x)
+    return sum(not torch.equal(x, y) for y in itertools.chain((reduced, sent), found.values()))

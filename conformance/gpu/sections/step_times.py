@@ -1,0 +1,111 @@
+"""What the planner expects of this device beside what it does, and Meshwright beside the stock loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from conformance.gpu.races import Contest, Turn, is_installed, race
+from conformance.gpu.ranks import rank_pools
+from conformance.gpu.section import Check, Place, attempt, line_of
+from meshwright.calibration.measure import calibrate
+from meshwright.choose.picked_plan import device_at_hand
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.hardware import HardwareProfile
+from meshwright.planner.shapes import describe
+from meshwright.planner.time import StepModel
+
+_CONTESTS = (
+    Contest(name="0.1 B, 8 x 2048", rows=8, length=2048, hidden=768, layers=12, ffn=2048, heads=12, kv_heads=12,
+            vocab=32000),
+    Contest(name="1.2 B, 2 x 4096", rows=2, length=4096, hidden=2048, layers=16, ffn=8192, heads=32, kv_heads=8,
+            vocab=128256),
+    Contest(name="0.4 B, 1 x 32768, recompute", rows=1, length=32768, hidden=1024, layers=24, ffn=2816, heads=16,
+            kv_heads=8, vocab=32000, recompute=True),
+    Contest(name="3.2 B, 1 x 4096, recompute", rows=1, length=4096, hidden=3072, layers=28, ffn=8192, heads=24,
+            kv_heads=8, vocab=128256, recompute=True),
+    Contest(name="1.2 B, 1 x 8192, LoRA", rows=1, length=8192, hidden=2048, layers=16, ffn=8192, heads=32, kv_heads=8,
+            vocab=128256, adapters=True),
+    Contest(name="0.4 B, 4 x 4096", rows=4, length=4096, hidden=1024, layers=24, ffn=2816, heads=16, kv_heads=8,
+            vocab=32000),
+)  # fmt: skip
+_TINY = (
+    Contest(name="tiny, 4 x 128", rows=4, length=128, hidden=128, layers=2, ffn=384, heads=4, kv_heads=2, vocab=1000),
+)
+_CALIBRATION = 0.15  # share of the time
+_SHORTEST = 4.0  # seconds of a calibration
+_OFF, _FASTEST = 0.10, 1.00
+_CPU_SPEED = 0.5  # on a CPU, where a tiny model's hooks are much of its step
+_LATE = 1.0  # seconds of a planted fault
+# Losses of the first batch: bfloat16 has 8 bits, and float32 24; about 11 is the loss, the mean over thousands of rows.
+_LOSS = {"cpu": 1e-5, "cuda": 5e-3}
+
+
+class StepTimes:
+    """Calibrates the device, and times models of several sizes."""
+
+    name = "time"
+    question = (
+        "Does the planner, calibrated here, foresee the time of a step, and is a step as fast as the fastest loop "
+        "without Meshwright, with the same loss?"
+    )
+    share = 8.0
+
+    def needs(self, place: Place) -> str | None:
+        return None
+
+    def run(self, place: Place) -> Iterator[Check]:
+        seconds = max(_SHORTEST, _CALIBRATION * place.seconds) if place.is_cuda else _SHORTEST
+        profile = calibrate(processes=1, seconds=seconds)
+        assert profile is not None and profile.device is not None
+        yield Check(what="peak of matrix multiplications, calibrated", figure=profile.device.flops / 1e12,
+                    unit="TFLOP/s", details={"GB/s": profile.device.bandwidth / 1e9})  # fmt: skip
+        ways = ("stock", "meshwright", *(("compiled", "liger") if place.is_cuda else ()))
+        late = _LATE if place.plants else 0.0
+        with rank_pools() as pools:
+            for contest in _CONTESTS if place.is_cuda else _TINY:
+                able = tuple(way for way in ways if is_installed(way) and not (contest.adapters and way == "liger"))
+
+                def checks(contest: Contest = contest, able: tuple[str, ...] = able) -> Iterator[Check]:
+                    (turns,) = pools.run(1, race, contest, able, place.device, late)
+                    yield from _checks(contest, turns, profile, place)
+
+                yield from attempt(contest.name, checks)
+
+    def verdict(self, checks: Sequence[Check]) -> str:
+        return line_of(checks)
+
+
+def _checks(contest: Contest, turns: dict[str, Turn], profile: HardwareProfile, place: Place) -> Iterator[Check]:
+    own, others = turns["meshwright"], {way: turn for way, turn in turns.items() if way != "meshwright"}
+    fastest = min(others, key=lambda way: others[way].seconds)
+    yield Check(
+        what=f"{contest.name}: speed relative to the fastest other, {fastest}",
+        figure=others[fastest].seconds / own.seconds,
+        goal=place.goal(_FASTEST, _CPU_SPEED),
+        at_least=True,
+        details={f"ms {way}": 1e3 * turn.seconds for way, turn in turns.items()},
+    )
+    yield Check(
+        what=f"{contest.name}: loss of the first batch, off the stock model's",
+        figure=abs(own.loss / turns["stock"].loss - 1),
+        goal=_LOSS[place.device],
+    )
+    shape = describe(contest.config)
+    job = Job(seq_len=contest.length, global_batch=contest.rows, own_runtime=True, on_cpu=not place.is_cuda)
+    job = job if place.is_cuda else job.in_32_bits()
+    plan = Candidate(micro_batch=contest.rows, recompute="full" if contest.recompute else "none")
+    expected = StepModel(shape, profile.cluster(gpus=1), profile.coefficients).step(plan, job).total
+    yield Check(
+        what=f"{contest.name}: time of a step, off the estimate",
+        figure=abs(expected / own.seconds - 1),
+        # The planner has no adapters, and a CPU is shared with others.
+        goal=None if contest.adapters else place.goal(_OFF),
+        details={"ms expected": 1e3 * expected, "ms measured": 1e3 * own.seconds},
+    )
+    if place.is_cuda and not contest.adapters:
+        peak = device_at_hand(torch.device("cuda", 0)).flops
+        flops = shape.flops(contest.length) * contest.rows * contest.length
+        for way, turn in turns.items():
+            yield Check(what=f"{contest.name}: MFU, {way}", figure=flops / turn.seconds / peak)

@@ -1,0 +1,132 @@
+"""A short training program, on one device or under a plan, and how far two runs of it are apart."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import meshwright as mw
+from meshwright.choose.given_plan import resolve_plan
+from meshwright.verification.float64_modules import in_float64
+
+ROWS, LENGTH, STEPS = 4, 16, 2
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 64, "use_cache": False,
+}  # fmt: skip
+# What a family needs besides, so that a sharded vocabulary, biases and experts are there.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    # torch has no grouped matrix multiplication in float64, so that the experts run one after the other.
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+}
+
+
+@dataclass
+class Numbers:
+    """What a run leaves: losses and norms of its steps, and gradients and weights as one device has them."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def new_model(family: str, dtype: torch.dtype, device: torch.device | str, **options: Any) -> Any:
+    """Return a model with the same random weights in every call; norms and biases have values of their own."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **options})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(device, dtype).train()
+
+
+def batches(steps: int) -> list[dict[str, Tensor]]:
+    """Return global batches whose rows have different numbers of labels."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for _ in range(steps):
+        ids = torch.randint(3, 97, (ROWS, LENGTH), generator=generator)
+        labels = ids.clone()
+        for row in range(ROWS):
+            labels[row, : 1 + 2 * row] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+def trained(plan: str | None, dtype: torch.dtype, device: str, family: str = "llama", scale: float = 1.0) -> Numbers:
+    """Train under a plan, or on one device without one; every rank of the plan makes the call.
+
+    Args:
+        plan: the plan in words.
+        dtype: the dtype of the weights; with float64 nothing is computed in less.
+        device: "cpu" or "cuda".
+        family: the model's family.
+        scale: a factor by which the last norm's output is multiplied: a planted fault if it is not 1.
+    """
+    found = Numbers()
+    with in_float64() if dtype is torch.float64 else contextlib.nullcontext():
+        model = new_model(family, dtype, device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loader: Any = batches(STEPS)
+        if plan is not None:
+            config = mw.ToDistributedConfig(plan=resolve_plan(plan))
+            model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
+        if scale != 1.0:
+            model.model.norm.register_forward_hook(lambda module, args, output: output * scale)
+        for step, batch in enumerate(loader):
+            loss = model(**{name: x.to(device) for name, x in batch.items()}).loss
+            loss.backward()
+            found.losses.append(loss.item())
+            if step == 0:  # only rank 0 gets them
+                found.gradients = _on_host(mw.full_gradients(model) if plan is not None else _gradients(model))
+            found.norms.append(float(mw.clip_grad_norm_(model, 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.weights = _on_host(mw.full_state_dict(model) if plan is not None else model.state_dict())
+    return found
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().double().cpu().clone() for name, x in tensors.items()}
+
+
+def largest_difference(actual: Numbers, expected: Numbers, *, weights: bool) -> float:
+    """Return the largest difference of a loss, a norm or an element, relative to the expected tensor's largest.
+
+    Args:
+        actual: a run under a plan.
+        expected: the run on one device.
+        weights: whether to compare the weights after the steps too. AdamW divides by the size of a gradient, so that
+            the rounding of one that is almost zero moves a weight as far as a large one.
+    """
+    assert actual.gradients.keys() == expected.gradients.keys(), "a parameter has a gradient in one run only"
+    numbers = zip(actual.losses + actual.norms, expected.losses + expected.norms, strict=True)
+    found = [abs(a - b) / abs(b) for a, b in numbers]
+    largest = max(float(x.abs().max()) for x in expected.gradients.values())
+    for name, x in expected.gradients.items():
+        own = float(x.abs().max())
+        # A key's bias has a gradient of zero but for rounding, which is compared with the largest of all.
+        scale = own if own > 1e-6 * largest else largest
+        found.append(float((actual.gradients[name] - x).abs().max()) / scale)
+    for name, x in expected.weights.items() if weights else ():
+        found.append(float((actual.weights[name] - x).abs().max() / x.abs().max()))
+    return max(found) if all(value == value for value in found) else float("nan")
+
+
+def relative_error(actual: Numbers, exact: Numbers) -> float:
+    """Return the root mean square of the gradients' errors, relative to that of the gradients."""
+    off = sum(float((actual.gradients[name] - x).square().sum()) for name, x in exact.gradients.items())
+    return (off / sum(float(x.square().sum()) for x in exact.gradients.values())) ** 0.5

@@ -1,0 +1,111 @@
+"""``python -m conformance.gpu``: on a CPU every section passes, and finds a planted fault; no process ends the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.gpu.catalogue import NAMES, section_named
+from conformance.gpu.page import page, table_line
+from conformance.gpu.runner import Outcome, read_result, run_command
+from conformance.gpu.section import Check, attempt, line_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
+    """Run the command on the CPU; return its exit code, and how each section ended."""
+    command = [sys.executable, "-m", "conformance.gpu", "--device", "cpu", "--out", str(folder), *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540, check=False)
+    assert (folder / "figures.json").exists(), done.stdout + done.stderr
+    return done.returncode, json.loads((folder / "figures.json").read_text())["sections"]
+
+
+@pytest.mark.crossing
+@pytest.mark.timeout(600)
+def test_every_section_passes_on_a_cpu(tmp_path: Path) -> None:
+    code, sections = run(tmp_path, "--minutes", "8")
+    assert code == 0 and [one["state"] for one in sections] == ["passed"] * len(NAMES), (
+        tmp_path / "log.txt"
+    ).read_text()
+    assert all(f"| {name} | passed |" in (tmp_path / "page.md").read_text() for name in NAMES)
+
+
+@pytest.mark.crossing
+@pytest.mark.timeout(600)
+def test_every_section_finds_a_planted_fault(tmp_path: Path) -> None:
+    code, sections = run(tmp_path, "--plant", "--minutes", "0.1")  # each stops after its first check with a goal
+    assert code == 1
+    assert [one["state"] for one in sections] == ["failed"] * len(NAMES), (tmp_path / "log.txt").read_text()
+
+
+def check(figure: float, **fields: Any) -> Check:
+    return Check(what="a figure", figure=figure, **fields)
+
+
+@pytest.mark.parametrize(("given", "holds"), [
+    (check(0.1, goal=0.1), True),
+    (check(0.2, goal=0.1), False),
+    (check(0.2, goal=0.1, at_least=True), True),
+    (check(0.05, goal=0.1, at_least=True), False),
+    (check(float("nan"), goal=0.1), False),
+    (check(float("nan"), goal=0.1, at_least=True), False),
+    (check(0.2), True),
+])  # fmt: skip
+def test_a_figure_reaches_its_goal(given: Check, holds: bool) -> None:
+    assert given.holds is holds
+    assert Check(**{name: value for name, value in given.as_dict().items() if name != "holds"}).holds is holds
+
+
+def test_the_line_names_the_figure_that_is_furthest_from_its_goal() -> None:
+    checks = [check(1.0, goal=2.0), Check(what="the odd one", figure=3.0, goal=2.0), check(9.0)]
+    assert line_of(checks) == "1 of 2 hold; furthest from its goal: the odd one, 3 (goal <= 2)"
+    assert "none of which has a goal" in line_of(checks[2:])
+
+
+def test_an_error_is_a_check_that_does_not_hold() -> None:
+    (found,) = attempt("a plan", lambda: [check(1 / 0)])
+    assert not found.holds and found.note == "ZeroDivisionError: division by zero"
+
+
+def outcome(lines: list[dict[str, Any]], code: int | None, folder: Path, said: str = "") -> Outcome:
+    result = folder / "result.jsonl"
+    result.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return read_result(result).outcome("memory", code, 1.0, said)
+
+
+def test_how_a_section_ended(tmp_path: Path) -> None:
+    good, bad = ({"check": check(figure, goal=1.0).as_dict()} for figure in (1.0, 2.0))
+    done = {"is_done": True}
+    assert outcome([good, done], 0, tmp_path).state == "passed"
+    assert outcome([good, bad, done], 0, tmp_path).state == "failed"
+    assert "left out" in outcome([good, {"is_cut": True}, done], 0, tmp_path).line
+    assert outcome([{"missing": "no such kernel"}], 0, tmp_path).line == "no such kernel"
+    crashed = outcome([good], -11, tmp_path, "some text\nthe last line")
+    assert crashed.state == "crashed" and crashed.is_wrong and "after 1 checks: the last line" in crashed.line
+    assert outcome([good], None, tmp_path).state == "hung"
+    assert outcome([good, done], -6, tmp_path).state == "crashed"  # after its last check
+    text = page([crashed, outcome([good, bad, done], 0, tmp_path)], {"gpu": "none"})
+    assert "| memory | crashed | 1 |" in text and "**no**" in text and "some text" in text
+    assert table_line(crashed).count("\n") == 0
+
+
+def test_a_section_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
+    """Its child would hold the pipe open."""
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    began = time.monotonic()
+    with (tmp_path / "output.txt").open("w") as output:
+        assert run_command([sys.executable, "-c", child], output.fileno(), 1.0, "cpu") is None
+    assert time.monotonic() - began < 20
+
+
+def test_the_sections_are_described() -> None:
+    assert all(section_named(name).name == name and section_named(name).question.endswith("?") for name in NAMES)

@@ -1,0 +1,213 @@
+"""The planner's estimates for models with experts: parameters, memory, exchanges, and which ranks may share them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from meshwright.errors import PlanError
+from meshwright.parallel.routed_shape import on_meta, routed_shape
+from meshwright.planner.activations import saved_activations
+from meshwright.planner.bucket_sizes import parameters
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.experts import ExpertShape
+from meshwright.planner.footprint import footprint
+from meshwright.planner.hardware import Cluster, Coefficients, device
+from meshwright.planner.memory import peak_memory
+from meshwright.planner.own_plan import check_plan
+from meshwright.planner.search import search
+from meshwright.planner.shapes import LayerShape, ModelShape, describe, stated_experts
+from meshwright.planner.space import Space, expert_reason
+from meshwright.planner.time import StepModel
+from meshwright.roles.blocks.experts import is_experts
+from support import anatomies
+from support.models import SIZES
+
+QWEN = ModelShape(
+    name="30B-A3B",
+    runs=(
+        LayerShape(
+            count=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=0,
+            experts=ExpertShape(count=128, chosen=8, hidden=2048, width=768, router=128 * 2048),
+        ),
+    ),
+    vocab=151936,
+)  # fmt: skip
+JOB = Job(seq_len=4096, global_batch=64)
+
+
+def gpt_oss() -> Any:
+    """Interleaved and transposed weights with biases, and a window in every other layer."""
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=4, sliding_window=8)
+    )
+
+
+def qwen3_next() -> Any:
+    """Linear attention in some layers, and a shared expert with a gate of its own."""
+    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    return transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(
+            **SIZES, **linear, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+            shared_expert_intermediate_size=16, head_dim=8, layer_types=["full_attention", "linear_attention"],
+        )
+    )  # fmt: skip
+
+
+MODELS = {
+    "mixtral": anatomies.mixtral,
+    "qwen3_moe": anatomies.qwen3_moe,
+    "qwen2_moe": anatomies.qwen2_moe,
+    "deepseek_v3": anatomies.deepseek_v3,
+    "gpt_oss": gpt_oss,
+    "qwen3_next": qwen3_next,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_modules_show_all_and_active_parameters(name: str) -> None:
+    """Exact, also from the weights that a rank of ep would hold: the model is made anew from its config."""
+    with torch.device("meta"):
+        model = MODELS[name]()
+    experts = [module for module in model.modules() if is_experts(module)]
+    whole = sum(p.numel() for p in model.parameters())
+    weights = [p for module in experts for p in module.parameters()]
+    idle = sum(p.numel() - p.numel() * 2 // p.shape[0] for p in weights)
+    for weight in weights:
+        weight.data = weight.data[:1]
+    shape = routed_shape(on_meta(model), name=name)
+    assert (shape.parameters, shape.active_parameters) == (whole, whole - idle)
+    assert sum(run.count for run in shape.runs if run.experts) == len(experts)
+    assert sum(shape.roles.values()) == whole
+    with pytest.raises(PlanError, match="mixture-of-experts"):  # its config alone is not read as that of a dense model
+        describe(model.config)
+
+
+def test_sizes_of_a_published_model() -> None:
+    assert round(QWEN.parameters / 1e9, 1) == 30.5 and round(QWEN.active_parameters / 1e9, 2) == 3.35
+    dense = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], experts=None, ffn=8 * 768),))
+    assert QWEN.flops(4096) == pytest.approx(dense.flops(4096), rel=0.01)  # a router more
+    assert stated_experts({"text_config": {"num_experts": 8}, "num_experts_per_tok": 2}) == {"num_experts": 8}
+
+
+@pytest.mark.parametrize(("dp", "tp", "ep", "copies"), [(4, 1, 1, 4), (4, 1, 2, 2), (2, 2, 2, 2), (2, 2, 4, 1)])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_rank_holds_its_share_of_the_experts(dp: int, tp: int, ep: int, copies: int, zero: int) -> None:
+    """E / ep experts on a rank, whatever tp is, and ZeRO shards them over the ranks that hold the same ones."""
+    plan = Candidate(
+        replicate=1 if zero else dp, shard=dp if zero else 1, tp=tp, sequence_parallel=tp > 1, ep=ep, zero_stage=zero
+    )
+    members = list(parameters(QWEN, plan))
+    expert = 3 * 2048 * 768
+    assert sum(m.numel for m in members if m.is_spread) == (48 * 128 * expert // ep if ep > 1 else 0)
+    bare = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], experts=None, ffn=768),))
+    other = footprint(bare, plan, seq_len=512, element_bytes=2)
+    held = footprint(QWEN, plan, seq_len=512, element_bytes=2)
+    ranks = copies if zero else 1
+    state = 12 if zero else 4  # 32-bit masters under ZeRO, 16-bit moments without
+    state -= 4 if zero == 3 else 0  # the weights themselves
+    more = held.optimizer - other.optimizer
+    small = 48 * (expert / tp + 128 * 2048) * state  # the MLP of the other model, and the router of this one
+    assert more == pytest.approx(48 * 128 * expert / ep * state / ranks, abs=small)
+
+
+def test_kept_activations_are_those_of_the_routed_rows() -> None:
+    """The formula of the study, T k (2 H + 3 I) b, with a load above the mean."""
+    plan = Candidate(shard=8, zero_stage=1, ep=8)
+    bare = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], experts=None, ffn=1),))
+    router, one = 4096 * 128 * 8, 4096 * 2 * 4
+    for load in (1.0, 1.5):
+        held, less = (
+            saved_activations(x, plan, seq_len=4096, element_bytes=2, expert_load=load).runs[0].layer
+            for x in (QWEN, bare)
+        )
+        assert held - less == load * 4096 * 8 * (2 * 2048 + 3 * 768) * 2 + router - one
+
+
+def test_a_fuller_rank_takes_memory_and_time() -> None:
+    plan = Candidate(shard=64, zero_stage=1, ep=8)
+    cluster = Cluster(device=device("h100-sxm"), gpus=64)
+    model = StepModel(QWEN, cluster, Coefficients(latency=1e-12))
+    even, full = JOB, dataclasses.replace(JOB, expert_load=2.0)
+    assert peak_memory(QWEN, plan, full).total > 1.2 * peak_memory(QWEN, plan, even).total
+    assert model.step(plan, full).experts == pytest.approx(2 * model.step(plan, even).experts, rel=0.02)
+    alone = dataclasses.replace(plan, ep=1)  # all tokens stay on their rank, whose experts get as many as ever
+    assert model.step(alone, full) == model.step(alone, even)
+    with pytest.raises(PlanError, match=r"--expert-load=0\.5 must be at least 1"):
+        Job(seq_len=8, global_batch=8, expert_load=0.5)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("ep", [8, 16])
+def test_exchanges_take_the_slower_of_their_links(ep: int, own: bool) -> None:
+    """A rank's copies to 7 ranks of its node, and to 8 of the other; other libraries send one to each node."""
+    cluster, k = Cluster(device=device("h100-sxm"), gpus=16), Coefficients(latency=1e-12)
+    model, job = StepModel(QWEN, cluster, k), dataclasses.replace(JOB, own_runtime=own)
+    step = model.layer(Candidate(shard=16, zero_stage=1, ep=ep), job)
+    row = 4096 * 2048 * 2
+    reached = ep * (1 - (1 - 1 / ep) ** 8)  # ranks that get a copy of a token
+    fast, slow = cluster.fast * k.fast_link, cluster.slow * k.slow_link
+    inside = row * reached / ep * (7 if own or ep == 8 else 15) / fast
+    across = row * (reached * 8 / 16 if own else 2 * (1 - 0.5**8) / 2) / slow if ep == 16 else 0.0
+    assert step.experts == pytest.approx(4 * max(inside, across), rel=1e-6)
+    again = model.layer(Candidate(shard=16, zero_stage=1, ep=ep, recompute="full"), job)
+    assert again.recompute == pytest.approx(step.forward)  # with its two exchanges, which makes six
+
+
+def test_small_experts_multiply_less_efficiently() -> None:
+    cluster = Cluster(device=device("h100-sxm"), gpus=8)
+    model = StepModel(QWEN, cluster, Coefficients())
+    few, many = (
+        model.layer(Candidate(shard=8, zero_stage=1, ep=8, micro_batch=m), Job(seq_len=256, global_batch=64)).matmul / m
+        for m in (1, 8)
+    )
+    assert few > 1.3 * many
+
+
+def test_which_ranks_may_share_experts() -> None:
+    cluster = Cluster(device=device("h100-sxm"), gpus=16)
+    space = Space(shape=QWEN, cluster=cluster, job=JOB)
+    regions = list(space.regions())
+    assert {plan.ep for plan in regions} == {1, 2, 4, 8, 16}
+    assert all(expert_reason(plan, plan.ep) is None for plan in regions)
+    four = dataclasses.replace(QWEN.runs[0].experts, count=4)
+    few = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], experts=four),))
+    space = Space(shape=few, cluster=cluster, job=JOB)
+    assert max(plan.ep for plan in space.regions()) == 4
+    assert space.pruned["ep=8"] == "more ranks than the 4 experts of a layer"
+    odd = Space(shape=QWEN, cluster=cluster, job=dataclasses.replace(JOB, seq_len=4095))
+    assert all(
+        plan.tp == 1 or plan.cp > 1 for plan in odd.regions()
+    )  # cp pads; experts under tp need sequence parallelism
+    dense = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], experts=None, ffn=768),))
+    assert all(plan.ep == 1 for plan in Space(shape=dense, cluster=cluster, job=JOB).regions())
+    against = Space(shape=QWEN, cluster=cluster, job=JOB, no_tensor="a weight has no role")
+    assert all(plan.tp == 1 for plan in against.regions()) and against.pruned["tp=2"] == "a weight has no role"
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (Candidate(replicate=8, ep=3), "does not divide"),
+        (Candidate(replicate=3, tp=2, sequence_parallel=True, ep=3), "neither a divisor nor a multiple of tp=2"),
+        (Candidate(replicate=256, ep=256), "128 experts in a layer, which 256 ranks cannot share"),
+        (Candidate(tp=2), "write tp2\\+sp"),
+    ],
+)
+def test_a_plan_that_cannot_spread_the_experts_is_refused(plan: Candidate, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        check_plan(QWEN, plan)
+
+
+def test_a_search_spreads_experts_that_do_not_fit_whole() -> None:
+    short = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], count=12),))
+    job, cluster = Job(seq_len=4096, global_batch=8), Cluster(device=device("a100-40"), gpus=8)
+    found = search(Space(shape=short, cluster=cluster, job=job, most_zero=1, no_stages="none here"))
+    assert found.choices and all(choice.plan.ep > 1 for choice in found.choices)
+    assert f"ep{found.choices[0].plan.ep}" in found.choices[0].plan.label and "ep=1" not in found.binding
+    best, flops = found.choices[0], short.flops(4096) * 8 * 4096
+    assert best.mfu == pytest.approx(flops / (best.time.total * 8 * device("a100-40").flops))  # of active parameters
