@@ -54,10 +54,10 @@ def kind_of(config: object) -> ModelKind | None:
     if modality := next((name for name in _MODALITIES if fields.get(name)), None):
         return ModelKind(
             what=f"a multimodal model ({modality})",
-            why="its towers beside the language model have no role in a sharding plan",
+            why="the planner has no estimate for towers, and tp needs a role for each weight of the language model",
             instead=(
-                "train its language model alone: AutoModelForCausalLM.from_config(config.get_text_config()); or all of "
-                "it under other axes: plan='dp2', plan='dp2 zero3' or plan='pp2'"
+                "give a plan: plan='tp2+sp', plan='dp2 zero3' or plan='pp2'; or train its language model alone: "
+                "AutoModelForCausalLM.from_config(config.get_text_config())"
             ),
         )
     if fields.get("model_type") in _ENCODERS:

@@ -44,9 +44,11 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
     try:
         if plan.tp > 1:
             roles = config.sharding_plan or plan_for(decoder)
-            return describe(decoder, roles, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
-        instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
-        found = outline(decoder, config.sharding_plan, instead=instead)
+            sp = plan.sequence_parallel
+            found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp)
+        else:
+            instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
+            found = outline(decoder, config.sharding_plan, instead=instead)
         if plan.cp > 1:
             check_token_wise(found, config.sharding_plan)
         return found

@@ -21,7 +21,6 @@ from meshwright.parallel.mixed_rows import BatchStatistics
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.replicated_state import ModuleTensors
 from meshwright.parallel.tensor_parallel import install_tensor_parallel
-from meshwright.parallel.tower_features import refuse_features_between_layers
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 from meshwright.roles.blocks.adapted_experts import keep_local_adapters
@@ -85,9 +84,6 @@ def watch_passes(build: Build) -> None:
     )
     runtime.features.add(forward)
     keep_documents_apart(build.decoder)
-    if build.structure is not None:
-        for axis in (axis for axis in ("pp", "cp") if getattr(plan, axis) > 1):
-            refuse_features_between_layers(build.structure, axis)
 
 
 def _compilable_layers(build: Build) -> CompilableLayers:

@@ -8,6 +8,7 @@ block_boundary.py and tensor_parallel.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 from torch import nn
 
@@ -32,6 +33,7 @@ class DecoderStructure(Decoder):
         blocks: the blocks of the layers, each once.
         routed: the modules that route tokens to experts and of which each rank takes its own tokens, although it has
             all of them between the blocks; none under sequence parallelism, where it has only its own.
+        whole: the outermost modules inside of layers that every rank computes for all tokens, by name.
         vocab_size: the number of words that the head scores; in a few families the embedding has more words.
     """
 
@@ -39,8 +41,15 @@ class DecoderStructure(Decoder):
     head: nn.Linear | None
     blocks: tuple[Block, ...]
     routed: tuple[nn.Module, ...]
+    whole: dict[str, nn.Module]
     parameters: dict[str, TensorLayout] = field(repr=False)
     vocab_size: int
+
+    @property
+    def cut_share(self) -> float:
+        """The share of the weights' elements of which each rank of tp has a part."""
+        layouts = [self.parameters[name] for name, _ in self.model.named_parameters()]
+        return sum(prod(x.shape) for x in layouts if x.is_sharded) / sum(prod(x.shape) for x in layouts)
 
 
 def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool) -> DecoderStructure:
@@ -80,6 +89,7 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
         **vars(parts),
         blocks=tuple(blocks.values()),
         routed=tuple(dict.fromkeys(roled.modules[name] for name in routed)),
+        whole=roled.whole_in_layers,
         parameters=layouts,
         vocab_size=words,
     )

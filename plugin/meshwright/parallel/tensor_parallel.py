@@ -27,7 +27,7 @@ from meshwright.parallel.guard_windows import OnShards, Window
 from meshwright.parallel.method_chain import ChainStep, add_step
 from meshwright.parallel.partial_gradients import ModelWindow
 from meshwright.parallel.region_borders import RegionBorders
-from meshwright.parallel.sequence_parallel import SequenceSharding
+from meshwright.parallel.sequence_parallel import AllTokens, SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
@@ -148,6 +148,8 @@ def install_tensor_parallel(
         _WideNorm(norm, rows, axis)
     if sequence is None:
         return blocks, None
+    for module in structure.whole.items():
+        AllTokens(*module, sequence, streams)
     return blocks, SequenceRegion(structure, sequence, streams, is_staged=is_staged)
 
 
