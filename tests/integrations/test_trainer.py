@@ -25,7 +25,8 @@ from transformers import (
 
 import meshwright as mw
 from meshwright.parallel.mean_over_ranks import GlobalMean
-from meshwright_hf import MeshwrightTrainer
+from meshwright_hf import BalanceExperts, MeshwrightTrainer
+from support.anatomies import build as build_anatomy
 from support.logs import logged
 from support.models import build
 from support.parity import pool_for
@@ -248,6 +249,22 @@ def test_an_auxiliary_loss_is_that_of_the_stock_trainer(pool2: Any, tmp_path: Pa
     for run in pool2.run(run_routed, tmp_path, {"dp": 2, "ep": 2}, {}, **options):
         assert_same_training(run, expected)
         assert run.metrics["eval_loss"] == pytest.approx(expected.metrics["eval_loss"], rel=TOLERANCE)
+
+
+def run_balanced(output_dir: Path, plan: dict[str, Any]) -> tuple[list[float], list[int], list[float]]:
+    """Losses, the tokens of each expert in the last step, and the biases that the callback moves."""
+    callback, model = BalanceExperts(rate=0.05), build_anatomy("deepseek_v3").float()
+    extra = {"model": model, "callbacks": [callback]}
+    run = run_trainer(output_dir, plan, max_steps=3, rows=24, extra=extra)
+    (counts,) = callback.counts.values()
+    return run.losses, counts.tolist(), model.model.layers[1].mlp.gate.e_score_correction_bias.tolist()
+
+
+def test_the_callback_balances_experts_as_on_one_process(pool2: Any, tmp_path: Path) -> None:
+    losses, counts, biases = run_balanced(tmp_path, {})
+    assert sum(counts) == 2 * 8 * 12 and biases != pytest.approx([0.0] * 4)  # two experts for each token of a step
+    for found in pool2.run(run_balanced, tmp_path, {"dp": 2, "ep": 2}, timeout=200):
+        assert found == (pytest.approx(losses, rel=TOLERANCE), counts, pytest.approx(biases))
 
 
 def evaluate_by_own_loss(
