@@ -8,6 +8,7 @@ The ranks have different tokens. Each computes with those of all of them, and wh
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -37,7 +38,9 @@ class SlicedExperts(ChainStep):
         count, axis = len(hidden), self.axis
         # Each rank adds a row of weight 0, so that backward makes its exchanges on a rank without tokens too.
         padding = (0, 0, 0, largest(count, axis) + 1 - count)
-        rows, weights = (gather_rows(F.pad(x, padding), axis) for x in (hidden, top_k_weights))
+        # The slices' gradients of narrower weights are summed before they are rounded, as on one device.
+        wide = top_k_weights.to(torch.promote_types(top_k_weights.dtype, hidden.dtype))
+        rows, weights = (gather_rows(F.pad(x, padding), axis) for x in (hidden, wide))
         index = all_gather(F.pad(top_k_index, padding), axis)
         return reduce_scatter_rows(self.method(rows, index, weights), axis)[:count]
 
