@@ -15,10 +15,12 @@ OLDEST ?= torch==2.11.0 transformers==5.17.0 accelerate==1.15.0
 OLDEST_BIN := .venv-oldest/bin
 OLDEST_KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(OLDEST)'; } | cksum | cut -d ' ' -f 1)
 OLDEST_INSTALLED := .venv-oldest/.installed-$(OLDEST_KEY)
-# What depends on the versions: models, losses and weights; Trainer, accelerate and datasets; the loader; launching.
+# What depends on the versions: models, losses and weights; Trainer, accelerate and datasets; the loader; launching; and
+# the command for a GPU, whose machine may have any of them.
 OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/checkpoint/test_save_pretrained.py \
 	$(wildcard tests/integrations/test_hf_[bd]*.py tests/integrations/test_trainer*.py) \
-	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py
+	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py \
+	tests/mesh/test_host_wire.py tests/gpu_command/test_gpu_command.py
 
 # Python's default. A machine that sets it would compile every test, and the sources for every command, again and again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup browser demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-referee bench-host families programs verify clean
+.PHONY: help setup browser demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-referee bench-host gpu families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,11 +46,13 @@ help:
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
 	@echo 'make bench-checkpoints  what digests cost, how long a save stops training, and torch DCP and accelerate'
 	@echo 'make bench-context context parallelism: DeepSpeed Ulysses, weak scaling, balanced rows'
+	@echo 'make bench-experts expert parallelism: that of transformers, and DeepSpeed AutoEP'
 	@echo 'make bench-referee what comparing 8 to 1,024 ranks costs rank 0'
 	@echo 'make bench-host    CPU time that the hooks of a plan add to a layer'
+	@echo 'make gpu           numbers, memory, time and faults on a GPU, in one page; 25 minutes; GPU=--help lists options'
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
-	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
+	@echo 'make families      every decoder of transformers, dense or with experts, against one device; writes docs/families.md'
 	@echo 'make kills         a save that is killed, or finds the disk full, at each of its steps; ten minutes'
 	@echo 'make resumes       runs of 20 steps under ten plans, loaded after each step and compared to the bit'
 	@echo 'make random-kills  runs whose ranks are really killed or stopped, with restarts; half an hour'
@@ -132,11 +136,19 @@ bench-context: $(INSTALLED)
 	$(BIN)/torchrun --nproc-per-node 4 -m benchmarks.context --figure scaling --rounds 6
 	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.context --figure balance --rounds 10
 
+bench-experts: $(INSTALLED)
+	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.experts --figure equal
+	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.experts --figure time --rounds 24
+
 bench-referee: $(INSTALLED)
 	$(BIN)/python -m benchmarks.referee
 
 bench-host: $(INSTALLED)
 	$(BIN)/python -m benchmarks.host_time
+
+# With the Python at hand: a machine with a GPU has its own torch, and nothing is installed.
+gpu:
+	PYTHONPATH=plugin:integrations:. $(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m conformance.gpu $(GPU)
 
 verify: $(INSTALLED)
 	$(BIN)/python -m conformance.verify

@@ -12,7 +12,7 @@ PACKAGES = ("torch", "transformers", "deepspeed", "accelerate")
 
 
 def environment() -> dict[str, Any]:
-    """Return the machine, the versions of the libraries, and the commit (None outside a checkout)."""
+    """Return the machine, the versions of the libraries, and the commit (None outside a checkout, or without git)."""
     return {
         "machine": _processor(),
         "cores": os.cpu_count(),
@@ -40,5 +40,8 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:  # no git
+        return None
     return found.stdout.strip() if found.returncode == 0 else None

@@ -38,7 +38,6 @@ class ExpertRows(Workload):
 
     hidden_size: int = 256
     vocab_size: int = 4096
-    sequence_length: int = 128
     experts: int = 16
     experts_per_token: int = 4
     expert_width: int = 96

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness import WorkerPool
 from meshwright.mesh.host_wire import SHARE_GPUS, open_host_wire
 
-_TIMEOUT = 240.0  # seconds for one function on all ranks
+_TIMEOUT = 400.0  # seconds for one function on all ranks; some compile large models
 
 _joined = itertools.count()  # the groups with NCCL that this process has made
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,26 +108,30 @@ class Found:
 
     def outcome(self, name: str, code: int | None, seconds: float, said: str) -> Outcome:
         """Return how the section ended, from its exit code (None if it was killed after its time) and output."""
-        known = {"name": name, "seconds": round(seconds, 1), "checks": tuple(self.checks), "is_cut": self.is_cut}
+        checks = tuple(self.checks)
+        state = "passed" if all(check.holds for check in checks) else "failed"
+        found = Outcome(
+            name=name, state=state, line="", seconds=round(seconds, 1), checks=checks, is_cut=self.is_cut
+        )  # fmt: skip
         if self.missing is not None:
-            return Outcome(state="not run", line=self.missing, **known)
+            return replace(found, state="not run", line=self.missing)
         if not self.is_done or code != 0:
             lines = said.strip().splitlines()
             end = "did not end in time" if code is None else f"ended with exit code {code}"
-            line = f"{end} after {len(self.checks)} checks: {lines[-1] if lines else 'it printed nothing'}"
-            return Outcome(state="hung" if code is None else "crashed", line=line, output=said[-_LAST:], **known)
-        line = section_named(name).verdict(self.checks)
-        if self.is_cut:
-            line += "; the others were left out, since the time was over"
-        state = "passed" if all(check.holds for check in self.checks) else "failed"
-        return Outcome(state=state, line=line, **known)
+            line = f"{end} after {len(checks)} checks: {lines[-1] if lines else 'it printed nothing'}"
+            return replace(found, state="hung" if code is None else "crashed", line=line, output=said[-_LAST:])
+        cut = "; the others were left out, since the time was over" if self.is_cut else ""
+        return replace(found, line=section_named(name).verdict(checks) + cut)
 
 
 def read_result(result: Path) -> Found:
     """Return what a section has written to a file; nothing if it has not come so far."""
     found = Found()
     for line in result.read_text().splitlines() if result.exists() else ():
-        said = json.loads(line)
+        try:
+            said = json.loads(line)
+        except ValueError:  # the section was killed while it wrote its last line
+            break
         if (check := said.pop("check", None)) is not None:
             check.pop("holds")
             found.checks.append(Check(**check))

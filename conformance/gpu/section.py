@@ -106,15 +106,17 @@ class Section(Protocol):
         """Return the section's line of the table, from its checks."""
 
 
-def attempt(what: str, run: Callable[[], Iterable[Check]]) -> Iterator[Check]:
+def attempt(what: str, run: Callable[..., Check | Iterable[Check]], *args: object) -> Iterator[Check]:
     """Yield the checks of a function; what it raises is a check that does not hold, so that the others still run.
 
     Args:
         what: what it checks, in words.
-        run: the function.
+        run: the function, which returns a check or some.
+        args: its arguments.
     """
     try:
-        yield from run()
+        found = run(*args)
+        yield from (found,) if isinstance(found, Check) else found
     except Exception as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [type(error).__name__]

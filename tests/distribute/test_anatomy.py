@@ -438,8 +438,12 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
         mw.ParallelPlan(dp=3, ep=2)
     with pytest.raises(mw.PlanError, match=r"within or over whole groups of tp. Set ep to 1 or 2 or 4$"):
         mw.ParallelPlan(dp=3, tp=4, ep=3, sequence_parallel=True)
-    with pytest.raises(mw.PlanError, match=r"must have different tokens.*tp2\+sp ep4"):
+    with pytest.raises(mw.PlanError, match=r"must have different tokens.*tp2\+sp"):
         mw.ParallelPlan(dp=2, tp=2, ep=4)
+    with pytest.raises(mw.PlanError, match=r"ep x etp=4 with dp=6.*Set ep x etp to 1 or 2 or 3 or 6$"):
+        mw.ParallelPlan(dp=6, ep=2, etp=2)
+    assert "has 48 channels, which ParallelPlan.etp=5" in refusal(MODELS["mixtral"], dp=5, etp=5)
+    assert "has no experts" in refusal(llama, dp=2, etp=2)
     assert "has no experts" in refusal(llama, dp=2, ep=2)
     assert "4 experts in a layer, so 8 ranks" in refusal(MODELS["mixtral"], tp=8, ep=8, sequence_parallel=True)
     said = refusal(lambda: llama(num_attention_heads=8), tp=8, ep=8, sequence_parallel=True)

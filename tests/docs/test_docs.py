@@ -39,6 +39,7 @@ PARSED_ONLY = {
     "conformance.families.static": "takes minutes; tests/spmd/test_spmd.py checks families in the same way",
     "conformance.families.stages": "takes minutes; tests/pipeline/test_pipeline.py trains three families",
     "conformance.families.stages_page": "reads what a sweep of minutes has written",
+    "conformance.gpu": "takes minutes and a GPU; tests/gpu_command/test_gpu_command.py runs it on a CPU",
     "conformance.outside_scripts": "takes checkouts of other projects; tests/integrations/test_outside_scripts.py",
     "conformance.random_programs": "takes minutes; tests/distribute/test_random_programs.py runs some of them",
     "benchmarks.referee": "sleeps for half a minute; tests/faults/test_referee.py checks what it measures",
@@ -47,8 +48,8 @@ PARSED_ONLY = {
 # Pages that run whole programs, which other tests run too.
 WHOLE_PROGRAMS = [
     "CONTRIBUTING.md", "accelerate.md", "calibration.md", "checkpoints.md", "compile.md", "context.md", "cuda.md",
-    "data.md", "deepspeed.md", "gaps.md", "launching.md", "lora.md", "pipeline.md", "plan_70b.md", "planner.md",
-    "pretraining.md", "primitives.md", "questions.md", "trainer.md", "transformers.md", "verify.md",
+    "data.md", "deepspeed.md", "gaps.md", "launching.md", "lora.md", "moe.md", "pipeline.md", "plan_70b.md",
+    "planner.md", "pretraining.md", "primitives.md", "questions.md", "trainer.md", "transformers.md", "verify.md",
 ]  # fmt: skip
 ADDED = {
     "calibrate": (["--seconds", "1"], "measures for 100 seconds unless told otherwise"),

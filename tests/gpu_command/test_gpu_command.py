@@ -93,6 +93,8 @@ def test_how_a_section_ended(tmp_path: Path) -> None:
     assert crashed.state == "crashed" and crashed.is_wrong and "after 1 checks: the last line" in crashed.line
     assert outcome([good], None, tmp_path).state == "hung"
     assert outcome([good, done], -6, tmp_path).state == "crashed"  # after its last check
+    (tmp_path / "result.jsonl").write_text(f'{json.dumps(good)}\n{{"is_do')
+    assert len(read_result(tmp_path / "result.jsonl").checks) == 1
     text = page([crashed, outcome([good, bad, done], 0, tmp_path)], {"gpu": "none"})
     assert "| memory | crashed | 1 |" in text and "**no**" in text and "some text" in text
     assert table_line(crashed).count("\n") == 0

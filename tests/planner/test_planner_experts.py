@@ -15,10 +15,13 @@ from meshwright.planner.activations import saved_activations
 from meshwright.planner.bucket_sizes import parameters
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.experts import ExpertShape
+from meshwright.planner.explain import as_dict
 from meshwright.planner.footprint import footprint
 from meshwright.planner.hardware import Cluster, Coefficients, device
 from meshwright.planner.memory import peak_memory
-from meshwright.planner.own_plan import check_plan
+from meshwright.planner.own_plan import check_plan, weigh
+from meshwright.planner.own_text import own_text
+from meshwright.planner.page.page import page
 from meshwright.planner.search import search
 from meshwright.planner.shapes import LayerShape, ModelShape, describe, stated_experts
 from meshwright.planner.space import Space, expert_reason
@@ -156,6 +159,21 @@ def test_exchanges_take_the_slower_of_their_links(ep: int, own: bool) -> None:
     assert step.experts == pytest.approx(4 * max(inside, across), rel=1e-6)
     again = model.layer(Candidate(shard=16, zero_stage=1, ep=ep, recompute="full"), job)
     assert again.recompute == pytest.approx(step.forward)  # with its two exchanges, which makes six
+
+
+def test_the_text_and_the_page_show_experts() -> None:
+    """The size of an exchange is that of the study's example but for copies: 5.25 of 8 rows travel to 8 ranks."""
+    short = dataclasses.replace(QWEN, runs=(dataclasses.replace(QWEN.runs[0], count=4),))
+    job = Job(seq_len=4096, global_batch=8, expert_load=1.5, own_runtime=True)
+    space = Space(shape=short, cluster=Cluster(device=device("h100-sxm"), gpus=8), job=job)
+    found = weigh(space, None, [Candidate(shard=8, ep=8, zero_stage=1)])
+    text = own_text(found, best=None, budget=None)
+    assert "B active) in bfloat16" in text and "dp8 ep8 zero1" in text
+    size = 1.5 * 4096 * 8 * (1 - (7 / 8) ** 8) * 2048 * 2 * 7 / 8 / 2**20
+    assert f"16 on a rank, which sends {size:,.0f} MiB in each of 4 exchanges" in text and "load 1.5" in text
+    html = page(found, changed=[])
+    assert "experts over 8 ranks" in html and "--expert-load 1.5" in html and "B active)" in html
+    assert as_dict(found)["model"]["experts"] == 128  # type: ignore[index]
 
 
 def test_small_experts_multiply_less_efficiently() -> None:

@@ -277,6 +277,8 @@ def test_a_plan_of_a_cluster_becomes_a_smaller_one_of_its_kind() -> None:
     assert (small.sequence_parallel, small.zero_stage, small.recompute) == (True, 3, "full")
     assert smaller_plan(small, 8) == small
     assert smaller_plan(mw.ParallelPlan(tp=6), 4).tp == 3
+    sliced = mw.ParallelPlan(dp=16, tp=2, sequence_parallel=True, ep=8, etp=4)
+    assert smaller_plan(sliced, 4).label == "dp2 tp2+sp ep2 etp2 zero0"
     staged = mw.ParallelPlan(dp=4, pp=8, tp=2, schedule="zbv", stages=(2,) * 16)
     assert smaller_plan(staged, 8) == mw.ParallelPlan(dp=2, pp=2, tp=2, schedule="zbv")
     assert smaller_plan(mw.ParallelPlan(pp=2, stages=(1, 3)), 8) == mw.ParallelPlan(pp=2)

@@ -40,7 +40,7 @@ class Faults:
                 ("is killed", kill, "ended abruptly"), ("runs out of memory", run_out, "OutOfMemoryError"),
             ):  # fmt: skip
                 case = Case(plan, f"{plan}: rank 1 {what}", fail, words)
-                yield from attempt(case.what, lambda case=case: [case.ended(place)])
+                yield from attempt(case.what, case.ended, place)
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)

@@ -40,7 +40,7 @@ class Kernel:
 
 def kernels(place: Place) -> Iterator[Kernel]:
     """Yield the kernels with sizes for the device."""
-    tokens, width, words = (8192, 2048, 128256) if place.is_cuda else (512, 128, 4000)
+    tokens, width, words = (4096, 2048, 128256) if place.is_cuda else (512, 128, 4000)
     targets = torch.arange(tokens, device=place.device) % words
     yield Kernel(
         "head and loss in chunks",
@@ -86,7 +86,7 @@ class Kernels:
     def run(self, place: Place) -> Iterator[Check]:
         dtype = torch.bfloat16 if place.is_cuda else torch.float32
         for kernel in kernels(place):
-            yield from attempt(kernel.name, lambda kernel=kernel: _checks(kernel, dtype, place))
+            yield from attempt(kernel.name, _checks, kernel, dtype, place)
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)

@@ -81,7 +81,7 @@ class MemoryUse:
         with rank_pools() as pools:
             for given in CASES:
                 case, sizes = (given, _LARGE) if place.is_cuda else (given.smaller(), _SMALL)
-                yield from attempt(case.name, lambda case=case, sizes=sizes: [_compared(case, sizes, place, pools)])
+                yield from attempt(case.name, _compared, case, sizes, place, pools)
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from conformance.gpu.races import Contest, Turn, is_installed, race
-from conformance.gpu.ranks import rank_pools
+from conformance.gpu.races import OURS, Contest, Turn, is_installed, race
+from conformance.gpu.ranks import RankPools, rank_pools
 from conformance.gpu.section import Check, Place, attempt, line_of
 from meshwright.calibration.measure import calibrate
 from meshwright.choose.picked_plan import device_at_hand
@@ -57,28 +57,64 @@ class StepTimes:
 
     def run(self, place: Place) -> Iterator[Check]:
         seconds = max(_SHORTEST, _CALIBRATION * place.seconds) if place.is_cuda else _SHORTEST
-        profile = calibrate(processes=1, seconds=seconds)
-        assert profile is not None and profile.device is not None
-        yield Check(what="peak of matrix multiplications, calibrated", figure=profile.device.flops / 1e12,
-                    unit="TFLOP/s", details={"GB/s": profile.device.bandwidth / 1e9})  # fmt: skip
-        ways = ("stock", "meshwright", *(("compiled", "liger") if place.is_cuda else ()))
-        late = _LATE if place.plants else 0.0
+        profiles: list[HardwareProfile] = []
+        yield from attempt("calibration", _calibrated, seconds, profiles)
+        ways = ("stock", "meshwright", *(("meshwright compiled", "compiled", "liger") if place.is_cuda else ()))
         with rank_pools() as pools:
             for contest in _CONTESTS if place.is_cuda else _TINY:
                 able = tuple(way for way in ways if is_installed(way) and not (contest.adapters and way == "liger"))
-
-                def checks(contest: Contest = contest, able: tuple[str, ...] = able) -> Iterator[Check]:
-                    (turns,) = pools.run(1, race, contest, able, place.device, late)
-                    yield from _checks(contest, turns, profile, place)
-
-                yield from attempt(contest.name, checks)
+                yield from attempt(contest.name, _raced, contest, able, profiles, place, pools)
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)
 
 
-def _checks(contest: Contest, turns: dict[str, Turn], profile: HardwareProfile, place: Place) -> Iterator[Check]:
-    own, others = turns["meshwright"], {way: turn for way, turn in turns.items() if way != "meshwright"}
+def _raced(
+    contest: Contest, ways: tuple[str, ...], profiles: list[HardwareProfile], place: Place, pools: RankPools
+) -> Iterator[Check]:
+    (turns,) = pools.run(1, race, contest, ways, place.device, _LATE if place.plants else 0.0)
+    yield from _compared(contest, turns, place)
+    for profile in profiles:
+        yield _foreseen(contest, turns["meshwright"].seconds, profile, place)
+
+
+def _calibrated(seconds: float, profiles: list[HardwareProfile]) -> Check:
+    """Measure the device, and append its profile."""
+    profile = calibrate(processes=1, seconds=seconds)
+    assert profile is not None and profile.device is not None
+    profiles.append(profile)
+    return Check(
+        what="peak of matrix multiplications, calibrated",
+        figure=profile.device.flops / 1e12,
+        unit="TFLOP/s",
+        details={"GB/s": profile.device.bandwidth / 1e9},
+    )
+
+
+def _foreseen(contest: Contest, seconds: float, profile: HardwareProfile, place: Place) -> Check:
+    job = Job(
+        seq_len=contest.length,
+        global_batch=contest.rows,
+        own_runtime=True,
+        on_cpu=not place.is_cuda,
+        optimizer_bytes=4,  # AdamW's two moments in bfloat16, as the weights
+    )
+    job = job if place.is_cuda else job.in_32_bits()
+    plan = Candidate(micro_batch=contest.rows, recompute="full" if contest.recompute else "none")
+    shape = describe(contest.config)
+    expected = StepModel(shape, profile.cluster(gpus=1), profile.coefficients).step(plan, job).total
+    return Check(
+        what=f"{contest.name}: time of a step, off the estimate",
+        figure=abs(expected / seconds - 1),
+        # The planner has no adapters, and a CPU is shared with others.
+        goal=None if contest.adapters else place.goal(_OFF),
+        details={"ms expected": 1e3 * expected, "ms measured": 1e3 * seconds},
+    )
+
+
+def _compared(contest: Contest, turns: dict[str, Turn], place: Place) -> Iterator[Check]:
+    own = min((turns[way] for way in OURS if way in turns), key=lambda turn: turn.seconds)
+    others = {way: turn for way, turn in turns.items() if way not in OURS}
     fastest = min(others, key=lambda way: others[way].seconds)
     yield Check(
         what=f"{contest.name}: speed relative to the fastest other, {fastest}",
@@ -89,23 +125,11 @@ def _checks(contest: Contest, turns: dict[str, Turn], profile: HardwareProfile, 
     )
     yield Check(
         what=f"{contest.name}: loss of the first batch, off the stock model's",
-        figure=abs(own.loss / turns["stock"].loss - 1),
+        figure=max(abs(turn.loss / turns["stock"].loss - 1) for turn in turns.values()),
         goal=_LOSS[place.device],
-    )
-    shape = describe(contest.config)
-    job = Job(seq_len=contest.length, global_batch=contest.rows, own_runtime=True, on_cpu=not place.is_cuda)
-    job = job if place.is_cuda else job.in_32_bits()
-    plan = Candidate(micro_batch=contest.rows, recompute="full" if contest.recompute else "none")
-    expected = StepModel(shape, profile.cluster(gpus=1), profile.coefficients).step(plan, job).total
-    yield Check(
-        what=f"{contest.name}: time of a step, off the estimate",
-        figure=abs(expected / own.seconds - 1),
-        # The planner has no adapters, and a CPU is shared with others.
-        goal=None if contest.adapters else place.goal(_OFF),
-        details={"ms expected": 1e3 * expected, "ms measured": 1e3 * own.seconds},
     )
     if place.is_cuda and not contest.adapters:
         peak = device_at_hand(torch.device("cuda", 0)).flops
-        flops = shape.flops(contest.length) * contest.rows * contest.length
+        flops = describe(contest.config).flops(contest.length) * contest.rows * contest.length
         for way, turn in turns.items():
             yield Check(what=f"{contest.name}: MFU, {way}", figure=flops / turn.seconds / peak)

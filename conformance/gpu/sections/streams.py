@@ -39,9 +39,9 @@ class Streams:
     def run(self, place: Place) -> Iterator[Check]:
         with rank_pools() as pools:
             for plan in _PLANS:
-                yield from attempt(plan, lambda plan=plan: [_saved(plan, place, pools)])
-            yield from attempt("a second stream", lambda: [_streamed(place, pools)])
-        yield _checked_memory(place)
+                yield from attempt(plan, _saved, plan, place, pools)
+            yield from attempt("a second stream", _streamed, place, pools)
+        yield from attempt("small steps", _checked_memory, place)
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)

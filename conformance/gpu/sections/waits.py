@@ -23,7 +23,7 @@ _PROGRAMS = (
     "dp2", "dp2 zero1 bf16", "dp2 zero3 bf16", "tp2+sp", "tp2+sp dropout", "cp2 ring", "pp2", "dp2 accumulate",
     "dp2 zero2", "tp2+sp autocast", "cp2 ulysses tp2+sp zero3", "pp2 zb-h1", "dp2 tp2+sp zero1",
 )  # fmt: skip
-_ON_CPU = _PROGRAMS[1:4]
+_TRACED_ON_CPU = _PROGRAMS[1:4]
 _FAULT = "reads a number"
 _WARM = 3  # steps that may wait: the optimizer's state, the first batch of its kind, what the ranks compare
 
@@ -39,7 +39,7 @@ class Waits:
         return None
 
     def run(self, place: Place) -> Iterator[Check]:
-        names = _PROGRAMS if place.is_cuda else _ON_CPU
+        names = _PROGRAMS if place.is_cuda else _TRACED_ON_CPU
         claims: dict[str, list[str]] = {}
 
         def trace() -> Iterator[Check]:
@@ -49,8 +49,8 @@ class Waits:
 
         yield from attempt("the trace", trace)
         with rank_pools() as pools:
-            for name in names:
-                yield from attempt(name, lambda name=name: [_real(name, place, pools)])
+            for name in _PROGRAMS:
+                yield from attempt(name, _real, name, place, pools)
 
     def verdict(self, checks: Sequence[Check]) -> str:
         return line_of(checks)
@@ -69,7 +69,7 @@ def _real(name: str, place: Place, pools: RankPools) -> Check:
 
 def _claims(names: Sequence[str]) -> list[list[str]]:
     """Return what the trace finds in each program, in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the trace needs no GPU
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     lines = "".join(f"{name}\n" for name in names)
     command = [sys.executable, "-m", "support.cuda_steps"]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, env=environment, check=False)

@@ -288,10 +288,10 @@ def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module, en
             "cp has those of its own tokens; use cp=1, or train without the engine: to_distributed(model, optimizer, "
             "loader)"
         )
-    if plan.ep > 1 and engine is not None:
+    if plan.ep * plan.etp > 1 and engine is not None:
         raise PlanError(
-            f"ParallelPlan.ep={plan.ep} with {engine}, which was not compared with one device; use ep=1, or train "
-            "without the engine: to_distributed(model, optimizer, loader)"
+            f"ParallelPlan.ep={plan.ep} and etp={plan.etp} with {engine}, which was not compared with one device; use "
+            "ep=1 and etp=1, or train without the engine: to_distributed(model, optimizer, loader)"
         )
     if plan.pp > 1 and not has_known_loss:
         raise PlanError(

@@ -78,7 +78,7 @@ class Build:
         else:
             named = decoder.named_parameters(remove_duplicate=False)
             layouts = {name: TensorLayout.whole(parameter) for name, parameter in named}
-        layouts = {**layouts, **expert_layouts(decoder, self.plan.ep)}
+        layouts = {**layouts, **expert_layouts(decoder, ep=self.plan.ep, etp=self.plan.etp)}
         layouts = layouts if self.cut is None else with_stages(layouts, self.cut)
         return {prefix + name: layout for name, layout in layouts.items()}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKeySet
+from torch._C import DispatchKey, DispatchKeySet
 from torch._C._distributed_c10d import PythonCallbackWork, Work
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -74,7 +74,7 @@ def _through_host(name: str, kernel: Any) -> Callable[..., object]:
 
         with torch.no_grad(), waiting_for_the_gpu():
             sent = tree_map_only(Tensor, to_host, args)
-        found = kernel.call_boxed(DispatchKeySet("CPU"), *sent)
+        found = kernel.call_boxed(DispatchKeySet(DispatchKey.CPU), *sent)
         work = Work.unbox(found if name in _RETURN_WORK_ALONE else found[-1])
         written = [] if name == _SENDS else [x for x in tree_leaves(args[0]) if isinstance(x, Tensor)]
 

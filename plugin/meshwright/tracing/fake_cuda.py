@@ -55,17 +55,17 @@ class FakeEvent:
 
 def why_unavailable() -> str | None:
     """Return why this machine cannot make fake CUDA tensors; None if it can."""
-    if torch.backends.cuda.is_built() or shutil.which(os.environ.get("CXX", "c++")):
+    if torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "c++")):
         return None
-    return "this torch is built without CUDA, so a C++ compiler (c++, or CXX) is needed to build a small library for it"
+    return "torch finds no GPU here, so a C++ compiler (c++, or CXX) is needed to build a small library for fake ones"
 
 
 @contextlib.contextmanager
 def fake_cuda(observer: HostWaits) -> Iterator[None]:
     """Let ``FakeTensor`` be on CUDA inside the context.
 
-    In a torch without CUDA this loads a library that stays loaded, after which torch believes that CUDA is there. So
-    call it in a process that does nothing else. The library is built once, in about 20 seconds, and kept in torch's
+    Without a GPU this loads a library that stays loaded, after which torch believes that CUDA is there. So call it in a
+    process that does nothing else. The library is built once, in about 20 seconds, and kept in torch's
     folder of extensions.
 
     Args:
@@ -74,7 +74,7 @@ def fake_cuda(observer: HostWaits) -> Iterator[None]:
     Raises:
         PlanError: if the library is needed and cannot be built.
     """
-    if not torch.backends.cuda.is_built():
+    if not torch.cuda.is_available():
         _load_guard()
 
     def no_state(*_: object) -> object:
