@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
 from torch._C._distributed_c10d import PythonCallbackWork, Work
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -26,7 +25,7 @@ from meshwright.errors import PlanError
 SHARE_GPUS = "MESHWRIGHT_SHARE_GPUS"
 
 # torch's operations of process groups. The first argument is what they write, except for what only sends.
-_OPERATIONS = (
+OPERATIONS = (
     "allreduce_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_",
     "alltoall_", "alltoall_base_", "gather_", "scatter_", "send", "recv_",
 )  # fmt: skip
@@ -47,23 +46,19 @@ def shares_gpus() -> bool:
 
 
 @functools.cache  # an operation that is replaced twice would send twice
-def open_host_wire(key: str = "CUDA") -> torch.library.Library:
-    """Send the tensors of a kind of device through host memory from now on, in this process.
-
-    Args:
-        key: torch's dispatch key of the kind.
-    """
+def open_host_wire() -> torch.library.Library:
+    """Send the CUDA tensors of this process through host memory from now on."""
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Overriding a previously registered kernel|.*operators may also be overr")
-        for name in _OPERATIONS:
-            kernel = torch.library.get_kernel(f"c10d::{name}", "CPU")
-            library.impl(name, _through_host(name, kernel), key, allow_override=True)
+        for name in OPERATIONS:
+            library.impl(name, through_host(name), "CUDA", allow_override=True)
     return library
 
 
-def _through_host(name: str, kernel: Any) -> Callable[..., object]:
-    """Return an operation that runs gloo's on copies in host memory."""
+def through_host(name: str) -> Callable[..., object]:
+    """Return a function that does what one of torch's operations does, on copies of its tensors in host memory."""
+    operation = getattr(torch.ops.c10d, name).default
 
     def run(*args: Any) -> object:
         copies: dict[int, Tensor] = {}
@@ -74,7 +69,8 @@ def _through_host(name: str, kernel: Any) -> Callable[..., object]:
 
         with torch.no_grad(), waiting_for_the_gpu():
             sent = tree_map_only(Tensor, to_host, args)
-        found = kernel.call_boxed(DispatchKeySet(DispatchKey.CPU), *sent)
+        # Through torch.ops, which lets go of Python's lock meanwhile: a thread of gloo may need it to end a tensor.
+        found = operation(*sent)
         work = Work.unbox(found if name in _RETURN_WORK_ALONE else found[-1])
         written = [] if name == _SENDS else [x for x in tree_leaves(args[0]) if isinstance(x, Tensor)]
 
