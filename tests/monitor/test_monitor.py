@@ -23,6 +23,7 @@ from meshwright.monitor.records import read_records
 from meshwright.optim.runtime import runtime_of
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.shapes import describe
+from support import anatomies
 from support.models import build
 
 ROWS, LENGTH, STEPS = 4, 12, 12
@@ -90,6 +91,40 @@ def test_rank_0_shows_the_run_from_one_argument(pool2: Any, tmp_path: Path, plan
 def steps_of(step: dict[str, Any]) -> int:
     """The steps since the line before."""
     return {1: 1, 4: 3, 8: 4, 10: 2, 12: 2}[step["step"]]
+
+
+def logged_loads(folder: Path) -> tuple[str, list[dict[str, list[int]]]]:
+    """Train a model with experts over ranks; return what is printed, and the tokens of each expert in each step."""
+    model = anatomies.build("qwen3_moe").float()
+    model.config._experts_implementation = "grouped_mm"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = ToDistributedConfig(plan="dp2 ep2", logging_steps=4, logging_dir=folder, max_steps=8)
+    model, optimizer, _ = mw.to_distributed(model, optimizer, config=config)
+    mw.expert_counts(model)
+    counts = []
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for step in range(8):
+            train(model, optimizer, range(step, step + 1))
+            counts.append({name: found.tolist() for name, found in mw.expert_counts(model).items()})
+        monitor_of(runtime_of(model)).close()
+    return said.getvalue(), counts
+
+
+def test_the_load_of_experts_is_logged(pool2: Any, tmp_path: Path) -> None:
+    (said, counts), _ = pool2.run(logged_loads, tmp_path, timeout=200)
+    steps = {step["step"]: step for step in read_records(tmp_path).steps}
+    assert list(steps) == [1, 4, 8]
+    for interval, last in ((range(1), 1), (range(1, 4), 4), (range(4, 8), 8)):
+        of_ranks = [0, 0]
+        for name, load in steps[last]["expert_load"].items():
+            of_layer = torch.tensor([counts[step][name] for step in interval]).sum(0)
+            assert of_layer.sum() == len(interval) * ROWS * LENGTH * 2  # two experts for each token
+            assert load == pytest.approx((of_layer.max() * len(of_layer) / of_layer.sum()).item())
+            of_ranks[0] += int(of_layer[:3].sum())  # of five experts, the first rank has three
+            of_ranks[1] += int(of_layer[3:].sum())
+        assert steps[last]["rank_load"] == pytest.approx(max(of_ranks) * 2 / sum(of_ranks))
+        assert len(steps[last]["expert_load"]) == len(counts[0]) > 1
+        assert f"fullest expert {max(steps[last]['expert_load'].values()):.1f}x the mean" in said
 
 
 def test_the_parts_of_a_step_add_up_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from meshwright.monitor.expert_load import fullest_loads
 
 PARTS = ("forward", "backward", "optimizer", "between")  # the parts of a step, in order
 
@@ -22,6 +24,7 @@ class RankFigures:
         waited: seconds in which the host waited for other ranks, at meetings and in collectives.
         peak: the largest memory of this rank so far, in bytes.
         parts: part of a step -> seconds per step.
+        experts: module of experts -> the tokens of each expert that this rank has routed.
     """
 
     seconds: float
@@ -31,6 +34,7 @@ class RankFigures:
     waited: float
     peak: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def as_message(self) -> dict[str, Any]:
         """Return the figures as plain data, which ``RankFigures(**message)`` accepts."""
@@ -57,6 +61,8 @@ class Figures:
         parts: part of a step -> seconds per step, the mean over the ranks.
         waited: seconds per step in which a rank waits for others, the mean over the ranks.
         left: seconds until ``max_steps``; None if that is not set.
+        expert_load: module of experts -> the tokens of its fullest expert, relative to the mean.
+        rank_load: the tokens of the fullest of the ranks that share experts, relative to the mean; None without ep.
     """
 
     step: int
@@ -74,6 +80,8 @@ class Figures:
     parts: Mapping[str, float]
     waited: float
     left: float | None = None
+    expert_load: Mapping[str, float] = field(default_factory=dict)
+    rank_load: float | None = None
 
     @property
     def fullest(self) -> int:
@@ -91,6 +99,8 @@ class Figures:
             "peak_memory_rank": self.fullest,
             "slowest_rank": self.slowest,
             "slowest_rank_behind_ms": None if self.slowest is None else 1e3 * self.behind,
+            "expert_load": max(self.expert_load.values(), default=None),
+            "expert_rank_load": self.rank_load,
         }
         return {name: round(value, 4) for name, value in found.items() if value is not None}
 
@@ -111,6 +121,7 @@ def together(
     *,
     row_copies: int,
     peak_flops: float | None,
+    ep: int = 1,
     max_steps: int | None = None,
 ) -> Figures:
     """Return the figures of an interval from those of each rank.
@@ -120,6 +131,7 @@ def together(
         ranks: rank -> its figures; at least those of one rank.
         row_copies: number of ranks that have the same rows, whose tokens count once.
         peak_flops: the peak of one device in floating-point operations per second; None if unknown.
+        ep: the number of ranks that share the experts of a layer.
         max_steps: number of steps of the run, if known.
 
     Example:
@@ -135,6 +147,7 @@ def together(
     flops = sum(own.flops for own in of_all) / row_copies
     slowest, behind = _straggler(ranks, steps)
     per_step = seconds / steps
+    expert_load, rank_load = fullest_loads([own.experts for own in of_all], ep)
     return Figures(
         step=step.step,
         loss=step.loss,
@@ -151,6 +164,8 @@ def together(
         parts={name: statistics.fmean(own.parts.get(name, 0.0) for own in of_all) for name in PARTS},
         waited=statistics.fmean(own.waited for own in of_all) / steps,
         left=None if max_steps is None else max(0, max_steps - step.step) * per_step,
+        expert_load=expert_load,
+        rank_load=rank_load,
     )
 
 

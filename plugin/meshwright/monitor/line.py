@@ -37,6 +37,8 @@ peak 2.0 GiB (rank 1)  slowest rank 1 (+12 ms)  left 0:08:10
     words.append(f"peak {memory(found.peak[found.fullest])} (rank {found.fullest})")
     if found.slowest is not None:
         words.append(f"slowest rank {found.slowest} (+{seconds(found.behind)})")
+    if found.expert_load:
+        words.append(f"fullest expert {max(found.expert_load.values()):.1f}x the mean")
     if found.left is not None and is_within:
         words.append(f"left {clock(found.left)}")
     return "  ".join(words)

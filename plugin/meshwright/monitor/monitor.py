@@ -20,6 +20,7 @@ from meshwright.layout.tensor_layout import global_shape
 from meshwright.mesh.cores import core_count
 from meshwright.monitor.card import Card, Comparison
 from meshwright.monitor.estimate import Estimate, Machine, estimate
+from meshwright.monitor.expert_load import ExpertLoad
 from meshwright.monitor.figures import Figures
 from meshwright.monitor.host_values import HostValues
 from meshwright.monitor.line import line, say
@@ -27,6 +28,7 @@ from meshwright.monitor.records import VERSION, RunLog
 from meshwright.monitor.reporter import PendingRecord, Reporter
 from meshwright.monitor.step_observer import StepObserver
 from meshwright.optim.runtime import Runtime, Watch, device_of
+from meshwright.parallel.expert_counts import ExpertCounts
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.formatting import memory
 from meshwright.roles.adapters import without_wrappers
@@ -114,7 +116,10 @@ class Monitor(Watch):
             runtime.guard,
             row_copies=runtime.mesh.row_copies,
             peak_flops=None if isinstance(machine, str) else machine.peak_flops,
+            ep=runtime.mesh.ep.size,
         )
+        counts = None if config.compile else runtime.features.find(ExpertCounts)  # a compiled layer has no more steps
+        self._experts = None if counts is None else ExpertLoad(model, counts, self._device)
         if _rank() == 0 and runtime.guard is not None and prepared.log is not None:
             note = weakref.WeakMethod(self._note_fault)  # the guard lives longer than the model
             runtime.guard.on_failure = lambda what: None if (call := note()) is None else call(what)
@@ -196,6 +201,8 @@ class Monitor(Watch):
         if self._sent is not None and self._sent[0] == count:
             return self._sent[1]  # the line after this step exists already
         own, per_step = self.steps.take(), self.steps.seconds_per_step
+        if self._experts is not None:
+            own = dataclasses.replace(own, experts=self._experts.take())
         topic = f"figures {self._number}.{count}"
         if self._runtime.guard is not None:
             self._runtime.guard.post(topic, own.as_message())

@@ -59,6 +59,7 @@ class Reporter:
         guard: the guard, over which the ranks send their figures; None on one process.
         row_copies: number of ranks that have the same rows.
         peak_flops: the peak of one device, or None.
+        ep: the number of ranks that share the experts of a layer.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class Reporter:
         *,
         row_copies: int,
         peak_flops: float | None,
+        ep: int,
     ) -> None:
         self._guard = guard
-        self._row_copies, self._peak_flops = row_copies, peak_flops
+        self._row_copies, self._peak_flops, self._ep = row_copies, peak_flops, ep
         self._queue: queue.SimpleQueue[tuple[PendingRecord, Show] | None] = queue.SimpleQueue()
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
@@ -121,5 +123,6 @@ class Reporter:
             ranks,
             row_copies=self._row_copies,
             peak_flops=self._peak_flops,
+            ep=self._ep,
             max_steps=pending.max_steps,
         )

@@ -34,7 +34,8 @@ class ExpertCounts(BatchStep):
         super().__init__(model)
         self.mesh, self.region = mesh, region
         self.is_late = False  # whether training passes have run uncounted
-        self._totals: dict[nn.Module, Tensor] = {}  # by module of experts
+        self._totals: dict[nn.Module, Tensor] = {}  # by module of experts, since counting began
+        self._taken: Tensor | int = 0  # what ``take`` has returned
         self._batch: Batch | None = None  # the arguments of the running pass
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -77,14 +78,21 @@ class ExpertCounts(BatchStep):
         each = rows.to(choices.device, torch.int64).repeat_interleave(choices.shape[-1])
         self._totals[experts].index_add_(0, choices.flatten(), each)
 
+    def own(self) -> Tensor:
+        """Return this rank's counts since counting began, of one module of experts behind the other."""
+        return torch.cat(list(self._totals.values()))
+
     def take(self) -> dict[nn.Module, Tensor]:
         """Return the counts of all ranks since the last call, by module of experts; every rank must make the call."""
-        total = torch.cat(list(self._totals.values()))
+        own = self.own()
+        total, self._taken = own - self._taken, own
         for axis in (self.mesh.tokens, self.mesh.tp, self.mesh.pp):
             total = all_reduce(total, axis)
-        for own in self._totals.values():
-            own.zero_()
-        parts = total.split([len(own) for own in self._totals.values()])
+        return self.by_module(total)
+
+    def by_module(self, counts: Tensor) -> dict[nn.Module, Tensor]:
+        """Return what each module of experts has of counts in the form of ``own``."""
+        parts = counts.split([len(own) for own in self._totals.values()])
         return {experts: part[:-1] for experts, part in zip(self._totals, parts, strict=True)}
 
 
