@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup browser demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-referee bench-host gpu families programs verify clean
+.PHONY: help setup browser demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-referee bench-host gpu families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -46,16 +46,17 @@ help:
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
 	@echo 'make bench-checkpoints  what digests cost, how long a save stops training, and torch DCP and accelerate'
 	@echo 'make bench-context context parallelism: DeepSpeed Ulysses, weak scaling, balanced rows'
+	@echo 'make bench-experts expert parallelism: that of transformers, and DeepSpeed AutoEP'
 	@echo 'make bench-referee what comparing 8 to 1,024 ranks costs rank 0'
 	@echo 'make bench-host    CPU time that the hooks of a plan add to a layer'
 	@echo 'make gpu           numbers, memory, time and faults on a GPU, in one page; 25 minutes; GPU=--help lists options'
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
-	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
+	@echo 'make families      every decoder of transformers, dense or with experts, against one device; writes docs/families.md'
 	@echo 'make kills         a save that is killed, or finds the disk full, at each of its steps; ten minutes'
 	@echo 'make resumes       runs of 20 steps under ten plans, loaded after each step and compared to the bit'
 	@echo 'make random-kills  runs whose ranks are really killed or stopped, with restarts; half an hour'
-	@echo 'make verify        meshwright verify on ten published configs, and on five models with a planted fault'
+	@echo 'make verify        meshwright verify on twenty published configs, and on 19 models with a planted fault'
 	@echo 'make programs      1,000 random training programs under 30 plans against one process; a quarter of an hour'
 	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'
 	@echo 'make browser       install chromium by apt-get, which needs root; one test opens a page in it, or is skipped'
@@ -134,6 +135,10 @@ bench-context: $(INSTALLED)
 	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.context --figure time --rounds 12
 	$(BIN)/torchrun --nproc-per-node 4 -m benchmarks.context --figure scaling --rounds 6
 	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.context --figure balance --rounds 10
+
+bench-experts: $(INSTALLED)
+	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.experts --figure equal
+	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.experts --figure time --rounds 24
 
 bench-referee: $(INSTALLED)
 	$(BIN)/python -m benchmarks.referee

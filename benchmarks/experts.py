@@ -1,7 +1,7 @@
 """Expert parallelism against transformers' own and DeepSpeed's AutoEP, on the CPU.
 
 torchrun --nproc-per-node 2 -m benchmarks.experts --figure equal
-torchrun --nproc-per-node 2 -m benchmarks.experts --figure time --rounds 15
+torchrun --nproc-per-node 2 -m benchmarks.experts --figure time --rounds 24
 
 equal: loss, gradient norm and gradients of the first step, against those of one process. time: step times, in turn.
 """
@@ -210,7 +210,8 @@ FIGURES = {"equal": equal, "time": step_time}
 
 def main(
     figure: Annotated[str, typer.Option(help=f"One of {', '.join(FIGURES)}.")] = "equal",
-    rounds: Annotated[int, typer.Option(help="Number of measurements.")] = 15,
+    rounds: Annotated[int, typer.Option(help="Number of measurements.")] = 24,
+    length: Annotated[int, typer.Option(help="Tokens of each of the four rows.")] = ExpertRows.sequence_length,
     only: Annotated[list[str] | None, typer.Option(help="A contender by its name in the table (default: all).")] = None,
 ) -> None:
     """Measure one figure; torchrun starts this program on each rank."""
@@ -219,7 +220,7 @@ def main(
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     names: Sequence[str] = only or [*OURS, *THEIRS]
-    FIGURES[figure](ExpertRows(), {name: (OURS | THEIRS)[name] for name in names}, rounds)
+    FIGURES[figure](ExpertRows(sequence_length=length), {name: (OURS | THEIRS)[name] for name in names}, rounds)
     dist.barrier()
     dist.destroy_process_group()
 

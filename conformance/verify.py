@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +21,7 @@ import meshwright as mw
 from conformance.families.models import DENSE, tiny_config
 
 PLAN = "dp2 tp2+sp zero1"
+EXPERTS_PLAN = "dp2 tp2+sp ep2 zero1"
 
 # The values in the config.json of a published model that differ from its class's defaults.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -40,6 +44,34 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "smollm3": {"hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_hidden_layers": 36,
                 "num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 128256},  # SmolLM3-3B
 }  # fmt: skip
+PUBLISHED_EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},
+    "dots1": {"hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 62,
+              "num_attention_heads": 32, "num_key_value_heads": 32, "n_routed_experts": 128, "n_shared_experts": 2,
+              "num_experts_per_tok": 6, "first_k_dense_replace": 1, "vocab_size": 152064},  # dots.llm1
+    "ernie4_5_moe": {"hidden_size": 2560, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+                     "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4,
+                     "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+                     "moe_layer_end_index": 27, "vocab_size": 103424},  # 21B-A3B
+    "glm4_moe": {"hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+                 "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+                 "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+                 "vocab_size": 151552},  # GLM-4.5-Air
+    "gpt_oss": {"num_hidden_layers": 24, "num_local_experts": 32},  # 20b
+    "granitemoe": {"hidden_size": 1536, "intermediate_size": 512, "num_hidden_layers": 32, "num_attention_heads": 24,
+                   "num_key_value_heads": 8, "num_local_experts": 40, "num_experts_per_tok": 8,
+                   "vocab_size": 49155},  # 3.0-3b-a800m
+    "mixtral": {"vocab_size": 32000},  # 8x7B
+    "olmoe": {"hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16,
+              "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "vocab_size": 50304},  # 1B-7B
+    "qwen2_moe": {"hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
+                  "shared_expert_intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+                  "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+                  "vocab_size": 151936},  # Qwen1.5-MoE-A2.7B
+    "qwen3_moe": {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+                  "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                  "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936},  # 30B-A3B
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,14 +85,18 @@ class Outcome:
 
 
 def main(
-    plan: Annotated[str, typer.Option(help="The plan.")] = PLAN,
+    plan: Annotated[
+        str | None, typer.Option(help=f"The plan (default: {PLAN}, and {EXPERTS_PLAN} for models with experts).")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="A family; may be given several times.")] = None,
     tiny: Annotated[
         bool, typer.Option("--tiny", help="Verify all dense families instead, with the configs of make families.")
     ] = False,
     faults: Annotated[bool, typer.Option(help="Run the planted faults too.")] = True,
 ) -> None:
-    """Verify ten families with published sizes and five models with a planted fault; exit with 1 on a wrong result.
+    """Verify twenty families with published sizes and models with planted faults; exit with 1 on a wrong result.
+
+    Ten of the families have experts.
 
     Examples:
 
@@ -68,16 +104,19 @@ def main(
         python -m conformance.verify --only gpt2 --only bloom --no-faults
         python -m conformance.verify --tiny --plan "dp2 tp2 zero3"
     """
-    names = only or sorted(DENSE if tiny else PUBLISHED)
+    names = only or sorted(DENSE if tiny else PUBLISHED | PUBLISHED_EXPERTS)
     is_right = True
     for name in names:
-        outcome = _family(name, plan, tiny)
+        outcome = _family(name, plan or (EXPERTS_PLAN if name in PUBLISHED_EXPERTS else PLAN), tiny)
         is_right &= outcome.code == 0
         _show(outcome)
     if faults and not tiny:
         for name, expected in _faults().items():
             outcome = _fault(name)
             is_right &= outcome.what == expected
+            _show(outcome)
+        for outcome in _faults_of_experts():
+            is_right &= outcome.code == 0
             _show(outcome)
     raise typer.Exit(0 if is_right else 1)
 
@@ -87,7 +126,7 @@ def _show(outcome: Outcome) -> None:
 
 
 def _family(name: str, plan: str, tiny: bool) -> Outcome:
-    config = tiny_config(name) if tiny else CONFIG_MAPPING[name](**PUBLISHED[name])
+    config = tiny_config(name) if tiny else CONFIG_MAPPING[name](**(PUBLISHED | PUBLISHED_EXPERTS)[name])
     with tempfile.TemporaryDirectory() as folder:
         values = {key: value for key, value in config.to_dict().items() if key not in ("dtype", "use_cache")}
         (Path(folder) / "config.json").write_text(json.dumps(values))
@@ -120,6 +159,21 @@ def _fault(name: str) -> Outcome:
     report = mw.verify(getattr(planted, name), "tp2+sp", steps=1)
     suspect = report.suspect
     return Outcome(name, int(not report.ok), time.monotonic() - started, suspect.name if suspect else "nothing")
+
+
+def _faults_of_experts() -> Iterator[Outcome]:
+    """Verify models with a planted fault; the code is 0 if the report names what is wrong, which is in an MLP."""
+    from support.planted_experts import FAULTS, faulty
+
+    for name, fault in FAULTS.items():
+        started = time.monotonic()
+        try:
+            report = mw.verify(functools.partial(faulty, name), fault.plan, steps=2)
+            what = "nothing" if report.suspect is None else f"{report.suspect.kind}: {report.suspect.name}"
+        except mw.PlanError as error:
+            what = str(error).splitlines()[0]
+        code = int(re.search(r"layers\.\d\.mlp", what) is None)
+        yield Outcome(name, code, time.monotonic() - started, what)
 
 
 if __name__ == "__main__":

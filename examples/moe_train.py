@@ -38,7 +38,9 @@ def picture(counts: dict[str, torch.Tensor]) -> str:
     lines = []
     for name, of_layer in counts.items():
         fullest, total = int(of_layer.max()), int(of_layer.sum())
-        lines.append(f"{name}: {total} rows, the fullest expert has {fullest * len(of_layer) / total:.2f} of the mean")
+        lines.append(
+            f"{name}: {total} rows, the fullest expert has {fullest * len(of_layer) / total:.2f} times the mean"
+        )
         lines += [f"  {expert} {'#' * round(BAR * int(n) / fullest)} {n}" for expert, n in enumerate(of_layer)]
     return "\n".join(lines)
 
@@ -46,7 +48,7 @@ def picture(counts: dict[str, torch.Tensor]) -> str:
 def main(steps: int, plan: str | None) -> None:
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=256, **SIZES, **HEADS, **EXPERTS))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(rows(), batch_size=ROWS, shuffle=True, drop_last=True)
 
     # Each rank reads its own rows and holds its own experts; every other weight is on every rank.
@@ -65,7 +67,7 @@ def main(steps: int, plan: str | None) -> None:
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            if is_first and (step % 10 == 0 or step == steps):
+            if is_first and (step % 5 == 0 or step == steps):
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
             if step == steps:
                 break

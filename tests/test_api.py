@@ -106,6 +106,7 @@ def test_signatures() -> None:
         "context",
         "ulysses",
         "ep",
+        "etp",
         "pp",
         "schedule",
         "chunks",

@@ -15,7 +15,7 @@ from conformance.families.expert_models import EXPERTS
 from conformance.families.experts_page import section
 from conformance.families.models import DENSE, model_types
 from conformance.families.page import PAGE, render, verdict
-from conformance.families.refusals import MIXTURE, refusal
+from conformance.families.refusals import MIXTURE, kind_of_type, refusal
 from conformance.families.sweep import read
 from harness.torchrun import torchrun
 
@@ -58,7 +58,8 @@ def main(
         others = [name for name in model_types() if name not in DENSE]
         found = [refusal(name) for name in track(others, "other types", disable=not sys.stderr.isatty())]
         refusals = [r for r in found if r is not None and not (r.family in EXPERTS and r.kind == MIXTURE)]
-        output.write_text(render(records, refusals, with_experts))
+        accepted = {n: kind_of_type(n) for n, r in zip(others, found, strict=True) if r is None and n not in EXPERTS}
+        output.write_text(render(records, refusals, with_experts, accepted))
         print(f"{sum(record.passes for record in records)} families pass, {len(refusals)} are refused: {output}")
     raise typer.Exit(0 if has_passed else 1)
 

@@ -21,6 +21,7 @@ _REMARKS = {
     "granitemoehybrid": "with attention layers only",
     "lfm2_moe": "with attention layers only",
     "nemotron_h": "with layers of attention and of experts only",
+    "zaya": "its router sends most tokens to one expert of four; those of the other types use all experts",
     **dict.fromkeys(DRAWS, "in evaluation mode, since its router draws random numbers in training"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,19 +20,22 @@ _REMARKS = {
     "gpt-sw3": "GPT-2's class",
     "internlm3": "Llama's class",
     "iquestcoder": "Llama's class",
-    "lfm2": "with attention layers only: its convolutions are refused",
+    "lfm2": "with attention layers only: under tp its convolutions stay whole",
     "stablelm": "without qk_layernorm, whose norms (one per head) are refused",
 }
 _DECODER_HALF = "the decoder of an encoder-decoder model; its cross-attention is sharded too"
 
 
-def render(records: Iterable[Record], refusals: Iterable[Refusal], experts: Sequence[str]) -> str:
+def render(
+    records: Iterable[Record], refusals: Iterable[Refusal], experts: Sequence[str], accepted: Mapping[str, str]
+) -> str:
     """Return the page's text.
 
     Args:
         records: what was compared of each dense decoder.
         refusals: the types that are refused.
         experts: the lines of the section on types with experts.
+        accepted: the kinds of the other types that are accepted, by type.
     """
     records = sorted(records, key=lambda record: record.family)
     refusals = sorted(refusals, key=lambda refusal: (refusal.kind, refusal.family))
@@ -89,6 +92,8 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal], experts: Sequ
         "",
         *experts,
         "",
+        *accepted_section(accepted),
+        "",
         "## Refused",
         "",
         f"These are {len(refusals)} types. `to_distributed` with tp above 1 raises a `PlanError` that gives the "
@@ -100,6 +105,21 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal], experts: Sequ
         *(f"| {r.family} | {r.kind} | {_short(r.message)} |" for r in refusals),
     ]
     return "\n".join(lines) + "\n"
+
+
+def accepted_section(accepted: Mapping[str, str]) -> list[str]:
+    """Return the lines of the section on types that are accepted, and that this command does not compare."""
+    return [
+        "## Accepted, and not compared here",
+        "",
+        f"These are {len(accepted)} types whose towers, or mixers with a convolution over tokens, stay whole under tp. "
+        "`tests/distribute/test_vision.py` and `tests/distribute/test_hybrids.py` compare some of them. Compare the "
+        "others once, with [`meshwright verify`](verify.md).",
+        "",
+        "| family | what it is |",
+        "|---|---|",
+        *(f"| {family} | {accepted[family]} |" for family in sorted(accepted, key=lambda n: (accepted[n], n))),
+    ]
 
 
 def _row(record: Record) -> str:

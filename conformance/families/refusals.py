@@ -52,6 +52,12 @@ class Refusal:
     message: str
 
 
+def kind_of_type(family: str) -> str:
+    """Return what kind of model a family is, from the names of its parameters."""
+    model = _on_meta(family)
+    return _UNBUILT.get(family, _MULTIMODAL) if model is None else _kind(model)
+
+
 def refusal(family: str) -> Refusal | None:
     """Return why ``to_distributed`` refuses a family; None if it accepts the family."""
     model = _on_meta(family)

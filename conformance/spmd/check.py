@@ -24,6 +24,7 @@ from conformance.spmd.weight_rows import RowsRead, compare_rows
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.distribute.cuts import build_on_fake_rank
 from meshwright.distribute.installation import install, make_weights
+from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
@@ -72,6 +73,11 @@ def check_plan(
         >>> check_plan(lambda: LlamaForCausalLM(config), ParallelPlan(tp=2))  # doctest: +SKIP
         []
     """
+    if plan.ep > 1:
+        raise PlanError(
+            f"the static check follows what the ranks of tp hold, but under ParallelPlan.ep={plan.ep} values decide "
+            "which rows a rank gets; use ep=1, or compare the plan with meshwright verify"
+        )
     whole = model_factory()
     rows = ROWS if plan.pp == 1 else ROWS * plan.pp * (plan.micro_batch_size or 1)  # interleaved needs a multiple of pp
     inputs = dict(batch) if batch is not None else _tokens(whole, rows)
@@ -219,7 +225,7 @@ def _rows_of(
     if plan.tp == 1:
         return None
     decoder = without_wrappers(model)[1]
-    structure = describe(decoder, roles or plan_for(decoder), tp=plan.tp, sequence_parallel=False)
+    structure = describe(decoder, roles or plan_for(decoder), tp=plan.tp, sequence_parallel=plan.sequence_parallel)
     return RowsRead.of(model, structure, inputs)
 
 

@@ -1,18 +1,24 @@
-"""Support for TRL's fused head, which reads the head's whole weight without calling the module."""
+"""Support for TRL's fused head, which reads the head's whole weight and computes the routers' loss by itself."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
 from meshwright.context.region import ContextRegion
+from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import unsplit_rows
-from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
+from meshwright.parallel.expert_counts import ExpertCounts
+from meshwright.parallel.load_balancing import LoadBalancing
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step, find_step
+
+_MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
 
 
 def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
@@ -29,8 +35,43 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
     is_whole = runtime.mesh.tp.size == runtime.mesh.cp.size == 1 and runtime.weights is None
     if is_whole or not hasattr(model, "get_output_embeddings"):
         return
-    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    owner = _owner(model)
     add_step(owner, _WholeHead(owner, runtime))
+
+
+def balance_fused_head(model: Any, runtime: Runtime) -> None:
+    """Make the load-balancing loss that TRL's forward computes with Mixtral's function that of the global batch.
+
+    Args:
+        model: the model, changed in place.
+        runtime: the model's runtime; nothing is changed if the model has no experts.
+    """
+    owner = _owner(model)
+    if runtime.features.find(ExpertCounts) is None or runtime.mesh.size == 1:
+        return
+    if (step := find_step(owner, LoadBalancing)) is None:
+        add_step(owner, _NoRouterLoss())
+    elif _MIXTRAL not in step.modules:
+        importlib.import_module(_MIXTRAL)
+        step.modules.append(_MIXTRAL)
+
+
+def _owner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class _NoRouterLoss(ChainStep):
+    """The step of a model's forward that refuses a load-balancing loss which only TRL's forward computes."""
+
+    order = StepOrder.WHOLE_HEAD
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if kwargs.get("fused_lm_head") and kwargs.get("output_router_logits"):
+            raise PlanError(
+                "TRL computes a load-balancing loss that the model's own forward does not have, from each rank's own "
+                "tokens. Turn it off: router_aux_loss_coef=0.0 in the trainer's config"
+            )
+        return self.method(*args, **kwargs)
 
 
 class _WholeHead(ChainStep):

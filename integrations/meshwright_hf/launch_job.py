@@ -229,10 +229,10 @@ def find_plan(plan: str | Path | None, sizes: dict[str, Any], num_processes: int
     if not sizes:
         fields = launched_plan()
         return None if fields is None else plan_of_fields(fields, PLAN_VARIABLE)
-    sized = ParallelPlan(**sizes)
     if num_processes is None or "dp" in sizes:
-        return sized
+        return ParallelPlan(**sizes)
+    sized = ParallelPlan(**{**sizes, "ep": 1})  # ep divides the ranks of dp too
     if num_processes % sized.world_size:
         others = "".join(f" x --{name} {size}" for name in ("cp", "pp") if (size := getattr(sized, name)) > 1)
         raise PlanError(f"--num_processes {num_processes} is not divisible by --tp {sized.tp}{others}")
-    return dataclasses.replace(sized, dp=num_processes // sized.world_size)
+    return dataclasses.replace(sized, dp=num_processes // sized.world_size, ep=sizes.get("ep", 1))

@@ -28,7 +28,7 @@ from meshwright.plan.config import NumItems, PlanLike, ToDistributedConfig
 from meshwright.temporarily import temporarily
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
-from meshwright_hf.fused_head import gather_for_fused_head
+from meshwright_hf.fused_head import balance_fused_head, gather_for_fused_head
 from meshwright_hf.gathering import has_only_tensors
 from meshwright_hf.trainer_accelerator import become_trainers
 from meshwright_hf.trainer_checkpoints import CheckpointMixin
@@ -134,6 +134,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             loss.mean.num_items = self._meaning_of_items()  # if the model was distributed earlier
         self.model.no_sync = runtime.gradients.no_sync  # accelerate looks for it while gradients accumulate
         gather_for_fused_head(self.model, runtime)
+        balance_fused_head(self.model, runtime)
         show_run(self.model, runtime, self._mesh_config)
         if self.args.torch_compile:
             layers = runtime.features.find(CompilableLayers)

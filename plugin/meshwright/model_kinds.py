@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MODALITIES = ("vision_config", "audio_config", "speech_config", "video_config")
 _ENCODER_DECODERS = frozenset({"bart", "prophetnet", "t5", "whisper"})
 _ENCODERS = frozenset(
@@ -36,34 +35,15 @@ class ModelKind:
 
 
 def kind_of(config: object) -> ModelKind | None:
-    """Return the kind of model that a config describes; None for a dense decoder or an unknown kind.
+    """Return the kind of model that a config describes; None for a decoder, dense or with experts, or an unknown kind.
 
     Args:
         config: a transformers config, or its dict.
 
     Example:
-        >>> kind_of({"model_type": "mixtral", "num_local_experts": 8}).what
-        'a mixture-of-experts model (num_local_experts=8)'
+        >>> kind_of({"model_type": "bert"}).what
+        "an encoder, not a decoder (model_type='bert')"
     """
-    return _with_experts(_fields(config)) or kind_beside_experts(config)
-
-
-def _with_experts(fields: Mapping[str, Any]) -> ModelKind | None:
-    text = fields.get("text_config")
-    parts = [fields, text] if isinstance(text, Mapping) else [fields]
-    for part in parts:
-        for name in _EXPERTS:
-            if isinstance(count := part.get(name), int) and count > 1:
-                return ModelKind(
-                    what=f"a mixture-of-experts model ({name}={count})",
-                    why="the planner has no estimate for experts",
-                    instead="give a plan: plan='dp2 ep2', plan='dp2 zero3' or plan='tp2+sp'",
-                )
-    return None
-
-
-def kind_beside_experts(config: object) -> ModelKind | None:
-    """Return the kind of model, where a mixture of experts is a decoder as any other."""
     fields = _fields(config)
     if fields.get("is_encoder_decoder") or fields.get("model_type") in _ENCODER_DECODERS:
         return ModelKind(
@@ -74,10 +54,10 @@ def kind_beside_experts(config: object) -> ModelKind | None:
     if modality := next((name for name in _MODALITIES if fields.get(name)), None):
         return ModelKind(
             what=f"a multimodal model ({modality})",
-            why="its towers beside the language model have no role in a sharding plan",
+            why="the planner has no estimate for towers, and tp needs a role for each weight of the language model",
             instead=(
-                "train its language model alone: AutoModelForCausalLM.from_config(config.get_text_config()); or all of "
-                "it under other axes: plan='dp2', plan='dp2 zero3' or plan='pp2'"
+                "give a plan: plan='tp2+sp', plan='dp2 zero3' or plan='pp2'; or train its language model alone: "
+                "AutoModelForCausalLM.from_config(config.get_text_config())"
             ),
         )
     if fields.get("model_type") in _ENCODERS:

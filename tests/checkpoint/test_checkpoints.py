@@ -162,6 +162,8 @@ def test_experts_go_from_any_ep_to_any_other(pools: dict[int, Any], tmp_path: Pa
         {"cp": 2, "dp": 2, "ep": 2, "zero_stage": 2},
         {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 4},
         {"tp": 4, "sequence_parallel": True, "ep": 2, "zero_stage": 1},
+        {"dp": 4, "ep": 2, "etp": 2},
+        {"dp": 4, "etp": 2, "zero_stage": 3},
         {"dp": 4, "ep": 4},
     ]
     folders = [tmp_path / str(index) for index in range(len(plans))]

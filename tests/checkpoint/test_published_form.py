@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 import meshwright as mw
 import meshwright_hf
 from meshwright.checkpoint.one_device import safetensors_file
-from support.anatomies import build
+from support.anatomies import MODELS, build
 from support.construction import assert_equal
 from support.tiers import crossings
 
@@ -142,3 +142,23 @@ def test_an_expert_that_a_file_lacks_is_an_error(lost: str, message: str, pool2:
     save_file({key: x for key, x in load_file(file).items() if not re.search(lost, key)}, file, {"format": "pt"})
     for kind, text in pool2.run_expecting_error(load_damaged, tmp_path):
         assert kind == "CheckpointError" and re.search(message, text), text
+
+
+def from_a_seed(plan: str) -> tuple[dict[str, torch.Tensor], int]:
+    torch.manual_seed(5)
+    with mw.deferred_init():
+        model = MODELS["qwen3_moe"]()
+    assert all(p.is_meta for name, p in model.named_parameters() if ".experts." in name)
+    model = mw.to_distributed(model, plan=plan)[0]
+    held = sum(p.meshwright.local_numel for name, p in model.named_parameters() if ".experts." in name)
+    return mw.full_state_dict(model), held
+
+
+@pytest.mark.parametrize("plan", ["dp2 ep2", "tp2+sp ep2"])
+def test_experts_from_a_seed_are_those_of_one_device(plan: str, pool2: Any) -> None:
+    """Five experts over two ranks, of which the second has two and padding."""
+    torch.manual_seed(5)
+    expected = MODELS["qwen3_moe"]().state_dict()
+    (weights, *held), (_, *other) = pool2.run(from_a_seed, plan)
+    assert_equal(weights, expected)
+    assert held == other == [sum(x.numel() for name, x in expected.items() if ".experts." in name) * 3 / 5]

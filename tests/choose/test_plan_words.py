@@ -279,8 +279,8 @@ def test_keyword_and_config() -> None:
 
 def test_every_field_has_its_words() -> None:
     changed = {
-        "dp": 3, "tp": 3, "cp": 3, "ep": 3, "pp": 3, "sequence_parallel": True, "zero_stage": 1, "micro_batch_size": 3,
-        "gradient_accumulation_steps": 3, "recompute": "full", "reduce_dtype": "bfloat16",
+        "dp": 3, "tp": 3, "cp": 3, "ep": 3, "etp": 3, "pp": 3, "sequence_parallel": True, "zero_stage": 1,
+        "micro_batch_size": 3, "gradient_accumulation_steps": 3, "recompute": "full", "reduce_dtype": "bfloat16",
     }  # fmt: skip
     of_context = {"context": "ring", "ulysses": 3}
     of_pipeline = {"schedule": "zbv", "chunks": 3, "stages": [1, 3, 2]}

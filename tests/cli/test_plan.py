@@ -58,6 +58,21 @@ def test_what_weigh_and_sweep_refuse(config: Path, arguments: str, message: str)
     assert done.exit_code == 2 and message in done.output, done.output
 
 
+def test_a_model_with_experts_is_read_from_its_modules(tmp_path: Path) -> None:
+    routed = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "head_dim": 128}
+    path = tmp_path / "routed.json"
+    path.write_text(json.dumps({**CONFIG, **routed, "model_type": "qwen3_moe"}))
+    sizes = "--ep 4 --zero-stage 1 --gpus 8 --expert-load 1.5"
+    answer = json.loads(run(path, f"{sizes} --json", "weigh").output)
+    assert answer["plans"][0]["label"].startswith("dp8 ep4 zero1") and answer["job"]["expert_load"] == 1.5
+    expert, layer = 3 * 1024 * 512, 8 * 1024 + 3 * 1024 * 1024 + 2 * 1024 + 2 * 128  # router, attention, norms
+    total = 8 * (8 * expert + layer) + 2 * 32000 * 1024 + 1024
+    assert answer["model"]["parameters"] == total
+    assert answer["model"]["active_parameters"] == total - 8 * 6 * expert
+    traced = run(path, "--ep 4 --zero-stage 1 --gpus 8 --trace", "weigh")
+    assert traced.exit_code == 2 and "depends on their values" in traced.output
+
+
 @pytest.mark.parametrize(("gpu", "precision"), [("h100", "fp8"), ("b200", "fp4")])
 def test_a_precision_that_cannot_train_is_said_and_no_plan_is_saved(
     config: Path, tmp_path: Path, gpu: str, precision: str

@@ -32,6 +32,7 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.routing_replay import RoutingReplay
+from meshwright.parallel.tensor_parallel import OwnTokens
 from meshwright.roles import find_decoder
 from meshwright.roles.decoder import towers_beside
 from support.anatomies import LENGTH, MODELS, build, collate, llama, loader, samples
@@ -45,6 +46,9 @@ from support.whole_runs import differences, train_whole
 PLANS: dict[str, dict[str, Any]] = {
     "tp2+sp": {"tp": 2, "sequence_parallel": True},
     "tp2+sp, ep2": {"tp": 2, "sequence_parallel": True, "ep": 2},
+    "tp2": {"tp": 2},
+    "tp2, ep2, recompute": {"tp": 2, "ep": 2, "recompute": "full"},
+    "dp2 x tp2, ep4, zero1": {"dp": 2, "tp": 2, "ep": 4, "zero_stage": 1},
     "tp4+sp, ep2, zero1": {"tp": 4, "sequence_parallel": True, "ep": 2, "zero_stage": 1},
     "dp2 x tp2+sp, ep2, zero3": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero_stage": 3},
     "dp2, ep2": {"dp": 2, "ep": 2},
@@ -141,6 +145,9 @@ ON_FOUR = [
     ("mixtral, balanced", "cp2 x tp2+sp, ep2, recompute"),
     ("mixtral, idle experts", "dp2 x tp2+sp, ep4"),
     ("mixtral, balanced", "cp2 x dp2, ep4, zero1"),
+    ("mixtral, balanced", "tp2"),
+    ("qwen2_moe", "tp2, ep2, recompute"),
+    ("deepseek_v3", "dp2 x tp2, ep4, zero1"),
 ]
 MIDDLE = [
     case for case in CASES if case[1] in ("tp2+sp", "tp2+sp, ep2", "dp2, ep2", "dp2+zero3", "pp2, micro-batches", "cp2")
@@ -175,6 +182,18 @@ def train_without_scale(plan: dict[str, Any]) -> dict[str, Tensor]:
         return train(plan, "mixtral")
     finally:
         thawing.GradientSync = make
+
+
+def train_with_all_tokens(plan: dict[str, Any]) -> dict[str, Tensor]:
+    """A fault: under tp without sp every rank routes all tokens, although their gradients are summed."""
+    with mock.patch.object(OwnTokens, "__call__", lambda self, *args, **kwargs: self.method(*args, **kwargs)):
+        return train(plan, "mixtral")
+
+
+def test_tokens_that_every_rank_routes_would_be_caught(pool2: Any) -> None:
+    found = differences(pool2.run(train_with_all_tokens, PLANS["tp2"]), reference("mixtral"))
+    assert found["gradient of model.layers.0.mlp.gate.weight"] > 0.5
+    assert found["norm 0"] > 1e-3
 
 
 def test_a_wrong_scale_of_experts_would_be_caught(pool2: Any) -> None:
@@ -424,8 +443,7 @@ def refusal(make: Callable[[], Any], **plan: Any) -> str:
 
 
 def test_a_refusal_speaks_of_the_axis_at_hand() -> None:
-    for name in ("mixtral", "llava"):
-        assert "plan='pp2'" in refusal(MODELS[name], tp=2)
+    assert "plan='pp2'" in refusal(MODELS["llava"], tp=3)
     recurrent = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)
     said = refusal(lambda: transformers.MambaForCausalLM(recurrent), cp=2)
     assert "conv1d.weight" in said and "takes each token by itself" in said
@@ -433,13 +451,14 @@ def test_a_refusal_speaks_of_the_axis_at_hand() -> None:
 
 
 def test_experts_that_ranks_cannot_share_are_refused() -> None:
-    assert "tp2+sp" in refusal(MODELS["mixtral"], tp=2)
     with pytest.raises(mw.PlanError, match=r"Set ep to 1 or 3$"):
         mw.ParallelPlan(dp=3, ep=2)
     with pytest.raises(mw.PlanError, match=r"within or over whole groups of tp. Set ep to 1 or 2 or 4$"):
         mw.ParallelPlan(dp=3, tp=4, ep=3, sequence_parallel=True)
-    with pytest.raises(mw.PlanError, match=r"must have different tokens.*tp2\+sp ep4"):
-        mw.ParallelPlan(dp=2, tp=2, ep=4)
+    with pytest.raises(mw.PlanError, match=r"ep x etp=4 with dp=6.*Set ep x etp to 1 or 2 or 3 or 6$"):
+        mw.ParallelPlan(dp=6, ep=2, etp=2)
+    assert "has 48 channels, which ParallelPlan.etp=5" in refusal(MODELS["mixtral"], dp=5, etp=5)
+    assert "has no experts" in refusal(llama, dp=2, etp=2)
     assert "has no experts" in refusal(llama, dp=2, ep=2)
     assert "4 experts in a layer, so 8 ranks" in refusal(MODELS["mixtral"], tp=8, ep=8, sequence_parallel=True)
     said = refusal(lambda: llama(num_attention_heads=8), tp=8, ep=8, sequence_parallel=True)

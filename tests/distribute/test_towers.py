@@ -84,22 +84,36 @@ def test_a_tower_that_only_some_ranks_would_gather_is_refused(pool2: Any) -> Non
         pool2.run(step_with_images_on_one_rank)
 
 
-def step_with_features_between_layers(plan: dict[str, Any]) -> None:
+def with_numbers_as_mask(module: Any, args: Any, given: dict[str, Any]) -> Any:
+    return args, {**given, "visual_pos_masks": given["visual_pos_masks"].int()}
+
+
+def step_with_features_between_layers(plan: dict[str, Any], after: list[int], *, has_mask: bool = True) -> None:
     tower = {"depth": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 24, "patch_size": 4}
+    tower["out_hidden_size"] = SIZES["hidden_size"]
+    rotary = {"rope_type": "default", "mrope_section": [1, 1, 0]}
     config = transformers.Qwen3VLConfig(
-        vision_config={**tower, "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        text_config={**SIZES, "head_dim": 4, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0]}},
+        vision_config={**tower, "num_position_embeddings": 16, "deepstack_visual_indexes": after},
+        text_config={**SIZES, "head_dim": 4, "rope_parameters": rotary},
         image_token_id=IMAGE, video_token_id=IMAGE - 1, vision_start_token_id=IMAGE - 2,
     )  # fmt: skip
-    model = mw.to_distributed(transformers.Qwen3VLForConditionalGeneration(config), plan=mw.ParallelPlan(**plan))[0]
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    if not has_mask:
+        model.model.language_model.register_forward_pre_hook(with_numbers_as_mask, with_kwargs=True)
+    model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
     batch = collate(samples("qwen2_vl", 2))
     model.train()(**{**batch, "pixel_values": batch["pixel_values"].float()})
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp"])
-def test_features_that_enter_between_layers_are_refused(axis: str, pool2: Any) -> None:
-    kind, said = pool2.run_expecting_error(step_with_features_between_layers, {axis: 2})[0]
-    assert kind == "PlanError" and "deepstack_visual_embeds" in said and f"Use {axis}=1" in said
+@pytest.mark.parametrize("plan", [{"pp": 2}, {"cp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
+def test_features_of_unknown_tokens_that_enter_between_layers_are_refused(plan: dict[str, Any], pool2: Any) -> None:
+    kind, said = pool2.run_expecting_error(step_with_features_between_layers, plan, [0], has_mask=False)[0]
+    assert kind == "PlanError" and "deepstack_visual_embeds" in said and f"Use {next(iter(plan))}=1" in said
+
+
+def test_features_of_layers_after_the_first_stage_are_refused(pool2: Any) -> None:
+    kind, said = pool2.run_expecting_error(step_with_features_between_layers, {"pp": 2}, [0, 1])[0]
+    assert kind == "PlanError" and "not in the first stage" in said
 
 
 def calls_of_towers(name: str) -> int:

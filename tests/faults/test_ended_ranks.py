@@ -19,7 +19,9 @@ from harness.programs import mark_fault, run_program
 from meshwright.checkpoint.format import part_files
 from meshwright.faults import equal_errors
 from meshwright.faults.equal_errors import is_first_to_say, say_equal_texts_once
+from support.anatomies import mixtral
 from support.ending import DP2, TIMEOUT, TP2, check, flat, trained, trainer
+from support.models import tokens
 from support.tiers import crossing
 
 
@@ -39,6 +41,26 @@ def test_an_exception_on_one_rank_ends_all(plan):
     check(second, r"Traceback.*OSError: the disk is full", within=5)
     check(first, r"rank 1 \(host .*=1.*\): step 1, OSError: the disk is full \(.*test_ended_ranks.py:\d+\)", within=5)
     check(first, "cannot go on with the comparison of the ranks' forward pass in step 2: rank 1", within=5)
+
+
+def makes_fewer_passes(has_labels: bool) -> None:
+    """Rank 1 accumulates the gradients of two batches, and rank 0 those of three, with experts on both of them."""
+    model, optimizer, _ = trained(mw.ParallelPlan(dp=2, ep=2), mixtral())
+    ids = tokens(2, 12)
+    for number in range(4 - dist.get_rank()):
+        if number == 3 - dist.get_rank():
+            mark_fault()
+            optimizer.step()
+            optimizer.zero_grad()
+        output = model(input_ids=ids, **({"labels": ids} if has_labels else {}))
+        (output.loss if has_labels else output.logits.square().mean()).backward()
+    print("went on in silence", flush=True)
+
+
+@pytest.mark.parametrize("has_labels", [crossing(True), False], ids=["labels", "own loss"])
+def test_a_pass_that_one_rank_of_experts_leaves_out_is_named(has_labels):
+    for outcome in run_program(makes_fewer_passes, 2, has_labels):
+        check(outcome, r"optimizer\.step\(\): called 0 times on rank 0 .*; called 1 times on rank 1", within=5)
 
 
 def failing_child(victim: int, exits: bool) -> None:

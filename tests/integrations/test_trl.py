@@ -96,7 +96,7 @@ def test_a_packed_run_equals_one_process_under_context_parallelism(pool2: Any, t
 
 
 def test_the_auxiliary_loss_that_trl_turns_on_equals_one_process(pool2: Any, tmp_path: Path) -> None:
-    """SFTTrainer adds it to a loss of its own, divided by the accumulated passes. Without it the norms differ."""
+    """SFTTrainer computes it by Mixtral's function and adds it to a loss of its own, divided by accumulated passes."""
     options = {"max_length": 16, "experts": {"router_aux_loss_coef": 1.0}}
     expected = run("sft", tmp_path / "one", None, **options)
     without = run("sft", tmp_path / "two", None, **options, router_aux_loss_coef=0.0)

@@ -190,16 +190,17 @@ def test_tp_is_innermost_then_cp_dp_pp(dims):
         stride *= mesh.axis_size(name)
 
 
-@given(parallel_dims())
-def test_a_mesh_knows_the_place_of_every_rank(dims):
+@given(parallel_dims(), st.sampled_from([(2, 1), (3, 1), (1, 2), (2, 2)]))
+def test_a_mesh_knows_the_place_of_every_rank(dims, shared):
     places = list(itertools.product(*map(range, dims.shape)))
-    shared = [dataclasses.replace(dims, ep=ep) for ep in (2, 3, 4) if dims.dp * dims.cp * dims.tp % ep == 0]
-    of_experts = {(each.ep, axis): each.groups(axis) for each in shared for axis in ("ep", "copies")}
+    ep, etp = shared if dims.dp * dims.cp * dims.tp % (shared[0] * shared[1]) == 0 else (1, 1)
+    of_experts = {axis: dataclasses.replace(dims, ep=ep, etp=etp).groups(axis) for axis in ("ep", "etp", "copies")}
     for groups in of_experts.values():
         assert sorted(itertools.chain(*groups)) == list(range(dims.world_size))
         assert all(len({places[rank][0] for rank in ranks}) == 1 for ranks in groups)  # a layer is on one stage
+    tokens = dims.groups("dp", "cp")
     for rank, (pp, dp, cp, tp) in enumerate(places):
-        group = next(ranks for ranks in dims.groups("dp", "cp") if rank in ranks)
+        group = next(ranks for ranks in tokens if rank in ranks)
         mesh = Mesh(
             pp=Axis("pp", dims.pp, pp),
             dp=Axis("dp", dims.dp, dp),
@@ -215,11 +216,12 @@ def test_a_mesh_knows_the_place_of_every_rank(dims):
             "tp": tp,
             "tokens": group.index(rank),
             "ep": 0,
+            "etp": 0,
             "copies": group.index(rank) * dims.tp + tp,
         }
         assert mesh.without_groups() == mesh
-        for (ep, axis), groups in of_experts.items():
-            place = dataclasses.replace(mesh, ep=Axis("ep", ep)).place
+        place = dataclasses.replace(mesh, ep=Axis("ep", ep), etp=Axis("etp", etp)).place
+        for axis, groups in of_experts.items():
             assert place[axis] == next(ranks.index(rank) for ranks in groups if rank in ranks)
 
 
@@ -260,6 +262,12 @@ def test_the_grid_shows_every_rank_once_and_marks_one(dims, data):
             "dp=0  dp=1  dp=2  dp=3\n   0     1   [2]     3\n\nexperts\nep=0  ep=1  ep=2  ep=3\n   0     1   [2]     3",
         ),
         (
+            ParallelDims(dp=2, tp=2, ep=2, etp=2),
+            0,
+            "      tp=0  tp=1\ndp=0   [0]     1\ndp=1     2     3\n\n"
+            "experts\n      etp=0  etp=1\nep=0    [0]      1\nep=1      2      3",
+        ),
+        (
             ParallelDims(pp=2, dp=2, cp=2, ep=2),
             5,
             "pp=0\n      cp=0  cp=1\ndp=0     0     1\ndp=1     2     3\n\n"
@@ -295,7 +303,7 @@ def test_sizes_are_positive_ints(name, size):
 
 
 def test_experts_are_shared_by_a_divisor_of_a_stages_ranks():
-    with pytest.raises(ValueError, match="ep=3 must divide dp=2 x cp=1 x tp=2"):
+    with pytest.raises(ValueError, match="ep=3 x etp=1 must divide dp=2 x cp=1 x tp=2"):
         ParallelDims(pp=3, dp=2, tp=2, ep=3)
 
 

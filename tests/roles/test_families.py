@@ -152,9 +152,8 @@ REFUSED = {
     "diffllama": r"its heads work in pairs",
     "doge": r"self_attn.dt_proj",
     "gemma4": r"self_attn.v_norm of Gemma4TextDecoderLayer is a norm without weights",
-    "mamba": r"no role for backbone.layers.0.mixer.A_log",
-    "zaya": r"no role for model.layers.0.self_attn.o_proj.weight",
-    "qwen3_5_text": r"no role for model.layers.0.linear_attn",
+    "rwkv": r"no role for rwkv.blocks.0.attention.time_decay",
+    "xlnet": r"no role for transformer.layer.0.rel_attn.q",
     "trocr": r"reshapes its heads to the width of its input",
 }
 
@@ -170,7 +169,6 @@ def test_what_is_no_dense_decoder_is_refused_by_name(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "overrides", "name"),
     [
-        ("lfm2", {"layer_types": ["full_attention", "conv"]}, "model.layers.1.conv.conv.weight"),
         ("stablelm", {"qk_layernorm": True}, "model.layers.0.self_attn.q_layernorm.norms.0.weight"),
         ("gemma4_text", {"hidden_size_per_layer_input": 8}, "self_attn.v_norm"),
         ("gemma4_text", {"attention_k_eq_v": True}, "model.layers.1.self_attn"),

@@ -113,7 +113,7 @@ def test_experts_are_found_from_the_structure(family: str) -> None:
 )
 def test_experts_of_own_code_are_not_shared(family: str, said: str) -> None:
     with pytest.raises(mw.PlanError) as raised:
-        check_experts(build(family), 2)
+        check_experts(build(family), ep=2, etp=1)
     assert said in str(raised.value) and "Set ParallelPlan.ep to 1" in str(raised.value)
 
 

@@ -25,6 +25,7 @@ from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import Role
 from meshwright.roles.blocks import Attention
 from meshwright.roles.blocks.head_layout import HeadLayout
+from support import anatomies
 from support.parity import crossed
 from support.tiers import crossings
 
@@ -51,6 +52,14 @@ EACH_ONCE = [*(("llama", plan) for plan in PLANS), *((family, "tp2+sp") for fami
 )
 def test_nothing_is_found_in_a_family(family: str, plan: str) -> None:
     assert check_plan(lambda: build(family).float(), PLANS[plan]) == []
+
+
+def test_nothing_is_found_with_whole_experts() -> None:
+    """Each rank routes its own tokens; qwen2_moe has an MLP for every token beside them."""
+    for name in ("mixtral", "qwen2_moe"):
+        assert check_plan(lambda name=name: anatomies.build(name).float(), PLANS["tp2+sp"]) == []
+    with pytest.raises(mw.PlanError, match=r"ParallelPlan.ep=2.*meshwright verify"):
+        check_plan(lambda: anatomies.build("mixtral").float(), mw.ParallelPlan(tp=2, sequence_parallel=True, ep=2))
 
 
 def test_nothing_is_found_with_adapters() -> None:

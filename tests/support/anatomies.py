@@ -63,6 +63,12 @@ def deepseek_v3() -> Any:
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, **EXPERTS, **latent, **routed))
 
 
+def gpt_oss() -> Any:
+    """Experts with biases, whose channels are in turn those of the gate and those that it scales."""
+    config = transformers.GptOssConfig(**SIZES, **EXPERTS, num_local_experts=4, head_dim=4, attn_implementation="eager")
+    return transformers.GptOssForCausalLM(config)
+
+
 def llava() -> Any:
     """Two layers of text and six of images; an image of 8 x 8 pixels has 4 features."""
     tower = {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 24}
@@ -111,10 +117,14 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+# Models of tests that name them.
+OTHERS: dict[str, Callable[[], Any]] = {"gpt_oss": gpt_oss}
+
+
 def build(name: str) -> Any:
     """A seeded model of which every parameter has a random value of its own."""
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = (MODELS | OTHERS)[name]()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.05))

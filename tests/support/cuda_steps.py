@@ -123,8 +123,10 @@ PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# Programs in which rank 0 lacks gradients, and waits once for each bucket that lacks some; each has one bucket.
+# Programs in which the host waits once: for the number of tokens that travel to the experts of its one layer, and where
+# rank 0 lacks gradients, for each bucket that lacks some; each has one bucket.
 WAITS = {
+    "dp2 ep2": ({"dp": 2, "ep": 2}, {**EXPERTS, "num_hidden_layers": 1}, {}),
     "dp2 without some gradients": ({"dp": 2}, {}, {"prepare": skip_mlp}),
     "dp2 zero1 without some gradients": ({"dp": 2, "zero_stage": 1}, HALF, {"prepare": skip_mlp}),
     "dp2 zero3 without some gradients": ({"dp": 2, "zero_stage": 3}, HALF, {"prepare": skip_mlp}),

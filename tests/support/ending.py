@@ -20,9 +20,9 @@ def trainer(plan: mw.ParallelPlan) -> Callable[..., None]:
     return trained(plan)[2]
 
 
-def trained(plan: mw.ParallelPlan) -> tuple[Any, Any, Callable[..., None]]:
+def trained(plan: mw.ParallelPlan, model: Any = None) -> tuple[Any, Any, Callable[..., None]]:
     """A distributed model, its optimizer, and a function that trains one step."""
-    model = build("llama")
+    model = build("llama") if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = mw.ToDistributedConfig(plan=plan, timeout_s=TIMEOUT)
     model, optimizer, _ = mw.to_distributed(model, optimizer, config=config)

@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 import meshwright as mw
 import meshwright_hf
 from meshwright.mesh.axes import Axis
-from support import clm_script, words
+from support import anatomies, clm_script, words
 from support.models import build
 
 __all__ = ["DataLoader", "DistributedConfig", "LlamaForCausalLM", "meshwright_hf", "mw", "torch"]
@@ -195,6 +195,14 @@ class Script:
             layer.self_attn.qkv = layer.self_attn.qkv_proj
             del layer.self_attn.qkv_proj
         return model
+
+    @cached_property
+    def qwen3_moe(self) -> nn.Module:
+        return anatomies.build("qwen3_moe")
+
+    @cached_property
+    def deepseek(self) -> nn.Module:
+        return anatomies.build("deepseek_v3")
 
     # Engines of DeepSpeed
 

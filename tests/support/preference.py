@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForSequenceClassification, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import meshwright as mw
 from support.models import SIZES, build
@@ -41,7 +41,8 @@ def scorer() -> Any:
 
 def routed(**experts: Any) -> Any:
     torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, **experts)).train()
+    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 4}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **experts})).train()
 
 
 def classes(kind: str) -> tuple[type, type]:

@@ -72,6 +72,7 @@ def found(preloaded_python: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             "pp2 of the rank's items",
             "tp2+sp olmo2",
             "dp2 zero3 evaluation",
+            "dp2 ep2 zero1, all tokens to all",
         ],
     ),
 )
@@ -79,9 +80,13 @@ def test_a_step_waits_nowhere_and_its_collectives_fit(program: str, found: Calla
     assert found(program) == []
 
 
-@pytest.mark.parametrize("program", crossings(WAITS, only=["dp2 zero3 without some gradients"]))
-def test_a_rank_waits_once_for_a_bucket_without_some_gradients(program: str, found: Callable[[str], list[str]]) -> None:
+@pytest.mark.parametrize("program", crossings(WAITS, only=["dp2 zero3 without some gradients", "dp2 ep2"]))
+def test_a_rank_waits_once_where_sizes_or_gradients_are_known_to_the_device_alone(
+    program: str, found: Callable[[str], list[str]]
+) -> None:
     place = "optim/zero_optimizer.py" if "zero" in program else "parallel/gradient_sync.py"
+    if "ep2" in program:
+        place = "parallel/token_dispatchers.py"  # how many tokens travel, once for its one layer
     problems = [re.sub(r":\d+ ", " ", problem) for problem in found(program)]
     assert problems == [f"rank {rank}: the host waits: tolist in {place} (1 times)" for rank in (0, 1)]
 

@@ -16,16 +16,18 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import GPT2Config, LlamaConfig, SmolLM3Config
+from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, OlmoeConfig, SmolLM3Config
 from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.cli import app
 from meshwright.verification.smaller_plan import smaller_plan
+from meshwright_hf.narrower_configs import narrower_configs
 from meshwright_hf.short_model import ConfigFile, ShortModel, short_model
 from support import planted
 from support.models import SIZES, build
 from support.tiers import crossing
+from support.whole_runs import with_adapters
 
 TP = "tp2+sp"
 
@@ -84,6 +86,17 @@ def test_a_model_that_trains_as_on_one_device() -> None:
     # Six batches: each of Llama's five norms in each of them; nine losses on four ranks.
     assert checked["gradients: norms"] == 6 * 5
     assert checked["loss"] == 4 * (6 + 2)
+
+
+def adapted() -> nn.Module:
+    return with_adapters(build("llama"))
+
+
+@pytest.mark.crossing
+def test_adapters_that_train_as_on_one_device() -> None:
+    """1e-11: see above. What a projection returns without its adapters is an addend on each rank."""
+    report = mw.verify(adapted, TP, steps=1)
+    assert report.ok and all(one.value < 1e-11 for one in report.worst.values()), str(report)
 
 
 def test_stages_that_train_as_on_one_device() -> None:
@@ -277,9 +290,38 @@ def test_a_plan_of_a_cluster_becomes_a_smaller_one_of_its_kind() -> None:
     assert (small.sequence_parallel, small.zero_stage, small.recompute) == (True, 3, "full")
     assert smaller_plan(small, 8) == small
     assert smaller_plan(mw.ParallelPlan(tp=6), 4).tp == 3
+    sliced = mw.ParallelPlan(dp=16, tp=2, sequence_parallel=True, ep=8, etp=4)
+    assert smaller_plan(sliced, 4).label == "dp2 tp2+sp ep2 etp2 zero0"
     staged = mw.ParallelPlan(dp=4, pp=8, tp=2, schedule="zbv", stages=(2,) * 16)
     assert smaller_plan(staged, 8) == mw.ParallelPlan(dp=2, pp=2, tp=2, schedule="zbv")
     assert smaller_plan(mw.ParallelPlan(pp=2, stages=(1, 3)), 8) == mw.ParallelPlan(pp=2)
+    # Ranks that share experts stay within a group of tp, or go beyond it.
+    for ep, few in ((2, 2), (8, 2), (16, 4), (512, 4)):
+        over = mw.ParallelPlan(dp=64, tp=8, sequence_parallel=True, ep=ep)
+        assert smaller_plan(over, 4) == mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True, ep=few)
+
+
+def test_a_config_with_experts_gets_fewer_of_them(tmp_path: Path) -> None:
+    published = DeepseekV3Config()
+    (tmp_path / "real").mkdir()
+    real, plan = (mw.ParallelPlan(dp=size, ep=size) for size in (16, 2))
+    source = ConfigFile(path=write(tmp_path / "real", published))
+    (tmp_path / "short").mkdir()
+    factory, notes = short_model(source, tmp_path / "short", real_plan=real, plan=plan)
+    narrow = factory.source.read()
+    assert (narrow.n_routed_experts, narrow.num_experts_per_tok, narrow.n_group, narrow.topk_group) == (8, 2, 4, 2)
+    assert narrow.moe_intermediate_size < 256 and narrow.num_hidden_layers == 4  # three dense ones, and one of experts
+    assert "n_routed_experts 256 -> 8" in notes[-1]
+    (fields, *_) = narrower_configs(published, real=mw.ParallelPlan(dp=6, ep=6), plan=plan)
+    assert fields["n_routed_experts"] == 9  # which ranks share unevenly, as 256 over 6
+
+
+@pytest.mark.crossing
+def test_published_experts_train_as_on_one_device(tmp_path: Path) -> None:
+    """1e-9: see above. By default transformers computes them by torch's grouped_mm, which has no float64."""
+    code, output = command("--model", str(write(tmp_path, OlmoeConfig())), "--plan", "dp64 ep8", "--steps", "1")
+    assert code == 0, output
+    assert "under dp2 ep2" in output and "experts_implementation='eager' in place of 'grouped_mm'" in output
 
 
 def test_without_transformers_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

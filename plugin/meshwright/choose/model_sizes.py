@@ -6,11 +6,12 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
+from meshwright.model_kinds import kind_of
 from meshwright.parallel.model_shape import shape_of
 from meshwright.parallel.routed_shape import has_experts, on_meta, routed_shape
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.plan.config import ToDistributedConfig
-from meshwright.planner.shapes import ModelShape, describe, stated_experts
+from meshwright.planner.shapes import ModelShape, describe
 from meshwright.roles import ShardingPlan, plan_for
 from meshwright.roles.adapters import without_wrappers
 
@@ -24,9 +25,9 @@ def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
     name = type(model).__name__
     if hasattr(getattr(model, "config", None), "to_dict"):
         decoder = without_wrappers(model)[1]
-        if has_experts(decoder):
+        if has_experts(decoder) and kind_of(model.config) is None:
             return routed_shape(on_meta(decoder), name=name)
-        return describe(model.config, name=name, is_dense=is_dense(model))
+        return describe(model.config, name=name)
     try:
         return shape_of(model, config.sharding_plan or plan_for(model))
     except PlanError as error:
@@ -34,12 +35,6 @@ def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
             f"picking a plan needs a transformers config or a decoder's structure, and {name} has neither; pass a "
             f"plan: plan='dp{world_size()}' ({error})"
         ) from error
-
-
-def is_dense(model: nn.Module) -> bool:
-    """Return whether a model has no weights of experts, whatever its config states."""
-    counts = set(stated_experts(model.config).values())
-    return not any(p.ndim > 2 and p.shape[0] in counts for p in model.parameters())
 
 
 def against_tensor(model: nn.Module, sharding_plan: ShardingPlan | None = None) -> str | None:

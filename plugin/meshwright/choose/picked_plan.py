@@ -43,7 +43,7 @@ from meshwright.planner.formatting import seconds
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.space import Space
-from meshwright.roles import plan_for
+from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
 
 logger = logging.getLogger(__name__)
@@ -166,13 +166,13 @@ def _refusals(
             check_recompute(decoder, plan.recomputed)
         if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage):
             check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
+        structure: Decoder | None = None
         if plan.tp > 1:
             sharding = config.sharding_plan or plan_for(decoder)
-            describe_structure(decoder, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+            structure = describe_structure(decoder, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
         if plan.cp > 1:
-            structure = outline(decoder, config.sharding_plan, instead="ParallelPlan(cp=1)")
-            if plan.tp == 1:  # with tp, the roles say what the modules of a layer do
-                check_token_wise(structure, config.sharding_plan)
+            structure = structure or outline(decoder, config.sharding_plan, instead="ParallelPlan(cp=1)")
+            check_token_wise(structure, config.sharding_plan)
             check_method(record_context(structure), ParallelPlan(**plan.runnable_fields()))
     except (PlanError, OptimizerMismatchError) as error:
         yield str(error)

@@ -129,6 +129,9 @@ class PlanSizes:
         "With --cp, method by which attention reaches the whole sequence (default: gather)."
     )
     ulysses: int | None = _of_plan("With --context hybrid, number of neighbouring ranks that exchange heads.")
+    ep: int | None = _of_plan(
+        "Expert-parallel size: neighbouring ranks of dp x cp x tp that share the experts of a layer (default: 1)."
+    )
     pp: int | None = _of_plan("Pipeline-parallel size: ranks that share the layers (default: 1).")
     schedule: Schedule | None = _of_plan("With --pp, the order of forwards and backwards (default: 1f1b).")
     sequence_parallel: bool | None = _of_plan(

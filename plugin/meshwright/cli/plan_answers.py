@@ -226,13 +226,14 @@ def answer_days(question: PlanQuestion, outputs: TableOutputs, days: float) -> N
 
 def _table(question: PlanQuestion, swept: str, rows: Sequence[SweepRow]) -> str:
     """Return a table over a setting, below a line with the model and the other settings."""
+    from meshwright.planner.explain import parameters_text
     from meshwright.planner.sweep import sweep_text
 
     shape, cluster, settings = question.shape, question.space().cluster, question.settings
     words = [cluster.device.name if swept == "gpus" else f"{cluster.gpus} x {cluster.device.name}"]
     words += [f"{settings.global_batch[0]} sequences per step"] * (swept != "global_batch")
     words += [f"{settings.seq_len[0]} tokens per sequence"] * (swept != "seq_len")
-    heading = f"{shape.name}: {shape.parameters / 1e9:.2f} B parameters, {', '.join(words)}"
+    heading = f"{shape.name}: {parameters_text(shape)}, {', '.join(words)}"
     return f"{heading}\n\n{sweep_text(swept.replace('_', '-'), rows)}"
 
 

@@ -340,14 +340,16 @@ def own_plans(
         raise PlanError(f"--plan {counts} devices; compare plans of as many devices, or estimate each in a command")
     if sizes:
         _check_sizes(sizes, gpus)
-        plan = ParallelPlan(**sizes)  # type: ignore[arg-type]
-        if gpus is not None and "dp" not in sizes:
+        is_dp_left = gpus is not None and "dp" not in sizes
+        plan = ParallelPlan(**{**sizes, **({"ep": 1} if is_dp_left else {})})  # type: ignore[arg-type]
+        if gpus is not None and is_dp_left:  # ep divides the ranks of dp too
             if gpus % plan.world_size:
                 raise PlanError(
                     f"--gpus {gpus} is not divisible by {plan.product(*plan.sizes_beside_dp)}; change a size, or give "
                     "--dp in place of --gpus"
                 )
-            plan = dataclasses.replace(plan, dp=gpus // plan.world_size)
+            left: dict[str, object] = {"dp": gpus // plan.world_size, "ep": sizes.get("ep", 1)}
+            plan = dataclasses.replace(plan, **left)  # type: ignore[arg-type]
         plans = [plan]
     world = gpus if gpus is not None else plans[0].world_size if plans else None
     return world, lambda job: [Candidate.of(dataclasses.asdict(plan), job) for plan in plans]

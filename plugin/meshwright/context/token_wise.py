@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterator
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from meshwright.errors import UncoveredParameterError
+from meshwright.errors import PlanError, UncoveredParameterError
+from meshwright.parallel.structure import DecoderStructure
 from meshwright.roles import Decoder, Role, ShardingPlan
 from meshwright.roles.blocks import Mlp
-from meshwright.roles.blocks.experts import roles_of_experts
+from meshwright.roles.blocks.experts import is_experts, roles_of_experts
 from meshwright.roles.decoder import is_norm
 from meshwright.roles.projection import is_projection
 
@@ -19,12 +20,20 @@ def check_token_wise(decoder: Decoder, plan: ShardingPlan | None) -> None:
     """Raise if a weight inside of a layer is of no module that is known to take each token by itself.
 
     Args:
-        decoder: the decoder.
+        decoder: the decoder. Under tp its roles say what the modules of a layer do.
         plan: the user's roles, which say it of other modules too; None for none.
 
     Raises:
         UncoveredParameterError: if there are such weights; the message lists them.
+        PlanError: if a module that stays whole under tp is given hidden states.
     """
+    if isinstance(decoder, DecoderStructure):
+        if whole := next(iter(decoder.whole.items()), None):
+            raise PlanError(
+                f"{whole[0]} ({type(whole[1]).__name__}) stays whole under tp, and it is not known whether it takes "
+                "each token by itself, as ParallelPlan.cp > 1 needs. Use ParallelPlan(cp=1)"
+            )
+        return
     known = {m for layer in decoder.layers for m in _of_experts_in(layer)}
     unknown = {id(p) for layer in decoder.layers for p in _unknown(layer, known)}
     named = [name for name, p in decoder.model.named_parameters(remove_duplicate=False) if id(p) in unknown]
@@ -66,7 +75,7 @@ def _of_experts_in(layer: nn.Module) -> Iterator[nn.Module]:
 
 def _unknown(module: nn.Module, known: Collection[nn.Module]) -> Iterator[nn.Parameter]:
     """Yield the weights besides those of known modules, projections and embeddings, and vectors over channels."""
-    if is_projection(module) or is_parametrized(module) or isinstance(module, nn.Embedding):
+    if is_projection(module) or is_parametrized(module) or is_experts(module) or isinstance(module, nn.Embedding):
         return
     own, children = list(module.parameters(recurse=False)), list(module.children())
     if module not in known:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.nested import why_no_batch
 from meshwright.errors import AlreadyDistributedError, PlanError
-from meshwright.model_kinds import kind_beside_experts
+from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.foreign_names import NO_SCALER
@@ -101,7 +101,7 @@ def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanEr
         name = type(model).__name__
         cure = f"{name} has experts, and runs without tp: plan='dp2 ep2', plan='dp2 zero3' or plan='pp2'"
         return PlanError(f"{str(error).removesuffix('.')}. {cure}")
-    kind = kind_beside_experts(getattr(model, "config", None))
+    kind = kind_of(getattr(model, "config", None))
     return error if kind is None else PlanError(f"{type(model).__name__} is {kind} ({error})")
 
 

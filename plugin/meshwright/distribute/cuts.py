@@ -23,6 +23,7 @@ from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks.adapted_experts import check_adapted_experts
 from meshwright.roles.blocks.experts import check_experts
 
 
@@ -34,7 +35,8 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
     Raises:
         PlanError: if the plan cannot cut the decoder.
     """
-    check_experts(decoder, plan.ep)
+    check_experts(decoder, ep=plan.ep, etp=plan.etp)
+    check_adapted_experts(decoder, ep=plan.ep, etp=plan.etp)
     check_dispatcher(config.token_dispatcher, plan.ep)
     axes = [axis for axis, size in plan.sizes_beside_dp.items() if size > 1]
     if not axes:
@@ -42,9 +44,11 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
     try:
         if plan.tp > 1:
             roles = config.sharding_plan or plan_for(decoder)
-            return describe(decoder, roles, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
-        instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
-        found = outline(decoder, config.sharding_plan, instead=instead)
+            sp = plan.sequence_parallel
+            found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp)
+        else:
+            instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
+            found = outline(decoder, config.sharding_plan, instead=instead)
         if plan.cp > 1:
             check_token_wise(found, config.sharding_plan)
         return found

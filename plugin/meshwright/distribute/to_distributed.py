@@ -44,6 +44,7 @@ from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.mixed_rows import check_embeddings, check_mixers
 from meshwright.parallel.recompute import check_recompute
+from meshwright.parallel.structure import DecoderStructure
 from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.plan.fields import either_name, keywords_checked
 from meshwright.plan.foreign_names import CALL_NAMES
@@ -205,6 +206,9 @@ def _distribute(
         start_monitor(model, runtime, config, shown, every=config.logging_steps)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
+        if isinstance(structure, DecoderStructure):
+            share = 100 * structure.cut_share
+            logger.info("tp cuts %.0f %% of the weights; each rank of tp has the others whole", share)
     return optimizer, loader
 
 
@@ -284,10 +288,10 @@ def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module, en
             "cp has those of its own tokens; use cp=1, or train without the engine: to_distributed(model, optimizer, "
             "loader)"
         )
-    if plan.ep > 1 and engine is not None:
+    if plan.ep * plan.etp > 1 and engine is not None:
         raise PlanError(
-            f"ParallelPlan.ep={plan.ep} with {engine}, which was not compared with one device; use ep=1, or train "
-            "without the engine: to_distributed(model, optimizer, loader)"
+            f"ParallelPlan.ep={plan.ep} and etp={plan.etp} with {engine}, which was not compared with one device; use "
+            "ep=1 and etp=1, or train without the engine: to_distributed(model, optimizer, loader)"
         )
     if plan.pp > 1 and not has_known_loss:
         raise PlanError(

@@ -21,6 +21,7 @@ from meshwright.pipeline.cut import Cut, with_stages
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks.adapted_experts import adapter_layouts
 from meshwright.roles.blocks.experts import expert_layouts
 from meshwright.roles.decoder import layer_stack, towers_beside
 
@@ -78,7 +79,8 @@ class Build:
         else:
             named = decoder.named_parameters(remove_duplicate=False)
             layouts = {name: TensorLayout.whole(parameter) for name, parameter in named}
-        layouts = {**layouts, **expert_layouts(decoder, self.plan.ep)}
+        layouts = {**layouts, **expert_layouts(decoder, ep=self.plan.ep, etp=self.plan.etp)}
+        layouts |= adapter_layouts(decoder, self.plan.ep)
         layouts = layouts if self.cut is None else with_stages(layouts, self.cut)
         return {prefix + name: layout for name, layout in layouts.items()}
 

@@ -45,10 +45,10 @@ def why_not_compiled(layers: Sequence[nn.Module], plan: ParallelPlan, engine: st
             f"ParallelPlan.schedule={plan.schedule!r} computes the gradients of weights apart, which the one backward "
             "of a compiled layer cannot do; set schedule='1f1b', or leave compile out"
         )
-    if plan.ep > 1:
+    if plan.ep * plan.etp > 1:
         return (
-            f"ParallelPlan.ep={plan.ep} makes the host read how many tokens travel inside each layer, so "
-            "compile='layers' would leave pieces of graphs; set ep=1, or leave compile out"
+            f"ParallelPlan.ep={plan.ep} and etp={plan.etp} make the host read how many tokens travel inside each "
+            "layer, so compile='layers' would leave pieces of graphs; set ep=1 and etp=1, or leave compile out"
         )
     if engine is not None:
         return f"{engine} adds its own hooks to the layers' modules, so compile='layers' is not available; leave it out"

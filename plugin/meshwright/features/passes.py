@@ -12,6 +12,7 @@ from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.expert_counts import ExpertCounts
 from meshwright.parallel.expert_dispatch import ExpertDispatch
+from meshwright.parallel.expert_slices import OutputBiasOnce, SlicedExperts
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.generate_together import GenerateTogether
 from meshwright.parallel.longest_position import LongestPosition
@@ -20,10 +21,10 @@ from meshwright.parallel.mixed_rows import BatchStatistics
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.replicated_state import ModuleTensors
 from meshwright.parallel.tensor_parallel import install_tensor_parallel
-from meshwright.parallel.tower_features import refuse_features_between_layers
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
-from meshwright.roles.blocks.experts import is_experts
+from meshwright.roles.blocks.adapted_experts import keep_local_adapters
+from meshwright.roles.blocks.experts import has_output_bias, is_experts
 
 
 def compare_replicas(build: Build) -> None:
@@ -75,6 +76,7 @@ def watch_passes(build: Build) -> None:
         hooked=runtime.features.add(hooked),
         statistics=BatchStatistics(build.decoder, lambda: runtime.plan),
         shares_weights=runtime.weights is not None,
+        shares_experts=plan.spreads_experts_over_dp,
         gathers_towers=runtime.weights is not None and bool(build.towers),
         longest=LongestPosition(build.decoder, runtime.mesh.tokens, is_split=build.is_split),
         layers=runtime.features.add(_compilable_layers(build)),
@@ -82,9 +84,6 @@ def watch_passes(build: Build) -> None:
     )
     runtime.features.add(forward)
     keep_documents_apart(build.decoder)
-    if build.structure is not None:
-        for axis in (axis for axis in ("pp", "cp") if getattr(plan, axis) > 1):
-            refuse_features_between_layers(build.structure, axis)
 
 
 def _compilable_layers(build: Build) -> CompilableLayers:
@@ -114,9 +113,15 @@ def cut_blocks(build: Build) -> None:
 
 def spread_experts(build: Build) -> None:
     """Let experts that are spread over ranks get the tokens that are routed to them."""
-    if build.plan.ep > 1:
-        for experts in filter(is_experts, build.decoder.modules()):
-            add_step(experts, ExpertDispatch(experts, build.runtime.mesh.ep, build.config.token_dispatcher))
+    ep, etp = build.runtime.mesh.ep, build.runtime.mesh.etp
+    keep_local_adapters(build.decoder, ep.size)
+    for experts in filter(is_experts, build.decoder.modules()):
+        if etp.size > 1 and has_output_bias(experts):
+            add_step(experts, OutputBiasOnce(experts, etp))
+        if ep.size > 1:
+            add_step(experts, ExpertDispatch(experts, ep, build.config.token_dispatcher))
+        if etp.size > 1:
+            add_step(experts, SlicedExperts(etp))
 
 
 def count_experts(build: Build) -> None:

@@ -14,6 +14,7 @@ from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.tensor_parallel import SequenceRegion
+from meshwright.parallel.tower_features import TowerFeatures
 from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.plan.config import ParallelPlan
@@ -30,8 +31,8 @@ def part_tokens(build: Build) -> None:
     attach_attention(build.structure, attention)
     is_staged = build.cut is not None  # a pipeline gives logits in evaluation only on request
     # Under ulysses each rank has all tokens of some heads. The stages of a pipeline know the length of what they
-    # receive before they see the documents of a row.
-    balances = build.plan.context != "ulysses" and not is_staged
+    # receive before they see the documents of a row, and features of towers are cut before the first layer.
+    balances = build.plan.context != "ulysses" and not is_staged and not build.towers
     region = ContextRegion(build.structure, build.context, attention.parts, runtime.streams, balances=balances)
     step = ContextForward(
         build.decoder,
@@ -42,6 +43,23 @@ def part_tokens(build: Build) -> None:
         ),
     )
     add_step(build.decoder, step)
+
+
+def part_features(build: Build) -> None:
+    """Cut features of towers that enter between the layers, where a rank has some of the tokens or layers."""
+    plan, features = build.plan, build.runtime.features
+    axis = next((axis for axis in ("pp", "cp") if getattr(plan, axis) > 1), "tp" if plan.sequence_parallel else None)
+    if axis is None or build.structure is None or not build.towers:
+        return
+    sequenced = features.find(SequenceRegion)
+    tower_features = TowerFeatures(
+        build.structure,
+        axis=axis,
+        sequence=None if sequenced is None else sequenced.sequence,
+        region=features.find(ContextRegion),
+        is_staged=build.cut is not None,
+    )
+    features.add(tower_features)
 
 
 def run_in_parts(build: Build) -> None:

@@ -146,16 +146,21 @@ class TensorLayout:
         """Whether the tensor is of experts that ranks share, whose replicas are the ranks of the axis ``copies``."""
         return any(axis == "ep" for axis, _ in self.cuts)
 
+    def is_cut_over(self, axis: str) -> bool:
+        """Whether ranks of an axis have different parts of the tensor."""
+        return any(name == axis and not rows.is_replicated for name, rows in self.cuts)
+
     def over(self, axis: str) -> RowLayout:
         """Return the rows that each rank of an axis holds.
 
         Raises:
             PlanError: if the tensor is cut over ep; what knows other axes alone would take a part for the whole.
         """
-        if self.is_over_ep and axis != "ep":
+        if self.is_over_ep and axis not in ("ep", "etp"):
             raise PlanError(
-                f"{self.name} holds experts that ParallelPlan.ep spreads over ranks, and this call cannot read or "
-                "write such weights yet. Use full_state_dict or save_pretrained for the weights, or set ep=1"
+                f"{self.name} holds experts that ParallelPlan.ep or etp spreads over ranks, and this call cannot read "
+                "or write such weights yet. Use full_state_dict or save_pretrained for the weights, or set ep=1 and "
+                "etp=1"
             )
         for name, rows in self.cuts:
             if name == axis:

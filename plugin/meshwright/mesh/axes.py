@@ -66,7 +66,7 @@ class Mesh:
         world      pp x dp x cp x tp    pp is the outermost axis, tp the innermost one
         tokens          dp x cp         the ranks that hold different tokens of a batch
         factors    pp x tokens x tp     the world again, which is how weights and gradients see it
-        experts    pp x copies x ep     the same ranks in the same order, divided a second time
+        experts    pp x copies x ep x etp     the same ranks in the same order, divided a second time
 
     An axis that factors the same ranks a second time is made from ``ParallelDims.groups`` and ``Axis.over`` in
     :meth:`build`; the rank's place on it is added to :attr:`places`.
@@ -76,9 +76,10 @@ class Mesh:
         dp: the ranks that read different rows of a batch.
         cp: the ranks that hold parts of the same sequences.
         tp: the ranks that share each layer.
-        ep: neighbouring ranks of dp x cp x tp, which hold different experts.
-        copies: the ranks of dp x cp x tp that hold the same experts, if ep is larger than 1. Over these ranks the
-            gradients of experts are averaged and ZeRO shards them.
+        ep: the ranks of dp x cp x tp that hold different experts; without etp these are neighbours.
+        etp: neighbouring ranks of dp x cp x tp, which hold slices of the same experts.
+        copies: the ranks of dp x cp x tp that hold the same of the experts, if ep or etp is larger than 1. Over these
+            ranks the gradients of experts are averaged and ZeRO shards them.
         tokens: the ranks of dp and cp, over which losses and gradients are averaged and ZeRO shards; by default ``dp``.
     """
 
@@ -87,6 +88,7 @@ class Mesh:
     cp: Axis = Axis("cp")
     tp: Axis = Axis("tp")
     ep: Axis = Axis("ep")
+    etp: Axis = Axis("etp")
     copies: Axis = Axis("copies")
     tokens: Axis = None  # type: ignore[assignment]
 
@@ -113,8 +115,9 @@ class Mesh:
 
         own = {name: axis(name) for name in dims.axis_names}
         tokens = own["dp"] if dims.cp == 1 else Axis.over(dims.groups("dp", "cp"), "dp")
-        experts = {"ep": dims.ep, "copies": dims.expert_copies} if dims.ep > 1 else {}
-        own |= {name: Axis.over(dims.groups(name), name) for name, size in experts.items() if size > 1}
+        if dims.ep * dims.etp > 1:
+            experts = (name for name, size in dims.expert_sizes.items() if name != "pp" and size > 1)
+            own |= {name: Axis.over(dims.groups(name), name) for name in experts}
         return cls(**own, tokens=tokens)
 
     @property
@@ -151,7 +154,8 @@ class Mesh:
         """Return a rank's coordinate on each axis, from those on the factors, the outermost first."""
         place = dict(zip(reversed(_FACTORS), ranks, strict=True))
         place["dp"], place["cp"] = divmod(place["tokens"], self.cp.size)
-        place["copies"], place["ep"] = divmod(place["tokens"] * self.tp.size + place["tp"], self.ep.size)
+        rest, place["etp"] = divmod(place["tokens"] * self.tp.size + place["tp"], self.etp.size)
+        place["copies"], place["ep"] = divmod(rest, self.ep.size)
         return place
 
     @property

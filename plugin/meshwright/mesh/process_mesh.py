@@ -256,17 +256,18 @@ class ParallelDims(AxisSizes):
     """The sizes of the parallel axes, from the outermost to the innermost: PP, DP, CP, TP.
 
     TP is innermost because it communicates most, and neighbouring ranks share a node. Experts divide the ranks of each
-    pipeline stage a second time, into copies and EP, which is innermost.
+    pipeline stage a second time, into copies, EP and ETP, which is innermost.
 
     Args:
         pp: the number of pipeline stages.
         dp: the number of data-parallel replicas.
         cp: the number of ranks that share one sequence, attention included.
         tp: the number of ranks that share each layer.
-        ep: the number of neighbouring ranks that share the experts of each layer.
+        ep: the number of ranks that hold different experts of each layer.
+        etp: the number of neighbouring ranks that hold slices of the same experts.
 
     Raises:
-        ValueError: if a size is not a positive int, or ep does not divide dp x cp x tp.
+        ValueError: if a size is not a positive int, or ep x etp does not divide dp x cp x tp.
 
     Example:
         >>> dims = ParallelDims(dp=2, tp=2)
@@ -293,18 +294,20 @@ class ParallelDims(AxisSizes):
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    etp: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in {**self.sizes, "ep": self.ep}.items():
+        for name, size in {**self.sizes, "ep": self.ep, "etp": self.etp}.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name} must be a positive int, got {name}={size!r}")
-        if self.expert_copies * self.ep * self.pp != self.world_size:
-            raise ValueError(f"ep={self.ep} must divide {self.product('dp', 'cp', 'tp')}")
+        if math.prod(self.expert_sizes.values()) != self.world_size:
+            raise ValueError(f"{self.product('ep', 'etp')} must divide {self.product('dp', 'cp', 'tp')}")
 
     @property
-    def expert_copies(self) -> int:
-        """The number of ranks that hold the same experts."""
-        return self.world_size // self.pp // self.ep
+    def expert_sizes(self) -> dict[str, int]:
+        """The size of each axis of :meth:`expert_mesh`, from the outermost to the innermost."""
+        copies = self.world_size // self.pp // (self.ep * self.etp)
+        return {"pp": self.pp, "copies": copies, "ep": self.ep, "etp": self.etp}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -331,8 +334,8 @@ class ParallelDims(AxisSizes):
 
     def expert_mesh(self) -> ProcessMesh:
         """Return the mesh of the same ranks, in the same order, over the axes along which experts differ."""
-        shape = {"pp": self.pp, "copies": self.expert_copies, "ep": self.ep}
-        return ProcessMesh(nest(range(self.world_size), tuple(shape.values())), tuple(shape))
+        sizes = self.expert_sizes
+        return ProcessMesh(nest(range(self.world_size), tuple(sizes.values())), tuple(sizes))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return the ranks that differ only along these axes, in the order of the axes given, for all other places.
@@ -385,7 +388,7 @@ class ParallelDims(AxisSizes):
         on the other axes is a block with a title. A second grid shows which ranks share experts.
         """
         grid = grid_text(range(self.world_size), self.shape, self.axis_names, rank)
-        if self.ep == 1:
+        if self.ep * self.etp == 1:
             return grid
         experts = self.expert_mesh()
         return f"{grid}\n\nexperts\n{grid_text(experts.ranks, experts.shape, experts.dim_names, rank)}"

@@ -24,6 +24,7 @@ class Card:
     Args:
         model: the model's class.
         parameters: number of its parameters.
+        active: number of the parameters that a token uses, of a model with experts; None for a dense model.
         plan: the plan.
         source: where the plan comes from.
         device: name of the devices.
@@ -48,6 +49,7 @@ class Card:
     unknown_peak: str = ""
     unused_profile: str = ""
     is_cpu: bool = False
+    active: int | None = None
 
     @property
     def tokens_per_pass(self) -> int | None:
@@ -60,8 +62,9 @@ class Card:
         mesh = plan.product(*active) if active else "one device"
         if world <= _WIDEST and world > 1:
             mesh += "".join(f"\n    {line}" for line in plan.dims.rank_grid().splitlines())
+        used = "" if self.active is None else f" ({_count(self.active)} active)"
         lines = [
-            f"meshwright: {self.model}, {_count(self.parameters)} parameters, on {world} x {self.device}",
+            f"meshwright: {self.model}, {_count(self.parameters)} parameters{used}, on {world} x {self.device}",
             f"  plan    {plan.label}",
             f"  why     {self.source}",
             f"  mesh    {mesh}",

@@ -261,7 +261,8 @@ def largest(number: int, axis: Axis) -> int:
     """Return the largest of the numbers that the ranks of the axis pass. Over gloo, it waits for no device."""
     if axis.size == 1:
         return number
-    return int(maximum(torch.tensor(number, device=wire_device(group=axis.group)), axis))
+    found = int(maximum(torch.tensor(number, device=wire_device(group=axis.group)), axis))
+    return max(number, found)  # a traced step continues with a value that no rank has passed
 
 
 def agree(x: Tensor, *axes: Axis) -> Tensor:

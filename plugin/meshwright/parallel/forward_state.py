@@ -53,7 +53,8 @@ class ForwardState:
         hooked: the search for the program's hooks inside the model, since a loss may be computed from what they record.
         statistics: the check for layers that would use the statistics of a part of the batch.
         shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
-        gathers_towers: whether these weights are those of towers too, so every rank must have images, or none.
+        shares_experts: whether data-parallel ranks send each other tokens, so every rank must run each pass.
+        gathers_towers: whether the shared weights are those of towers too, so every rank must have images, or none.
         longest: the longest position of the batch, for modules that depend on it.
         layers: the model's layers, which ``torch.compile(model)`` compiles.
         follow: a callback that handles parameters frozen or unfrozen since the last pass. It runs in each pass with
@@ -73,6 +74,7 @@ class ForwardState:
     hooked: HookedModules
     statistics: BatchStatistics
     shares_weights: bool = False
+    shares_experts: bool = False
     gathers_towers: bool = False
     longest: LongestPosition
     layers: CompilableLayers
@@ -173,7 +175,8 @@ class ForwardState:
             for axis in (self.mesh.tp, self.mesh.pp, self.comparison.tie):
                 if axis.size > 1:
                     self.comparison.compare_weights(axis)
-        if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):
+        runs_together = self.shares_weights or self.shares_experts
+        if self.dp.size > 1 and (inputs.get("labels") is not None or runs_together):
             modules = (_of_modules(inputs, self.gathers_towers),) if self.shares_weights else ()
             guard.meet(place, self.dp.group, *statements, *modules)
             if trains and inputs.get("labels") is not None:

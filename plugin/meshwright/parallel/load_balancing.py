@@ -88,7 +88,8 @@ class LoadBalancing(BatchStep):
         routers: RouterRecord | None = None,
     ):
         super().__init__(model)
-        self.forward, self.mean, self.mesh, self.region, self.routers = forward, mean, mesh, region, routers
+        self.mean, self.mesh, self.region, self.routers = mean, mesh, region, routers
+        self.modules = [forward.__module__]  # the names of the modules whose function a forward may call
         self._batch: Batch = {}  # the arguments of the running pass
         self._parts: object = None  # the routers' logits of the running pass, if they are this rank's part
         self._earlier: Tensor | None = None  # the statistics of the stages before
@@ -99,10 +100,10 @@ class LoadBalancing(BatchStep):
     def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
         logits: list[Tensor] | None = [] if self.routers is not None and self.is_wanted(batch) else None
-        with (
-            temporarily(self, _batch=batch, _parts=None, _logits=logits),
-            temporarily(sys.modules[self.forward.__module__], **{_NAME: self.loss}),
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(temporarily(self, _batch=batch, _parts=None, _logits=logits))
+            for name in self.modules:
+                stack.enter_context(temporarily(sys.modules[name], **{_NAME: self.loss}))
             output = self.method(*args, **kwargs)
             return output if self._parts is None else _without(output, self._parts)
 

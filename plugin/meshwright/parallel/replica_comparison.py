@@ -221,7 +221,12 @@ class ReplicaComparison:
 
     @property
     def _axes(self) -> list[Axis]:
-        return [axis for axis in (*self.mesh.factors.values(), self.tie, self.mesh.copies) if axis.size > 1]
+        return [axis for axis in (*self.mesh.factors.values(), self.tie, *self._of_experts) if axis.size > 1]
+
+    @property
+    def _of_experts(self) -> tuple[Axis, ...]:
+        """The axes whose ranks compare weights of experts alone."""
+        return self.mesh.copies, self.mesh.etp
 
     @property
     def _device(self) -> torch.device:
@@ -250,7 +255,7 @@ class ReplicaComparison:
                 known += keys + [key and f"{OF_OPTIMIZER}{key}" for key in keys]
         keyed: dict[int, str] = {}
         count = 0
-        if "state" in kinds and self._tensors is not None and axis not in (self.tie, self.mesh.copies):
+        if "state" in kinds and self._tensors is not None and axis not in (self.tie, *self._of_experts):
             tensors, keyed = self._tensors.digests(self._device, on_all_stages=axis is self.mesh.pp)
             own, count = own + tensors, self._tensors.capacity
         if own:
@@ -287,11 +292,11 @@ class ReplicaComparison:
             layout = layout_of(parameter)
             if not layout.is_held or (axis is self.tie and layout.stage_copies == 1):
                 continue
-            if layout.is_over_ep and axis is not self.mesh.copies:  # its ranks hold different experts
+            if axis is not self.tie and layout.is_over_ep is not (axis in self._of_experts):
+                continue  # the ranks of other axes hold different experts, and other weights are compared over those
+            if axis is self.mesh.etp and (layout.is_cut_over("etp") or not self._is_equal_over_tp(parameter, layout)):
                 continue
-            if axis is self.mesh.copies and not layout.is_over_ep:  # compared over tokens
-                continue
-            if axis in (self.tie, self.mesh.copies):
+            if axis in (self.tie, *self._of_experts):
                 for rank in range(axis.size):
                     shared[rank].append((parameter, CopiedRows(name)))
                 continue

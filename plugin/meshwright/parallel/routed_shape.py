@@ -57,7 +57,8 @@ def routed_shape(model: nn.Module, *, name: str) -> ModelShape:
     with pass_:
         run_without_values(model, rows=_ROWS, length=_LENGTH, instead="a plan: plan='dp2'")
     fields: dict[str, Any] = {}
-    if hasattr(config := getattr(model, "config", None), "to_dict"):
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
         fields = {**config.to_dict(), "_attn_implementation": getattr(config, "_attn_implementation", None)}
     words = weight_of(decoder.embedding)
     vocab, hidden = words.shape

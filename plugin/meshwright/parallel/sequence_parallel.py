@@ -10,11 +10,16 @@ Shape suffixes: B batch, S sequence, L local sequence (padded S / tp), H hidden.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor
+from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import Operation, gather_rows, reduce_scatter_rows, split_rows, unsplit_rows
+from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 
 
 class SequenceSharding:
@@ -33,6 +38,10 @@ class SequenceSharding:
     def is_whole(self, x: Tensor) -> bool:
         """Return whether an activation of the last forward pass has all tokens, not this rank's tokens."""
         return x.shape[1] == self._length
+
+    def is_local(self, length: int) -> bool:
+        """Return whether an activation of the last forward pass has this rank's tokens, from its length."""
+        return length == self._local_length(self._length)
 
     def split(self, x_BSH: Tensor) -> Tensor:
         """Return this rank's tokens of a replicated activation, ``[B, L, H]``."""
@@ -78,3 +87,48 @@ class SequenceSharding:
         if rows.shape[0] != batch * length:
             rows = rows[: batch * length]  # without the padding
         return rows.view(batch, length, -1)
+
+
+class AllTokens:
+    """Hooks that give a module of a layer all tokens, and keep this rank's tokens of its result.
+
+    The module may mix tokens. Every rank computes the same, so the module's weights get whole gradients on each.
+
+    Args:
+        name: the module's name, for messages.
+        module: the module.
+        sequence: how the ranks share the tokens.
+        streams: the model's dropout streams.
+    """
+
+    def __init__(self, name: str, module: nn.Module, sequence: SequenceSharding, streams: DropoutStreams):
+        self.name, self.sequence, self.streams = name, sequence, streams
+        self._restore: Restore | None = None
+        module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        shape = next((x.shape[:2] for x in given if x.ndim == 3 and x.is_floating_point()), None)
+        own = [x for x in given if x.shape[:2] == shape]
+        is_known = all(x.ndim == 3 and x.is_floating_point() for x in own)
+        if shape is None or not self.sequence.is_local(shape[1]) or not (is_known or shape[1] == 1):
+            shapes = ", ".join(str(tuple(x.shape)) for x in given)
+            raise PlanError(
+                f"{self.name} ({type(module).__name__}) stays whole under tp, and is given tensors of the shapes "
+                f"{shapes}, of which it is not known which have the hidden states of this rank's tokens. Use tp "
+                "without sequence parallelism: ParallelPlan(tp=2), or in words plan='tp2'"
+            )
+        whole = {id(x): self.sequence.unsplit(x) for x in own if x.ndim == 3}
+        self._restore = self.streams.enter_shared(own[0])
+        return tree_map_only(Tensor, lambda x: whole.get(id(x), x), (args, kwargs))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+        return tree_map_only(Tensor, self._own, output)
+
+    def _own(self, x: Tensor) -> Tensor:
+        is_whole = x.ndim == 3 and x.is_floating_point() and self.sequence.is_whole(x)
+        return self.sequence.split(x) if is_whole else x

@@ -8,6 +8,7 @@ block_boundary.py and tensor_parallel.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 from torch import nn
 
@@ -30,14 +31,25 @@ class DecoderStructure(Decoder):
 
     Args:
         blocks: the blocks of the layers, each once.
+        routed: the modules that route tokens to experts and of which each rank takes its own tokens, although it has
+            all of them between the blocks; none under sequence parallelism, where it has only its own.
+        whole: the outermost modules inside of layers that every rank computes for all tokens, by name.
         vocab_size: the number of words that the head scores; in a few families the embedding has more words.
     """
 
     embedding: nn.Embedding
     head: nn.Linear | None
     blocks: tuple[Block, ...]
+    routed: tuple[nn.Module, ...]
+    whole: dict[str, nn.Module]
     parameters: dict[str, TensorLayout] = field(repr=False)
     vocab_size: int
+
+    @property
+    def cut_share(self) -> float:
+        """The share of the weights' elements of which each rank of tp has a part."""
+        layouts = [self.parameters[name] for name, _ in self.model.named_parameters()]
+        return sum(prod(x.shape) for x in layouts if x.is_sharded) / sum(prod(x.shape) for x in layouts)
 
 
 def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool) -> DecoderStructure:
@@ -53,26 +65,31 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
     head = roled.only_if_any(Role.HEAD, nn.Linear)
     _check_whole_embedding(embedding)
     parts = _by_roles(roled)
-    if tp > 1 and not sequence_parallel:
-        _refuse_experts(roled)
+    routed = [] if sequence_parallel or tp == 1 else _owners_of_experts(roled, parts)
+
+    def has_own_tokens(name: str) -> bool:
+        return sequence_parallel or any(f"{name}.".startswith(f"{owner}.") for owner in routed)
+
     layouts: dict[str, TensorLayout] = {}
     blocks: dict[nn.Module, Block] = {}
     for block_name in roled.block_names:
         block = BLOCKS[roled.roles[block_name]](roled, block_name, tp)
-        layouts |= block.layouts(sequence_parallel=sequence_parallel)
+        layouts |= block.layouts(sequence_parallel=has_own_tokens(block_name))
         blocks.setdefault(block.module, block)
     for name, role in roled.roles.items():
         for full_name, parameter in roled.parameters(name):
             if role in (Role.EMBEDDING, Role.HEAD):
                 layouts[full_name] = cut_over_tp(parameter, RowLayout.padded(parameter.shape[0], tp))
             elif role in (Role.EXPERTS, Role.ROUTER, Role.NORM, Role.FINAL_NORM, Role.WHOLE):
-                is_partial = sequence_parallel and role is not Role.WHOLE
+                is_partial = role is not Role.WHOLE and has_own_tokens(name)
                 layouts[full_name] = TensorLayout.whole(parameter, tp, addends=OVER_TP if is_partial else frozenset())
     _check_ties(model, layouts)
     words = embedding.num_embeddings if head is None else weight_of(head).shape[0]
     return DecoderStructure(
         **vars(parts),
         blocks=tuple(blocks.values()),
+        routed=tuple(dict.fromkeys(roled.modules[name] for name in routed)),
+        whole=roled.whole_in_layers,
         parameters=layouts,
         vocab_size=words,
     )
@@ -137,13 +154,21 @@ def _check_parts(decoder: Decoder, instead: str) -> None:
             )
 
 
-def _refuse_experts(roled: RoledModel) -> None:
-    if name := next((name for name, role in roled.roles.items() if role is Role.EXPERTS), None):
+def _owners_of_experts(roled: RoledModel, decoder: Decoder) -> list[str]:
+    """Return the names of the modules that route tokens to experts.
+
+    Raises:
+        PlanError: if a layer does so itself, since its attention needs all tokens.
+    """
+    experts = [name for name, role in roled.roles.items() if role is Role.EXPERTS]
+    owners = list(dict.fromkeys(name.rpartition(".")[0] for name in experts))
+    if of_layer := [name for name in owners if roled.modules[name] in decoder.layers]:
         raise PlanError(
-            f"under tp every rank would route all tokens to the experts {name!r}, and rounding may send a token to "
-            "different experts on two ranks. Add sequence parallelism, so that each rank routes its own tokens: "
+            f"under tp every rank would route all tokens of {of_layer[0]!r} to experts, and rounding may send a token "
+            "to different experts on two ranks. Add sequence parallelism, so that each rank routes its own tokens: "
             "ParallelPlan(tp=2, sequence_parallel=True), or in words plan='tp2+sp'"
         )
+    return owners
 
 
 def _check_whole_embedding(embedding: nn.Embedding) -> None:

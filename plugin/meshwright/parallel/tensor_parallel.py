@@ -24,14 +24,15 @@ from meshwright.parallel.block_boundary import BlockHooks, SharedDropout, hidden
 from meshwright.parallel.collectives import reduce_for_shards
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.guard_windows import OnShards, Window
-from meshwright.parallel.method_chain import add_step
+from meshwright.parallel.method_chain import ChainStep, add_step
 from meshwright.parallel.partial_gradients import ModelWindow
 from meshwright.parallel.region_borders import RegionBorders
-from meshwright.parallel.sequence_parallel import SequenceSharding
+from meshwright.parallel.sequence_parallel import AllTokens, SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from meshwright.roles.blocks import Block
+from meshwright.roles.blocks.adapted_experts import adapted_experts
 
 # Takes a parameter and its layout; returns this rank's shard, or None if the parameter holds its values itself.
 ShardSource = Callable[[nn.Parameter, TensorLayout], Tensor | None]
@@ -129,7 +130,15 @@ def install_tensor_parallel(
     sequence = SequenceSharding(axis) if sequence_parallel else None
     for layer in dict.fromkeys(structure.layers):
         layer.register_forward_pre_hook(refuse_second_activations, with_kwargs=True)
-    blocks = [BlockHooks(block, axis, sequence, streams) for block in structure.blocks]
+    routed = SequenceSharding(axis) if structure.routed else None
+    inside = {id(module) for owner in structure.routed for module in owner.modules()}
+    blocks = [
+        BlockHooks(block, axis, routed if id(block.module) in inside else sequence, streams)
+        for block in structure.blocks
+    ]
+    if routed is not None:
+        for owner in structure.routed:
+            add_step(owner, OwnTokens(owner, routed, streams))
     for block in structure.blocks:
         block.localise()
     share_output_projections(blocks)
@@ -139,6 +148,8 @@ def install_tensor_parallel(
         _WideNorm(norm, rows, axis)
     if sequence is None:
         return blocks, None
+    for module in structure.whole.items():
+        AllTokens(*module, sequence, streams)
     return blocks, SequenceRegion(structure, sequence, streams, is_staged=is_staged)
 
 
@@ -148,6 +159,9 @@ def guard_shards(model: nn.Module, blocks: Iterable[Block]) -> None:
         if layout_of(parameter).is_sharded:
             guard(parameter)
     whole = [block.module for block in blocks if block.entries == (block.module,)]
+    # Adapters of experts compute with all weights inside of them, before the modules of these run.
+    adapted = list(adapted_experts(model).values())
+    whole += [module for module in adapted if all(module is not other.base_layer for other in adapted)]
     inside = {id(module) for block in whole for module in block.modules()}
     for module in whole:
         Window(module.parameters()).over(module)
@@ -175,6 +189,39 @@ def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: Dec
     # The decoder itself is left out, since its forward may be the program's own and add a penalty.
     for module in {id(x): x for x in inside if isinstance(x, nn.Module) and x is not decoder}.values():
         window.over(module)
+
+
+class OwnTokens(ChainStep):
+    """The step of a module that routes tokens to experts, of which each rank takes its own tokens.
+
+    If every rank routed all tokens, rounding could send a token to different experts on two ranks.
+
+    Args:
+        module: the module, whose input and output every rank has whole.
+        sequence: what gives each rank its tokens.
+        streams: the random streams of the model.
+    """
+
+    def __init__(self, module: nn.Module, sequence: SequenceSharding, streams: DropoutStreams):
+        self.sequence, self.streams = sequence, streams
+        self._names = tuple(inspect.signature(module.forward).parameters)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        x, put_back = hidden_states(args, kwargs, self._names)
+        restore = self.streams.enter_shard(x)
+        try:
+            own = self.sequence.split(x if x.ndim == 3 else x[None])
+            args, kwargs = put_back(own if x.ndim == 3 else own.flatten(0, 1))
+            output = self.method(*args, **kwargs)
+        finally:
+            restore()
+        if isinstance(output, Tensor):
+            return self._whole(output, own)
+        return (self._whole(output[0], own), *output[1:])
+
+    def _whole(self, result: Tensor, own: Tensor) -> Tensor:
+        whole = self.sequence.unsplit(result.view(own.shape))
+        return whole.flatten(0, 1) if result.ndim == 2 else whole
 
 
 class SequenceRegion:

@@ -96,8 +96,8 @@ class AllToAllDispatcher(TokenDispatcher):
         first = (target[: sum(sent)] * self.experts).unsqueeze(1)
         index = _own(top_k_index[token], first, self.experts)
         copies = (take_rows(hidden, token), index, take_rows(top_k_weights, token))
-        results = run(*_swap(copies, sent, received, self.axis), pairs=sum(pairs))
-        (back,) = _swap((results,), received, sent, self.axis)
+        rows, index, weights = _swap(copies, sent, received, self.axis)
+        (back,) = _swap((run(rows, index, weights, sum(pairs)),), received, sent, self.axis)
         return add_rows(back, token, len(hidden))
 
 

@@ -137,7 +137,8 @@ def _cut(structure: DecoderStructure | None, sequence_parallel: bool) -> list[nn
         return []
     if sequence_parallel:
         return [module for layer in structure.layers for module in layer.modules()]
-    return [inner for block in structure.blocks for inner in block.module.modules() if inner is not block.module]
+    owners = [*(block.module for block in structure.blocks), *structure.routed]
+    return [inner for owner in owners for inner in owner.modules() if inner is not owner]
 
 
 def _parted(model: nn.Module, structure: Decoder | None) -> list[nn.Module]:

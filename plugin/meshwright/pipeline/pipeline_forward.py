@@ -26,6 +26,7 @@ from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.split_forward import check_inputs, count_micro_batches
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.parallel.tensor_parallel import SequenceRegion
+from meshwright.parallel.tower_features import TowerFeatures
 from meshwright.parallel.user_hooks import HookedModules
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.executor import Boundaries, Step, run_evaluation, run_training
@@ -125,7 +126,8 @@ class PipelineForward(BatchStep):
         self.loss, self.hooked = runtime.features.find(BatchLoss), runtime.features.find(HookedModules)
         cut = pipeline.cut
         self.balancing = find_step(decoder, LoadBalancing)
-        self.stages = Stages(cut, self, region, runtime.mesh.cp.size, self.balancing)
+        towers = runtime.features.find(TowerFeatures)
+        self.stages = Stages(cut, self, region, runtime.mesh.cp.size, self.balancing, towers)
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}

@@ -19,6 +19,7 @@ from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 from meshwright.parallel.tensor_parallel import SequenceRegion
+from meshwright.parallel.tower_features import TowerFeatures
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.links import Crossing
 from meshwright.plan.context_methods import local_tokens
@@ -42,6 +43,7 @@ class Stages:
         cp: the number of ranks that share each sequence.
         balancing: the model's load-balancing loss, if it has one. It is made of the routers of all stages, so the
             statistics of the routers so far cross with the hidden states.
+        towers: what cuts the features of towers that enter between the layers; None without towers.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Stages:
         region: SequenceRegion | None,
         cp: int = 1,
         balancing: LoadBalancing | None = None,
+        towers: TowerFeatures | None = None,
     ):
-        self.cut, self.step, self.region, self.cp, self.balancing = cut, step, region, cp, balancing
+        self.cut, self.step, self.region, self.cp = cut, step, region, cp
+        self.balancing, self.towers = balancing, towers
         self._length = 0
         self._active: int | None = None
         self._received: Tensor | None = None
@@ -139,6 +143,8 @@ class Stages:
             return own(*args, **kwargs)
         x, _ = hidden_states(args, kwargs)
         if index == span.stop:
+            if self.towers is not None:
+                self.towers.end_stage()
             raise StageEnd((x, None if self.balancing is None else self.balancing.so_far()))
         if index == span.start - 1:
             assert self._received is not None

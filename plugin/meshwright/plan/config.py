@@ -49,7 +49,9 @@ class ParallelPlan(AxisSizes):
         ulysses: number of ranks in each group of "hybrid".
         ep: expert-parallel size. Each of ep neighbouring ranks holds some of the experts of every layer, and gets the
             tokens that are routed to them. It is no further factor of the world: it divides dp x cp x tp, and is a
-            divisor or a multiple of tp, which needs sequence_parallel.
+            divisor or a multiple of tp.
+        etp: expert-tensor-parallel size, for few wide experts. Each of etp neighbouring ranks holds a slice of the same
+            experts, and all of them compute with the tokens of each. ep x etp fits dp x cp x tp as ep alone does.
         pp: pipeline-parallel size. The layers are cut into stages, which pass micro-batches on to each other.
         schedule: the order of forwards and backwards, if pp > 1: "gpipe", "1f1b", "interleaved" (several stages on each
             rank), "zb-h1" or "zbv" (zero-bubble schedules, which compute weights' gradients apart).
@@ -85,6 +87,7 @@ class ParallelPlan(AxisSizes):
     context: Literal["gather", "ulysses", "ring", "hybrid"] = "gather"
     ulysses: int | None = None
     ep: int = 1
+    etp: int = 1
     pp: int = 1
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"] = "1f1b"
     chunks: int | None = None
@@ -99,7 +102,7 @@ class ParallelPlan(AxisSizes):
     dtype: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name in (*PLAN_AXES, "ep", "gradient_accumulation_steps"):
+        for name in (*PLAN_AXES, "ep", "etp", "gradient_accumulation_steps"):
             check_int("ParallelPlan", name, getattr(self, name))
         check_int("ParallelPlan", "micro_batch_size", self.micro_batch_size, optional=True)
         check_bool("ParallelPlan", "sequence_parallel", self.sequence_parallel)
@@ -153,33 +156,29 @@ class ParallelPlan(AxisSizes):
             )
 
     def _check_experts(self) -> None:
-        ranks = self.dp * self.cp * self.tp
+        ranks, shared = self.dp * self.cp * self.tp, self.ep * self.etp
 
         def fits(size: int) -> bool:
             return ranks % size == 0 and (size % self.tp == 0 or self.tp % size == 0)
 
-        if not fits(self.ep):
-            fitting = [size for size in range(1, min(ranks, 2 * self.ep) + 1) if fits(size)]
+        name = "ep" if self.etp == 1 else "ep x etp"
+        if not fits(shared):
+            fitting = [size for size in range(1, min(ranks, 2 * shared) + 1) if fits(size)]
             raise PlanError(
-                f"ParallelPlan.ep={self.ep} with dp={self.dp}, cp={self.cp} and tp={self.tp}: each {self.ep} "
-                f"neighbours of these {ranks} ranks would share experts, within or over whole groups of tp. Set ep to "
-                f"{' or '.join(map(str, fitting))}"
-            )
-        if self.ep > 1 and self.tp > 1 and not self.sequence_parallel:
-            raise PlanError(
-                f"ParallelPlan.ep={self.ep} with tp={self.tp} and sequence_parallel=False: ranks that share experts "
-                f"must have different tokens. Set sequence_parallel=True (in words tp{self.tp}+sp ep{self.ep})"
+                f"ParallelPlan.{name}={shared} with dp={self.dp}, cp={self.cp} and tp={self.tp}: each {shared} "
+                f"neighbours of these {ranks} ranks would share experts, within or over whole groups of tp. Set {name} "
+                f"to {' or '.join(map(str, fitting))}"
             )
 
     @property
     def weight_axes(self) -> list[str]:
         """The axes over which a rank may hold a part of a weight, or none of it."""
-        return [axis for axis in ("tp", "pp", "ep") if getattr(self, axis) > 1]
+        return [axis for axis in ("tp", "pp", "ep", "etp") if getattr(self, axis) > 1]
 
     @property
     def spreads_experts_over_dp(self) -> bool:
         """Whether ranks that read different rows of a batch share experts."""
-        return self.cp * self.tp % self.ep > 0
+        return self.cp * self.tp % (self.ep * self.etp) > 0
 
     def _check_pipeline(self) -> None:
         check_choice("ParallelPlan", "schedule", self.schedule, SCHEDULES)
@@ -222,7 +221,7 @@ class ParallelPlan(AxisSizes):
     @property
     def dims(self) -> ParallelDims:
         """The sizes of the mesh."""
-        return ParallelDims(**self.sizes, ep=self.ep)
+        return ParallelDims(**self.sizes, ep=self.ep, etp=self.etp)
 
     @property
     def has_micro_batches(self) -> bool:

@@ -14,12 +14,15 @@ from meshwright.plan.fields import nearest
 from meshwright.plan.foreign_names import word_for
 
 _FORMS = (
-    "dp2, tp2, tp2+sp, cp2, cp2(ring), cp2(ulysses), cp4(hybrid-2), ep2, pp2, zero1, mb4 (4 rows per micro-batch), "
-    "mb4x2 (2 micro-batches of 4 rows), ga2 (2 micro-batches), recompute=full, recompute=full(3) (3 layers of each "
-    "rank) and reduce=bf16"
+    "dp2, tp2, tp2+sp, cp2, cp2(ring), cp2(ulysses), cp4(hybrid-2), ep2, etp2, pp2, zero1, mb4 (4 rows per "
+    "micro-batch), mb4x2 (2 micro-batches of 4 rows), ga2 (2 micro-batches), recompute=full, recompute=full(3) (3 "
+    "layers of each rank) and reduce=bf16"
 )
-_ABBREVIATIONS = (*PLAN_AXES, "ep", "sp", "zero", "mb", "ga", "recompute", "reduce")
-_SIZES = {name: name for name in (*PLAN_AXES, "ep")} | {"zero": "zero_stage", "ga": "gradient_accumulation_steps"}
+_ABBREVIATIONS = (*PLAN_AXES, "ep", "etp", "sp", "zero", "mb", "ga", "recompute", "reduce")
+_SIZES = {name: name for name in (*PLAN_AXES, "ep", "etp")} | {
+    "zero": "zero_stage",
+    "ga": "gradient_accumulation_steps",
+}
 _ASSIGNED = _SIZES | {"sp": "sequence_parallel", "mb": "micro_batch_size", "reduce": "reduce_dtype"}
 _SIZE = re.compile(rf"({'|'.join(_SIZES)}|mb)(\d+)(?:x(\d+))?(?:\(([\w-]+)\))?((?:\+sp)?)")
 _RECOMPUTE = re.compile(r"recompute=(none|selective|full)(?:\((\d+)\))?")
@@ -84,6 +87,8 @@ def format_plan(fields: Mapping[str, Any], *, accumulation: int | None = None) -
         words.append(context_word(fields["cp"], fields.get("context", "gather"), fields.get("ulysses")))
     if fields.get("ep", 1) > 1:
         words.append(f"ep{fields['ep']}")
+    if fields.get("etp", 1) > 1:
+        words.append(f"etp{fields['etp']}")
     if fields.get("pp", 1) > 1:
         words += _pipeline_words(fields)
     words.append(f"zero{fields.get('zero_stage', 0)}")

@@ -157,13 +157,15 @@ class Candidate(AxisSizes):
             job: the job, whose batch is split over dp and into micro-batches.
 
         Raises:
-            PlanError: the batch cannot be split as the plan says.
+            PlanError: the batch cannot be split as the plan says, or the planner has no estimate for it.
 
         Example:
             >>> Candidate.of({"dp": 2, "zero_stage": 1, "micro_batch_size": 2}, Job(seq_len=8, global_batch=16)).label
             'dp2 zero1 mb2x4'
         """
         given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        if (etp := given.get("etp", 1)) > 1:
+            raise PlanError(f"etp={etp} cuts experts into slices, which the planner does not estimate; leave etp out")
         dp, zero = given.get("dp", 1), given.get("zero_stage", 0)
         rows, rest = divmod(job.global_batch, dp)
         if rest:

@@ -13,8 +13,9 @@ from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.memory import state_memory
 from meshwright.planner.method_choice import method_reasons
-from meshwright.planner.notes import batch_warning, notes
+from meshwright.planner.notes import batch_warning, expert_line, notes
 from meshwright.planner.search import Choice, Search, search
+from meshwright.planner.shapes import ModelShape
 
 TIE = 0.03  # relative difference in time below which two plans tie, since runs of one plan differ as much
 _GIB = 2**30
@@ -149,6 +150,7 @@ def text(found: Search, *, changed: Sequence[Change] | None = None, budget: Budg
         f"Memory of a device: {shares(best.memory.parts, best.memory.total, 'GiB')}",
         f"Budget {gib(found.budget)}; {found.considered:,} legal plans, {found.weighed:,} weighed, "
         f"{found.simulated:,} simulated.",
+        *([expert_line(found, best.plan)] if found.shape.experts else []),
         *_of_method(found),
         "",
         "Not chosen:",
@@ -169,9 +171,15 @@ def heading(found: Search) -> str:
     nodes = f" in {cluster.nodes} nodes" if cluster.nodes > 1 else ""
     precision = "" if job.precision == "bf16" else f", matrix multiplications in {job.precision}"
     return (
-        f"{found.shape.name}: {found.shape.parameters / 1e9:.2f} B parameters in {job.dtype}{precision}, "
+        f"{found.shape.name}: {parameters_text(found.shape)} in {job.dtype}{precision}, "
         f"{cluster.gpus} x {cluster.device.name}{nodes}, {job.global_batch} sequences of {job.seq_len} tokens per step"
     )
+
+
+def parameters_text(shape: ModelShape) -> str:
+    """Return the number of parameters in words and, of a model with experts, that of the active ones."""
+    active = f" ({shape.active_parameters / 1e9:,.2f} B active)" if shape.experts else ""
+    return f"{shape.parameters / 1e9:,.2f} B parameters{active}"
 
 
 def _of_method(found: Search) -> list[str]:
@@ -215,7 +223,13 @@ def error_band(found: Search) -> str:
 def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | None = None) -> dict[str, object]:
     """Return the whole answer as plain data, for ``--json``."""
     return {
-        "model": {"name": found.shape.name, "parameters": found.shape.parameters, "roles": found.shape.roles},
+        "model": {
+            "name": found.shape.name,
+            "parameters": found.shape.parameters,
+            "active_parameters": found.shape.active_parameters,
+            "experts": found.shape.experts,
+            "roles": found.shape.roles,
+        },
         "cluster": {
             "device": found.cluster.device.name,
             "gpus": found.cluster.gpus,
@@ -264,7 +278,7 @@ def table(choices: Sequence[Choice], tied: int) -> str:
     for index, choice in enumerate(choices):
         parts, total = choice.time.parts, choice.time.total
         compute = sum(parts[name] for name in ("matmul", "attention", "elementwise", "recompute"))
-        moved = sum(parts[name] for name in ("tensor", "context", "data"))
+        moved = sum(parts[name] for name in ("tensor", "context", "experts", "data"))
         rows.append(
             (
                 "=" if 0 < index < tied else str(index + 1),

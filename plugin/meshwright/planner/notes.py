@@ -1,4 +1,4 @@
-"""Notes below a table of plans: equal plans, weights without 32-bit masters, and batches that are too large."""
+"""Notes below a table of plans: equal plans, weights without 32-bit masters, experts, and too large batches."""
 
 from __future__ import annotations
 
@@ -30,6 +30,25 @@ def batch_warning(job: Job) -> str | None:
         f"a batch of {job.global_batch:,} sequences of {job.seq_len:,} tokens is {tokens_text(job.tokens)} tokens per "
         f"step, but published runs of dense models use at most {tokens_text(LARGEST_BATCH)}. A larger batch needs more "
         f"tokens for the same loss, so the time and cost of a run are higher than here. Write --global-batch {most}"
+    )
+
+
+def expert_line(found: Search, plan: Candidate) -> str:
+    """Return the line on the experts of a model under a plan: their numbers, what an exchange sends, and the load."""
+    shape, job = found.shape, found.job
+    run = next(run for run in shape.runs if run.experts is not None)
+    experts, layers = run.experts, sum(run.count for run in shape.runs if run.experts is not None)
+    assert experts is not None
+    words = f"Experts: {experts.count} in each of {layers} layers, {experts.chosen} for each token"
+    if plan.ep == 1:
+        return f"{words}; all of them on every rank of a layer"
+    tokens = plan.micro_batch * job.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
+    size = experts.sent_bytes(tokens, plan.ep, job.activation_bytes, job.expert_load) * (1 - 1 / plan.ep)
+    count = 6 if plan.recompute == "full" else 4
+    routing = "balanced routing" if job.expert_load == 1 else "rows of the fullest rank over the mean"
+    return (
+        f"{words}; {-(-experts.count // plan.ep)} on a rank, which sends {size / 2**20:,.0f} MiB in each of {count} "
+        f"exchanges per layer and micro-batch; load {job.expert_load:g} ({routing})"
     )
 
 

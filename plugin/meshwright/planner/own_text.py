@@ -9,7 +9,7 @@ from meshwright.planner.explain import error_band, grid, heading, shares, table,
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.memory import stage_memory
 from meshwright.planner.method_choice import method_reasons
-from meshwright.planner.notes import notes
+from meshwright.planner.notes import expert_line, notes
 from meshwright.planner.search import Choice, Search
 
 
@@ -45,6 +45,8 @@ def _about(found: Search, choice: Choice) -> Iterator[str]:
             parts = (f"{held.parts[name] / 2**30:.1f}" for name in names)
             rows.append((f"  {stage}", *parts, gib(held.total)))
         yield grid(rows)
+    if found.shape.experts:
+        yield f"  {expert_line(found, plan)}"
     for line in method_reasons(found, plan):
         yield f"  {line}"
 

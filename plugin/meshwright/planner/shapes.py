@@ -291,8 +291,6 @@ class ModelShape:
 def stated_experts(source: Any) -> dict[str, int]:
     """Return the numbers above 1 that a config states of experts, by field.
 
-    A model may be dense although its config states such numbers; its modules show it.
-
     Args:
         source: as in ``describe``.
 
@@ -316,14 +314,13 @@ def name_of(source: Any) -> str:
     return _config(source)[1]
 
 
-def describe(source: Any, *, name: str | None = None, is_dense: bool = False) -> ModelShape:
+def describe(source: Any, *, name: str | None = None) -> ModelShape:
     """Return the shape of a dense decoder from its transformers config.
 
     Args:
         source: a config as a dict, a config object (anything with ``to_dict``), the path of a config.json, or the path
             of a directory that contains one.
         name: name of the model (default: the name in the path or the config).
-        is_dense: whether the model is known to have no experts, whatever its config states.
 
     Raises:
         PlanError: the file cannot be read, the model is not a decoder, a field is missing, or a size is below one.
@@ -335,13 +332,13 @@ def describe(source: Any, *, name: str | None = None, is_dense: bool = False) ->
     """
     config, label = _config(source)
     name = name or label
-    if not is_dense and (counts := stated_experts(config)):
+    if counts := stated_experts(config):
         what = ", ".join(f"{key}={count}" for key, count in counts.items())
         raise PlanError(
             f"{name} is a mixture-of-experts model ({what}), and the planner knows only experts that implement "
             "transformers' experts interface. Pass a plan: plan='dp2', plan='dp2 zero3' or plan='pp2'"
         )
-    if kind := kind_of({key: value for key, value in config.items() if "experts" not in key}):
+    if kind := kind_of(config):
         raise PlanError(f"{name} is {kind}")
     if isinstance(config.get("text_config"), Mapping):
         config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}

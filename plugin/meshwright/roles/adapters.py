@@ -17,8 +17,10 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def projection(module: nn.Module) -> nn.Module:
-    """Return the projection itself, without its adapters."""
-    return module.base_layer if is_adapted(module) else module  # type: ignore[return-value]
+    """Return the projection itself, without its adapters. Experts may have one around another, each for a parameter."""
+    while is_adapted(module):
+        module = module.base_layer  # type: ignore[assignment]
+    return module
 
 
 def without_wrappers(model: nn.Module) -> tuple[str, nn.Module]:

@@ -36,6 +36,16 @@ _LATENT = (
     Hint("o_proj", Role.O),
 )
 
+# Each head's rows of the query projection are its query, then its gate.
+_GATED = (
+    Hint("self_attn", Role.ATTENTION),
+    Hint("self_attn.q_proj", Role.PER_HEAD),
+    Hint("self_attn.k_proj", Role.K),
+    Hint("self_attn.v_proj", Role.V),
+    Hint("self_attn.o_proj", Role.O),
+    Hint("self_attn.q_norm", Role.HEAD_NORM),
+    Hint("self_attn.k_norm", Role.HEAD_NORM),
+)
 # The indexer chooses from the whole input, without a gradient, which tokens a query sees: the same ones for all heads.
 _INDEXED = (
     *_LATENT,
@@ -111,6 +121,9 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "openai-gpt": (Hint("attn.c_attn", Role.QKV),),
     "persimmon": (Hint("query_key_value", Role.QKV_BY_GROUP),),
     "phi3": (Hint("self_attn.qkv_proj", Role.QKV), Hint("gate_up_proj", Role.GATE_UP)),
+    "qwen3_5_moe_text": _GATED,
+    "qwen3_5_text": _GATED,
+    "qwen3_next": _GATED,
     "youtu": _LATENT,
 }
 

@@ -33,25 +33,20 @@ def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> Sha
     """
     decoder = find_decoder(model)
     layers_name, layers = layer_stack(model)
-    if len({type(layer) for layer in layers}) > 1:
-        raise PlanError(
-            f"{type(model).__name__} has no stack of equal decoder layers (an nn.ModuleList of blocks with "
-            "linear layers), so no sharding plan can be inferred; pass ToDistributedConfig(sharding_plan=...)"
-        )
     assert isinstance(decoder.embedding, nn.Embedding)
     hidden = hidden_size(layers, decoder.embedding)
     roles = {f"{layers_name}.*": Role.LAYER} | _outer_roles(decoder)
-    roles |= _common_roles(layers_name, [_layer_roles(layer, hidden, hints or {}) for layer in layers])
+    roles |= _common_roles(layers_name, [(layer, _layer_roles(layer, hidden, hints or {})) for layer in layers])
     return ShardingPlan(roles=roles, source=f"the plan inferred from the structure of {type(model).__name__}")
 
 
 def _outer_roles(decoder: Decoder) -> dict[str, Role]:
-    """Return the roles of the modules before and after the layers, without other stacks of layers.
+    """Return the roles of the modules before and after the layers, without stacks of layers that are in no tower.
 
     A module with several names gets its role under each.
 
     Each rank has all tokens before and after the layers, so a module that is not sharded over the vocabulary stays
-    whole.
+    whole, and so does a tower.
     """
     model = decoder.model
     own: dict[nn.Module | None, Role] = {
@@ -60,7 +55,8 @@ def _outer_roles(decoder: Decoder) -> dict[str, Role]:
         decoder.embedding: Role.EMBEDDING,
     }
     named = list(model.named_modules(remove_duplicate=False))
-    stacks = tuple(f"{name}." for name, module in named if is_stack(module))
+    of_towers = {module for tower in decoder.towers for module in tower.modules()}
+    stacks = tuple(f"{name}." for name, module in named if is_stack(module) and module not in of_towers)
     cut = tuple(
         f"{name}." for name, module in named if module in (decoder.embedding, decoder.head) or is_adapted(module)
     )
@@ -70,21 +66,28 @@ def _outer_roles(decoder: Decoder) -> dict[str, Role]:
             continue
         if module in own:
             roles[name] = own[module]
-        elif not f"{name}.".startswith(cut) and list(module.parameters(recurse=False)):
+        elif module in decoder.towers or (not f"{name}.".startswith(cut) and list(module.parameters(recurse=False))):
             roles[name] = Role.WHOLE
     return roles
 
 
-def _common_roles(layers_name: str, layers: list[dict[str, Role]]) -> dict[str, Role]:
+def _common_roles(layers_name: str, layers: list[tuple[nn.Module, dict[str, Role]]]) -> dict[str, Role]:
     """Merge the layers' roles: a wildcard for a name with the same role in all layers that have it, else all names."""
+    named = [(set(_named(layer)), roles) for layer, roles in layers]
     common: dict[str, Role] = {}
-    for name in dict.fromkeys(name for roles in layers for name in roles):
-        found = {roles[name] for roles in layers if name in roles}
-        if len(found) == 1:
-            common[f"{layers_name}.*.{name}"] = found.pop()
+    for name in dict.fromkeys(name for _, roles in layers for name in roles):
+        found = {roles.get(name) for names, roles in named if name in names}
+        if len(found) == 1 and (role := found.pop()) is not None:
+            common[f"{layers_name}.*.{name}"] = role
         else:
-            common |= {f"{layers_name}.{i}.{name}": roles[name] for i, roles in enumerate(layers) if name in roles}
+            common |= {f"{layers_name}.{i}.{name}": roles[name] for i, (_, roles) in enumerate(layers) if name in roles}
     return common
+
+
+def _named(layer: nn.Module) -> list[str]:
+    """Return the names of a layer's modules and parameters."""
+    modules = (name for name, _ in layer.named_modules(remove_duplicate=False) if name)
+    return [*modules, *(name for name, _ in layer.named_parameters(remove_duplicate=False))]
 
 
 def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> dict[str, Role]:
@@ -92,16 +95,16 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
         return next((role for end, role in hints.items() if f".{name}".endswith(f".{end}")), None)
 
     modules = dict(layer.named_modules(remove_duplicate=False))
-    names = [*(n for n in modules if n), *(n for n, _ in layer.named_parameters(remove_duplicate=False))]
-    hinted = {name: role for name in names if (role := hint(name)) is not None}
+    hinted = {name: role for name in _named(layer) if (role := hint(name)) is not None}
     roles: dict[str, Role] = {}
     for name, module in modules.items():  # an MLP inside of what experts claim comes later, and is an MLP
-        roles |= _block_roles(name, module, hidden, hinted)
+        if not _is_in_whole_module(name, roles):
+            roles |= _block_roles(name, module, hidden, hinted)
     roles |= hinted
     blocks = [f"{name}." for name, role in roles.items() if role.part is BlockPart.BLOCK]
     for name, module in modules.items():
         # A parametrization is part of the module whose weight it computes.
-        if not name or name in roles or "parametrizations" in name.split("."):
+        if not name or name in roles or "parametrizations" in name.split(".") or _is_in_whole_module(name, roles):
             continue
         is_inside = any(name.startswith(block) for block in blocks)
         if is_inside and _is_weightless_norm(module):
@@ -130,6 +133,10 @@ def _block_roles(name: str, module: nn.Module, hidden: int, hinted: Mapping[str,
         if claimed and name:
             break
     return roles
+
+
+def _is_in_whole_module(name: str, roles: Mapping[str, Role]) -> bool:
+    return any(role is Role.WHOLE and name.startswith(f"{whole}.") for whole, role in roles.items())
 
 
 def _is_weightless_norm(module: nn.Module) -> bool:

@@ -46,12 +46,14 @@ def plan_for(model: nn.Module) -> ShardingPlan:
     if (written := written_plan(model)) is not None:
         return written
     config = getattr(model, "config", None)
-    if reason := reason_to_refuse(config):
+    find = getattr(config, "get_text_config", None)
+    text = find(decoder=True) if callable(find) else config  # that of the decoder beside towers
+    if reason := reason_to_refuse(text):
         raise PlanError(
-            f"{getattr(config, 'model_type', '')} cannot be sharded over tp: {reason}. Use another axis, for example "
+            f"{getattr(text, 'model_type', '')} cannot be sharded over tp: {reason}. Use another axis, for example "
             'plan="dp2 zero3"'
         )
-    return infer_plan(model, hints_for(config))
+    return infer_plan(model, hints_for(text) | hints_for(config))
 
 
 def written_plan(model: nn.Module) -> ShardingPlan | None:

@@ -43,6 +43,7 @@ class RoledModel:
         self.model, self.plan, self.instead = model, plan, instead
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.roles = {name: role for name in self.modules if (role := plan.role_of(name)) is not None}
+        self.roles |= self._roles_inside_of_whole_modules()
         self.roles |= self._roles_of_parameters()
         self._owners = {name: owner for name in self.roles if (owner := self._owning_block(name)) is not None}
 
@@ -105,7 +106,9 @@ class RoledModel:
             UncoveredParameterError: if parameters have no role; the message lists them.
             PlanError: if a module computes its weight from other tensors, or has adapters that cannot be sharded.
         """
-        check_adapters(self.modules)
+        # Experts, which are not cut over tp, have their adapters whole as well.
+        whole = tuple(f"{name}." for name, role in self.roles.items() if role is Role.EXPERTS)
+        check_adapters({name: m for name, m in self.modules.items() if not f"{name}.".startswith(whole)})
         for name, role in self.roles.items():
             is_sharded = role in (Role.EMBEDDING, Role.HEAD) or role.part not in (None, BlockPart.BLOCK, BlockPart.COPY)
             if is_sharded and name in self.modules:
@@ -125,6 +128,25 @@ class RoledModel:
             known = {id(parameter): name for name, parameter in named if name in covered}
             aliases = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
             raise UncoveredParameterError(missing, self.plan.source, aliases=aliases)
+
+    @property
+    def whole_in_layers(self) -> dict[str, nn.Module]:
+        """The outermost modules inside of layers that stay whole, by name; one with several names only once."""
+        whole = {name for name, role in self.roles.items() if role is Role.WHOLE and name in self.modules}
+        layers = tuple(f"{name}." for name, role in self.roles.items() if role is Role.LAYER)
+        found = {n: self.modules[n] for n in self.modules if n in whole and n.startswith(layers)}
+        outermost = {n: m for n, m in found.items() if n.rpartition(".")[0] not in whole}
+        return {name: module for module, name in {m: n for n, m in reversed(outermost.items())}.items()}
+
+    def _roles_inside_of_whole_modules(self) -> dict[str, Role]:
+        """Return the role of the modules without one in a module that stays whole and has no other roles inside.
+
+        A model with weights of its own around its layers is no such module.
+        """
+        others = [name for name, role in self.roles.items() if role is not Role.WHOLE]
+        named = (f"{name}." for name, role in self.roles.items() if role is Role.WHOLE and name)
+        whole = tuple(prefix for prefix in named if not any(name.startswith(prefix) for name in others))
+        return {name: Role.WHOLE for name in self.modules if name.startswith(whole) and name not in self.roles}
 
     def _roles_of_parameters(self) -> dict[str, Role]:
         """Return the roles of parameters that the plan lists by their own names, because their module has no role."""

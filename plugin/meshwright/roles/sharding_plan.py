@@ -59,7 +59,7 @@ class Role(enum.Enum):
     ROUTER = "router of experts, or another weight beside them that is applied to each token"
     NORM = "norm over the hidden width, or another weight applied to each token's hidden state"
     FINAL_NORM = "norm after the last layer"
-    WHOLE = "module before the first or after the last layer, where each rank has all tokens"
+    WHOLE = "module that every rank computes for all tokens, with the modules inside of it"
     EMBEDDING = "token embedding"
     HEAD = "language-model head"
 

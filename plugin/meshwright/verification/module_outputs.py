@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.plan.config import ParallelPlan
+from meshwright.roles.adapters import is_adapted
 from meshwright.verification.comparison_report import Difference
 
 
@@ -28,12 +29,20 @@ class Output:
 
 
 class ModuleOutputs:
-    """Records the first output of each module, in the order of the calls."""
+    """Records the first output of each module, in the order of the calls.
+
+    A projection and its adapters are recorded together, since only their sum is reduced over tp.
+    """
 
     def __init__(self, model: nn.Module):
         self.seen: dict[str, Output] = {}
+        addends = {part for module in model.modules() if is_adapted(module) for part in module.modules()} - {
+            module for module in model.modules() if is_adapted(module)
+        }
         self._handles = [
-            module.register_forward_hook(self._hook(name)) for name, module in model.named_modules() if name
+            module.register_forward_hook(self._hook(name))
+            for name, module in model.named_modules()
+            if name and module not in addends
         ]
 
     def close(self) -> None:

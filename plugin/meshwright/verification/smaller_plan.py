@@ -15,8 +15,9 @@ def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
 
     Every axis and option of the plan stays; the sizes of the axes shrink, dp and pp first. dp and pp shrink to 2, and
     tp to its largest divisor that fits or, if none fits, to its smallest divisor above 1. So the result may need more
-    than ``processes`` processes: at least 4 with dp and tp, and 14 with dp and tp=7. ep becomes the largest size that
-    these axes allow. The model of a verification has fewer layers, so stages of given lengths become even.
+    than ``processes`` processes: at least 4 with dp and tp, and 14 with dp and tp=7. etp shrinks to 2, and ep becomes
+    the largest size that these axes allow. The model of a verification has fewer layers, so stages of given lengths
+    become even.
 
     Example:
         >>> smaller_plan(ParallelPlan(dp=64, tp=8, sequence_parallel=True), 4).tp
@@ -33,15 +34,14 @@ def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
     smaller = dataclasses.replace(
         plan,
         ep=1,
+        etp=1,
         gradient_accumulation_steps=min(plan.gradient_accumulation_steps, 2),
         micro_batch_size=plan.micro_batch_size and min(plan.micro_batch_size, 2),
     ).resized(small)
     # As before, the ranks that share experts are those of one tp group, or of several.
-    largest = smaller.world_size if plan.ep > plan.tp else smaller.tp
-    return next(filter(None, (_with_ep(smaller, ep) for ep in range(min(plan.ep, largest), 1, -1))), smaller)
-
-
-def _with_ep(plan: ParallelPlan, ep: int) -> ParallelPlan | None:
-    with contextlib.suppress(PlanError):
-        return dataclasses.replace(plan, ep=ep)
-    return None
+    largest = smaller.world_size if plan.ep * plan.etp > plan.tp else smaller.tp
+    for etp in (2, 1) if plan.etp > 1 else (1,):
+        for ep in range(min(plan.ep, largest // etp), 0, -1):
+            with contextlib.suppress(PlanError):
+                return dataclasses.replace(smaller, ep=ep, etp=etp)
+    return smaller

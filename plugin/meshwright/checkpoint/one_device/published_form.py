@@ -37,13 +37,12 @@ class Transform(Protocol):
 
 def transforms_of(model: nn.Module) -> list[Transform]:
     """Return transformers' rules for a model; none for a model of another kind."""
+    # Those by which it was loaded before, of which there are none if that checkpoint had the model's own names.
     own: list[Transform] | None = getattr(model, "_weight_conversions", None)
-    if own is None:
-        find: Callable[[nn.Module], list[Transform]] = getattr(
-            _modeling(model), "get_model_conversion_mapping", lambda _: []
-        )
-        own = find(model)
-    return own or []
+    find: Callable[[nn.Module], list[Transform]] = getattr(
+        _modeling(model), "get_model_conversion_mapping", lambda _: []
+    )
+    return own or find(model)
 
 
 @dataclass(eq=False)

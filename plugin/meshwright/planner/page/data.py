@@ -107,6 +107,7 @@ def _plan(found: Search, listed: Listed) -> dict[str, object]:
     return {
         "why": listed.why,
         **plan.sizes_beside_dp,
+        "ep": plan.ep,
         "context": plan.context if plan.ulysses is None else f"{plan.context}-{plan.ulysses}",
         "schedule": plan.schedule,
         "chunks": plan.chunks,

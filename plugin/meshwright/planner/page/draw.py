@@ -23,6 +23,7 @@ PALETTE: dict[str, tuple[str, str]] = {
     "recompute": ("#3f5f8a", "#5f82b3"),
     "tensor": ("#d55e00", "#e8742a"),
     "context": ("#e69f00", "#efb02e"),
+    "experts": ("#a6473a", "#c9695b"),
     "data": ("#f2d16b", "#f5dc8a"),
     "bubble": ("#d9dde3", "#3c4450"),
     "optimizer": ("#009e73", "#1fb58b"),

@@ -65,7 +65,8 @@ def _fastest_of_axes(found: Search, model: StepModel, points: Sequence[Point]) -
     groups: dict[str, list[Point]] = {}
     for point in points:
         plan = point.plan
-        axes = " + ".join(name for name, size in plan.sizes_beside_dp.items() if size > 1) or "dp alone"
+        sizes = {**plan.sizes_beside_dp, "ep": plan.ep}
+        axes = " + ".join(name for name, size in sizes.items() if size > 1) or "dp alone"
         groups.setdefault(axes, []).append(point)
     fastest = []
     for axes, group in groups.items():

@@ -114,7 +114,7 @@ def _header(found: Search) -> dict[str, object]:
     ]
     return {
         "name": found.shape.name,
-        "job": f"{found.shape.parameters / 1e9:,.2f} B parameters on {cluster.gpus:,} {_TIMES} "
+        "job": f"{explain.parameters_text(found.shape)} on {cluster.gpus:,} {_TIMES} "
         f"{cluster.device.name}{nodes}, {job_text}",
         "label": best.plan.label,
         "is_future": not found.runs_today(best.plan),

@@ -16,7 +16,7 @@ from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, Job, recomputed_share
 from meshwright.planner.memory import Memory, stage_memory
 from meshwright.planner.search import Search
-from meshwright.planner.space import Space
+from meshwright.planner.space import Space, expert_reason
 from meshwright.planner.time import StepModel
 
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -82,8 +82,8 @@ class StageWork:
         layer, head: seconds of forward, of backward and of its weight gradients, for one layer and for the head.
         transfer: seconds to send activations to the next rank of the pipeline.
         shared: seconds by which a transfer slows the compute that runs at the same time.
-        shares: share of a layer's time that is tensor and context communication, and communication over cp that
-            attention hides.
+        shares: share of a layer's time that is tensor and context communication, communication over cp that attention
+            hides, and exchanges between ranks that share experts.
         again: share of a backward that is recompute.
         data: (phase, whether for each micro-batch, seconds, exposed seconds) of the communication over dp.
     """
@@ -92,7 +92,7 @@ class StageWork:
     head: tuple[float, float, float]
     transfer: float
     shared: float
-    shares: tuple[float, float, float]
+    shares: tuple[float, float, float, float]
     again: float
     data: tuple[tuple[str, bool, float, float], ...]
 
@@ -231,7 +231,7 @@ def stage_work(model: StepModel, plan: Candidate, job: Job) -> StageWork:
         head=(head.forward, head.backward, head.weight_grad),
         transfer=transfer,
         shared=(1 - model.k.overlap) * transfer,
-        shares=(layer.tensor / busy, layer.context / busy, layer.hidden / busy),
+        shares=(layer.tensor / busy, layer.context / busy, layer.hidden / busy, layer.experts / busy),
         again=share * layer.recompute / backward,
         data=tuple(
             (overlap.phase, overlap.is_repeated, overlap.seconds, overlap.exposed)
@@ -242,7 +242,9 @@ def stage_work(model: StepModel, plan: Candidate, job: Job) -> StageWork:
 
 def _layout(plan: Candidate) -> Candidate:
     """Return the plan without dp and what does not belong to the layout of the ranks."""
-    method = Candidate(context=plan.context, ulysses=plan.ulysses, schedule=plan.schedule, chunks=plan.chunks)
+    method = Candidate(
+        context=plan.context, ulysses=plan.ulysses, ep=plan.ep, schedule=plan.schedule, chunks=plan.chunks
+    )  # fmt: skip
     return method.resized(plan.sizes_beside_dp)
 
 
@@ -258,6 +260,8 @@ def _missing(plan: Candidate, space: Space) -> str:
     for name in (*sizes, f"dp={dp}", f"cp={plan.cp}({method})"):
         if name in space.pruned:
             return f"{name}: {space.pruned[name]}"
+    if (reason := expert_reason(dataclasses.replace(plan, replicate=dp, shard=1), plan.ep)) is not None:
+        return reason
     return f"schedule={plan.schedule} does not exist for {batch // dp} sequences per data-parallel rank"
 
 

@@ -27,7 +27,8 @@ def describe_ranks(plan: Candidate) -> str:
         chunks = f" with {plan.chunks} stages on each rank" if plan.chunks > 1 else ""
         schedule = f", schedule {plan.schedule}{chunks}"
     ranks = "rank" if plan.world_size == 1 else "ranks"
-    return f"{' x '.join(axes)} {ranks}{sequence}{schedule}, {zero}"
+    experts = f", experts over {plan.ep} ranks" if plan.ep > 1 else ""
+    return f"{' x '.join(axes)} {ranks}{sequence}{experts}{schedule}, {zero}"
 
 
 def describe_rows(plan: Candidate) -> str:
@@ -61,9 +62,11 @@ def plan_command(found: Search, model: str) -> str:
     device = "" if found.profile.device is not None else f" --gpu {cluster.device.name}"
     in_node = "" if cluster.gpus_per_node == 8 else f" --gpus-per-node {cluster.gpus_per_node}"
     precision = "" if job.precision == "bf16" else f" --precision {job.precision}"
+    options = "" if job.expert_load == 1 else f" --expert-load {job.expert_load:g}"
     share = found.budget / cluster.device.memory
-    memory = "" if abs(share - 0.9) < 1e-9 else f" --memory {share:.4g}"
+    options += "" if abs(share - 0.9) < 1e-9 else f" --memory {share:.4g}"
+    options += " --allow-future" if found.allow_future else ""
     return (
         f"meshwright plan --model {model} --gpus {{gpus}}{device}{in_node} --seq-len {{length}} "
-        f"--global-batch {{batch}}{precision}{memory}{' --allow-future' if found.allow_future else ''} --html plan.html"
+        f"--global-batch {{batch}}{precision}{options} --html plan.html"
     )

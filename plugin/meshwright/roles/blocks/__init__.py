@@ -3,13 +3,14 @@
 from meshwright.roles.blocks.attention import Attention
 from meshwright.roles.blocks.block import Block, BlockKind
 from meshwright.roles.blocks.experts import Experts
+from meshwright.roles.blocks.mixer import Mixer
 from meshwright.roles.blocks.mlp import Mlp
 from meshwright.roles.sharding_plan import Role
 
-__all__ = ["BLOCKS", "KINDS", "Attention", "Block", "BlockKind", "Experts", "Mlp"]
+__all__ = ["BLOCKS", "KINDS", "Attention", "Block", "BlockKind", "Experts", "Mixer", "Mlp"]
 
 # By the role of the module that owns a block. A layer may own the projections of an MLP directly.
 BLOCKS: dict[Role, type[Block]] = {Role.ATTENTION: Attention, Role.MLP: Mlp, Role.LAYER: Mlp}
 
 # In the order in which they are asked what they claim.
-KINDS: tuple[type[BlockKind], ...] = (Attention, Mlp, Experts)
+KINDS: tuple[type[BlockKind], ...] = (Mixer, Attention, Mlp, Experts)

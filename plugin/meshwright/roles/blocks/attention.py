@@ -58,8 +58,9 @@ class Attention(Block):
 
     def divide(self, by_role: Mapping[Role, nn.Module]) -> None:
         fused = [module for role, module in by_role.items() if role in _FUSED]
-        if {Role.Q, Role.K, Role.V} <= by_role.keys():
-            is_even = out_features(by_role[Role.Q]) == self.width
+        if Role.K in by_role and by_role.keys() & {Role.Q, Role.PER_HEAD}:
+            # A query projection with the role PER_HEAD has more rows for each head than its query.
+            is_even = Role.Q not in by_role or out_features(by_role[Role.Q]) == self.width
             kv_width = out_features(by_role[Role.K if is_even else Role.V])
         elif Role.PER_HEAD in by_role:  # latent attention makes keys and values for each query head
             kv_width = self.width

@@ -10,10 +10,12 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.roles.adapters import projection
 from meshwright.roles.blocks.block import BlockKind
 from meshwright.roles.projection import is_projection, out_features
 from meshwright.roles.sharding_plan import Role
 
+_OUTPUT_BIAS = "down_proj_bias"  # transformers' implementations of experts read their weights by these names
 _ROUTERS = frozenset({"router", "gate"})
 
 
@@ -31,10 +33,11 @@ class Experts(BlockKind):
 def roles_of_experts(module: nn.Module) -> dict[str, Role]:
     """Return the roles of the experts and routers that a module owns, by name; empty if it owns no experts."""
     children = dict(module.named_children())
-    experts = {name for name, child in children.items() if is_experts(child)}
-    experts = experts or {name for name, child in children.items() if _is_own_code(name, child)}
+    experts = {name for name, child in children.items() if is_experts(projection(child))}
+    if not experts and _ROUTERS & children.keys():
+        experts = {name for name, child in children.items() if _is_own_code(name, child)}
     # What looks at token ids would need those of this rank's tokens.
-    if not experts or not _ROUTERS & children.keys() or "input_ids" in inspect.signature(module.forward).parameters:
+    if not experts or "input_ids" in inspect.signature(module.forward).parameters:
         return {}
     routers = {name: child for name, child in children.items() if name in _ROUTERS or _is_gate(child)}
     inside = {f"{name}.{n}".rstrip("."): m for name, child in routers.items() for n, m in child.named_modules()}
@@ -49,7 +52,7 @@ def experts_of_own_code(model: nn.Module) -> str | None:
     """
     for owner, module in model.named_modules():
         for name, role in roles_of_experts(module).items():
-            if role is Role.EXPERTS and not is_experts(module.get_submodule(name)):
+            if role is Role.EXPERTS and not is_experts(projection(module.get_submodule(name))):
                 return f"{owner}.{name}"
     return None
 
@@ -65,31 +68,75 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
-def check_experts(model: nn.Module, ep: int) -> None:
-    """Raise if ``ep`` ranks cannot share a model's experts."""
-    if ep > 1 and (name := experts_of_own_code(model)) is not None:
+def has_output_bias(module: nn.Module) -> bool:
+    """Return whether experts add a bias to their results."""
+    return _OUTPUT_BIAS in module._parameters
+
+
+def check_experts(model: nn.Module, *, ep: int, etp: int) -> None:
+    """Raise if ``ep`` ranks cannot share a model's experts, or ``etp`` ranks cannot share each of them."""
+    if ep * etp == 1:
+        return
+    if (name := experts_of_own_code(model)) is not None:
         raise PlanError(
             f"{name} is a {type(model.get_submodule(name)).__name__}, which {type(model).__name__} calls with code of "
-            f"its own instead of transformers' interface for experts, so {ep} ranks cannot share them. Set "
-            "ParallelPlan.ep to 1: each rank then has whole experts"
+            f"its own instead of transformers' interface for experts, so {ep * etp} ranks cannot share them. Set "
+            f"ParallelPlan.ep{' and etp' if etp > 1 else ''} to 1: each rank then has whole experts"
         )
-    counts = [{p.shape[0] for p in module.parameters()} for module in model.modules() if is_experts(module)]
-    if ep > 1 and (not counts or any(len(sizes) > 1 or min(sizes) < ep for sizes in counts)):
+    modules = {name: module for name, module in model.named_modules() if is_experts(module)}
+    counts = [{p.shape[0] for p in module.parameters()} for module in modules.values()]
+    if not counts or any(len(sizes) > 1 or min(sizes) < ep for sizes in counts):
         have = f"{', '.join(map(str, sorted(set.union(*counts))))} experts in a layer" if counts else "no experts"
         raise PlanError(
-            f"{type(model).__name__} has {have}, so {ep} ranks cannot share them. Set ParallelPlan.ep to at most the "
-            "number of experts of each layer, or to 1"
+            f"{type(model).__name__} has {have}, so {ep * etp} ranks cannot share them. Set ParallelPlan.ep to at most "
+            "the number of experts of each layer, or ep and etp to 1"
         )
+    for name, module in modules.items() if etp > 1 else ():
+        for own, parameter in module.named_parameters():
+            _slices(module, own, parameter, etp, name)
 
 
-def expert_layouts(model: nn.Module, ep: int) -> dict[str, TensorLayout]:
-    """Return the layout of each weight of experts by name, if ``ep`` ranks share them."""
+def expert_layouts(model: nn.Module, *, ep: int, etp: int) -> dict[str, TensorLayout]:
+    """Return the layout of each weight of experts by name, if ``ep`` x ``etp`` ranks share them."""
+    if ep * etp == 1:
+        return {}
     return {
-        f"{name}.{own}": TensorLayout(shape=parameter.shape, cuts=(("ep", RowLayout.padded(parameter.shape[0], ep)),))
+        f"{name}.{own}": TensorLayout(
+            shape=parameter.shape,
+            cuts=(
+                ("ep", RowLayout.padded(parameter.shape[0], ep)),
+                *((("etp", _slices(module, own, parameter, etp, name)),) if etp > 1 else ()),
+            ),
+        )
         for name, module in model.named_modules(remove_duplicate=False)
-        if ep > 1 and is_experts(module)
+        if is_experts(module)
         for own, parameter in module.named_parameters()
     }
+
+
+def _slices(module: nn.Module, name: str, parameter: nn.Parameter, etp: int, owner: str) -> RowLayout:
+    """Return which rows of a weight of experts each rank of etp holds: those of a part of the channels between the
+    projections."""
+    if name == _OUTPUT_BIAS:
+        return RowLayout.replicated(parameter.shape[0], etp)
+    is_inner = name.removesuffix("_bias") in ("gate_up_proj", "up_proj")
+    if not is_inner and name != "down_proj":
+        raise PlanError(
+            f"the experts {owner} have a weight {name!r}, of which ParallelPlan.etp knows no slices; set etp=1, and ep "
+            "for more ranks that share experts"
+        )
+    is_last = name.endswith("_bias") or is_inner is bool(module.is_transposed)
+    dim = parameter.ndim - 1 if is_last else parameter.ndim - 2
+    size = parameter.shape[dim]
+    halves = 2 if is_inner and module.has_gate else 1
+    if size // halves % etp:
+        raise PlanError(
+            f"each expert of {owner} has {size // halves} channels, which ParallelPlan.etp={etp} ranks cannot share "
+            "evenly; set etp to a divisor"
+        )
+    # If the halves alternate, as in gpt-oss, a rank's part is contiguous.
+    parts = (size // halves,) * halves if getattr(module, "is_concatenated", True) else (size,)
+    return RowLayout.even(size, etp, dim, parts=parts)
 
 
 def _is_own_code(name: str, module: nn.Module) -> bool:

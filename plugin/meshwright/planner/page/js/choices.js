@@ -53,7 +53,7 @@ function decoded(index, setting) {
 
 const timeOf = (choice, name) => choice.times[data.timeParts.indexOf(name)];
 const COMPUTE = ["matmul", "attention", "elementwise", "recompute"];
-const COMMUNICATION = ["tensor", "context", "data"];
+const COMMUNICATION = ["tensor", "context", "experts", "data"];
 const shareOf = (choice, names) => sum(names.map((name) => timeOf(choice, name))) / choice.time;
 
 // Returns the plan's seconds of forward and backward for a micro-batch on the slowest rank, and the layers it holds.
@@ -78,6 +78,8 @@ function overlaps(choice) {
   const context = timeOf(choice, "context");
   const behind = shares[2] * (layer[0] + layer[1]) * slow.layers * count;
   if (context) rows.push({ part: "context", over: "cp", whole: context + behind, hidden: behind, behind: "attention" });
+  const experts = timeOf(choice, "experts");
+  if (experts) rows.push({ part: "experts", over: "ep", whole: experts, hidden: 0, behind: "nothing" });
   for (const [phase, isRepeated, whole, exposed] of dataParallel) {
     const times = isRepeated ? count : 1;
     const when = isRepeated ? phase : `${phase} of ${phase === "forward" ? "the first" : "the last"} micro-batch`;

@@ -59,7 +59,8 @@ function rankPicture(choice, width, ident) {
   const description =
     `${gpus} ranks in ${plural(nodeCount, "node")} of ${inNode}; ` +
     Object.entries(sizes).map(([axis, size]) => `${axis}=${size}`).join(", ") +
-    "; from the innermost to the outermost, the axes are tp, cp, dp and pp.";
+    "; from the innermost to the outermost, the axes are tp, cp, dp and pp." +
+    (choice.plan.ep > 1 ? ` Each ${choice.plan.ep} neighbours of a pipeline stage share the experts of its layers.` : "");
   const height = rows * (boxHeight + GAP) - GAP + (more || cut ? 24 : 0) + 2;
   const svg = new Svg({ ident, width, height, title: `Where each rank of ${choice.label} sits`, description });
   for (let node = 0; node < nodes; node++) {

@@ -53,7 +53,7 @@ function simulated(choice) {
   return {
     choice, events, cut, skipped: count - short, piped, tail, again, transfer,
     total: choice.time,
-    shares: { tensor: shares[0], context: shares[1] },
+    shares: { tensor: shares[0], context: shares[1], experts: shares[3] },
     hidden: hiddenShares(choice, shares[2], dataParallel),
     lane: chunks > 1 ? "rank" : "stage",
   };

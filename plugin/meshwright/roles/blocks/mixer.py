@@ -1,0 +1,32 @@
+"""Mixers: modules in which tokens meet by a convolution or a recurrence, such as Mamba and the gated delta net."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from meshwright.roles.blocks.block import BlockKind
+from meshwright.roles.blocks.experts import roles_of_experts
+from meshwright.roles.projection import in_features, is_projection, out_features
+from meshwright.roles.sharding_plan import Role
+
+
+class Mixer(BlockKind):
+    """A module with a convolution over tokens, and projections from and to the width of the hidden states.
+
+    A layer calls it with hidden states, so it is exact as a whole if it is given those of all tokens.
+    """
+
+    @classmethod
+    def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
+        modules = list(module.modules())
+        projections = [m for m in modules if is_projection(m)]
+        is_mixer = (
+            any(isinstance(m, nn.Conv1d) for m in modules)
+            and any(in_features(m) == hidden for m in projections)
+            and any(out_features(m) == hidden for m in projections)
+        )
+        # A list is not called, and of experts each rank must take its own tokens alone.
+        is_known = isinstance(module, nn.ModuleList | nn.ModuleDict) or hinted or any(map(roles_of_experts, modules))
+        return {"": Role.WHOLE} if is_mixer and not is_known else {}

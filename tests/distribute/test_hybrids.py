@@ -1,0 +1,82 @@
+"""Decoders with recurrences or convolutions over tokens equal one process, with mixers that each rank of tp has whole.
+
+Tolerance 1e-10 of a tensor's largest value: in float64 only the order of sums differs, about 1e-16 a sum, and the steps
+of AdamW divide tiny differences by tiny moments.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.distribute.cuts import structure_of
+from meshwright.parallel.structure import DecoderStructure, TensorLayout
+from support.exact import Float64
+from support.hybrid_models import FAMILIES, build, loader
+from support.parity import TOLERANCE, pool_for
+from support.tiers import crossings
+from support.whole_runs import differences, train_whole
+
+PLANS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp2+sp": {"tp": 2, "sequence_parallel": True},
+    "tp2+sp, recompute": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
+    "dp2 x tp2+sp, zero3": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3},
+    "pp2": {"pp": 2},
+    "pp2 x tp2+sp, micro-batches": {"pp": 2, "tp": 2, "sequence_parallel": True, "gradient_accumulation_steps": 2},
+}
+CASES = [(family, plan) for family in FAMILIES for plan in PLANS]
+
+
+def train(plan: dict[str, Any] | None, family: str) -> dict[str, Tensor]:
+    with Float64():
+        return train_whole(build(family), plan, loader)
+
+
+@functools.cache
+def reference(family: str) -> dict[str, Tensor]:
+    return train(None, family)
+
+
+@pytest.mark.parametrize(
+    ("family", "plan_name"), crossings(CASES, but=[("qwen3_5_text", "tp2+sp"), ("falcon_h1", "tp2+sp, recompute")])
+)
+def test_equals_one_process(family: str, plan_name: str, request: pytest.FixtureRequest) -> None:
+    results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], family)
+    found = differences(results, reference(family))
+    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+
+
+def train_with_sums(plan: dict[str, Any], family: str) -> dict[str, Tensor]:
+    """A fault: the gradients of modules that each rank has whole are summed over tp."""
+    whole = TensorLayout.whole
+    with mock.patch.object(TensorLayout, "whole", lambda x, ranks=1, **_: whole(x, ranks, addends=frozenset(("tp",)))):
+        return train(plan, family)
+
+
+def test_summed_gradients_of_mixers_would_be_caught(pool2: Any) -> None:
+    found = differences(pool2.run(train_with_sums, PLANS["tp2+sp"], "lfm2"), reference("lfm2"))
+    assert found["gradient of model.layers.0.conv.in_proj.weight"] > 0.5
+    assert found["norm 0"] > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixers_alone_stay_whole(family: str) -> None:
+    model = build(family)
+    found = structure_of(model, mw.ParallelPlan(tp=2, sequence_parallel=True), mw.ToDistributedConfig())
+    assert isinstance(found, DecoderStructure) and found.whole
+    kinds = ("linear_attn", "mixer", "mamba", "conv", "temporal_block")
+    assert {name.rpartition(".")[2] for name in found.whole} <= set(kinds)
+    for name, layout in found.parameters.items():
+        if len(layout.shape) > 1:
+            assert layout.is_sharded is not name.startswith(tuple(f"{whole}." for whole in found.whole)), name
+
+
+def test_a_mixer_is_not_cut_into_tokens() -> None:
+    with pytest.raises(mw.PlanError, match=r"mamba \(FalconH1Mixer\) stays whole.*Use ParallelPlan\(cp=1\)"):
+        structure_of(build("falcon_h1"), mw.ParallelPlan(tp=2, cp=2), mw.ToDistributedConfig())
