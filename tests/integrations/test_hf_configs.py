@@ -126,7 +126,6 @@ def test_a_config_is_translated(world: Any) -> None:
     ("fields", "names"),
     [
         ({"pp_size": 2}, ["tp_size=2 x pp_size=2 x fsdp_size=1 x dp_replicate_size=1 needs 4 processes"]),
-        ({"ep_size": 2}, ["ParallelPlan.ep=2 with dp=1, tp=2 and sequence_parallel=False", "sequence_parallel=True"]),
         ({"ep_size": 2, "ep_implementation": "all_reduce"}, ["ep_implementation='all_reduce'", "leave it 'auto'"]),
         ({"ep_plan": {"a": "b"}}, ["DistributedConfig.ep_plan={'a': 'b'}"]),
         ({"fsdp_cpu_offload": True}, ["DistributedConfig.fsdp_cpu_offload=True", "set it False"]),
