@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.roles.adapters import projection
+from meshwright.roles.adapters import is_adapted, projection
 from meshwright.roles.blocks.block import BlockKind
 from meshwright.roles.projection import is_projection, out_features
 from meshwright.roles.sharding_plan import Role
@@ -31,7 +31,12 @@ class Experts(BlockKind):
 
 
 def roles_of_experts(module: nn.Module) -> dict[str, Role]:
-    """Return the roles of the experts and routers that a module owns, by name; empty if it owns no experts."""
+    """Return the roles of the experts and routers that a module owns, by name; empty if it owns no experts.
+
+    The owner of experts with adapters is the module around these.
+    """
+    if is_adapted(module):
+        return {}
     children = dict(module.named_children())
     experts = {name for name, child in children.items() if is_experts(projection(child))}
     if not experts and _ROUTERS & children.keys():
