@@ -126,7 +126,6 @@ def test_a_config_is_translated(world: Any) -> None:
     ("fields", "names"),
     [
         ({"pp_size": 2}, ["tp_size=2 x pp_size=2 x fsdp_size=1 x dp_replicate_size=1 needs 4 processes"]),
-        ({"ep_size": 2}, ["ParallelPlan.ep=2 with dp=1, tp=2 and sequence_parallel=False", "sequence_parallel=True"]),
         ({"ep_size": 2, "ep_implementation": "all_reduce"}, ["ep_implementation='all_reduce'", "leave it 'auto'"]),
         ({"ep_plan": {"a": "b"}}, ["DistributedConfig.ep_plan={'a': 'b'}"]),
         ({"fsdp_cpu_offload": True}, ["DistributedConfig.fsdp_cpu_offload=True", "set it False"]),
@@ -162,8 +161,9 @@ def test_ep_size_is_ep(world: Any) -> None:
     world(2)
     over_dp = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="all_to_all")
     assert distributed_config.options_for(over_dp).plan == mw.ParallelPlan(dp=2, zero_stage=3, ep=2)
-    over_tp = DistributedConfig(tp_size=2, ep_size=2, enable_sequence_parallel=True)
-    assert distributed_config.options_for(over_tp).plan == mw.ParallelPlan(tp=2, sequence_parallel=True, ep=2)
+    for sp in (False, True):
+        over_tp = DistributedConfig(tp_size=2, ep_size=2, enable_sequence_parallel=sp)
+        assert distributed_config.options_for(over_tp).plan == mw.ParallelPlan(tp=2, sequence_parallel=sp, ep=2)
 
 
 def test_fsdp_is_zero_3(world: Any) -> None:

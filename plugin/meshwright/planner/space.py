@@ -198,8 +198,8 @@ class Space:
         if not self.shape.experts or local % ranks.tp == 0:
             return None
         return (
-            f"{local} tokens of a rank cannot be shared for sequence parallelism, and experts under tp without it have no "
-            "estimate"
+            f"{local} tokens of a rank cannot be shared for sequence parallelism, and the planner has no estimate for "
+            "experts under tp without it"
         )
 
     def _experts(self, ranks: Candidate) -> list[int]:
