@@ -73,6 +73,20 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Return whether a model has a module of experts."""
+    return any(map(is_experts, model.modules()))
+
+
+def owners_of_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that call experts, perhaps through adapters of these."""
+    return [
+        module
+        for module in model.modules()
+        if not is_adapted(module) and any(is_experts(projection(child)) for child in module.children())
+    ]
+
+
 def has_output_bias(module: nn.Module) -> bool:
     """Return whether experts add a bias to their results."""
     return _OUTPUT_BIAS in module._parameters
