@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import meshwright as mw
+from conformance.families.expert_models import build as build_with_experts
 from meshwright.data.loader import DistributedLoader
 from meshwright.distribute.check_arguments import explained
 from meshwright.errors import PlanError
@@ -277,16 +278,20 @@ SIZES = {
 
 def test_models_are_refused_by_what_they_are() -> None:
     """List B: "no role for 21 parameters", of a mixture of experts or an encoder."""
-    for model_type, said in (
+    with torch.device("meta"):
+        bert = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("bert", **SIZES))
+        of_layer, of_own_code = build_with_experts("gemma4_text"), build_with_experts("jetmoe")
+    for model, said in (
         (
-            "mixtral",
-            r"'model.layers.0.mlp.experts'.* MixtralForCausalLM has experts, and runs without tp: plan='dp2 ep2'",
+            of_layer,
+            r"of 'model.layers.0' to .* plan='tp2\+sp'\. Gemma4.* has experts, and runs without tp: plan='dp2 ep2'",
         ),
-        ("bert", r"is an encoder, not a decoder \(model_type='bert'\): .* plan='dp2'"),
+        (
+            of_own_code,
+            r"(?s)no role to 2 param.* JetMoe.* has experts, and runs without tp: plan='dp2 zero3' or plan='pp2'",
+        ),
+        (bert, r"is an encoder, not a decoder \(model_type='bert'\): .* plan='dp2'"),
     ):
-        config = transformers.AutoConfig.for_model(model_type, **SIZES)
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
         with pytest.raises(PlanError) as raised:
             from meshwright.parallel.structure import describe as take_apart
 

@@ -161,8 +161,9 @@ def test_ep_size_is_ep(world: Any) -> None:
     world(2)
     over_dp = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="all_to_all")
     assert distributed_config.options_for(over_dp).plan == mw.ParallelPlan(dp=2, zero_stage=3, ep=2)
-    over_tp = DistributedConfig(tp_size=2, ep_size=2, enable_sequence_parallel=True)
-    assert distributed_config.options_for(over_tp).plan == mw.ParallelPlan(tp=2, sequence_parallel=True, ep=2)
+    for sp in (False, True):
+        over_tp = DistributedConfig(tp_size=2, ep_size=2, enable_sequence_parallel=sp)
+        assert distributed_config.options_for(over_tp).plan == mw.ParallelPlan(tp=2, sequence_parallel=sp, ep=2)
 
 
 def test_fsdp_is_zero_3(world: Any) -> None:

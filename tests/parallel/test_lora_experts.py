@@ -14,6 +14,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.parallel.method_chain import find_step
+from meshwright.parallel.routing_replay import ReplayedBlock
 from meshwright.plan.text import parse_plan
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts
@@ -27,7 +29,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "o_proj"]},
     "experts": {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
 }
-PLANS = ["dp2", "dp2 zero1", "dp2 zero3", "pp2", "tp2+sp", "dp2 ep2", "dp2 ep2 zero1", "tp2+sp ep2"]
+PLANS = ["dp2", "dp2 zero1", "dp2 zero3", "pp2", "tp2", "tp2+sp", "dp2 ep2", "dp2 ep2 zero1", "tp2+sp ep2"]
 
 
 def adapted(kind: str, name: str = "mixtral") -> Any:
@@ -58,6 +60,12 @@ reference = functools.cache(functools.partial(train, None))
 def test_adapters_equal_one_process(kind: str, plan: str, pool2: Any) -> None:
     found = differences(pool2.run(train, plan, kind), reference(kind))
     assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+
+
+def test_what_calls_adapted_experts_makes_the_choices_of_forward_again() -> None:
+    model, _, _ = mw.to_distributed(adapted("experts"), plan="dp1 recompute=full")
+    replaying = [name for name, module in model.named_modules() if find_step(module, ReplayedBlock)]
+    assert replaying and all(name.endswith(".mlp") for name in replaying)
 
 
 def test_adapters_of_experts_that_a_plan_cannot_run_are_refused(pool2: Any) -> None:

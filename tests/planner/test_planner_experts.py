@@ -175,6 +175,14 @@ def test_small_experts_multiply_less_efficiently() -> None:
     assert few > 1.3 * many
 
 
+def test_experts_that_ranks_of_tp_hold_twice_are_reduced() -> None:
+    model = StepModel(QWEN, Cluster(device=device("h100-sxm"), gpus=4), Coefficients())
+    whole, half = (Candidate(tp=4, sequence_parallel=True, ep=ep, accumulation=8) for ep in (4, 2))
+    assert model.overlaps(whole, JOB, 0.0, 0.0) == []
+    (overlap, _) = model.overlaps(half, JOB, 0.0, 0.0)
+    assert overlap.seconds == pytest.approx(model.ring(model.stage_parameters(half)[1] * JOB.gradient_bytes, 2, 2))
+
+
 def test_which_ranks_may_share_experts() -> None:
     cluster = Cluster(device=device("h100-sxm"), gpus=16)
     space = Space(shape=QWEN, cluster=cluster, job=JOB)

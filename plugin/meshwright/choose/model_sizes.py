@@ -8,12 +8,13 @@ from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.model_kinds import kind_of
 from meshwright.parallel.model_shape import shape_of
-from meshwright.parallel.routed_shape import has_experts, on_meta, routed_shape
+from meshwright.parallel.routed_shape import on_meta, routed_shape
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.shapes import ModelShape, describe
 from meshwright.roles import ShardingPlan, plan_for
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks.experts import has_experts
 
 
 def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:

@@ -298,7 +298,8 @@ def _described(model: Path) -> tuple[ModelShape, str | None]:
     import torch
 
     from meshwright.choose.model_sizes import against_tensor
-    from meshwright.parallel.routed_shape import has_experts, routed_shape
+    from meshwright.parallel.routed_shape import routed_shape
+    from meshwright.roles.blocks.experts import has_experts
     from meshwright.tracing.compare import model_on_meta
 
     try:

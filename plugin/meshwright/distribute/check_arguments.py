@@ -16,7 +16,7 @@ from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.foreign_names import NO_SCALER
-from meshwright.roles.blocks.experts import roles_of_experts
+from meshwright.roles.blocks.experts import experts_of_own_code, roles_of_experts
 
 CALL = "to_distributed(model, optimizer, dataloader, plan=...)"
 
@@ -98,8 +98,8 @@ def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanEr
     if "tp" not in axes:
         return error
     if any(map(roles_of_experts, model.modules())):
-        name = type(model).__name__
-        cure = f"{name} has experts, and runs without tp: plan='dp2 ep2', plan='dp2 zero3' or plan='pp2'"
+        shared = "" if experts_of_own_code(model) else "plan='dp2 ep2', "
+        cure = f"{type(model).__name__} has experts, and runs without tp: {shared}plan='dp2 zero3' or plan='pp2'"
         return PlanError(f"{str(error).removesuffix('.')}. {cure}")
     kind = kind_of(getattr(model, "config", None))
     return error if kind is None else PlanError(f"{type(model).__name__} is {kind} ({error})")

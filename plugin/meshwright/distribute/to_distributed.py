@@ -42,7 +42,7 @@ from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.mixed_rows import check_embeddings, check_mixers
+from meshwright.parallel.mixed_rows import check_embeddings, check_mixed_rows
 from meshwright.parallel.recompute import check_recompute
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
@@ -152,7 +152,7 @@ def _distribute(
     if optimizer is not None:
         check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise, plan=plan)
     check_embeddings(model, plan, config.engine)
-    check_mixers(model, plan)
+    check_mixed_rows(model, plan)
     structure = structure_of(decoder, plan, config)
     _check_passes(plan, loss is not None, decoder, config.engine)
     check_reduction(model, plan, config.engine)
@@ -252,7 +252,7 @@ def _complete(
     runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
     plan = plan_to_complete(runtime, model, optimizer, config)
     check_embeddings(model, plan, runtime.engine)
-    check_mixers(model, plan)
+    check_mixed_rows(model, plan)
     loss = runtime.features.find(BatchLoss)
     _check_passes(plan, loss is not None, model)
     loader = None

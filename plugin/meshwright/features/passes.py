@@ -24,7 +24,7 @@ from meshwright.parallel.tensor_parallel import install_tensor_parallel
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 from meshwright.roles.blocks.adapted_experts import keep_local_adapters
-from meshwright.roles.blocks.experts import has_output_bias, is_experts
+from meshwright.roles.blocks.experts import has_experts, has_output_bias, is_experts
 
 
 def compare_replicas(build: Build) -> None:
@@ -126,7 +126,7 @@ def spread_experts(build: Build) -> None:
 
 def count_experts(build: Build) -> None:
     """Let the tokens of each expert be counted, if somebody asks for them."""
-    if any(map(is_experts, build.decoder.modules())):
+    if has_experts(build.decoder):
         region = build.runtime.features.find(ContextRegion)
         counts = ExpertCounts(build.decoder, mesh=build.runtime.mesh, region=region)
         add_step(build.decoder, build.runtime.features.add(counts))

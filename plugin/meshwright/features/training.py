@@ -19,7 +19,7 @@ from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.recompute import recompute_layers, recompute_switch
 from meshwright.parallel.routing_replay import AttachesReplay, ReplayedBlock, RoutingReplay
 from meshwright.parallel.token_loss import TokenLoss
-from meshwright.roles.blocks.experts import is_experts
+from meshwright.roles.blocks.experts import owners_of_experts
 
 
 def hold_shards(build: Build) -> None:
@@ -79,7 +79,7 @@ def recompute(build: Build) -> None:
 
 def replay_routing(build: Build) -> None:
     """Let layers that backward runs again route tokens as before, whoever has turned recomputation on."""
-    blocks = [m for m in build.decoder.modules() if any(map(is_experts, m.children()))]
+    blocks = owners_of_experts(build.decoder)
     if not blocks or build.config.compile is not None:
         return
     replay = RoutingReplay()

@@ -40,6 +40,11 @@ class AxisSizes:
         """The number of ranks: the product of the sizes."""
         return math.prod(self.sizes.values())
 
+    def can_share_experts(self, ranks: int) -> bool:
+        """Return whether runs of so many neighbours of dp x cp x tp are parts of a group of tp, or whole groups."""
+        tp = self.sizes["tp"]
+        return self.world_size // self.sizes["pp"] % ranks == 0 and (ranks % tp == 0 or tp % ranks == 0)
+
     def resized(self, sizes: Mapping[str, int]) -> Self:
         """Return a copy with other sizes of some axes."""
         return replace(self, **sizes)  # type: ignore[type-var]

@@ -11,6 +11,7 @@ from meshwright.layout.tensor_layout import is_held
 from meshwright.optim.runtime import device_of, runtime_of
 from meshwright.parallel.expert_counts import ExpertCounts
 from meshwright.parallel.shard_reads import reading_shards
+from meshwright.roles.adapters import is_adapted
 
 
 def expert_counts(model: nn.Module) -> dict[str, Tensor]:
@@ -104,7 +105,8 @@ def balance_experts(model: nn.Module, counts: Mapping[str, Tensor], *, rate: flo
 def _biases(model: nn.Module, experts: str, counts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the biases beside a module of experts, with their names in the model."""
     parent = experts.rpartition(".")[0]
-    block = model.get_submodule(parent)
+    while is_adapted(block := model.get_submodule(parent)):
+        parent = parent.rpartition(".")[0]
     tensors = [*block.named_buffers(), *((n, p) for n, p in block.named_parameters() if not p.requires_grad)]
     size = len(counts[experts])
     for name, x in tensors:

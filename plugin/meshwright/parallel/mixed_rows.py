@@ -24,16 +24,16 @@ EMBEDDING_OPTIONS = {
 }
 
 # Classes of modules -> how they compute with all tokens of the batch together.
-_MIXERS = {
+_MIX_ROWS = {
     "DogeCDMoE": "splits the scores of all tokens of a batch in halves, so that a token's experts depend on other rows"
 }
 
 
-def check_mixers(model: nn.Module, plan: ParallelPlan) -> None:
+def check_mixed_rows(model: nn.Module, plan: ParallelPlan) -> None:
     """Raise a PlanError if a module computes with all tokens of the batch together, and the plan splits the batch."""
     is_split = plan.dp > 1 or plan.has_micro_batches
     for name, module in model.named_modules() if is_split else ():
-        if (reason := _MIXERS.get(type(module).__name__)) is not None:
+        if (reason := _MIX_ROWS.get(type(module).__name__)) is not None:
             raise PlanError(
                 f"the plan {plan.label} splits the batch over {_parts(plan)}, but {name} is a {type(module).__name__}, "
                 f"which {reason}. Use dp=1 without micro-batches, for example plan='pp2'"

@@ -21,18 +21,13 @@ from meshwright.parallel.fake_pass import run_without_values
 from meshwright.planner.experts import ExpertShape
 from meshwright.planner.family_traits import traits_of
 from meshwright.planner.shapes import LayerShape, ModelShape
-from meshwright.roles.blocks.experts import is_experts
+from meshwright.roles.blocks.experts import has_experts, is_experts
 from meshwright.roles.decoder import find_decoder
 from meshwright.roles.projection import weight_of
 
 _ROWS, _LENGTH = 2, 11
 _STATE = 64  # tokens at once in the chunks of mixers without attention, such as state spaces and linear attention
 _Heads = tuple[int, int, int, int]  # query heads, key heads, channels of a query, channels of a value
-
-
-def has_experts(model: nn.Module) -> bool:
-    """Return whether a model has a module of experts."""
-    return any(map(is_experts, model.modules()))
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -135,7 +130,7 @@ def _layer(layer: nn.Module, pass_: _RoutedPass, hidden: int) -> LayerShape:
     }
     mixers = [child for child in matrices if child in pass_.attentions]
     if not mixers:  # a state space, linear attention, or a layer of experts alone
-        mixers = [child for child in matrices if matrices[child] and not any(map(is_experts, child.modules()))][:1]
+        mixers = [child for child in matrices if matrices[child] and not has_experts(child)][:1]
     mixed = sum(p.numel() for child in mixers for p in matrices[child])
     others = [p for child in matrices if child not in mixers for p in matrices[child]]
     gated = getattr(found[0], "has_gate", True) if found else True

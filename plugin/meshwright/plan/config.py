@@ -157,13 +157,9 @@ class ParallelPlan(AxisSizes):
 
     def _check_experts(self) -> None:
         ranks, shared = self.dp * self.cp * self.tp, self.ep * self.etp
-
-        def fits(size: int) -> bool:
-            return ranks % size == 0 and (size % self.tp == 0 or self.tp % size == 0)
-
         name = "ep" if self.etp == 1 else "ep x etp"
-        if not fits(shared):
-            fitting = [size for size in range(1, min(ranks, 2 * shared) + 1) if fits(size)]
+        if not self.can_share_experts(shared):
+            fitting = filter(self.can_share_experts, range(1, min(ranks, 2 * shared) + 1))
             raise PlanError(
                 f"ParallelPlan.{name}={shared} with dp={self.dp}, cp={self.cp} and tp={self.tp}: each {shared} "
                 f"neighbours of these {ranks} ranks would share experts, within or over whole groups of tp. Set {name} "

@@ -26,8 +26,8 @@ def check_plan(shape: ModelShape, plan: Candidate) -> None:
         raise PlanError(f"{plan.label}: {reason}")
     if shape.experts and plan.tp > 1 and not plan.sequence_parallel:
         raise PlanError(
-            f"{plan.label}: {shape.name} has experts, so each rank of tp must route tokens of its own; write "
-            f"tp{plan.tp}+sp"
+            f"{plan.label}: {shape.name} has experts, which the planner estimates under tp with sequence parallelism "
+            f"only; write tp{plan.tp}+sp"
         )
     count = plan.pp * plan.chunks
     if count > shape.layers:

@@ -197,7 +197,10 @@ class Space:
         local = local_tokens(self.job.seq_len, ranks.cp)
         if not self.shape.experts or local % ranks.tp == 0:
             return None
-        return f"{local} tokens of a rank cannot be shared for sequence parallelism, which experts under tp need"
+        return (
+            f"{local} tokens of a rank cannot be shared for sequence parallelism, and the planner has no estimate for "
+            "experts under tp without it"
+        )
 
     def _experts(self, ranks: Candidate) -> list[int]:
         """Return the numbers of ranks that may share experts."""
@@ -246,12 +249,12 @@ def expert_reason(plan: Candidate, ep: int) -> str | None:
         >>> expert_reason(Candidate(replicate=2, tp=4), 2), expert_reason(Candidate(replicate=3, tp=2), 3)
         (None, 'ep=3 is neither a divisor nor a multiple of tp=2')
     """
+    if plan.can_share_experts(ep):
+        return None
     ranks = plan.data_ranks * plan.tp
     if ranks % ep:
         return f"ep={ep} does not divide dp x cp x tp = {ranks}"
-    if ep % plan.tp and plan.tp % ep:
-        return f"ep={ep} is neither a divisor nor a multiple of tp={plan.tp}"
-    return None
+    return f"ep={ep} is neither a divisor nor a multiple of tp={plan.tp}"
 
 
 def divisors(number: int) -> list[int]:

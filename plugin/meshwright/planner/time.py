@@ -377,10 +377,8 @@ class StepModel:
             plan, job: the plan and the job.
             forward, backward: seconds of the rank's compute for one micro-batch.
         """
-        if plan.data_ranks == 1:
-            return []
         dense, experts = self.stage_parameters(plan)
-        found = self._reduced(dense, plan, job, (forward, backward))
+        found = self._reduced(dense, plan, job, (forward, backward)) if plan.data_ranks > 1 else []
         if experts and plan.copies > 1:
             found += self._reduced(experts, plan, job, (forward, backward), of_experts=True)
         return found

@@ -50,8 +50,7 @@ def plan_for(model: nn.Module) -> ShardingPlan:
     text = find(decoder=True) if callable(find) else config  # that of the decoder beside towers
     if reason := reason_to_refuse(text):
         raise PlanError(
-            f"{getattr(text, 'model_type', '')} cannot be sharded over tp: {reason}. Use another axis, for example "
-            'plan="dp2 zero3"'
+            f"{getattr(text, 'model_type', '')} cannot be sharded over tp: {reason}. Use ParallelPlan(tp=1)"
         )
     return infer_plan(model, hints_for(text) | hints_for(config))
 

@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.roles.adapters import projection
+from meshwright.roles.adapters import is_adapted, projection
 from meshwright.roles.blocks.block import BlockKind
 from meshwright.roles.projection import is_projection, out_features
 from meshwright.roles.sharding_plan import Role
@@ -31,7 +31,12 @@ class Experts(BlockKind):
 
 
 def roles_of_experts(module: nn.Module) -> dict[str, Role]:
-    """Return the roles of the experts and routers that a module owns, by name; empty if it owns no experts."""
+    """Return the roles of the experts and routers that a module owns, by name; empty if it owns no experts.
+
+    The owner of experts with adapters is the module around these.
+    """
+    if is_adapted(module):
+        return {}
     children = dict(module.named_children())
     experts = {name for name, child in children.items() if is_experts(projection(child))}
     if not experts and _ROUTERS & children.keys():
@@ -66,6 +71,20 @@ def is_experts(module: nn.Module) -> bool:
     return all(name in vars(module) for name in ("has_gate", "is_transposed", "config")) and hasattr(
         module.config, "_experts_implementation"
     )
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Return whether a model has a module of experts."""
+    return any(map(is_experts, model.modules()))
+
+
+def owners_of_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that call experts, perhaps through adapters of these."""
+    return [
+        module
+        for module in model.modules()
+        if not is_adapted(module) and any(is_experts(projection(child)) for child in module.children())
+    ]
 
 
 def has_output_bias(module: nn.Module) -> bool:
