@@ -89,6 +89,9 @@ def balanced_run(plan: dict[str, Any] | None, name: str, rows: int) -> dict[str,
         crossing("deepseek_v3", 4, {"cp": 2}),
         crossing("deepseek_v3", 3, {"tp": 4, "sequence_parallel": True, "ep": 2}),
         crossing("deepseek_v3", 3, {"dp": 4, "ep": 2}),
+        crossing("deepseek_v3", 3, {"tp": 2, "ep": 2}),
+        crossing("deepseek_v3", 3, {"dp": 2, "etp": 2}),
+        crossing("deepseek_v3", 3, {"pp": 2, "gradient_accumulation_steps": 2, "recompute": "full"}),
     ],
 )
 def test_counts_and_biases_are_those_of_one_process(

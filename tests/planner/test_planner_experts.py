@@ -209,6 +209,8 @@ def test_which_ranks_may_share_experts() -> None:
     assert all(plan.ep == 1 for plan in Space(shape=dense, cluster=cluster, job=JOB).regions())
     against = Space(shape=QWEN, cluster=cluster, job=JOB, no_tensor="a weight has no role")
     assert all(plan.tp == 1 for plan in against.regions()) and against.pruned["tp=2"] == "a weight has no role"
+    whole = Space(shape=QWEN, cluster=cluster, job=JOB, no_sharing="layers are compiled")
+    assert all(plan.ep == 1 for plan in whole.regions()) and whole.pruned["ep=2"] == "layers are compiled"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.space import Space
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks.adapted_experts import check_adapted_experts
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def _search(
         )  # fmt: skip
     no_context = None if config.engine is None else f"{config.engine} averages gradients over dp alone"
     space = Space(shape=shape, cluster=cluster, job=job, most_zero=2, no_stages=no_stages, no_context=no_context,
-                  no_tensor=against_tensor(model, config.sharding_plan),
+                  no_tensor=against_tensor(model, config.sharding_plan), no_sharing=_against_sharing(config),
                   recomputes_some=can_recompute_some(without_wrappers(model)[1]))  # fmt: skip
     found = search(space, profile, top=_CHOICES, budget=budget)
     if config.prefer == "memory" and found.choices:
@@ -138,6 +139,13 @@ def _search(
     if not found.choices:
         raise explain.no_fit(found)
     return found
+
+
+def _against_sharing(config: ToDistributedConfig) -> str | None:
+    """Return why no plan in which ranks share experts may be picked; None if one may."""
+    if config.engine is not None:
+        return f"experts that ranks share were not compared with one device under {config.engine}"
+    return None if config.compile is None else "the host would read how many tokens travel inside of compiled layers"
 
 
 def _first_runnable(
@@ -162,6 +170,7 @@ def _refusals(
         yield "the model computes its own loss, so a batch cannot be split into micro-batches"
     try:
         ParallelPlan(**plan.runnable_fields())
+        check_adapted_experts(decoder, ep=plan.ep, etp=1)
         if plan.recompute == "full":
             check_recompute(decoder, plan.recomputed)
         if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage):

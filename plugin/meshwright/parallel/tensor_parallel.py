@@ -130,15 +130,16 @@ def install_tensor_parallel(
     sequence = SequenceSharding(axis) if sequence_parallel else None
     for layer in dict.fromkeys(structure.layers):
         layer.register_forward_pre_hook(refuse_second_activations, with_kwargs=True)
-    routed = SequenceSharding(axis) if structure.routed else None
+    # Only inside of modules that route tokens does each rank have its own, without sequence parallelism.
+    in_routed = SequenceSharding(axis) if structure.routed else None
     inside = {id(module) for owner in structure.routed for module in owner.modules()}
     blocks = [
-        BlockHooks(block, axis, routed if id(block.module) in inside else sequence, streams)
+        BlockHooks(block, axis, in_routed if id(block.module) in inside else sequence, streams)
         for block in structure.blocks
     ]
-    if routed is not None:
+    if in_routed is not None:
         for owner in structure.routed:
-            add_step(owner, OwnTokens(owner, routed, streams))
+            add_step(owner, OwnTokens(owner, in_routed, streams))
     for block in structure.blocks:
         block.localise()
     share_output_projections(blocks)

@@ -24,6 +24,7 @@ _EP = (
     "expert_parallel expert_parallel_size expert_model_parallel_size ep_size ep_degree expert_parallel_degree "
     "enable_expert_parallel moe_ep_size moe_expert_parallel_size autoep_size"
 )
+_ETP = "expert_tensor_parallel expert_tensor_parallel_size etp_size"
 _SP = "sp enable_sequence_parallel megatron_sp"
 _ZERO = "zero z stage deepspeed sharding sharding_stage zero_optimization zero_level use_distributed_optimizer"
 _FULL = (
@@ -57,6 +58,7 @@ _GROUPS = (
     (_METHOD, "context='gather', 'ulysses', 'ring' or 'hybrid'", "cpN(ring)"),
     (_HYBRID, "cp=N, context='hybrid', ulysses=N", "cp4(hybrid-2)"),
     (_EP, "ep=N", "epN"),
+    (_ETP, "etp=N", "etpN"),
     (_SP, "sequence_parallel=True", "tpN+sp"),
     (_ZERO, "zero_stage=1, 2 or 3", "zeroN"),
     (_FULL, "dp=N, zero_stage=3", "zero3"),

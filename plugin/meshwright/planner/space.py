@@ -34,6 +34,7 @@ class Space:
         no_stages: the reason against all plans with pipeline stages; None to include them.
         no_context: the reason against all plans with context parallelism; None to include them.
         no_tensor: the reason against all plans with tensor parallelism; None to include them.
+        no_sharing: the reason against all plans in which ranks share experts; None to include them.
         recomputes_some: whether the model can recompute some of its layers.
 
     Example:
@@ -56,6 +57,7 @@ class Space:
     no_stages: str | None = None
     no_context: str | None = None
     no_tensor: str | None = None
+    no_sharing: str | None = None
     recomputes_some: bool = True
     pruned: dict[str, str] = field(default_factory=dict, init=False)
 
@@ -208,7 +210,9 @@ class Space:
             return [1]
         found = []
         for ep in divisors(ranks.data_ranks * ranks.tp):
-            if ep > 1 and ep > self.shape.experts:
+            if ep > 1 and self.no_sharing is not None:
+                self.pruned.setdefault(f"ep={ep}", self.no_sharing)
+            elif ep > 1 and ep > self.shape.experts:
                 self.pruned.setdefault(f"ep={ep}", f"more ranks than the {self.shape.experts} experts of a layer")
             elif expert_reason(ranks, ep) is None:
                 found.append(ep)
