@@ -7,13 +7,11 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
-
 from conformance.spmd.mode import TypeMode
 from conformance.spmd.types import Kind
 from meshwright.optim.runtime import Runtime
 from meshwright.pipeline.executor import Step
-from meshwright.pipeline.links import Receiver
+from meshwright.pipeline.links import Crossing, Receiver
 from meshwright.pipeline.weight_gradients import WeightGradients
 
 
@@ -32,10 +30,12 @@ def receiving(mode: TypeMode, runtime: Runtime) -> Iterator[None]:
     is_sharded = runtime.plan.sequence_parallel and runtime.mesh.tp.size > 1
     kind = Kind.VARYING if is_sharded else Kind.INVARIANT
 
-    def receive(receiver: Receiver, key: Hashable) -> Tensor:
-        x = take(receiver, key)
+    def receive(receiver: Receiver, key: Hashable) -> Crossing:
+        x, numbers = take(receiver, key)
         mode.declare(x, kind)
-        return x
+        if numbers is not None:  # statistics of the tokens that this rank routes
+            mode.declare(numbers, Kind.VARYING)
+        return x, numbers
 
     def unfollowed(method: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
