@@ -288,15 +288,16 @@ class ReplicaComparison:
     def _shared_over(self, axis: Axis) -> list[list[tuple[Tensor, CopiedRows]]]:
         """Return, for each rank of an axis, those of its rows that the axis holds more than once."""
         shared: list[list[tuple[Tensor, CopiedRows]]] = [[] for _ in range(axis.size)]
+        is_of_experts = any(axis is other for other in self._of_experts)
         for name, parameter in self._named:
             layout = layout_of(parameter)
             if not layout.is_held or (axis is self.tie and layout.stage_copies == 1):
                 continue
-            if axis is not self.tie and layout.is_over_ep is not (axis in self._of_experts):
+            if axis is not self.tie and layout.is_over_ep is not is_of_experts:
                 continue  # the ranks of other axes hold different experts, and other weights are compared over those
             if axis is self.mesh.etp and (layout.is_cut_over("etp") or not self._is_equal_over_tp(parameter, layout)):
                 continue
-            if axis in (self.tie, *self._of_experts):
+            if axis is self.tie or is_of_experts:
                 for rank in range(axis.size):
                     shared[rank].append((parameter, CopiedRows(name)))
                 continue
