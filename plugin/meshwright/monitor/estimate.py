@@ -162,7 +162,7 @@ def estimate(machine: Machine, plan: ParallelPlan, dtype: torch.dtype, batch: tu
         memory = tuple(stage_memory(machine.shape, candidate, job, stage) for stage in range(plan.pp))
     except (ArithmeticError, ValueError) as error:
         raise PlanError(f"no estimate of {plan.label}: {error}") from error
-    computing = layer.forward + layer.backward - layer.tensor - layer.context
+    computing = layer.forward + layer.backward - layer.tensor - layer.context - layer.experts
     return Estimate(
         time=time,
         memory=memory,

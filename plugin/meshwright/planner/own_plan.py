@@ -60,7 +60,7 @@ def weigh(
         budget: memory per device that a plan may fill, in bytes (default: 90 % of the device's memory).
 
     Raises:
-        PlanError: a plan needs another number of devices, or cannot split the model.
+        PlanError: a plan needs another number of devices, or cannot split the model, or has no estimate.
     """
     shape, cluster, job = space.shape, space.cluster, space.job
     profile = profile or HardwareProfile(name="catalogue")
@@ -72,6 +72,8 @@ def weigh(
                 f"{plan.world_size}, or a plan of {cluster.gpus} devices"
             )
         check_plan(shape, plan)
+        if plan.tp > 1 and space.no_tensor is not None:
+            raise PlanError(f"{plan.label}: {space.no_tensor}")
     model = StepModel(shape, cluster, profile.coefficients)
     weights = {plan: peak_memory(shape, plan, job) for plan in plans}
     choices = [choice_of(space, plan, model.step(plan, job), weights[plan]) for plan in plans]
