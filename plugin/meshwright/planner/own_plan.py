@@ -19,16 +19,7 @@ def check_plan(shape: ModelShape, plan: Candidate) -> None:
     """Raise a PlanError if the sizes of a model cannot be split as a plan says."""
     for uneven in shape.uneven(plan.tp):
         raise PlanError(f"{plan.label}: {uneven} of {shape.name} is not divisible by tp={plan.tp}")
-    if plan.ep > 1 and plan.ep > shape.experts:
-        have = f"{shape.experts} experts in a layer" if shape.experts else "no experts"
-        raise PlanError(f"{plan.label}: {shape.name} has {have}, which {plan.ep} ranks cannot share; leave ep out")
-    if (reason := expert_reason(plan, plan.ep)) is not None:
-        raise PlanError(f"{plan.label}: {reason}")
-    if shape.experts and plan.tp > 1 and not plan.sequence_parallel:
-        raise PlanError(
-            f"{plan.label}: {shape.name} has experts, which the planner estimates under tp with sequence parallelism "
-            f"only; write tp{plan.tp}+sp"
-        )
+    check_expert_ranks(shape, plan)
     count = plan.pp * plan.chunks
     if count > shape.layers:
         raise PlanError(f"{plan.label}: {count} stages are more than the {shape.layers} layers of {shape.name}")
@@ -45,6 +36,20 @@ def check_plan(shape: ModelShape, plan: Candidate) -> None:
     if plan.recomputed is not None and plan.recomputed > shape.layers:
         raise PlanError(
             f"{plan.label}: {plan.recomputed} recomputed layers are more than the {shape.layers} of {shape.name}"
+        )
+
+
+def check_expert_ranks(shape: ModelShape, plan: Candidate) -> None:
+    """Raise a PlanError if ranks cannot share a model's experts as a plan says, or it has no estimate."""
+    if plan.ep > 1 and plan.ep > shape.experts:
+        have = f"{shape.experts} experts in a layer" if shape.experts else "no experts"
+        raise PlanError(f"{plan.label}: {shape.name} has {have}, which {plan.ep} ranks cannot share; leave ep out")
+    if (reason := expert_reason(plan, plan.ep)) is not None:
+        raise PlanError(f"{plan.label}: {reason}")
+    if shape.experts and plan.tp > 1 and not plan.sequence_parallel:
+        raise PlanError(
+            f"{plan.label}: {shape.name} has experts, which the planner estimates under tp with sequence parallelism "
+            f"only; write tp{plan.tp}+sp"
         )
 
 
