@@ -1,4 +1,4 @@
-"""Recognise models that are not dense decoders by their transformers config, and say what works for them instead."""
+"""Recognise models that are no decoder alone by their transformers config, and say what works for them instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENCODERS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKind:
-    """A kind of model that is not a dense decoder.
+    """A kind of model that is no decoder, or has more than a decoder.
 
     Args:
         what: the kind, with the config field that shows it.

@@ -31,6 +31,7 @@ from meshwright.parallel import load_balancing
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.mean_over_ranks import GlobalMean
+from meshwright.parallel.router_record import ARGUMENTS
 from meshwright.parallel.routing_replay import RoutingReplay
 from meshwright.parallel.tensor_parallel import OwnTokens
 from meshwright.roles import find_decoder
@@ -302,7 +303,7 @@ def test_every_familys_load_balancing_loss_is_the_same() -> None:
     for name in names:
         family = name.removeprefix("modeling_")
         stock = importlib.import_module(f"transformers.models.{family}.{name}").load_balancing_loss_func
-        if list(inspect.signature(stock).parameters) == load_balancing._ARGUMENTS:
+        if list(inspect.signature(stock).parameters) == ARGUMENTS:
             for given in (None, mask):
                 torch.testing.assert_close(step.loss(logits, 5, 2, given), stock(logits, 5, 2, given))
             compared.add(family)

@@ -11,7 +11,7 @@ import torch
 
 from conformance.families.expert_models import EXPERTS, build
 from conformance.families.models import model_types
-from meshwright.choose.model_sizes import describe_model
+from meshwright.choose.model_sizes import against_tensor, describe_model
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.activations import saved_activations
@@ -225,6 +225,16 @@ def test_which_ranks_may_share_experts() -> None:
 def test_a_plan_that_cannot_spread_the_experts_is_refused(plan: Candidate, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         check_plan(QWEN, plan)
+
+
+def test_a_plan_under_which_mixers_stay_whole_has_no_estimate() -> None:
+    with torch.device("meta"):
+        hybrid = build("qwen3_next")
+    reason = against_tensor(hybrid)
+    assert reason == "model.layers.1.linear_attn stays whole under tp, which the planner does not estimate"
+    space = Space(shape=QWEN, cluster=Cluster(device=device("h100-sxm"), gpus=2), job=JOB, no_tensor=reason)
+    with pytest.raises(PlanError, match="stays whole under tp"):
+        weigh(space, None, [Candidate(tp=2, sequence_parallel=True, micro_batch=JOB.global_batch)])
 
 
 def test_slices_of_experts_are_refused_by_name() -> None:

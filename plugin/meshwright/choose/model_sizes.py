@@ -39,7 +39,7 @@ def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
 
 
 def against_tensor(model: nn.Module, sharding_plan: ShardingPlan | None = None) -> str | None:
-    """Return why tp cannot cut a model with experts; None if it can, or if the model is dense.
+    """Return why no plan with tp may be picked for a model with experts; None if one may, or if the model is dense.
 
     Dense models are asked for each size of tp, which costs more.
     """
@@ -47,7 +47,7 @@ def against_tensor(model: nn.Module, sharding_plan: ShardingPlan | None = None) 
     if not has_experts(decoder):
         return None
     try:
-        describe_structure(decoder, sharding_plan or plan_for(decoder), tp=1, sequence_parallel=False)
+        found = describe_structure(decoder, sharding_plan or plan_for(decoder), tp=1, sequence_parallel=False)
     except PlanError as error:
         return str(error).splitlines()[0]
-    return None
+    return next((f"{name} stays whole under tp, which the planner does not estimate" for name in found.whole), None)

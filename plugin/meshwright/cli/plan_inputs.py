@@ -213,7 +213,7 @@ class PlanQuestion:
         options: the options about the job.
         settings: the settings that may have several values; the first value of each counts.
         shape: the model.
-        no_tensor: why tp cannot cut a model with experts; None if it can, or if the model is dense.
+        no_tensor: why a model with experts has no estimate under tp; None if it has, or if the model is dense.
         measured: the profile; None for the catalogue.
         search_options: which plans to show.
         budget: the tokens and the price; None without a number of tokens.
@@ -288,7 +288,7 @@ class PlanQuestion:
 
 
 def _described(model: Path) -> tuple[ModelShape, str | None]:
-    """Return the shape of a model, and why tp cannot cut its experts; the modules show the sizes of experts."""
+    """Return the shape of a model, and why it has no estimate under tp; the modules show the sizes of experts."""
     from meshwright.planner.hub_cache import config_path
     from meshwright.planner.shapes import describe, name_of, stated_experts
 

@@ -13,10 +13,11 @@ from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.head_losses import install_loss
-from meshwright.parallel.load_balancing import LoadBalancing, forward_with_router_loss
+from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.recompute import recompute_layers, recompute_switch
+from meshwright.parallel.router_record import forward_with_router_loss
 from meshwright.parallel.routing_replay import AttachesReplay, ReplayedBlock, RoutingReplay
 from meshwright.parallel.token_loss import TokenLoss
 from meshwright.roles.blocks.experts import owners_of_experts

@@ -19,6 +19,7 @@ from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, Job, Logits
 from meshwright.planner.hardware import Cluster, HardwareProfile
 from meshwright.planner.memory import Memory, stage_memory
+from meshwright.planner.own_plan import check_expert_ranks
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.time import StepModel
 
@@ -148,6 +149,7 @@ def estimate(machine: Machine, plan: ParallelPlan, dtype: torch.dtype, batch: tu
     """
     rows, length = batch
     candidate = candidate_of(plan, rows, passes)
+    check_expert_ranks(machine.shape, candidate)
     job = Job(
         seq_len=max(1, length),
         global_batch=max(1, rows * plan.dp * passes),
@@ -162,7 +164,7 @@ def estimate(machine: Machine, plan: ParallelPlan, dtype: torch.dtype, batch: tu
         memory = tuple(stage_memory(machine.shape, candidate, job, stage) for stage in range(plan.pp))
     except (ArithmeticError, ValueError) as error:
         raise PlanError(f"no estimate of {plan.label}: {error}") from error
-    computing = layer.forward + layer.backward - layer.tensor - layer.context
+    computing = layer.forward + layer.backward - layer.tensor - layer.context - layer.experts
     return Estimate(
         time=time,
         memory=memory,

@@ -43,8 +43,8 @@ class GenerateTogether(ChainStep):
         if self.spreads_experts:
             raise PlanError(
                 "generate makes another number of tokens on each rank of dp, and under ParallelPlan.ep="
-                f"{self.mesh.ep.size} they wait for each other in every layer. Save the model (model.save_pretrained) "
-                "and generate on one device"
+                f"{self.mesh.ep.size} and etp={self.mesh.etp.size} they wait for each other in every layer. Save the "
+                "model (model.save_pretrained) and generate on one device"
             )
         if self.mesh.tp.size > 1:
             if self.guard is not None:

@@ -9,57 +9,25 @@ respect to a rank's own part of S_e is ``E * C_e / N**2``.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import sys
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from types import FunctionType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import runs_filler
 from meshwright.parallel.collectives import all_reduce
-from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step
 from meshwright.parallel.output_loss import like
+from meshwright.parallel.router_record import LOSS_FUNCTION, OPTION, RouterRecord
 from meshwright.parallel.sequence_parts import Parted
 from meshwright.parallel.stand_in import StandIn
 from meshwright.temporarily import temporarily
-
-_NAME = "load_balancing_loss_func"
-_OPTION = "output_router_logits"
-_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterRecord:
-    """The routers of which a model's forward computes its load-balancing loss, and where the output has it.
-
-    Args:
-        modules: the name of each router, and the place of the logits in the tuple that it returns; None for no tuple.
-        num_experts: the number of experts that the forward says.
-        top_k: the number of experts of each token that the forward says.
-        loss: the name in the model's output of the load-balancing loss.
-        logits: the name in the model's output of the routers' logits.
-    """
-
-    modules: tuple[tuple[str, int | None], ...]
-    num_experts: int
-    top_k: int
-    loss: str
-    logits: str
-
-    @property
-    def size(self) -> int:
-        """How many numbers the statistics of the routers are."""
-        return 2 * self.num_experts + 1
 
 
 class LoadBalancing(BatchStep):
@@ -103,14 +71,14 @@ class LoadBalancing(BatchStep):
         with contextlib.ExitStack() as stack:
             stack.enter_context(temporarily(self, _batch=batch, _parts=None, _logits=logits))
             for name in self.modules:
-                stack.enter_context(temporarily(sys.modules[name], **{_NAME: self.loss}))
+                stack.enter_context(temporarily(sys.modules[name], **{LOSS_FUNCTION: self.loss}))
             output = self.method(*args, **kwargs)
             return output if self._parts is None else _without(output, self._parts)
 
     def is_wanted(self, batch: Batch) -> bool:
         """Return whether a forward with these arguments computes the loss."""
-        given = batch.get(_OPTION)
-        return bool(getattr(getattr(self.model, "config", None), _OPTION, False) if given is None else given)
+        given = batch.get(OPTION)
+        return bool(getattr(getattr(self.model, "config", None), OPTION, False) if given is None else given)
 
     def after(self, earlier: Tensor | None) -> contextlib.AbstractContextManager[None]:
         """Add the statistics of the stages before to those of the pass inside the context."""
@@ -205,16 +173,6 @@ def counted_rows(batch: Batch, mask: Tensor | None, rows: int, *, tp: Axis, regi
     return F.pad(flat, (0, tp.size * rows - len(flat))).narrow(0, tp.rank * rows, rows)
 
 
-def forward_with_router_loss(model: nn.Module) -> FunctionType | None:
-    """Return the code of a model's forward that calls transformers' load-balancing loss; None if none does."""
-    for kind in type(model).__mro__:
-        forward = inspect.unwrap(vars(kind).get("forward", object))
-        if isinstance(forward, FunctionType) and _NAME in forward.__code__.co_names:
-            stock = forward.__globals__.get(_NAME)
-            return forward if stock and list(inspect.signature(stock).parameters) == _ARGUMENTS else None
-    return None
-
-
 class _KeepsLogits(ChainStep):
     """The ``forward`` of a router, whose logits go to the load-balancing loss."""
 
@@ -225,52 +183,6 @@ class _KeepsLogits(ChainStep):
         output = self.method(*args, **kwargs)
         self.balancing.keep(output if self.place is None else output[self.place])
         return output
-
-
-def record_routers(model: nn.Module) -> RouterRecord | None:
-    """Run a model on fake tensors, and return of which routers it computes its load-balancing loss; None if of none.
-
-    Args:
-        model: the model, with or without memory. It is not changed.
-    """
-    forward = forward_with_router_loss(model)
-    if forward is None:
-        return None
-    returned: list[tuple[Tensor, str, int | None]] = []
-    given: tuple[object, object, object] = None, None, None
-    number = torch.zeros(())
-
-    def look(name: str, _: nn.Module, __: object, output: object) -> None:
-        values = enumerate(output) if isinstance(output, tuple) else [(None, output)]
-        returned.extend((x, name, place) for place, x in values if isinstance(x, Tensor))
-
-    def loss(logits: object, num_experts: object = None, top_k: object = 2, _: object = None) -> Tensor:
-        nonlocal given
-        given = logits, num_experts, top_k
-        return number
-
-    inner = [(name, module) for name, module in model.named_modules() if name]
-    handles = [module.register_forward_hook(functools.partial(look, name)) for name, module in inner]
-    try:
-        with temporarily(sys.modules[forward.__module__], **{_NAME: loss}):
-            output = run_without_values(model, rows=2, length=8, instead="ParallelPlan(pp=1)", options={_OPTION: True})
-    except PlanError:  # the option is then refused under pp
-        return None
-    finally:
-        for handle in handles:
-            handle.remove()
-    logits, num_experts, top_k = given
-    if not isinstance(logits, tuple) or not isinstance(output, MutableMapping):
-        return None
-    found = {id(x): (name, place) for x, name, place in reversed(returned)}  # the innermost module ends first
-    named = {id(x): name for name, x in output.items()}
-    if not all(id(x) in found for x in logits) or not {id(number), id(logits)} <= named.keys():
-        return None
-    assert isinstance(num_experts, int) and isinstance(top_k, int)
-    modules = tuple(found[id(x)] for x in logits)
-    return RouterRecord(
-        modules=modules, num_experts=num_experts, top_k=top_k, loss=named[id(number)], logits=named[id(logits)]
-    )
 
 
 class PartedRouterLogits(StandIn):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.fake_pass import run_without_values
-from meshwright.parallel.load_balancing import RouterRecord, record_routers
+from meshwright.parallel.router_record import RouterRecord, record_routers
 from meshwright.parallel.tensor_parallel import refuse_second_activations
 
 _ROWS, _LENGTH = 2, 8

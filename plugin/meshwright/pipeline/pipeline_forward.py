@@ -20,8 +20,9 @@ from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.forward_writes import WritesPerPiece
-from meshwright.parallel.load_balancing import LoadBalancing, RouterRecord
+from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.method_chain import BatchStep, StepOrder, find_step
+from meshwright.parallel.router_record import RouterRecord
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.split_forward import check_inputs, count_micro_batches
 from meshwright.parallel.summed_gradients import SummedGradients

@@ -19,16 +19,7 @@ def check_plan(shape: ModelShape, plan: Candidate) -> None:
     """Raise a PlanError if the sizes of a model cannot be split as a plan says."""
     for uneven in shape.uneven(plan.tp):
         raise PlanError(f"{plan.label}: {uneven} of {shape.name} is not divisible by tp={plan.tp}")
-    if plan.ep > 1 and plan.ep > shape.experts:
-        have = f"{shape.experts} experts in a layer" if shape.experts else "no experts"
-        raise PlanError(f"{plan.label}: {shape.name} has {have}, which {plan.ep} ranks cannot share; leave ep out")
-    if (reason := expert_reason(plan, plan.ep)) is not None:
-        raise PlanError(f"{plan.label}: {reason}")
-    if shape.experts and plan.tp > 1 and not plan.sequence_parallel:
-        raise PlanError(
-            f"{plan.label}: {shape.name} has experts, which the planner estimates under tp with sequence parallelism "
-            f"only; write tp{plan.tp}+sp"
-        )
+    check_expert_ranks(shape, plan)
     count = plan.pp * plan.chunks
     if count > shape.layers:
         raise PlanError(f"{plan.label}: {count} stages are more than the {shape.layers} layers of {shape.name}")
@@ -48,6 +39,20 @@ def check_plan(shape: ModelShape, plan: Candidate) -> None:
         )
 
 
+def check_expert_ranks(shape: ModelShape, plan: Candidate) -> None:
+    """Raise a PlanError if ranks cannot share a model's experts as a plan says, or it has no estimate."""
+    if plan.ep > 1 and plan.ep > shape.experts:
+        have = f"{shape.experts} experts in a layer" if shape.experts else "no experts"
+        raise PlanError(f"{plan.label}: {shape.name} has {have}, which {plan.ep} ranks cannot share; leave ep out")
+    if (reason := expert_reason(plan, plan.ep)) is not None:
+        raise PlanError(f"{plan.label}: {reason}")
+    if shape.experts and plan.tp > 1 and not plan.sequence_parallel:
+        raise PlanError(
+            f"{plan.label}: {shape.name} has experts, which the planner estimates under tp with sequence parallelism "
+            f"only; write tp{plan.tp}+sp"
+        )
+
+
 def weigh(
     space: Space, profile: HardwareProfile | None, plans: Sequence[Candidate], *, budget: float | None = None
 ) -> Search:
@@ -60,7 +65,7 @@ def weigh(
         budget: memory per device that a plan may fill, in bytes (default: 90 % of the device's memory).
 
     Raises:
-        PlanError: a plan needs another number of devices, or cannot split the model.
+        PlanError: a plan needs another number of devices, or cannot split the model, or has no estimate.
     """
     shape, cluster, job = space.shape, space.cluster, space.job
     profile = profile or HardwareProfile(name="catalogue")
@@ -72,6 +77,8 @@ def weigh(
                 f"{plan.world_size}, or a plan of {cluster.gpus} devices"
             )
         check_plan(shape, plan)
+        if plan.tp > 1 and space.no_tensor is not None:
+            raise PlanError(f"{plan.label}: {space.no_tensor}")
     model = StepModel(shape, cluster, profile.coefficients)
     weights = {plan: peak_memory(shape, plan, job) for plan in plans}
     choices = [choice_of(space, plan, model.step(plan, job), weights[plan]) for plan in plans]
