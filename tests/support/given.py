@@ -272,6 +272,15 @@ def _copy(path: Path, source: str | Path) -> None:
 
 
 TINY = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **CONFIG, "num_hidden_layers": 1}
+WITH_EXPERTS = {
+    **TINY,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 DEEPSPEED = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": 1,
@@ -322,6 +331,7 @@ FILES: dict[str, Callable[[Path], Any]] = {
     "Llama-3-8B": partial(_folder_with_config, config=LLAMA_3_8B),
     "Llama-3-70B": partial(_folder_with_config, config=LLAMA_3_70B),
     "config.json": partial(_config, config=TINY),
+    "with_experts.json": partial(_config, config=WITH_EXPERTS),
     "DIR": partial(_folder_with_config, config=TINY),
     "checkpoint": _checkpoint,
     "ds.json": partial(_config, config=DEEPSPEED | ADAM),
