@@ -310,6 +310,16 @@ def test_every_familys_load_balancing_loss_is_the_same() -> None:
     assert len(compared) > 15
 
 
+def test_a_load_balancing_loss_of_frozen_routers_is_known() -> None:
+    """Nothing before the routers need be trained, as where only the head is: it is still no term of unknown origin."""
+    mean = GlobalMean(Axis("dp"))
+    statistics = torch.ones(3)
+    for is_known in (True, False):
+        loss = mean.of(torch.ones(1, requires_grad=True), torch.ones(1))
+        term = mean.added(statistics, statistics.sum(), statistics) if is_known else torch.ones(())
+        assert mean.returned(loss + 0.5 * term) is is_known
+
+
 class Flips(TorchFunctionMode):
     """Lets equal scores be told apart: the first of them is the largest in a forward pass, and the last in backward."""
 

@@ -148,6 +148,9 @@ class GlobalMean:
         """
         share = 1 / self._micro_batches
         factors = (factors * share * self.dp.size).to(x.dtype)
+        if self._last is not None and not x.requires_grad:
+            # Nothing before needs a gradient; without a node the number would look like one of another origin.
+            x = x.detach().requires_grad_()
         number: Tensor = _ReplaceValue.apply(x, (value * share).to(x.dtype), factors, None)
         self._added = None if number.grad_fn is None else number.grad_fn._sequence_nr()
         if self._divisors is not None:
