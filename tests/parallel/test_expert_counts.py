@@ -144,6 +144,9 @@ def test_a_model_without_such_biases_is_named() -> None:
     model = mw.to_distributed(build("mixtral"), plan=mw.ParallelPlan())[0]
     with pytest.raises(ValueError, match=r"MixtralForCausalLM has no bias .*output_router_logits = True"):
         mw.balance_experts(model, mw.expert_counts(model))
+    for counts in ({"x": torch.zeros(4)}, {"model.layers.0.mlp.experts": torch.zeros(3)}, {"model.layers.0.mlp": [1]}):
+        with pytest.raises(ValueError, match=r"Pass what mw\.expert_counts"):
+            mw.balance_experts(model, counts)
     model = mw.to_distributed(build("llava"), plan=mw.ParallelPlan())[0]
     with pytest.raises(ValueError, match="has no experts"):
         mw.expert_counts(model)

@@ -170,7 +170,7 @@ def _refusals(
         yield "the model computes its own loss, so a batch cannot be split into micro-batches"
     try:
         ParallelPlan(**plan.runnable_fields())
-        check_adapted_experts(decoder, ep=plan.ep, etp=1)
+        check_adapted_experts(decoder, ep=plan.ep, etp=1, zero_stage=plan.zero_stage)
         if plan.recompute == "full":
             check_recompute(decoder, plan.recomputed)
         if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage):

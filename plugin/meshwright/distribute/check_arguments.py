@@ -16,6 +16,7 @@ from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.foreign_names import NO_SCALER
+from meshwright.roles.blocks.adapted_experts import adapted_experts
 from meshwright.roles.blocks.experts import experts_of_own_code, roles_of_experts
 
 CALL = "to_distributed(model, optimizer, dataloader, plan=...)"
@@ -99,7 +100,8 @@ def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanEr
         return error
     if any(map(roles_of_experts, model.modules())):
         shared = "" if experts_of_own_code(model) else "plan='dp2 ep2', "
-        cure = f"{type(model).__name__} has experts, and runs without tp: {shared}plan='dp2 zero3' or plan='pp2'"
+        sharded = "dp2 zero2" if adapted_experts(model) else "dp2 zero3"
+        cure = f"{type(model).__name__} has experts, and runs without tp: {shared}plan='{sharded}' or plan='pp2'"
         return PlanError(f"{str(error).removesuffix('.')}. {cure}")
     kind = kind_of(getattr(model, "config", None))
     return error if kind is None else PlanError(f"{type(model).__name__} is {kind} ({error})")

@@ -36,7 +36,7 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
         PlanError: if the plan cannot cut the decoder.
     """
     check_experts(decoder, ep=plan.ep, etp=plan.etp)
-    check_adapted_experts(decoder, ep=plan.ep, etp=plan.etp)
+    check_adapted_experts(decoder, ep=plan.ep, etp=plan.etp, zero_stage=plan.zero_stage)
     check_dispatcher(config.token_dispatcher, plan.ep)
     axes = [axis for axis, size in plan.sizes_beside_dp.items() if size > 1]
     if not axes:

@@ -71,7 +71,7 @@ def balance_experts(model: nn.Module, counts: Mapping[str, Tensor], *, rate: flo
         rate: the size of the update.
 
     Raises:
-        ValueError: if the model has no such bias, or ZeRO stage 3 has cut it.
+        ValueError: if the model has no such bias, ZeRO stage 3 has cut it, or the counts are not those of its experts.
 
     Example::
 
@@ -83,6 +83,7 @@ def balance_experts(model: nn.Module, counts: Mapping[str, Tensor], *, rate: flo
             mw.balance_experts(model, mw.expert_counts(model), rate=1e-3)
     """
     runtime = runtime_of(model)
+    _check_counts(model, counts, runtime.features.find(ExpertCounts))
     biases = [(name, bias, counts[experts]) for experts in counts for name, bias in _biases(model, experts, counts)]
     if not biases:
         raise ValueError(
@@ -100,6 +101,16 @@ def balance_experts(model: nn.Module, counts: Mapping[str, Tensor], *, rate: flo
         for _, bias, count in biases:
             if not isinstance(bias, nn.Parameter) or is_held(bias):
                 bias.add_((count.double().mean() - count).sign().view_as(bias), alpha=rate)
+
+
+def _check_counts(model: nn.Module, counts: Mapping[str, Tensor], counter: ExpertCounts | None) -> None:
+    sizes = {} if counter is None else {name: counter.sizes.get(module) for name, module in model.named_modules()}
+    for name, count in counts.items():
+        if not isinstance(count, Tensor) or sizes.get(name) != count.numel():
+            raise ValueError(
+                f"balance_experts(model, counts): counts[{name!r}] is no tensor with the tokens of each expert of a "
+                "module of this name. Pass what mw.expert_counts(model) has returned"
+            )
 
 
 def _biases(model: nn.Module, experts: str, counts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -50,6 +50,11 @@ class ExpertCounts(BatchStep):
         """Whether passes are counted."""
         return bool(self._totals)
 
+    @property
+    def sizes(self) -> dict[nn.Module, int]:
+        """The number of experts of each module that is counted."""
+        return {experts: len(own) - 1 for experts, own in self._totals.items()}
+
     def begin(self, device: torch.device) -> None:
         """Count the passes from now on.
 

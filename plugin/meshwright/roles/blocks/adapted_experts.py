@@ -21,9 +21,14 @@ def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in found if is_adapted(module) and is_experts(projection(module))}
 
 
-def check_adapted_experts(model: nn.Module, *, ep: int, etp: int) -> None:
-    """Raise a PlanError if ``ep`` ranks cannot share the adapters of a model's experts, or ``etp`` ranks each one."""
+def check_adapted_experts(model: nn.Module, *, ep: int, etp: int, zero_stage: int) -> None:
+    """Raise a PlanError if ``ep`` ranks cannot share the adapters of a model's experts, or a plan cuts each of them."""
     for name, module in adapted_experts(model).items():
+        if zero_stage == 3:
+            raise PlanError(
+                f"{name!r} has adapters (LoraConfig.target_parameters), whose forward writes the weights of the "
+                "experts, but under ParallelPlan.zero_stage=3 no rank has these whole. Use zero_stage=2"
+            )
         if etp > 1:
             raise PlanError(
                 f"{name!r} has adapters (LoraConfig.target_parameters) of whole experts, but ParallelPlan.etp={etp} "
