@@ -56,6 +56,10 @@ def another_model_on_a_rank() -> None:
     call(build("llama", num_hidden_layers=2 + dist.get_rank()), dp=2)
 
 
+def another_option_on_a_rank() -> None:
+    mw.to_distributed(build("llama"), config=mw.ToDistributedConfig(plan="dp2", bucket_size_mb=1 + dist.get_rank()))
+
+
 def tied_in_two_ways() -> None:
     model = build("llama", intermediate_size=32)
     mlp = model.model.layers[0].mlp
@@ -129,6 +133,11 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
         another_plan_on_a_rank,
         "PlanError",
         r"different plans; rank 0: ParallelPlan\(dp=1, tp=2.*rank 1: ParallelPlan\(dp=2, tp=1",
+    ),
+    "another option on a rank": (
+        another_option_on_a_rank,
+        "PlanError",
+        r"different options; rank 0: .*bucket_size_mb=1,.*rank 1: .*bucket_size_mb=2,",
     ),
     "device_num": (lambda: call(tp=2, device_num=8), "PlanError", r"device_num=8 .* but 2 process"),
     "a scheduler in fourth place": (scheduler_in_fourth_place, "PlanError", r"A scheduler is not passed"),

@@ -10,8 +10,11 @@ from meshwright.errors import PlanError
 from meshwright.faults.together import texts_of_all
 from meshwright.mesh.local_device import check_is_alone
 from meshwright.mesh.process_group import node_count, world_size
-from meshwright.plan.config import ParallelPlan
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.foreign_names import NO_SCALER
+
+# The options of ToDistributedConfig that decide which collectives run; others, such as a folder, may differ by rank.
+_OF_ALL_RANKS = ("gather_logits", "token_dispatcher", "bucket_size_mb", "compile", "check_replicas_every")
 
 
 def check_devices(device_num: int | None, node_num: int | None) -> None:
@@ -65,18 +68,20 @@ def check_launch(plan: ParallelPlan) -> None:
         )
 
 
-def check_agreement(plan: ParallelPlan) -> None:
-    """Check that all ranks have the same plan, before the ranks build process groups that would not match.
+def check_agreement(plan: ParallelPlan, config: ToDistributedConfig) -> None:
+    """Check that all ranks have the same plan and options, before they make collectives that would not match.
 
     Raises:
-        PlanError: on every rank, if the plans differ; the message shows two of the plans.
+        PlanError: on every rank, if they differ; the message shows what two of the ranks have.
     """
     if not dist.is_initialized() or world_size() == 1:
         return
-    plans = texts_of_all(repr(plan))
-    for rank, other in enumerate(plans):
-        if other != plans[0]:
-            raise PlanError(
-                f"the ranks were given different plans; rank 0: {plans[0]}, rank {rank}: {other}. Every process must "
-                "make the same call"
-            )
+    options = ", ".join(f"{name}={getattr(config, name)!r}" for name in _OF_ALL_RANKS)
+    ranks = [text.split("\n") for text in texts_of_all(f"{plan}\n{options}")]
+    for what, said in zip(("plans", "options"), zip(*ranks, strict=True), strict=True):
+        for rank, other in enumerate(said):
+            if other != said[0]:
+                raise PlanError(
+                    f"the ranks were given different {what}; rank 0: {said[0]}, rank {rank}: {other}. Every process "
+                    "must make the same call"
+                )

@@ -162,7 +162,7 @@ def _distribute(
 
     guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)
-    check_agreement(plan)
+    check_agreement(plan, config)
     mesh = Mesh.build(plan.dims, device.type)
     if guard is not None:
         guard.set_coordinates(mesh.coordinates)
