@@ -27,7 +27,7 @@ class ExpertLoad:
         if not counts.is_on:
             counts.begin(device)
         names = {module: name for name, module in model.named_modules()}
-        self._names = {module: names.get(module, "") for module in counts.by_module(counts.own())}
+        self._names = {module: names.get(module, "") for module in counts.sizes}
 
     def take(self) -> dict[str, list[int]]:
         """Return the tokens of each expert by the name of its module, since the last call.

@@ -24,7 +24,7 @@ class ExpertCounts(BatchStep):
 
     Args:
         model: the decoder.
-        mesh: the axes. Under tp, each rank routes a run of the tokens, or all ranks route all of them.
+        mesh: the axes. Under tp, each rank routes a run of the tokens.
         region: under context parallelism, what knows the tokens of this rank.
     """
 
