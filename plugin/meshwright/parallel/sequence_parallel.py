@@ -40,7 +40,7 @@ class SequenceSharding:
         return x.shape[1] == self._length
 
     def is_local(self, length: int) -> bool:
-        """Return whether an activation of the last forward pass has this rank's tokens, from its length."""
+        """Return whether an activation of this length has this rank's tokens of the last forward pass."""
         return length == self._local_length(self._length)
 
     def split(self, x_BSH: Tensor) -> Tensor:
