@@ -104,7 +104,8 @@ def balance_experts(model: nn.Module, counts: Mapping[str, Tensor], *, rate: flo
 
 
 def _check_counts(model: nn.Module, counts: Mapping[str, Tensor], counter: ExpertCounts | None) -> None:
-    sizes = {} if counter is None else {name: counter.sizes.get(module) for name, module in model.named_modules()}
+    counted = {} if counter is None else counter.sizes
+    sizes = {name: counted.get(module) for name, module in model.named_modules()}
     for name, count in counts.items():
         if not isinstance(count, Tensor) or sizes.get(name) != count.numel():
             raise ValueError(
