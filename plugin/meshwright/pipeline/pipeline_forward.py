@@ -237,7 +237,8 @@ class PipelineForward(BatchStep):
 
     def _evaluate(self, batch: dict[str, Any], *, has_targets: bool) -> object:
         runtime, loss = self.runtime, self.loss
-        gathers_logits, routers = runtime.logits.in_training or runtime.logits.in_evaluation, self._routers_of(batch)
+        gathers_logits = runtime.logits.in_training or runtime.logits.in_evaluation
+        routers = self._routers_of(batch)
         self.outputs.start(gathers_logits=gathers_logits, routers=routers)
         step = self._step([batch], loss if has_targets else None, (), {})
         with torch.no_grad():
