@@ -94,8 +94,8 @@ def balance_experts(model: nn.Module, counts: Mapping[str, Tensor], *, rate: flo
     for name, bias, _ in biases:
         if runtime.weights is not None and isinstance(bias, nn.Parameter):
             raise ValueError(
-                f"balance_experts(model): {name} is a parameter, of which each rank holds a part under "
-                "ParallelPlan.zero_stage=3; use zero_stage=2"
+                f"balance_experts(model): {name} is a parameter, and under ParallelPlan.zero_stage=3 each "
+                "rank holds a part of it; use zero_stage=2"
             )
     with torch.no_grad(), reading_shards():
         for _, bias, count in biases:

@@ -158,7 +158,7 @@ def _layer(layer: nn.Module, pass_: _RoutedPass, hidden: int) -> LayerShape:
 
 
 def _key_heads(matrices: int, hidden: int, heads: int, head_dim: int) -> int | None:
-    """Return the key heads of which q, k, v and o have so many elements, since attention may be given repeated keys."""
+    """Return the key heads for which q, k, v and o have so many elements: attention may be given repeated keys."""
     found, rest = divmod(matrices - 2 * hidden * heads * head_dim, 2 * hidden * head_dim)
     return found if not rest and 0 < found <= heads and heads % found == 0 else None
 

@@ -116,7 +116,7 @@ class AllTokens:
             shapes = ", ".join(str(tuple(x.shape)) for x in given)
             raise PlanError(
                 f"{self.name} ({type(module).__name__}) stays whole under tp, and is given tensors of the shapes "
-                f"{shapes}, of which it is not known which have the hidden states of this rank's tokens. Use tp "
+                f"{shapes}. It is not known which of them have the hidden states of this rank's tokens. Use tp "
                 "without sequence parallelism: ParallelPlan(tp=2), or in words plan='tp2'"
             )
         whole = {id(x): self.sequence.unsplit(x) for x in own if x.ndim == 3}

@@ -275,7 +275,7 @@ class PipelineForward(BatchStep):
         )
 
     def _routers_of(self, batch: Batch) -> RouterRecord | None:
-        """Return the routers of which a batch has a load-balancing loss; None if it has none."""
+        """Return the routers of a batch's load-balancing loss; None if the batch has no such loss."""
         if self.balancing is None or not self.balancing.is_wanted(batch):
             return None
         return self.balancing.routers

@@ -145,7 +145,7 @@ def _slices(module: nn.Module, name: str, parameter: nn.Parameter, etp: int, own
     is_inner = name.removesuffix("_bias") in ("gate_up_proj", "up_proj")
     if not is_inner and name != "down_proj":
         raise PlanError(
-            f"the experts {owner} have a weight {name!r}, of which ParallelPlan.etp knows no slices; set etp=1, and ep "
+            f"the experts {owner} have a weight {name!r}, which ParallelPlan.etp cannot slice; set etp=1, and ep "
             "for more ranks that share experts"
         )
     is_last = name.endswith("_bias") or is_inner is bool(module.is_transposed)
