@@ -1,4 +1,4 @@
-"""Recognise models that are no decoder alone by their transformers config, and say what works for them instead."""
+"""Recognise models that are not just a decoder by their transformers config, and say what works for them instead."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.roles import Decoder, Role, ShardingPlan
 from meshwright.roles.blocks import Mlp
-from meshwright.roles.blocks.experts import is_experts, roles_of_experts
+from meshwright.roles.blocks.experts import is_experts, roles_of_experts, routed_modules
 from meshwright.roles.decoder import is_norm
 from meshwright.roles.projection import is_projection
 
@@ -67,10 +67,8 @@ def _has_role(name: str, plan: ShardingPlan) -> bool:
 
 def _of_experts_in(layer: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a layer with the weights of experts and routers."""
-    for owner in layer.modules():
-        for name, role in roles_of_experts(owner).items():
-            claimed = owner.get_submodule(name)
-            yield from claimed.modules() if role is Role.EXPERTS else (claimed,)
+    for _, module, role in routed_modules(layer):
+        yield from module.modules() if role is Role.EXPERTS else (module,)
 
 
 def _unknown(module: nn.Module, known: Collection[nn.Module]) -> Iterator[nn.Parameter]:

@@ -86,7 +86,7 @@ class Build:
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether a rank may hold a part of a weight, or none of it, because of tp, pp or ep."""
+        """Whether a rank may hold a part of a weight, or none of it."""
         return bool(self.plan.weight_axes)
 
     @property

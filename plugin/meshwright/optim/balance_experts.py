@@ -94,8 +94,8 @@ def balance_experts(model: nn.Module, counts: Mapping[str, Tensor], *, rate: flo
     for name, bias, _ in biases:
         if runtime.weights is not None and isinstance(bias, nn.Parameter):
             raise ValueError(
-                f"balance_experts(model): {name} is a parameter, of which each rank holds a part under "
-                "ParallelPlan.zero_stage=3; use zero_stage=2"
+                f"balance_experts(model): {name} is a parameter, and under ParallelPlan.zero_stage=3 each "
+                "rank holds a part of it; use zero_stage=2"
             )
     with torch.no_grad(), reading_shards():
         for _, bias, count in biases:
@@ -104,7 +104,8 @@ def balance_experts(model: nn.Module, counts: Mapping[str, Tensor], *, rate: flo
 
 
 def _check_counts(model: nn.Module, counts: Mapping[str, Tensor], counter: ExpertCounts | None) -> None:
-    sizes = {} if counter is None else {name: counter.sizes.get(module) for name, module in model.named_modules()}
+    counted = {} if counter is None else counter.sizes
+    sizes = {name: counted.get(module) for name, module in model.named_modules()}
     for name, count in counts.items():
         if not isinstance(count, Tensor) or sizes.get(name) != count.numel():
             raise ValueError(

@@ -18,7 +18,7 @@ def stepped_over(layout: TensorLayout, mesh: Mesh) -> Axis:
 
 
 def sliced(layout: TensorLayout, rows: RowLayout) -> TensorLayout:
-    """Return the layout of a tensor whose flattened shard is cut into these rows over that axis."""
+    """Return the layout of a tensor whose flattened shard is cut into these rows over the axis of ``stepped_over``."""
     return layout.flattened(rows, _axis(layout))
 
 

@@ -89,6 +89,11 @@ class BatchSchema:
         dim, starts = self.row_dims[name]
         return self.tensors[name].narrow(dim, starts[low], starts[high] - starts[low])
 
+    def row_counts(self, count: int) -> list[int]:
+        """Return the number of rows of each of ``count`` micro-batches."""
+        rows = self.rows
+        return [(i + 1) * rows // count - i * rows // count for i in range(count)]
+
     def split(self, count: int) -> list[dict[str, object]]:
         """Return the arguments of each micro-batch. One without rows gets a row that no loss counts.
 
@@ -112,7 +117,7 @@ class BatchSchema:
                     "ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None)"
                 )
         pieces = []
-        for low, high in pairwise(index * rows // count for index in range(count + 1)):
+        for low, high in pairwise([0, *accumulate(self.row_counts(count))]):
             own = {name: self.of_rows(name, low, min(max(high, low + 1), rows)) for name in self.row_dims}
             piece = {**self.batch, **own}
             pieces.append(without_targets(piece) if low == high else piece)

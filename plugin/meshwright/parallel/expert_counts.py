@@ -37,12 +37,13 @@ class ExpertCounts(BatchStep):
         self._totals: dict[nn.Module, Tensor] = {}  # by module of experts, since counting began
         self._taken: Tensor | int = 0  # what ``take`` has returned
         self._batch: Batch | None = None  # the arguments of the running pass
+        self._each: dict[torch.Size, Tensor] = {}  # by the shape of choices, how much each of them counts in this pass
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if not self.model.training:
             return self.method(*args, **kwargs)
         self.is_late = not self._totals
-        with temporarily(self, _batch=self.batch_of(args, kwargs)):
+        with temporarily(self, _batch=self.batch_of(args, kwargs), _each={}):
             return self.method(*args, **kwargs)
 
     @property
@@ -77,11 +78,12 @@ class ExpertCounts(BatchStep):
         """
         if self._batch is None:
             return
-        mask = self._batch.get("attention_mask")
-        mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        rows = counted_rows(self._batch, mask, len(choices), tp=self.mesh.tp, region=self.region)
-        each = rows.to(choices.device, torch.int64).repeat_interleave(choices.shape[-1])
-        self._totals[experts].index_add_(0, choices.flatten(), each)
+        if choices.shape not in self._each:  # layers have the same tokens
+            mask = self._batch.get("attention_mask")
+            mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+            rows = counted_rows(self._batch, mask, len(choices), tp=self.mesh.tp, region=self.region)
+            self._each[choices.shape] = rows.to(choices.device, torch.int64).repeat_interleave(choices.shape[-1])
+        self._totals[experts].index_add_(0, choices.flatten(), self._each[choices.shape])
 
     def own(self) -> Tensor:
         """Return this rank's counts since counting began, of one module of experts behind the other."""

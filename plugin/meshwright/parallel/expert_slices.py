@@ -1,4 +1,4 @@
-"""Experts of which each rank holds a slice of every one: expert tensor parallelism.
+"""Expert tensor parallelism: each rank holds a slice of every expert.
 
 The ranks have different tokens. Each computes with those of all of them, and what its slice returns is an addend::
 

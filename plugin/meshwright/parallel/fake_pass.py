@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.errors import PlanError
 from meshwright.parallel.batch_schema import example
 from meshwright.roles import Role
-from meshwright.roles.blocks.experts import is_experts, roles_of_experts
+from meshwright.roles.blocks.experts import is_experts, routed_modules
 
 
 def run_without_values(
@@ -72,14 +72,11 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 
 def _routed(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the experts that are called with tokens and a router's two choices for each, and return tokens."""
-    for module in model.modules():
-        if is_experts(module):
+    yield from filter(is_experts, model.modules())
+    for _, module, role in routed_modules(model):
+        takes_choices = len(inspect.signature(module.forward).parameters) == 3
+        if role is Role.EXPERTS and takes_choices and not is_experts(module):
             yield module
-        for name, role in roles_of_experts(module).items():
-            experts = module.get_submodule(name)
-            takes_choices = len(inspect.signature(experts.forward).parameters) == 3
-            if role is Role.EXPERTS and takes_choices and not is_experts(experts):
-                yield experts
 
 
 def _experts(x: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -120,10 +120,10 @@ class UnkeptOutput(StandIn):
 
 
 class UnaddedNumber(StandIn):
-    """Stands in for a number of the whole batch that is neither the mean of its parts' numbers nor their sum."""
+    """Stands in for a number of the whole batch that does not follow from the numbers of its micro-batches."""
 
     MESSAGE = (
-        "this number was computed of each micro-batch by itself, and what it is for the whole batch is unknown: the "
-        "plan runs the batch as micro-batches. Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None) "
+        "the plan runs the batch as micro-batches, each of which has a number of its own here, and the number of the "
+        "whole batch is unknown. Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None) "
         "and accumulate in the loop, or call the model in eval mode or without labels"
     )

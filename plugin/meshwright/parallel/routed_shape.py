@@ -133,12 +133,11 @@ def _layer(layer: nn.Module, pass_: _RoutedPass, hidden: int) -> LayerShape:
         mixers = [child for child in matrices if matrices[child] and not has_experts(child)][:1]
     mixed = sum(p.numel() for child in mixers for p in matrices[child])
     others = [p for child in matrices if child not in mixers for p in matrices[child]]
-    gated = getattr(found[0], "has_gate", True) if found else True
+    gated = bool(found[0].has_gate) if found else True
     counts = {next(module.parameters()).shape[0] for module in found}
     routers = [p for p in others if p.shape[0] in counts | {1}]
     beside = sum(p.numel() for p in others) - sum(p.numel() for p in routers)
-    ffn = beside // (hidden * (3 if gated else 2))
-    left = beside - ffn * hidden * (3 if gated else 2)
+    ffn, left = divmod(beside, hidden * (3 if gated else 2))
     experts = None
     if found:
         experts = _experts(found[0], pass_.chosen[found[0]], hidden, sum(p.numel() for p in routers) + left)
@@ -159,7 +158,7 @@ def _layer(layer: nn.Module, pass_: _RoutedPass, hidden: int) -> LayerShape:
 
 
 def _key_heads(matrices: int, hidden: int, heads: int, head_dim: int) -> int | None:
-    """Return the key heads of which q, k, v and o have so many elements, since attention may be given repeated keys."""
+    """Return the key heads for which q, k, v and o have so many elements: attention may be given repeated keys."""
     found, rest = divmod(matrices - 2 * hidden * heads * head_dim, 2 * hidden * head_dim)
     return found if not rest and 0 < found <= heads and heads % found == 0 else None
 

@@ -1,4 +1,4 @@
-"""Records of which routers a model's forward computes a load-balancing loss, from a pass on fake tensors."""
+"""Finds the routers from which a model's forward computes its load-balancing loss, in a pass on fake tensors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 @dataclass(frozen=True, kw_only=True)
 class RouterRecord:
-    """The routers of which a model's forward computes its load-balancing loss, and where the output has it.
+    """The routers from which a model's forward computes its load-balancing loss, and where the output has it.
 
     Args:
         modules: the name of each router, and the place of the logits in the tuple that it returns; None for no tuple.
-        num_experts: the number of experts that the forward says.
-        top_k: the number of experts of each token that the forward says.
-        loss: the name in the model's output of the load-balancing loss.
-        logits: the name in the model's output of the routers' logits.
+        num_experts: the number of experts that the forward passes to the loss.
+        top_k: the number of experts of each token that the forward passes to the loss.
+        loss: the name of the load-balancing loss in the model's output.
+        logits: the name of the routers' logits in the model's output.
     """
 
     modules: tuple[tuple[str, int | None], ...]
@@ -56,7 +56,7 @@ def forward_with_router_loss(model: nn.Module) -> FunctionType | None:
 
 
 def record_routers(model: nn.Module) -> RouterRecord | None:
-    """Run a model on fake tensors, and return of which routers it computes its load-balancing loss; None if of none.
+    """Run a model on fake tensors, and return the routers of its load-balancing loss; None if it has no such loss.
 
     Args:
         model: the model, with or without memory. It is not changed.

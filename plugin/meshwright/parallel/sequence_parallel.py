@@ -40,7 +40,7 @@ class SequenceSharding:
         return x.shape[1] == self._length
 
     def is_local(self, length: int) -> bool:
-        """Return whether an activation of the last forward pass has this rank's tokens, from its length."""
+        """Return whether an activation of this length has this rank's tokens of the last forward pass."""
         return length == self._local_length(self._length)
 
     def split(self, x_BSH: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class AllTokens:
             shapes = ", ".join(str(tuple(x.shape)) for x in given)
             raise PlanError(
                 f"{self.name} ({type(module).__name__}) stays whole under tp, and is given tensors of the shapes "
-                f"{shapes}, of which it is not known which have the hidden states of this rank's tokens. Use tp "
+                f"{shapes}. It is not known which of them have the hidden states of this rank's tokens. Use tp "
                 "without sequence parallelism: ParallelPlan(tp=2), or in words plan='tp2'"
             )
         whole = {id(x): self.sequence.unsplit(x) for x in own if x.ndim == 3}

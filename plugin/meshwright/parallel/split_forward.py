@@ -68,10 +68,8 @@ class SplitForward(BatchStep):
         if not (self.model.training and torch.is_grad_enabled() and schema.targets is not None):
             return self.method(*args, **kwargs)
         check_inputs(batch)
-        rows = schema.rows
-        count = count_micro_batches(self.plan, rows, self.dp)
-        held = [(i + 1) * rows // count - i * rows // count for i in range(count)]
-        pieces = Pieces(held, keeps=self.keeps_logits, mean=self.loss.mean)
+        count = count_micro_batches(self.plan, schema.rows, self.dp)
+        pieces = Pieces(schema.row_counts(count), keeps=self.keeps_logits, mean=self.loss.mean)
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
         with self.loss.mean.divided_by(divisors, count):

@@ -31,8 +31,8 @@ class DecoderStructure(Decoder):
 
     Args:
         blocks: the blocks of the layers, each once.
-        routed: the modules that route tokens to experts and of which each rank takes its own tokens, although it has
-            all of them between the blocks; none under sequence parallelism, where it has only its own.
+        routed: the modules that route tokens to experts, and in which each rank routes its own tokens, although it has
+            all tokens between the blocks; none under sequence parallelism, where it has only its own there too.
         whole: the outermost modules inside of layers that every rank computes for all tokens, by name.
         vocab_size: the number of words that the head scores; in a few families the embedding has more words.
     """

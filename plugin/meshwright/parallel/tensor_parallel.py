@@ -193,7 +193,7 @@ def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: Dec
 
 
 class OwnTokens(ChainStep):
-    """The step of a module that routes tokens to experts, of which each rank takes its own tokens.
+    """The step of a module that routes tokens to experts, which makes each rank route its own tokens alone.
 
     If every rank routed all tokens, rounding could send a token to different experts on two ranks.
 

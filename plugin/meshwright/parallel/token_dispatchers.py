@@ -85,7 +85,7 @@ class AllToAllDispatcher(TokenDispatcher):
     def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, run: RunExperts) -> Tensor:
         ranks, slots = self.axis.size, top_k_index.shape[1]
         owner = top_k_index // self.experts
-        # A token travels for a slot of which no earlier slot has the same rank.
+        # A token travels for a slot if no earlier slot of the token has the same rank.
         is_later = torch.ones(slots, slots, dtype=torch.bool, device=owner.device).triu()
         is_first = (is_later | (owner.unsqueeze(2) != owner.unsqueeze(1))).all(2)
         target, order = torch.where(is_first, owner, ranks).flatten().sort(stable=True)

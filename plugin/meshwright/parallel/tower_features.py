@@ -125,6 +125,7 @@ def _mask(given: Mapping[str, object], features: list[Tensor]) -> tuple[str, Ten
     tokens = next((x for n in ("inputs_embeds", "input_ids") if isinstance(x := given.get(n), Tensor)), None)
     masks = [(n, x) for n, x in given.items() if isinstance(x, Tensor) and x.dtype == torch.bool]
     masks = [(n, x) for n, x in masks if tokens is not None and x.shape == tokens.shape[:2]]
-    if len(masks) == 1 and all(x.ndim == 2 and len(x) == int(masks[0][1].sum()) for x in features):
+    # The host waits for the number of tokens once, however many features there are.
+    if len(masks) == 1 and {(x.ndim, *x.shape[:1]) for x in features} == {(2, int(masks[0][1].sum()))}:
         return masks[0]
     return "", None

@@ -33,7 +33,7 @@ class LayerOrder:
         tuple_sizes: for each layer, the number of values in the tuple that it returns; 0 if it returns a tensor.
         hidden_size: the number of channels of the activation that layers hand to each other.
         output_kind: the class of the output of forward, a mapping with ``loss`` and ``logits``.
-        routers: the routers of which forward computes a load-balancing loss after the layers; None if it computes none.
+        routers: the routers of the load-balancing loss that forward computes after the layers; None if it has none.
     """
 
     before: frozenset[str]

@@ -194,8 +194,7 @@ class PipelineForward(BatchStep):
 
     def _train(self, batch: dict[str, Any], targets: Tensor) -> object:
         runtime, loss = self.runtime, self.loss
-        rows = targets.shape[0]
-        count = count_micro_batches(runtime.plan, rows, runtime.mesh.tokens)
+        count = count_micro_batches(runtime.plan, targets.shape[0], runtime.mesh.tokens)
         try:
             operations = self._operations(count)
         except PlanError:
@@ -211,8 +210,9 @@ class PipelineForward(BatchStep):
         )
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
-        row_counts = [(i + 1) * rows // count - i * rows // count for i in range(count)]
-        step = self._step(BatchSchema(batch).split(count), loss, operations, of_stages)
+        schema = BatchSchema(batch)
+        row_counts = schema.row_counts(count)
+        step = self._step(schema.split(count), loss, operations, of_stages)
         step.fillers = frozenset(i for i, held in enumerate(row_counts) if held == 0)
         self.writes.start()
         with loss.mean.divided_by(divisors, count), cut(), self.hooked.running():
@@ -238,13 +238,14 @@ class PipelineForward(BatchStep):
     def _evaluate(self, batch: dict[str, Any], *, has_targets: bool) -> object:
         runtime, loss = self.runtime, self.loss
         gathers_logits = runtime.logits.in_training or runtime.logits.in_evaluation
-        self.outputs.start(gathers_logits=gathers_logits, routers=self._routers_of(batch))
+        routers = self._routers_of(batch)
+        self.outputs.start(gathers_logits=gathers_logits, routers=routers)
         step = self._step([batch], loss if has_targets else None, (), {})
         with torch.no_grad():
             run_evaluation(step)
             self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
             total, balance = None, None
-            if has_targets or self._routers_of(batch) is not None:
+            if has_targets or routers is not None:
                 total, balance = self._share_losses(step)
             if has_targets:
                 loss.is_global()
@@ -274,7 +275,7 @@ class PipelineForward(BatchStep):
         )
 
     def _routers_of(self, batch: Batch) -> RouterRecord | None:
-        """Return the routers of which a batch has a load-balancing loss; None if it has none."""
+        """Return the routers of a batch's load-balancing loss; None if the batch has no such loss."""
         if self.balancing is None or not self.balancing.is_wanted(batch):
             return None
         return self.balancing.routers

@@ -17,7 +17,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def projection(module: nn.Module) -> nn.Module:
-    """Return the projection itself, without its adapters. Experts may have one around another, each for a parameter."""
+    """Return the projection itself, without its adapters. Those of experts are around each other, one per parameter."""
     while is_adapted(module):
         module = module.base_layer  # type: ignore[assignment]
     return module

@@ -37,15 +37,7 @@ _LATENT = (
 )
 
 # Each head's rows of the query projection are its query, then its gate.
-_GATED = (
-    Hint("self_attn", Role.ATTENTION),
-    Hint("self_attn.q_proj", Role.PER_HEAD),
-    Hint("self_attn.k_proj", Role.K),
-    Hint("self_attn.v_proj", Role.V),
-    Hint("self_attn.o_proj", Role.O),
-    Hint("self_attn.q_norm", Role.HEAD_NORM),
-    Hint("self_attn.k_norm", Role.HEAD_NORM),
-)
+_GATED = (Hint("self_attn.q_proj", Role.PER_HEAD),)
 # The indexer chooses from the whole input, without a gradient, which tokens a query sees: the same ones for all heads.
 _INDEXED = (
     *_LATENT,

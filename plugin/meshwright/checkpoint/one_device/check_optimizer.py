@@ -85,7 +85,7 @@ def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedStat
             if shape != part.layout.shape and not part.is_whole:
                 raise CheckpointError(
                     f"the state {key!r} of {name} has the shape {list(shape)}, not that of the parameter, so it cannot "
-                    "be cut into shards; load it under a plan with tp, pp and ep of 1 and zero_stage=0"
+                    "be cut into shards; load it under a plan with tp=pp=ep=etp=1 and zero_stage=0"
                 )
 
 

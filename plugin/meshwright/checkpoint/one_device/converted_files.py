@@ -54,7 +54,7 @@ def as_of_model(files: WeightFiles, model: nn.Module) -> WeightFiles:
 
 
 def _renamed(name: str, transforms: list[Transform]) -> tuple[str, Transform | None, str]:
-    """Return the name of the tensor for which a published one is, the converter that makes it, and its pattern."""
+    """Return the model's name of a published tensor, the converter that takes it, and the pattern that matched."""
     for transform in transforms:
         if not hasattr(transform, "operations"):
             name = transform.rename_source_key(name)[0]

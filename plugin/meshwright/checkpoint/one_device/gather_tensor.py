@@ -65,7 +65,7 @@ def _of_stage(part: Tensor, layout: TensorLayout, mesh: Mesh, step: int) -> Tens
 
 
 def _hops(source: Place, mesh: Mesh) -> list[tuple[int, Axis]]:
-    """Return the hops from a rank to the first rank of its stage, along tp and then tokens, of which this rank is."""
+    """Return the hops from a rank to the first rank of its stage, along tp and then tokens, that this rank is in."""
     tp, tokens = source["tp"], source["tokens"]
     hops = []
     if tp and mesh.tokens.rank == tokens and mesh.tp.rank in (0, tp):

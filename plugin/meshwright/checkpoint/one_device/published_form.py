@@ -37,7 +37,7 @@ class Transform(Protocol):
 
 def transforms_of(model: nn.Module) -> list[Transform]:
     """Return transformers' rules for a model; none for a model of another kind."""
-    # Those by which it was loaded before, of which there are none if that checkpoint had the model's own names.
+    # Those by which it was loaded, if any were used: none are if the checkpoint had the model's own names.
     own: list[Transform] | None = getattr(model, "_weight_conversions", None)
     find: Callable[[nn.Module], list[Transform]] = getattr(
         _modeling(model), "get_model_conversion_mapping", lambda _: []
@@ -68,7 +68,7 @@ class PublishedTensors:
         return PublishedTensors(source, {name: form}, [[name]])
 
     def make(self, model: nn.Module, whole: Tensor) -> None:
-        """Make the published tensors of the model's whole one, each of which :meth:`take` then returns once."""
+        """Make the published tensors from the model's whole one; :meth:`take` then returns each of them once."""
         if self.revert is None:
             self._made = dict.fromkeys(self.forms, whole)
         else:

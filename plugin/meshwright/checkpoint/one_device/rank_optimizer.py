@@ -186,7 +186,7 @@ def _described(name: str, key: str, value: object, part: Part) -> object:
         return "whole", value.dtype, tuple(value.shape)
     raise CheckpointError(
         f"{what} has the shape {list(value.shape)}, not that of the parameter, so the shards of "
-        f"{list(part.key.shape)} cannot be joined; save it under a plan with tp, pp and ep of 1 and zero_stage=0"
+        f"{list(part.key.shape)} cannot be joined; save it under a plan with tp=pp=ep=etp=1 and zero_stage=0"
     )
 
 

@@ -163,7 +163,7 @@ def _save_streamed(model: nn.Module, runtime: Runtime, save_pretrained: Callable
         if runtime.mesh.is_first:
             assert replacement is not None
             written = StreamedFiles(replacement.path, files, f"writing {call['save_directory']}")
-        stream(files, _gather_published(model, published, runtime), written)
+        stream(files, _gather_published(model, state, published, runtime), written)
         on_first_rank(finish)
         return True
     finally:
@@ -172,10 +172,9 @@ def _save_streamed(model: nn.Module, runtime: Runtime, save_pretrained: Callable
 
 
 def _gather_published(
-    model: nn.Module, published: dict[str, PublishedTensors], runtime: Runtime
+    model: nn.Module, state: dict[str, Any], published: dict[str, PublishedTensors], runtime: Runtime
 ) -> Callable[[str], Tensor | None]:
     """Return a collective that returns the published tensor of a name on the first rank."""
-    state = model.state_dict(keep_vars=True)
     gathered: set[str] = set()
 
     def gather(name: str) -> Tensor | None:

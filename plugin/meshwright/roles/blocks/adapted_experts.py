@@ -1,4 +1,4 @@
-"""Low-rank adapters of experts, of which a rank that holds some experts has the parts of these.
+"""Low-rank adapters of experts: a rank that holds some of the experts holds the adapters' parts for these.
 
 PEFT adapts a weight of all E experts (``LoraConfig.target_parameters``) by two factors of a rank r: A has r rows for
 each expert, one expert after the other, and B has E columns for each of its r ranks.
@@ -22,7 +22,7 @@ def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_adapted_experts(model: nn.Module, *, ep: int, etp: int, zero_stage: int) -> None:
-    """Raise a PlanError if ``ep`` ranks cannot share the adapters of a model's experts, or a plan cuts each of them."""
+    """Raise a PlanError if ``ep`` ranks cannot share the adapters of a model's experts, or a plan cuts each expert."""
     for name, module in adapted_experts(model).items():
         if zero_stage == 3:
             raise PlanError(

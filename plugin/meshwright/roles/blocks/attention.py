@@ -93,11 +93,13 @@ class Attention(Block):
         roles |= {n: hinted[n] for n in linears if n in hinted}
         by_role = {role: linears[n] for n, role in roles.items()}
         fused = _FUSED & by_role.keys()
-        if not (fused or {Role.Q, Role.K, Role.V} <= by_role.keys()) or Role.O not in by_role:
+        # A query projection has the role PER_HEAD if a hint says that it has more rows than those of the query.
+        separate = {Role.K, Role.V} <= by_role.keys() and by_role.keys() & {Role.Q, Role.PER_HEAD}
+        if not (fused or separate) or Role.O not in by_role:
             return {}
-        output = by_role[Role.O]
+        output, query = by_role[Role.O], by_role.get(Role.Q)
         inputs = [m for role, m in by_role.items() if role is not Role.O]
-        is_even = fused or in_features(output) == _value_width(module, out_features(by_role[Role.Q]))
+        is_even = fused or query is None or in_features(output) == _value_width(module, out_features(query))
         if not is_even or out_features(output) != hidden or any(in_features(m) != hidden for m in inputs):
             return {}
         return {"": Role.ATTENTION} | roles | _query_key_norms(module, by_role)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -50,16 +50,20 @@ def roles_of_experts(module: nn.Module) -> dict[str, Role]:
     return {"": Role.ROUTER} | token_wise | dict.fromkeys(experts, Role.EXPERTS)
 
 
+def routed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
+    """Yield the experts of a model, their owners and their routers, each with its name and its role."""
+    for owner, module in model.named_modules():
+        for name, role in roles_of_experts(module).items():
+            yield f"{owner}.{name}".strip("."), module.get_submodule(name), role
+
+
 def experts_of_own_code(model: nn.Module) -> str | None:
     """Return the name of experts that a model calls otherwise than by transformers' interface; None if there are none.
 
     Every rank can have such experts whole, but ranks cannot share them.
     """
-    for owner, module in model.named_modules():
-        for name, role in roles_of_experts(module).items():
-            if role is Role.EXPERTS and not is_experts(projection(module.get_submodule(name))):
-                return f"{owner}.{name}"
-    return None
+    experts = ((name, module) for name, module, role in routed_modules(model) if role is Role.EXPERTS)
+    return next((name for name, module in experts if not is_experts(projection(module))), None)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -141,7 +145,7 @@ def _slices(module: nn.Module, name: str, parameter: nn.Parameter, etp: int, own
     is_inner = name.removesuffix("_bias") in ("gate_up_proj", "up_proj")
     if not is_inner and name != "down_proj":
         raise PlanError(
-            f"the experts {owner} have a weight {name!r}, of which ParallelPlan.etp knows no slices; set etp=1, and ep "
+            f"the experts {owner} have a weight {name!r}, which ParallelPlan.etp cannot slice; set etp=1, and ep "
             "for more ranks that share experts"
         )
     is_last = name.endswith("_bias") or is_inner is bool(module.is_transposed)

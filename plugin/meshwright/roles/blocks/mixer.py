@@ -26,7 +26,7 @@ class Mixer(BlockKind):
             any(isinstance(m, nn.Conv1d) for m in modules)
             and any(in_features(m) == hidden for m in projections)
             and any(out_features(m) == hidden for m in projections)
+            # A list is not called, and of experts each rank must take its own tokens alone.
+            and not (isinstance(module, nn.ModuleList | nn.ModuleDict) or hinted or any(map(roles_of_experts, modules)))
         )
-        # A list is not called, and of experts each rank must take its own tokens alone.
-        is_known = isinstance(module, nn.ModuleList | nn.ModuleDict) or hinted or any(map(roles_of_experts, modules))
-        return {"": Role.WHOLE} if is_mixer and not is_known else {}
+        return {"": Role.WHOLE} if is_mixer else {}
