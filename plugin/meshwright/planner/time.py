@@ -103,7 +103,7 @@ class StepModel:
         if not job.own_runtime and across:
             nodes = plan.ep / inside
             within = (plan.ep - 1) * row
-            across *= experts.copies(nodes) / experts.copies(plan.ep)
+            across *= experts.reached(nodes) / experts.reached(plan.ep)
         slowest = max(within / (self.cluster.fast * k.fast_link), across / (self.cluster.slow * k.slow_link))
         return slowest + k.latency * (_REMOTE if across else 1.0)
 
