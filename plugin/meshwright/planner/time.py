@@ -140,8 +140,7 @@ class StepModel:
         scores = 0.0 if job.fused_attention else _SCORE_BYTES * rows * layer.heads / t * job.seq_len
         # A norm reads once and writes once, a residual sum reads twice and writes once, and a layer has two of each.
         # The other terms are the rotation of q and k, and the gate.
-        split = t if plan.sequence_parallel else 1
-        traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (2 + 2 * layer.mlp_inputs))
+        traffic = scores + rows * (20 * h / plan.sp + 8 * (q + kv) + f * (2 + 2 * layer.mlp_inputs))
         traffic *= job.activation_bytes / 2
         elementwise = k.elementwise * traffic / self.memory_rate
         # Weights are cast once per step and the casts are kept, so only the casts of inputs count.
@@ -194,7 +193,7 @@ class StepModel:
         experts = layer.experts
         if experts is None:
             return 0.0, 0.0, 0.0
-        tokens = plan.micro_batch * job.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
+        tokens = plan.micro_batch * job.seq_len / plan.cp / plan.sp
         rows, own = experts.rows(tokens, plan.ep, job.expert_load), experts.count / plan.ep
         each, h, width = rows / own, experts.hidden, experts.width
         matmul = self.matmul(tokens, h, experts.count)
@@ -451,8 +450,7 @@ def boundary_bytes(shape: ModelShape, plan: Candidate, job: Job) -> float:
         >>> boundary_bytes(shape, Candidate(pp=2, tp=2, sequence_parallel=True), Job(seq_len=4096, global_batch=1))
         16777216.0
     """
-    split = plan.tp if plan.sequence_parallel else 1
-    return job.activation_bytes * plan.micro_batch * job.seq_len / plan.cp * shape.hidden / split
+    return job.activation_bytes * plan.micro_batch * job.seq_len / plan.cp * shape.hidden / plan.sp
 
 
 def _weighted(held: Sequence[Sequence[int]], values: Sequence[float]) -> list[float]:
