@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.choose.given_plan import plan_of_fields, resolve_plan
+from meshwright.choose.given_plan import plan_of_fields, plan_of_sizes, resolve_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, launched_plan
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan
@@ -229,10 +228,9 @@ def find_plan(plan: str | Path | None, sizes: dict[str, Any], num_processes: int
     if not sizes:
         fields = launched_plan()
         return None if fields is None else plan_of_fields(fields, PLAN_VARIABLE)
-    if num_processes is None or "dp" in sizes:
-        return ParallelPlan(**sizes)
-    sized = ParallelPlan(**{**sizes, "ep": 1})  # ep divides the ranks of dp too
-    if num_processes % sized.world_size:
-        others = "".join(f" x --{name} {size}" for name in ("cp", "pp") if (size := getattr(sized, name)) > 1)
-        raise PlanError(f"--num_processes {num_processes} is not divisible by --tp {sized.tp}{others}")
-    return dataclasses.replace(sized, dp=num_processes // sized.world_size, ep=sizes.get("ep", 1))
+
+    def uneven(plan: ParallelPlan) -> str:
+        others = "".join(f" x --{name} {size}" for name in ("cp", "pp") if (size := getattr(plan, name)) > 1)
+        return f"--num_processes {num_processes} is not divisible by --tp {plan.tp}{others}"
+
+    return plan_of_sizes(sizes, num_processes, uneven)

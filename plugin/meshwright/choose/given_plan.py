@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from meshwright.choose.plan_file import (
     read_plan,
 )
 from meshwright.errors import PlanError
+from meshwright.mesh.axis_sizes import PLAN_AXES
 from meshwright.mesh.process_group import world_size
 from meshwright.plan.config import PLAN_FIELDS, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.plan.fields import unknown_field
@@ -147,6 +148,24 @@ def plan_of_fields(fields: Mapping[str, Any], source: str) -> ParallelPlan:
         return ParallelPlan(**fields)
     except PlanError as error:
         raise PlanError(f"{source}: {error}") from None
+
+
+def plan_of_sizes(
+    sizes: Mapping[str, Any], processes: int | None, uneven: Callable[[ParallelPlan], str]
+) -> ParallelPlan:
+    """Return the plan of some sizes; without dp, dp is the number of processes divided by the other sizes.
+
+    Args:
+        sizes: the arguments of ``ParallelPlan``.
+        processes: the number of processes; None takes the sizes as they are.
+        uneven: the message if a plan of the other sizes does not divide the processes.
+    """
+    if processes is None or "dp" in sizes:
+        return ParallelPlan(**sizes)
+    others = ParallelPlan(**{axis: sizes[axis] for axis in PLAN_AXES if axis in sizes})
+    if processes % others.world_size:
+        raise PlanError(uneven(others))
+    return ParallelPlan(**sizes, dp=processes // others.world_size)
 
 
 def _shown(plan: PlanLike) -> str:

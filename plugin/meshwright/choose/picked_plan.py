@@ -109,8 +109,7 @@ def _search(
     cluster = cluster_at_hand(device, nodes, profile)
     job = Job(
         seq_len=length, global_batch=rows, own_runtime=True, on_cpu=device.type == "cpu",
-        expert_load=config.expert_load,
-        logits=logits_in_training(model, config),
+        expert_load=config.expert_load, logits=logits_in_training(model, config),
     )  # fmt: skip
     if next(model.parameters()).element_size() == 4:
         job = job.in_32_bits()
@@ -169,7 +168,7 @@ def _refusals(
     if plan.accumulation > 1 and find_loss(decoder, config.loss_averages_over) is None:
         yield "the model computes its own loss, so a batch cannot be split into micro-batches"
     try:
-        ParallelPlan(**plan.runnable_fields())
+        runnable = ParallelPlan(**plan.runnable_fields())
         check_adapted_experts(decoder, ep=plan.ep, etp=1, zero_stage=plan.zero_stage)
         if plan.recompute == "full":
             check_recompute(decoder, plan.recomputed)
@@ -182,7 +181,7 @@ def _refusals(
         if plan.cp > 1:
             structure = structure or outline(decoder, config.sharding_plan, instead="ParallelPlan(cp=1)")
             check_token_wise(structure, config.sharding_plan)
-            check_method(record_context(structure), ParallelPlan(**plan.runnable_fields()))
+            check_method(record_context(structure), runnable)
     except (PlanError, OptimizerMismatchError) as error:
         yield str(error)
 

@@ -15,6 +15,7 @@ from meshwright.errors import PlanError
 from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES
 
 if TYPE_CHECKING:
+    from meshwright.plan.config import ParallelPlan
     from meshwright.planner.candidate import Candidate, Job
     from meshwright.planner.cost import Budget
     from meshwright.planner.hardware import Cluster, HardwareProfile
@@ -292,8 +293,12 @@ def _described(model: Path) -> tuple[ModelShape, str | None]:
     from meshwright.planner.hub_cache import config_path
     from meshwright.planner.shapes import describe, name_of, stated_experts
 
-    if not stated_experts(model):
+    try:
         return describe(model), None
+    except PlanError as error:
+        if not stated_experts(model):
+            raise
+        refusal = error
     # Imported here, since these import torch, which takes seconds.
     import torch
 
@@ -305,12 +310,9 @@ def _described(model: Path) -> tuple[ModelShape, str | None]:
     try:
         on_meta = model_on_meta(config_path(model), torch.bfloat16)
     except PlanError as error:
-        try:
-            return describe(model), None
-        except PlanError as refusal:
-            raise PlanError(f"{refusal} ({error})") from None
+        raise PlanError(f"{refusal} ({error})") from None
     if not has_experts(on_meta):
-        return describe(model), None
+        raise refusal
     return routed_shape(on_meta, name=name_of(model)), against_tensor(on_meta)
 
 
@@ -328,8 +330,7 @@ def own_plans(
         PlanError: a plan is malformed, or both words and sizes are given.
     """
     # Imported here, since it imports torch, which takes seconds.
-    from meshwright.choose.given_plan import resolve_plan
-    from meshwright.plan.config import ParallelPlan
+    from meshwright.choose.given_plan import plan_of_sizes, resolve_plan
     from meshwright.planner.candidate import Candidate
 
     if words and sizes:
@@ -341,17 +342,12 @@ def own_plans(
         raise PlanError(f"--plan {counts} devices; compare plans of as many devices, or estimate each in a command")
     if sizes:
         _check_sizes(sizes, gpus)
-        is_dp_left = gpus is not None and "dp" not in sizes
-        plan = ParallelPlan(**{**sizes, **({"ep": 1} if is_dp_left else {})})  # type: ignore[arg-type]
-        if gpus is not None and is_dp_left:  # ep divides the ranks of dp too
-            if gpus % plan.world_size:
-                raise PlanError(
-                    f"--gpus {gpus} is not divisible by {plan.product(*plan.sizes_beside_dp)}; change a size, or give "
-                    "--dp in place of --gpus"
-                )
-            left: dict[str, object] = {"dp": gpus // plan.world_size, "ep": sizes.get("ep", 1)}
-            plan = dataclasses.replace(plan, **left)  # type: ignore[arg-type]
-        plans = [plan]
+
+        def uneven(plan: ParallelPlan) -> str:
+            product = plan.product(*plan.sizes_beside_dp)
+            return f"--gpus {gpus} is not divisible by {product}; change a size, or give --dp in place of --gpus"
+
+        plans = [plan_of_sizes(sizes, gpus, uneven)]
     world = gpus if gpus is not None else plans[0].world_size if plans else None
     return world, lambda job: [Candidate.of(dataclasses.asdict(plan), job) for plan in plans]
 

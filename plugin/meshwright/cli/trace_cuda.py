@@ -48,9 +48,9 @@ def trace_cuda(
     collective has ended, and traced ranks whose collectives differ in kind, size, dtype, root or order, on which NCCL
     would hang. docs/cuda.md says what the trace does not see.
 
-    Without a GPU, the command first compiles a small library. This happens once, takes about 20
-    seconds and needs a C++ compiler. The exit code is 0 if nothing was found, 1 if something was, and 2 if the model
-    cannot run the plan or an argument is wrong.
+    Without a GPU, the command first compiles a small library. This happens once, takes about 20 seconds and needs a C++
+    compiler. The exit code is 0 if nothing was found, 1 if something was, and 2 if the model cannot run the plan or an
+    argument is wrong.
 
     For example:
 

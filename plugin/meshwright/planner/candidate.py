@@ -214,6 +214,11 @@ class Candidate(AxisSizes):
         return self.dp * self.cp
 
     @property
+    def sp(self) -> int:
+        """The number of ranks that share a rank's tokens between blocks: tp with sequence parallelism, 1 without."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
     def copies(self) -> int:
         """The number of ranks that hold the same experts, over which their gradients are averaged and ZeRO shards."""
         return self.data_ranks if self.ep == 1 else max(1, self.data_ranks * self.tp // self.ep)

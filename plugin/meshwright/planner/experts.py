@@ -69,17 +69,17 @@ class ExpertShape:
         """
         return tokens * self.chosen * (load if ranks > 1 else 1.0)
 
-    def copies(self, ranks: float) -> float:
-        """Return to how many of ``ranks`` ranks or nodes a token goes on average: once to each that holds its experts.
+    def reached(self, ranks: float) -> float:
+        """Return how many of ``ranks`` ranks or nodes a token reaches on average: each that holds some of its experts.
 
         Example:
-            >>> round(ExpertShape(count=128, chosen=8, hidden=2048, width=768).copies(8), 2)
+            >>> round(ExpertShape(count=128, chosen=8, hidden=2048, width=768).reached(8), 2)
             5.25
         """
         return ranks * (1 - (1 - 1 / ranks) ** self.chosen)
 
     def sent_bytes(self, tokens: float, ranks: int, element_bytes: int, load: float) -> float:
-        """Return the bytes of the copies of one exchange, of which ``1 / ranks`` stays on the rank.
+        """Return the bytes of one exchange: those of a token for each rank that it reaches. ``1 / ranks`` of them stay.
 
         A layer has two exchanges in forward, two in backward, and those of forward again if it is recomputed.
 
@@ -88,7 +88,7 @@ class ExpertShape:
             >>> round(experts.sent_bytes(16384, 8, 2, 1.0) * 7 / 8 / 1e6)
             308
         """
-        return load * tokens * self.copies(ranks) * self.hidden * element_bytes if ranks > 1 else 0.0
+        return load * tokens * self.reached(ranks) * self.hidden * element_bytes if ranks > 1 else 0.0
 
     def moved(self, rows: float) -> float:
         """Return the bytes of 16-bit elements that forward moves through memory beside the matmuls of ``rows`` rows."""

@@ -187,8 +187,7 @@ class _MicroBatch:
         """Return the temporary bytes of an MLP that holds ``width`` times its width, and of the experts beside it."""
         plan, held = self.plan, self.positions * width * layer.ffn / self.plan.tp
         if layer.experts is not None:
-            tokens = self.positions / (plan.tp if plan.sequence_parallel else 1)
-            held += layer.experts.working(layer.experts.rows(tokens, plan.ep, self.expert_load))
+            held += layer.experts.working(layer.experts.rows(self.positions / plan.sp, plan.ep, self.expert_load))
         return self.element_bytes * held
 
     def attention(self, layer: LayerShape) -> tuple[float, float]:
@@ -233,7 +232,7 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     rows = n * shape.hidden * b
     total = saved.total(recomputed)
-    norm = 24 * n * shape.hidden / (plan.tp if plan.sequence_parallel else 1)  # six 32-bit tensors of a norm's size
+    norm = 24 * n * shape.hidden / plan.sp  # six 32-bit tensors of a norm's size
     working = [_in_backward(micro, run, norm) for run in shape.runs]
     run_of = [number for number, run in enumerate(shape.runs) for _ in range(run.count)]
     counts = Counter(member.layer for member in members)

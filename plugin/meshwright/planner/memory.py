@@ -108,10 +108,9 @@ def pending_weight_grads(layer: LayerShape, plan: Candidate, job: Job) -> float:
         32.12
     """
     rows, t = plan.micro_batch * job.seq_len / plan.cp, plan.tp
-    split = t if plan.sequence_parallel else 1
     query, keys, inner = layer.query_width / t, layer.local_kv_width(t), layer.ffn / t
-    inputs = 2 * layer.hidden / split + query + inner
-    gradients = query + 2 * keys + inner * layer.mlp_inputs + 2 * layer.hidden / split
+    inputs = 2 * layer.hidden / plan.sp + query + inner
+    gradients = query + 2 * keys + inner * layer.mlp_inputs + 2 * layer.hidden / plan.sp
     return rows * job.activation_bytes * (inputs + gradients)
 
 

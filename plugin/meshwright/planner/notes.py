@@ -42,7 +42,7 @@ def expert_line(found: Search, plan: Candidate) -> str:
     words = f"Experts: {experts.count} in each of {layers} layers, {experts.chosen} for each token"
     if plan.ep == 1:
         return f"{words}; all of them on every rank of a layer"
-    tokens = plan.micro_batch * job.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
+    tokens = plan.micro_batch * job.seq_len / plan.cp / plan.sp
     size = experts.sent_bytes(tokens, plan.ep, job.activation_bytes, job.expert_load) * (1 - 1 / plan.ep)
     count = 6 if plan.recompute == "full" else 4
     routing = "balanced routing" if job.expert_load == 1 else "rows of the fullest rank over the mean"

@@ -9,39 +9,23 @@ from typing import Literal
 
 from meshwright.plan.partition import balanced_stages
 from meshwright.plan.schedule import rank_of_stage, stages_of_rank
-from meshwright.planner.breakdown import Overlap, StepTime, Work, mean_work
-from meshwright.planner.candidate import Candidate, Job, Precision, rank_runs, recomputed_share, stage_runs
-from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges
-from meshwright.planner.devices import matmul_peak
-from meshwright.planner.experts import ROUTED_LAUNCHES, ExpertShape
-from meshwright.planner.hardware import Cluster, Coefficients
-from meshwright.planner.shapes import LayerShape, ModelShape
+from meshwright.planner.breakdown import Overlap, StepTime
+from meshwright.planner.candidate import Candidate, Job, rank_runs, recomputed_share, stage_runs
+from meshwright.planner.layer_time import REMOTE, LayerModel
+from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import SimulatedPipeline, pipeline_time
 
-_TILE = 128  # size of a matmul's tile in each of its three dims
-_SCORE_BYTES = 13  # bytes moved per attention score in forward: product, softmax and dropout in 16 bits, and the mask
-_ALIGNED = 8  # without a fused kernel, head widths that are not a multiple of this cannot use the matrix units
-_MISALIGNED = 8  # slowdown of such heads: 32-bit units have about 1/16 of the peak rate, but nearly reach their rate
-# Bytes moved per element that is cast: a read, a write, and a transposed write for backward. 4-bit casts read the
-# tensor once more, for its largest value, and write a scale for each 16 elements.
-_CAST_BYTES = {"bf16": 0.0, "fp8": 4.0, "fp4": 5.1}
-_SLOWED = 0.1  # time by which a transfer slows the attention that runs at the same time, relative to the transfer
 _ROUNDING = 1 - 1e-9  # so that rounding does not lift a bound above the time that it equals
-_REMOTE = 5.0  # latency of a message to another node, relative to a message inside the node
 
 
-class StepModel:
+class StepModel(LayerModel):
     """Estimates the time of a training step.
 
     The model follows Megatron-LM's analyses (Narayanan et al. 2021, Korthikanti et al. 2022) and adds what their closed
-    formulas omit: small matmuls are less efficient, attention has its own efficiency, a layer takes at least as long
-    as its kernel launches, rings that cross nodes share the network cards, the pipeline is simulated, and a step waits
-    for the slowest node.
+    formulas omit: what ``LayerModel`` says of a layer, a simulated pipeline, and the wait for the slowest node.
 
     Args:
-        shape: the model.
-        cluster: the devices.
-        coefficients: the efficiencies.
+        shape, cluster, coefficients: as in ``LayerModel``.
 
     Example:
         >>> from meshwright.planner.hardware import device
@@ -52,193 +36,6 @@ class StepModel:
         >>> 1 < step.total < 20
         True
     """
-
-    def __init__(self, shape: ModelShape, cluster: Cluster, coefficients: Coefficients):
-        self.shape, self.cluster, self.k = shape, cluster, coefficients
-        self.memory_rate = cluster.device.bandwidth
-        self._layers: dict[object, tuple[Work, ...]] = {}  # a cache: in a search, many plans have equal layers
-
-    # -- pieces -------------------------------------------------------------------------------------------------
-
-    def matmul(self, rows: float, inner: float, columns: float, *, precision: Precision = "bf16") -> float:
-        """Return the seconds of a matmul, with a penalty for small sizes, whose tiles are only partly filled."""
-        device, k = self.cluster.device, self.k
-        rate = matmul_peak(device, precision) * k.matmul
-        rate *= device.sustained if precision == "bf16" else device.sustained_8bit * k.matmul_8bit
-        tail = 1 + k.saturation * _TILE * (1 / rows + 1 / inner + 1 / columns)
-        return 2 * rows * inner * columns / rate * tail
-
-    def ring(self, volume: float, size: int, stride: int) -> float:
-        """Return the seconds of one all-gather or reduce-scatter; an all-reduce takes twice as long.
-
-        Args:
-            volume: bytes of the whole buffer.
-            size: ranks in the group.
-            stride: distance in ranks between two neighbours of the group. The ranks in between belong to other rings,
-                which run at the same time and share the node's network cards.
-        """
-        if size == 1:
-            return 0.0
-        domain = self.cluster.domain
-        k = self.k
-        rate, inside = self.cluster.fast * k.fast_link, size
-        if size * stride > domain:
-            inside = max(1, domain // stride)
-            rate = min(rate, self.cluster.slow * k.slow_link * inside)
-        # Inside a fast domain a ring goes from neighbour to neighbour; between domains the libraries use trees.
-        hops = inside - 1 + _REMOTE * math.log2(size / inside)
-        return volume * (size - 1) / size / rate + k.latency * hops
-
-    def exchange(self, experts: ExpertShape, tokens: float, plan: Candidate, job: Job) -> float:
-        """Return the seconds of one exchange of a layer's tokens between the ranks that share its experts.
-
-        Links inside a domain and between domains work at the same time. This runtime sends a token to each rank of its
-        experts. Published runs use libraries (DeepEP, HybridEP) that send it once to each node, where it is passed on.
-        """
-        if plan.ep == 1:
-            return 0.0
-        k, inside = self.k, min(plan.ep, self.cluster.domain)
-        row = experts.sent_bytes(tokens, plan.ep, job.activation_bytes, job.expert_load) / plan.ep
-        within, across = (inside - 1) * row, (plan.ep - inside) * row
-        if not job.own_runtime and across:
-            nodes = plan.ep / inside
-            within = (plan.ep - 1) * row
-            across *= experts.copies(nodes) / experts.copies(plan.ep)
-        slowest = max(within / (self.cluster.fast * k.fast_link), across / (self.cluster.slow * k.slow_link))
-        return slowest + k.latency * (_REMOTE if across else 1.0)
-
-    def layer(self, plan: Candidate, job: Job) -> Work:
-        """Return the seconds of one layer for one micro-batch, as the mean over the layers."""
-        return mean_work(self.layers(plan, job), self.shape.counts)
-
-    def layers(self, plan: Candidate, job: Job) -> tuple[Work, ...]:
-        """Return the seconds of one layer of each run for one micro-batch."""
-        key = (plan.tp, plan.sequence_parallel, plan.cp, plan.context, plan.ulysses, plan.ep, plan.micro_batch,
-               plan.recompute, plan.splits_backward, job)  # fmt: skip
-        if key not in self._layers:
-            self._layers[key] = tuple(self._layer(run, plan, job) for run in self.shape.runs)
-        return self._layers[key]
-
-    def _layer(self, layer: LayerShape, plan: Candidate, job: Job) -> Work:
-        k, t = self.k, plan.tp
-        rows = plan.micro_batch * job.seq_len / plan.cp
-        precision = job.precision
-        h, f, q, kv = layer.hidden, layer.ffn / t, layer.query_width / t, layer.local_kv_width(t)
-        matmul = self.matmul(rows, h, q + 2 * kv, precision=precision) + self.matmul(rows, q, h, precision=precision)
-        if layer.projections is not None:  # by the elements of other projections, at the efficiency of these
-            matmul *= layer.projections / (2 * h * (layer.query_width + layer.kv_width))
-        if f:
-            matmul += self.matmul(rows, h, f * layer.mlp_inputs, precision=precision)
-            matmul += self.matmul(rows, f, h, precision=precision)
-        routed, moved, to_experts = self._experts(layer, plan, job)
-        matmul += routed
-        # Without a fused kernel, causal attention computes all scores and moves them through memory several times.
-        seen = layer.attended(job.seq_len) if job.fused_attention else job.seq_len
-        attention = 4 * rows * q * seen / (self.cluster.device.flops * k.attention)
-        if not job.fused_attention and layer.head_dim % _ALIGNED:
-            attention *= _MISALIGNED
-        scores = 0.0 if job.fused_attention else _SCORE_BYTES * rows * layer.heads / t * job.seq_len
-        # A norm reads once and writes once, a residual sum reads twice and writes once, and a layer has two of each.
-        # The other terms are the rotation of q and k, and the gate.
-        split = t if plan.sequence_parallel else 1
-        traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (2 + 2 * layer.mlp_inputs))
-        traffic *= job.activation_bytes / 2
-        elementwise = k.elementwise * traffic / self.memory_rate
-        # Weights are cast once per step and the casts are kept, so only the casts of inputs count.
-        elementwise += k.elementwise * _CAST_BYTES[precision] * rows * (2 * h + q + f) / self.memory_rate
-        elementwise += moved
-        reduce = 2 * self.ring(job.activation_bytes * rows * h, t, 1)
-        in_blocks = [k.elementwise * size / self.memory_rate for size in block_bytes(layer, plan, job)]
-        attended = attention + in_blocks[0]
-        attended_back = (3.5 if attends_twice(layer, plan, job) else 2.5) * attention + in_blocks[1]
-        sent, sent_back = exchanges(
-            layer, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes, own_runtime=job.own_runtime
-        )
-        exchange, hidden = self._exchanged(sent, attended, plan)
-        exchange_back, hidden_back = self._exchanged(sent_back, attended_back, plan)
-
-        busy = matmul + attended + elementwise
-        launch = k.launch * (1 + ROUTED_LAUNCHES * (layer.experts is not None))
-        forward = self._launched(busy + 2 * reduce + exchange + 2 * to_experts, launch)
-        back = 2 * matmul + attended_back + 2 * elementwise
-        backward = self._launched(back + 2 * reduce + exchange_back + 2 * to_experts, 2 * launch)
-        again = 0.0
-        if plan.recompute == "selective":
-            again = attended + k.elementwise * scores / self.memory_rate
-        elif plan.recompute == "full":
-            again = forward
-        # Weight gradients that wait do not keep the whole sequence, and gather it again.
-        regathered = reduce if plan.splits_backward and plan.sequence_parallel else 0.0
-        backward += regathered
-        exchanged = exchange + exchange_back
-        communication = 4 * reduce + regathered + exchanged + 4 * to_experts
-        return Work(
-            matmul=3 * matmul,
-            attention=attended + attended_back,
-            elementwise=forward + backward - 3 * matmul - attended - attended_back - communication,
-            recompute=again,
-            tensor=4 * reduce + regathered,
-            context=exchanged,
-            experts=4 * to_experts,
-            forward=forward,
-            backward=backward + again,
-            weight_grad=matmul - routed + regathered,  # experts compute both gradients together
-            hidden=hidden + hidden_back,
-        )
-
-    def _experts(self, layer: LayerShape, plan: Candidate, job: Job) -> tuple[float, float, float]:
-        """Return the seconds of the matmuls and the other kernels of a layer's experts in forward, and of an exchange.
-
-        Each expert multiplies its own rows, so fewer rows of each lower the efficiency of all.
-        """
-        experts = layer.experts
-        if experts is None:
-            return 0.0, 0.0, 0.0
-        tokens = plan.micro_batch * job.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
-        rows, own = experts.rows(tokens, plan.ep, job.expert_load), experts.count / plan.ep
-        each, h, width = rows / own, experts.hidden, experts.width
-        matmul = self.matmul(tokens, h, experts.count)
-        matmul += own * self.matmul(each, h, width * experts.inputs, precision=job.precision)
-        matmul += own * self.matmul(each, width, h, precision=job.precision)
-        traffic = experts.moved(rows) * job.activation_bytes / 2 + _CAST_BYTES[job.precision] * rows * (h + width)
-        moved = self.k.elementwise * traffic / self.memory_rate
-        return matmul, moved, self.exchange(experts, tokens, plan, job)
-
-    def _launched(self, busy: float, launches: float) -> float:
-        """Return the time of kernels and their launches; these do not overlap if the device is the host's processor."""
-        return busy + launches if self.cluster.device.shares_host else _at_least(busy, launches)
-
-    def _exchanged(self, sent: Sequence[ContextExchange], attention: float, plan: Candidate) -> tuple[float, float]:
-        """Return the seconds of a layer's exchanges over cp that its attention does not hide, and that it hides."""
-        together, apart = 0.0, 0.0
-        for exchange in sent:
-            volume = exchange.bytes * (exchange.ranks if exchange.kind == "send" else 1)
-            once = self.ring(volume, exchange.ranks, exchange.neighbours * plan.tp)
-            if exchange.overlaps:
-                together += once * exchange.count / (exchange.ranks - 1)
-            else:
-                apart += once * exchange.count
-        longer = max(0.0, together - self.k.overlap * attention)
-        return apart + longer + _SLOWED * together, together - longer
-
-    def head(self, plan: Candidate, job: Job) -> Work:
-        """Return the seconds of the head and the loss for one micro-batch; the vocabulary is sharded over tp."""
-        rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.vocab / plan.tp
-        # 16-bit logits and a 32-bit loss have 14 bytes per logit, each of which is moved about twice.
-        loss = self.k.elementwise * 2 * (12 + job.activation_bytes) * rows * columns / self.memory_rate
-        matmul = self.matmul(rows, self.shape.hidden, columns)
-        if job.own_runtime and job.logits == "chunked" and plan.schedule != "gpipe":
-            # Chunk by chunk, this runtime computes the gradients beside the logits; backward only scales them.
-            return Work(matmul=3 * matmul, elementwise=loss, forward=3 * matmul + loss)
-        return Work(
-            matmul=3 * matmul,
-            elementwise=loss,
-            forward=matmul + loss / 2,
-            backward=2 * matmul + loss / 2,
-            weight_grad=matmul,
-        )
-
-    # -- the step -----------------------------------------------------------------------------------------------
 
     def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float]]:
         """Return the seconds of each virtual stage's forward and backward."""
@@ -349,7 +146,7 @@ class StepModel:
         volume = boundary_bytes(self.shape, plan, job)
         inside = self.cluster.gpus <= self.cluster.domain
         rate = self.cluster.fast * self.k.fast_link if inside else self.cluster.slow * self.k.slow_link
-        return volume / rate + self.k.latency * (1 if inside else _REMOTE)
+        return volume / rate + self.k.latency * (1 if inside else REMOTE)
 
     def stage_parameters(self, plan: Candidate) -> tuple[float, float]:
         """Return the elements on the largest rank of the pipeline before ZeRO shards them: beside experts, and of them.
@@ -451,8 +248,7 @@ def boundary_bytes(shape: ModelShape, plan: Candidate, job: Job) -> float:
         >>> boundary_bytes(shape, Candidate(pp=2, tp=2, sequence_parallel=True), Job(seq_len=4096, global_batch=1))
         16777216.0
     """
-    split = plan.tp if plan.sequence_parallel else 1
-    return job.activation_bytes * plan.micro_batch * job.seq_len / plan.cp * shape.hidden / split
+    return job.activation_bytes * plan.micro_batch * job.seq_len / plan.cp * shape.hidden / plan.sp
 
 
 def _weighted(held: Sequence[Sequence[int]], values: Sequence[float]) -> list[float]:
@@ -471,11 +267,6 @@ def _of_ranks(plan: Candidate, stages: Sequence[float]) -> list[float]:
 def _last_rank(plan: Candidate) -> int:
     """Return the rank that holds the last virtual stage, with the head."""
     return rank_of_stage(plan.schedule, plan.pp * plan.chunks - 1, plan.pp)
-
-
-def _at_least(value: float, floor: float) -> float:
-    """Return a smooth maximum, since kernels that take little longer than their launches hide them only partly."""
-    return float((value**4 + floor**4) ** 0.25)
 
 
 def _exposed(communication: float, compute: float, overlap: float) -> float:

@@ -65,8 +65,8 @@ def fake_cuda(observer: HostWaits) -> Iterator[None]:
     """Let ``FakeTensor`` be on CUDA inside the context.
 
     Without a GPU this loads a library that stays loaded, after which torch believes that CUDA is there. So call it in a
-    process that does nothing else. The library is built once, in about 20 seconds, and kept in torch's
-    folder of extensions.
+    process that does nothing else. The library is built once, in about 20 seconds, and kept in torch's folder of
+    extensions.
 
     Args:
         observer: the object that is told when the host waits for an event.

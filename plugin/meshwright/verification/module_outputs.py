@@ -36,9 +36,8 @@ class ModuleOutputs:
 
     def __init__(self, model: nn.Module):
         self.seen: dict[str, Output] = {}
-        addends = {part for module in model.modules() if is_adapted(module) for part in module.modules()} - {
-            module for module in model.modules() if is_adapted(module)
-        }
+        adapted = [module for module in model.modules() if is_adapted(module)]
+        addends = {part for module in adapted for part in module.modules()}.difference(adapted)
         self._handles = [
             module.register_forward_hook(self._hook(name))
             for name, module in model.named_modules()
