@@ -30,7 +30,7 @@ import typer
 from benchmarks.contenders import Contender
 from benchmarks.context_contenders import DeepSpeedUlysses, EachAlone, LongRows, OneProcess, Ours
 from benchmarks.summary import Ratio
-from benchmarks.timing import Clocked, time_in_turn
+from benchmarks.timing import Clocked, say, time_after_warm_up
 from meshwright.context import attention
 from meshwright.errors import PlanError
 from meshwright.faults.guard import active_guard
@@ -61,16 +61,16 @@ def equal(rounds: int) -> None:
     """Print each contender's loss and gradient norm over those of one process."""
     builds: dict[str, Build] = {f"ours {name}": ours(name) for name in ("gather", "ulysses", "ring")}
     builds |= {f"deepspeed ulysses zero{stage}": partial(DeepSpeedUlysses, stage=stage) for stage in (1, 3)}
-    _say("| row | contender | loss / one process - 1 | norm / one process |\n|---|---|---|---|")
+    say("| row | contender | loss / one process - 1 | norm / one process |\n|---|---|---|---|")
     for case, workload in CASES.items():
         expected = _loss_and_norm(OneProcess, workload)
         for name, build in builds.items():
             try:
                 found = _loss_and_norm(build, workload)
             except (PlanError, ValueError, RuntimeError, AssertionError) as error:
-                _say(f"| {case} | {name} | {type(error).__name__}: {' '.join(str(error).split())[:140]} | |")
+                say(f"| {case} | {name} | {type(error).__name__}: {' '.join(str(error).split())[:140]} | |")
                 continue
-            _say(f"| {case} | {name} | {found[0] / expected[0] - 1:.1e} | {found[1] / expected[1]:.6f} |")
+            say(f"| {case} | {name} | {found[0] / expected[0] - 1:.1e} | {found[1] / expected[1]:.6f} |")
 
 
 def _loss_and_norm(build: Build, workload: LongRows) -> tuple[float, float]:
@@ -91,41 +91,41 @@ def step_time(rounds: int, methods: Sequence[str] = ("ulysses", "gather", "ring"
     """Print the step time of each method of ours over that of DeepSpeed's Ulysses, in wall and in CPU seconds."""
     builds = {name: ours(name) for name in methods} | {DEEPSPEED: DeepSpeedUlysses}
     clocked = {name: Clocked(build(LARGE)) for name, build in builds.items()}
-    seconds = _in_turn(clocked, rounds)
+    seconds = time_after_warm_up(clocked, rounds)
     cpu = {name: contender.seconds[-rounds:] for name, contender in clocked.items()}
-    _say(f"{LARGE.sequence_length} tokens on {dist.get_world_size()} ranks, {rounds} rounds\n")
-    _say(f"| method | median s | it / {DEEPSPEED} | CPU s | it / {DEEPSPEED} |\n|---|---|---|---|---|")
+    say(f"{LARGE.sequence_length} tokens on {dist.get_world_size()} ranks, {rounds} rounds\n")
+    say(f"| method | median s | it / {DEEPSPEED} | CPU s | it / {DEEPSPEED} |\n|---|---|---|---|---|")
     for name in clocked:
         columns = [f"{median(x[name]):.3f} | {Ratio.paired(x[name], x[DEEPSPEED])}" for x in (seconds, cpu)]
-        _say(f"| {name} | {' | '.join(columns)} |")
+        say(f"| {name} | {' | '.join(columns)} |")
 
 
 def balance(rounds: int) -> None:
     """Print the step time of a packed row that is divided by its work, over the step time in zigzag order."""
     workload = replace(LARGE, sequence_length=4096, num_hidden_layers=1, hidden_size=128, intermediate_size=256)
     half = workload.sequence_length // 2
-    _say("| method | zigzag: median s | balanced / zigzag |\n|---|---|---|")
+    say("| method | zigzag: median s | balanced / zigzag |\n|---|---|---|")
     for method in ("gather", "ring"):
         even, in_zigzag = ours(method)(workload), partial(mock.patch.object, SequenceParts, "balanced", lambda x, _: x)
         zigzag = _Patched(ours(method)(workload), in_zigzag)
         for contender in (even, zigzag):  # one document fills the second half, and 32 the first
             short = torch.arange(half // 32).repeat(32)
             contender.batch["position_ids"] = torch.cat([short, torch.arange(half)])[None]
-        seconds = _in_turn({"even": even, "zigzag": zigzag}, rounds)
-        _say(f"| {method} | {median(seconds['zigzag']):.3f} | {Ratio.paired(seconds['even'], seconds['zigzag'])} |")
+        seconds = time_after_warm_up({"even": even, "zigzag": zigzag}, rounds)
+        say(f"| {method} | {median(seconds['zigzag']):.3f} | {Ratio.paired(seconds['even'], seconds['zigzag'])} |")
 
 
 def kernels(rounds: int) -> None:
     """Print the step time of each method with flash kernels over that of blocks with a mask, of two kinds of rows."""
     masked = partial(mock.patch.object, attention, "has_flash", lambda *_: False)
-    _say("| method | documents | with a mask: median s | flash / with a mask |\n|---|---|---|---|")
+    say("| method | documents | with a mask: median s | flash / with a mask |\n|---|---|---|---|")
     for method in ("gather", "ring"):
         for documents in (1, 8):
             workload = replace(LARGE, sequence_length=4096, num_hidden_layers=1, documents=documents)
             contenders = {"flash": ours(method)(workload), "masked": _Patched(ours(method)(workload), masked)}
-            seconds = _in_turn(contenders, rounds)
+            seconds = time_after_warm_up(contenders, rounds)
             ratio = Ratio.paired(seconds["flash"], seconds["masked"])
-            _say(f"| {method} | {documents} | {median(seconds['masked']):.3f} | {ratio} |")
+            say(f"| {method} | {documents} | {median(seconds['masked']):.3f} | {ratio} |")
 
 
 class _Patched(Contender):
@@ -159,16 +159,16 @@ def scaling(rounds: int) -> None:
             used = _cpu_seconds(contender)
             if round_ >= 2:  # the first rounds warm up
                 seconds[name].append(used)
-    _say(f"{n} ranks with {long.sequence_length} tokens, each alone with {quarter.sequence_length}; {rounds} rounds\n")
-    _say("| method | CPU us per token and rank | predicted | measured / predicted |\n|---|---|---|---|")
+    say(f"{n} ranks with {long.sequence_length} tokens, each alone with {quarter.sequence_length}; {rounds} rounds\n")
+    say("| method | CPU us per token and rank | predicted | measured / predicted |\n|---|---|---|---|")
     tokens = quarter.sequence_length
     quadratic = [(two - 2 * one) / 2 for one, two in zip(seconds["l"], seconds["2l"], strict=True)]
     linear = [one - c for one, c in zip(seconds["l"], quadratic, strict=True)]
-    _say(f"| alone | {median(seconds['l']) / tokens * 1e6:.0f} | | |")
+    say(f"| alone | {median(seconds['l']) / tokens * 1e6:.0f} | | |")
     for name in methods:
         predicted = [a + n * c for a, c in zip(linear, quadratic, strict=True)]
         shown = (f"{median(x) / tokens * 1e6:.0f}" for x in (seconds[name], predicted))
-        _say(f"| {name} | {' | '.join(shown)} | {Ratio.paired(seconds[name], predicted)} |")
+        say(f"| {name} | {' | '.join(shown)} | {Ratio.paired(seconds[name], predicted)} |")
 
 
 def _cpu_seconds(contender: Contender) -> float:
@@ -181,16 +181,6 @@ def _cpu_seconds(contender: Contender) -> float:
     contender.optimizer.zero_grad()
     dist.all_reduce(used)
     return used.item() / dist.get_world_size()
-
-
-def _in_turn(contenders: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    time_in_turn(contenders, 2)  # warm-up
-    return time_in_turn(contenders, rounds)
-
-
-def _say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
 
 
 FIGURES = {"equal": equal, "time": step_time, "scaling": scaling, "balance": balance, "kernels": kernels}

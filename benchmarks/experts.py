@@ -26,7 +26,7 @@ import meshwright as mw
 from benchmarks import contenders
 from benchmarks.contenders import Contender
 from benchmarks.summary import Ratio
-from benchmarks.timing import Clocked, time_in_turn
+from benchmarks.timing import Clocked, say, time_after_warm_up
 from benchmarks.workload import Workload
 from meshwright.faults.guard import active_guard
 from meshwright.faults.interpose import observe
@@ -100,7 +100,7 @@ def answer_of(contender: Contender) -> Answer:
         gradients = {name: _whole(p.grad) for name, p in contender.model.named_parameters() if p.grad is not None}
     if dist.get_rank():
         return Answer(mean.item(), None, {})  # ours are on the first rank alone
-    norm = torch.stack([x.double().square().sum() for x in gradients.values()]).sum().sqrt()
+    norm = nn.utils.get_total_norm(x.double() for x in gradients.values())
     return Answer(mean.item(), norm.item(), gradients)
 
 
@@ -168,7 +168,7 @@ THEIRS: dict[str, Build] = {STOCK: StockExpertParallel, AUTOEP: AutoEP}
 def equal(workload: ExpertRows, builds: dict[str, Build], rounds: int) -> None:
     """Print how far each contender's first step is from that of one process."""
     expected = answer_of(contenders.OneProcess(workload))
-    _say("| contender | loss | gradient norm | worst gradient |\n|---|---|---|---|")
+    say("| contender | loss | gradient norm | worst gradient |\n|---|---|---|---|")
     for name, build in builds.items():
         found = answer_of(build(workload))
         if dist.get_rank():
@@ -181,28 +181,22 @@ def equal(workload: ExpertRows, builds: dict[str, Build], rounds: int) -> None:
         furthest = max(worst, key=worst.__getitem__, default="")
         shown = f"{worst[furthest]:.1e} ({furthest})" if worst else ""
         loss, norm = found.loss / expected.loss - 1, found.norm / expected.norm - 1
-        _say(f"| {name} | {abs(loss):.1e} | {abs(norm):.1e} | {shown} |")
+        say(f"| {name} | {abs(loss):.1e} | {abs(norm):.1e} | {shown} |")
 
 
 def step_time(workload: ExpertRows, builds: dict[str, Build], rounds: int) -> None:
     """Print each contender's step time, and its ratio to that of the others, in wall and in CPU seconds."""
     clocked = {name: Clocked(build(workload)) for name, build in builds.items()}
-    time_in_turn(clocked, 2)  # warm-up
-    wall = time_in_turn(clocked, rounds)
+    wall = time_after_warm_up(clocked, rounds)
     cpu = {name: contender.seconds[-rounds:] for name, contender in clocked.items()}
     bases = [name for name in THEIRS if name in builds]
     tokens = workload.batch_size * workload.sequence_length
-    _say(f"{tokens} tokens on {dist.get_world_size()} ranks, {rounds} rounds\n")
-    _say(f"| contender | median s | CPU s | {' | '.join(f'/ {base} | CPU' for base in bases)} |")
-    _say("|---|---|---|" + "---|---|" * len(bases))
+    say(f"{tokens} tokens on {dist.get_world_size()} ranks, {rounds} rounds\n")
+    say(f"| contender | median s | CPU s | {' | '.join(f'/ {base} | CPU' for base in bases)} |")
+    say("|---|---|---|" + "---|---|" * len(bases))
     for name in clocked:
         ratios = [str(Ratio.paired(x[name], x[base])) for base in bases for x in (wall, cpu)]
-        _say(f"| {name} | {median(wall[name]):.3f} | {median(cpu[name]):.3f} | {' | '.join(ratios)} |")
-
-
-def _say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+        say(f"| {name} | {median(wall[name]):.3f} | {median(cpu[name]):.3f} | {' | '.join(ratios)} |")
 
 
 FIGURES = {"equal": equal, "time": step_time}

@@ -30,6 +30,18 @@ class Clocked(Contender):
         return loss
 
 
+def say(text: str) -> None:
+    """Print a line of figures at once, on the first rank."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def time_after_warm_up(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
+    """Return the step times of ``time_in_turn`` after two rounds that are not measured."""
+    time_in_turn(contenders, 2)
+    return time_in_turn(contenders, rounds)
+
+
 def time_in_turn(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
     """Return step times in seconds on this rank: contender -> one per round.
 

@@ -13,24 +13,18 @@ where it ended.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
-import torch
-import torch.distributed as dist
 import typer
-from rich.progress import track
 from torch import nn
 
 import meshwright as mw
-from conformance.families.kept_results import KeptResults
+from conformance.families.kept_results import KeptResults, ResultsFile, start_sweep
 from conformance.families.models import DENSE, build, model_types
-from conformance.families.one_device import TIMEOUT, largest_differences
+from conformance.families.one_device import largest_differences
 from conformance.families.parity import TOLERANCE
-from meshwright.mesh.process_group import start_process_group, world_size
+from meshwright.mesh.process_group import world_size
 from meshwright.plan.context_methods import METHODS
 
 Differences = dict[str, float]  # for each kind of rows, the largest relative difference from one device
@@ -49,22 +43,16 @@ def _plan_for(_: nn.Module, method: str) -> mw.ParallelPlan:
 def main(
     method: Annotated[list[str] | None, typer.Option(help="a method; may be given several times")] = None,
     only: Annotated[list[str] | None, typer.Option(help="a family; may be given several times")] = None,
-    results: Annotated[
-        Path | None, typer.Option(help="a file for the results; results that it already has are not computed again")
-    ] = None,
+    results: ResultsFile = None,
 ) -> None:
     """Compare every dense decoder under context parallelism with itself on one device; torchrun starts this program."""
-    warnings.filterwarnings("ignore")
-    start_process_group(torch.device("cpu"), TIMEOUT)
-    is_first = dist.get_rank() == 0
+    is_first = start_sweep()
     families = only or sorted(DENSE.keys() & set(model_types()))
     methods = method or [name for name in METHODS if name != "hybrid" or world_size() >= 4]
     kept = KeptResults[Differences](results)
-    programs = [(family, name) for family in families for name in methods]
-    for family, name in track(programs, "programs", disable=not (is_first and sys.stderr.isatty())):
-        kept.of(f"{family} {name} cp{world_size()}", partial(differences, family, name))
-    refused = {program: found for program, found in kept.results.items() if isinstance(found, str)}
-    compared = {program: found for program, found in kept.results.items() if not isinstance(found, str)}
+    programs = {f"{f} {m} cp{world_size()}": partial(differences, f, m) for f in families for m in methods}
+    kept.run(programs, "programs")
+    compared, refused = kept.compared, kept.refused
     differ = {program: found for program, found in compared.items() if max(found.values()) > TOLERANCE}
     if is_first:
         exact = sum(off <= TOLERANCE for found in compared.values() for off in found.values())

@@ -178,10 +178,10 @@ DRAWS = frozenset({"phimoe"})
 
 def build(model_type: str, **overrides: Any) -> nn.Module:
     """Return a seeded float64 model whose parameters and routing biases are all random."""
-    known = models.default_config(model_type)
-    sizes = {key: value for key, value in SIZES.items() if models.has(known, key)}
-    sizes["experts_implementation"] = "eager"  # torch's grouped matrix multiplication has no float64
-    model = models.build(model_type, seed=_SEEDS.get(model_type, 0), **{**sizes, **EXPERTS[model_type], **overrides})
+    fields = models.known_fields(model_type, SIZES) | EXPERTS[model_type] | overrides
+    # torch's grouped matrix multiplication has no float64.
+    fields = {"experts_implementation": "eager", **fields}
+    model = models.build(model_type, seed=_SEEDS.get(model_type, 0), **fields)
     generator = torch.Generator().manual_seed(1)
     for name, buffer in model.named_buffers():
         if name.endswith(("bias", "biases")):  # corrects which experts are chosen

@@ -10,24 +10,17 @@ Exits with status 1 if a type differs. With ``--results FILE`` a sweep that was 
 
 from __future__ import annotations
 
-import sys
-import warnings
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import torch.distributed as dist
 import typer
-from rich.progress import track
 
 import meshwright as mw
 from conformance.families.expert_models import EXPERTS, build
-from conformance.families.kept_results import KeptResults
+from conformance.families.kept_results import KeptResults, ResultsFile, start_sweep
 from conformance.families.models import model_types
-from conformance.families.one_device import TIMEOUT, largest_differences
+from conformance.families.one_device import largest_differences
 from conformance.families.parity import TOLERANCE
-from meshwright.mesh.process_group import start_process_group
 from meshwright.plan.text import parse_plan
 
 PLANS = ("dp2 zero3", "dp2 ep2", "tp2+sp", "tp2+sp ep2", "pp2", "cp2")
@@ -43,22 +36,18 @@ def difference(family: str, plan: str) -> float:
 def main(
     plan: Annotated[list[str] | None, typer.Option(help="a plan; may be given several times")] = None,
     only: Annotated[list[str] | None, typer.Option(help="a type; may be given several times")] = None,
-    results: Annotated[
-        Path | None, typer.Option(help="a file for the results; results that it already has are not computed again")
-    ] = None,
+    results: ResultsFile = None,
 ) -> None:
     """Compare every type with experts under every axis with itself on one device; torchrun starts this program."""
-    warnings.filterwarnings("ignore")
-    start_process_group(torch.device("cpu"), TIMEOUT)
-    is_first = dist.get_rank() == 0
+    is_first = start_sweep()
     kept = KeptResults[float](results)
     families = only or sorted(EXPERTS.keys() & set(model_types()))
-    programs = [(family, words) for family in families for words in plan or PLANS]
-    for family, words in track(programs, "types with experts", disable=not (is_first and sys.stderr.isatty())):
-        kept.of(f"{family}: {words}", partial(difference, family, words))
-    off = {program: found for program, found in kept.results.items() if not isinstance(found, str)}
+    programs = {
+        f"{family}: {words}": partial(difference, family, words) for family in families for words in plan or PLANS
+    }
+    kept.run(programs, "types with experts")
+    off, refused = kept.compared, kept.refused
     differ = {program: found for program, found in off.items() if found > TOLERANCE}
-    refused = {program: found for program, found in kept.results.items() if isinstance(found, str)}
     if is_first:
         print(f"{len(off) - len(differ)} programs are exact, {len(differ)} differ, {len(refused)} are refused")
         for program, found in (*differ.items(), *refused.items()):

@@ -91,17 +91,16 @@ def _class(message: str) -> str:
 
 def expert_rows(text: str) -> dict[str, list[str]]:
     """Return type -> the other cells of its row, of a page's table of types with experts."""
-    return rows(text.removeprefix(_before(text)).removesuffix(_after(text)))
+    return rows(_parts(text)[1])
 
 
 def without_experts(text: str) -> str:
     """Return a page without its section on types with experts."""
-    return _before(text) + _after(text)
+    before, _, after = _parts(text)
+    return before + after
 
 
-def _before(text: str) -> str:
-    return text.partition(HEADING)[0]
-
-
-def _after(text: str) -> str:
-    return text.partition(HEADING)[2].partition("\n## ")[2]
+def _parts(text: str) -> tuple[str, str, str]:
+    before, _, rest = text.partition(HEADING)
+    own, _, after = rest.partition("\n## ")
+    return before, own, after

@@ -146,8 +146,7 @@ def model_class(model_type: str) -> type:
 def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
     """Return a config of two layers and four heads, without dropout."""
     config_class = CONFIG_MAPPING[model_type]
-    known = default_config(model_type)
-    sizes = {key: value for key, value in SIZES.items() if has(known, key)}
+    sizes = known_fields(model_type, SIZES)
     if model_type == "falcon":  # Falcon computes it
         sizes.pop("head_dim", None)
     config = config_class(**{**sizes, **DENSE.get(model_type, {}), **overrides})
@@ -158,12 +157,18 @@ def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
     return config
 
 
+def known_fields(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return those of ``fields`` that a family's config has."""
+    known = _default(model_type)
+    return {key: value for key, value in fields.items() if _has(known, key)}
+
+
 @functools.cache
-def default_config(model_type: str) -> PretrainedConfig:
+def _default(model_type: str) -> PretrainedConfig:
     return CONFIG_MAPPING[model_type]()
 
 
-def has(config: PretrainedConfig, key: str) -> bool:
+def _has(config: PretrainedConfig, key: str) -> bool:
     try:
         return hasattr(config, key)
     except Exception:  # a per-layer attribute has no single value

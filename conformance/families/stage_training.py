@@ -15,10 +15,8 @@ differs or is refused. With ``--results FILE`` a sweep that was interrupted goes
 from __future__ import annotations
 
 import contextlib
-import warnings
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -27,10 +25,9 @@ import typer
 from torch import Tensor
 
 import meshwright as mw
-from conformance.families.kept_results import KeptResults
-from conformance.families.one_device import TIMEOUT
+from conformance.families.kept_results import TIMEOUT, KeptResults, ResultsFile, start_sweep
 from conformance.families.stages import build_deeper
-from meshwright.mesh.process_group import start_process_group, world_size
+from meshwright.mesh.process_group import world_size
 from meshwright.plan.schedule import SCHEDULES
 from meshwright.verification.float64_modules import in_float64
 from support.exact import relative_difference
@@ -136,15 +133,11 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="a family; may be given several times")] = None,
     plan: Annotated[list[str] | None, typer.Option(help="a plan of the table; may be given several times")] = None,
     schedule: Annotated[list[str] | None, typer.Option(help="a schedule; may be given several times")] = None,
-    results: Annotated[
-        Path | None, typer.Option(help="a file for the results; results that it already has are not computed again")
-    ] = None,
+    results: ResultsFile = None,
 ) -> None:
     """Train families under every plan and schedule, and compare them with one process; torchrun starts this program."""
-    warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    start_process_group(torch.device("cpu"), TIMEOUT)
-    is_first = dist.get_rank() == 0
+    is_first = start_sweep()
     dtype = torch.float32 if float32 else torch.float64
     plans = plan or [label for label in PLANS if plan_of(label, "1f1b").world_size == world_size()]
     kept, programs, equal = KeptResults[float](results), 0, 0

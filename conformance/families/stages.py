@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
-import torch
-import torch.distributed as dist
 import typer
 from rich.progress import track
 from torch import nn
 
 import meshwright as mw
-from conformance.families.kept_results import KeptResults
+from conformance.families.kept_results import KeptResults, ResultsFile, start_sweep
 from conformance.families.models import DENSE, build, model_types
-from conformance.families.one_device import ROWS, TIMEOUT, largest_difference
+from conformance.families.one_device import ROWS, largest_difference
 from conformance.families.parity import TOLERANCE
-from meshwright.mesh.process_group import start_process_group, world_size
+from meshwright.mesh.process_group import world_size
 from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for
 
@@ -81,14 +77,10 @@ def main(
         str | None, typer.Option(help="also share each row over two ranks, by this method of context parallelism")
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="a family; may be given several times")] = None,
-    results: Annotated[
-        Path | None, typer.Option(help="a file for the results; results that it already has are not computed again")
-    ] = None,
+    results: ResultsFile = None,
 ) -> None:
     """Compare every dense decoder over pipeline stages with itself on one device; torchrun starts this program."""
-    warnings.filterwarnings("ignore")
-    start_process_group(torch.device("cpu"), TIMEOUT)
-    is_first = dist.get_rank() == 0
+    is_first = start_sweep()
     families = only or sorted(DENSE.keys() & set(model_types()))
     kept, exact, others = KeptResults[float](results), 0, []
     for family in track(families, "families", disable=not (is_first and sys.stderr.isatty())):

@@ -13,7 +13,7 @@ import typer
 
 from benchmarks.environment import environment
 from conformance.gpu.catalogue import NAMES
-from conformance.gpu.page import page, table_line
+from conformance.gpu.page import HEAD, page, table_line
 from conformance.gpu.runner import Outcome, Runner
 
 
@@ -59,7 +59,7 @@ def main(
     (out / "log.txt").unlink(missing_ok=True)
     runner = Runner(device=device.value, minutes=minutes, plants=plant, log=out / "log.txt")
     machine, found = _machine(device), list[Outcome]()
-    print("| section | state | seconds | found |\n|---|---|---|---|", flush=True)
+    print(HEAD, flush=True)
     for outcome in runner.outcomes(names):
         found.append(outcome)
         print(table_line(outcome), flush=True)

@@ -1,4 +1,4 @@
-"""The sections by name, which are imported only in the process that runs them."""
+"""The sections by name; the process of a section imports no other one."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ from typing import Any
 from conformance.gpu.catalogue import section_named
 from conformance.gpu.runner import Outcome
 
+HEAD = "| section | state | seconds | found |\n|---|---|---|---|"
+
 
 def table_line(outcome: Outcome) -> str:
     """Return a section's line of the table."""
@@ -17,8 +19,7 @@ def table_line(outcome: Outcome) -> str:
 def page(outcomes: Sequence[Outcome], machine: Mapping[str, Any]) -> str:
     """Return the page, in Markdown."""
     facts = [f"- {name}: {value}" for name, value in machine.items()]
-    table = ["| section | state | seconds | found |", "|---|---|---|---|", *map(table_line, outcomes)]
-    parts = ["# What a GPU says", "\n".join(facts), "\n".join(table)]
+    parts = ["# What a GPU says", "\n".join(facts), "\n".join([HEAD, *map(table_line, outcomes)])]
     for outcome in outcomes:
         parts.append(f"## {outcome.name}\n\n{section_named(outcome.name).question}")
         if outcome.checks:

@@ -160,7 +160,7 @@ def _turn(contest: Contest, way: str, device: torch.device, sleep: float) -> Tur
     ids = torch.randint(contest.vocab, (contest.rows, contest.length), generator=generator).to(device)
     first = float(_step(model, optimizer, ids))
     if sleep:
-        model.register_forward_pre_hook(lambda *_: _burn(sleep))
+        model.register_forward_pre_hook(lambda *_: burn(sleep))
     for _ in range(_WARM - 1):
         _step(model, optimizer, ids)
     seconds = []
@@ -190,7 +190,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _burn(seconds: float) -> None:
+def burn(seconds: float) -> None:
+    """Keep the host busy, as a planted fault."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass

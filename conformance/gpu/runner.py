@@ -11,12 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from conformance.gpu.catalogue import section_named
-from conformance.gpu.section import Check
+from conformance.gpu.section import Check, line_of
 
 GRACE = 90.0  # seconds that a section may take longer than its time: imports, its last check, and the end of its ranks
 _LAST = 1500  # characters of the output of a section that crashed
@@ -50,8 +50,7 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the outcome in JSON's types."""
-        own = {name: getattr(self, name) for name in ("name", "state", "line", "seconds", "is_cut", "output")}
-        return {**own, "checks": [check.as_dict() for check in self.checks]}
+        return {**asdict(self), "checks": [check.as_dict() for check in self.checks]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +83,7 @@ class Runner:
         with tempfile.TemporaryDirectory(prefix=f"gpu-{name}-") as folder:
             result, output = Path(folder, "result.jsonl"), Path(folder, "output.txt")
             Path(folder, "work").mkdir()
-            place = {
-                "device": self.device, "seconds": seconds, "folder": f"{folder}/work", "plants": self.plants,
-            }  # fmt: skip
+            place = {"device": self.device, "seconds": seconds, "folder": f"{folder}/work", "plants": self.plants}
             command = [sys.executable, "-m", "conformance.gpu.section_process", name, json.dumps(place), str(result)]
             with output.open("w") as file:
                 code = run_command(command, file.fileno(), seconds + GRACE, self.device)
@@ -110,9 +107,7 @@ class Found:
         """Return how the section ended, from its exit code (None if it was killed after its time) and output."""
         checks = tuple(self.checks)
         state = "passed" if all(check.holds for check in checks) else "failed"
-        found = Outcome(
-            name=name, state=state, line="", seconds=round(seconds, 1), checks=checks, is_cut=self.is_cut
-        )  # fmt: skip
+        found = Outcome(name=name, state=state, line="", seconds=round(seconds, 1), checks=checks, is_cut=self.is_cut)
         if self.missing is not None:
             return replace(found, state="not run", line=self.missing)
         if not self.is_done or code != 0:
@@ -121,7 +116,7 @@ class Found:
             line = f"{end} after {len(checks)} checks: {lines[-1] if lines else 'it printed nothing'}"
             return replace(found, state="hung" if code is None else "crashed", line=line, output=said[-_LAST:])
         cut = "; the others were left out, since the time was over" if self.is_cut else ""
-        return replace(found, line=section_named(name).verdict(checks) + cut)
+        return replace(found, line=line_of(checks) + cut)
 
 
 def read_result(result: Path) -> Found:

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -83,8 +83,8 @@ class Check:
         return {**asdict(self), "holds": self.holds}
 
 
-class Section(Protocol):
-    """A part of the command that runs alone and ends in one line of a table.
+class Section:
+    """A part of the command that runs alone and ends in one line of a table; the base class of all sections.
 
     Attributes:
         name: its name on the command line.
@@ -98,12 +98,11 @@ class Section(Protocol):
 
     def needs(self, place: Place) -> str | None:
         """Return what is missing for the section to run here; None if it can run."""
+        return None
 
     def run(self, place: Place) -> Iterator[Check]:
         """Yield the checks as they are done."""
-
-    def verdict(self, checks: Sequence[Check]) -> str:
-        """Return the section's line of the table, from its checks."""
+        raise NotImplementedError
 
 
 def attempt(what: str, run: Callable[..., Check | Iterable[Check]], *args: object) -> Iterator[Check]:
@@ -124,8 +123,8 @@ def attempt(what: str, run: Callable[..., Check | Iterable[Check]], *args: objec
         yield Check(what=f"{what}: errors that ended it", figure=1.0, goal=0.0, note=note)
 
 
-def worst(checks: Sequence[Check]) -> Check | None:
-    """Return the check that is furthest from its goal; None if no check has a goal."""
+def line_of(checks: Sequence[Check]) -> str:
+    """Return a section's line of the table: how many goals are reached, and the figure furthest from its goal."""
 
     def distance(check: Check) -> float:
         assert check.goal is not None
@@ -135,14 +134,8 @@ def worst(checks: Sequence[Check]) -> Check | None:
             return check.goal / check.figure if check.figure else float("inf")
         return check.figure / check.goal if check.goal else float(check.figure > 0)
 
-    return max((check for check in checks if check.goal is not None), key=distance, default=None)
-
-
-def line_of(checks: Sequence[Check]) -> str:
-    """Return the usual verdict: how many goals are reached, and the figure that is furthest from its goal."""
     judged = [check for check in checks if check.goal is not None]
-    furthest = worst(judged)
-    if furthest is None:
+    if not judged:
         return f"{len(checks)} figures, none of which has a goal here"
-    held = sum(check.holds for check in judged)
+    furthest, held = max(judged, key=distance), sum(check.holds for check in judged)
     return f"{held} of {len(judged)} hold; furthest from its goal: {furthest.what}, {furthest.words}"

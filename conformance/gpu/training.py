@@ -7,17 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
 from meshwright.choose.given_plan import resolve_plan
 from meshwright.verification.float64_modules import in_float64
+from support.exact import gradient_differences, relative_difference
+from support.short_programs import gradients_of, weights_of
 
 ROWS, LENGTH, STEPS = 4, 16, 2
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "max_position_embeddings": 64, "use_cache": False,
+    "num_key_value_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
 # What a family needs besides, so that a sharded vocabulary, biases and experts are there.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -87,20 +89,16 @@ def trained(plan: str | None, dtype: torch.dtype, device: str, family: str = "ll
             loss.backward()
             found.losses.append(loss.item())
             if step == 0:  # only rank 0 gets them
-                found.gradients = _on_host(mw.full_gradients(model) if plan is not None else _gradients(model))
+                found.gradients = _on_host(gradients_of(model, plan))
             found.norms.append(float(mw.clip_grad_norm_(model, 0.5)))
             optimizer.step()
             optimizer.zero_grad()
-        found.weights = _on_host(mw.full_state_dict(model) if plan is not None else model.state_dict())
+        found.weights = _on_host(weights_of(model, plan))
     return found
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.detach().double().cpu().clone() for name, x in tensors.items()}
+    return {name: x.double().cpu() for name, x in tensors.items()}
 
 
 def largest_difference(actual: Numbers, expected: Numbers, *, weights: bool) -> float:
@@ -112,17 +110,11 @@ def largest_difference(actual: Numbers, expected: Numbers, *, weights: bool) -> 
         weights: whether to compare the weights after the steps too. AdamW divides by the size of a gradient, so that
             the rounding of one that is almost zero moves a weight as far as a large one.
     """
-    assert actual.gradients.keys() == expected.gradients.keys(), "a parameter has a gradient in one run only"
     numbers = zip(actual.losses + actual.norms, expected.losses + expected.norms, strict=True)
     found = [abs(a - b) / abs(b) for a, b in numbers]
-    largest = max(float(x.abs().max()) for x in expected.gradients.values())
-    for name, x in expected.gradients.items():
-        own = float(x.abs().max())
-        # A key's bias has a gradient of zero but for rounding, which is compared with the largest of all.
-        scale = own if own > 1e-6 * largest else largest
-        found.append(float((actual.gradients[name] - x).abs().max()) / scale)
-    for name, x in expected.weights.items() if weights else ():
-        found.append(float((actual.weights[name] - x).abs().max() / x.abs().max()))
+    found += gradient_differences(actual.gradients, expected.gradients, rounding=1e-6).values()
+    if weights:
+        found += [relative_difference(actual.weights[name], x) for name, x in expected.weights.items()]
     return max(found) if all(value == value for value in found) else float("nan")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def size(plan: dict[str, Any]) -> int:
-    return math.prod(plan.get(axis, 1) for axis in ("dp", "tp", "cp", "pp"))
+    return mw.ParallelPlan(**plan).world_size
 
 
 def on(plan: dict[str, Any], pools: dict[int, Any], function: Any, *args: Any) -> Any:

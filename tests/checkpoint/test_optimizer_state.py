@@ -119,7 +119,7 @@ def resume(plan: dict[str, Any], folder: Path, *, loads: bool = True, **options:
 
 def on(plan: dict[str, Any], pools: dict[int, Any], function: Any, *args: Any, **kwargs: Any) -> Any:
     """Rank 0's result under a plan; one process without a launcher for the empty one."""
-    size = plan.get("dp", 1) * plan.get("tp", 1) * plan.get("pp", 1)
+    size = mw.ParallelPlan(**plan).world_size
     return pools[size].run(function, plan, *args, **kwargs)[0] if plan else function(plan, *args, **kwargs)
 
 

@@ -22,7 +22,7 @@ from support.models import build, labels_for, tokens
 from support.parity import crossed, pool_for
 from support.replicas import uncompared
 from support.tiers import crossings
-from support.whole_runs import differences, train_whole, with_adapters
+from support.whole_runs import assert_equals_one_process, differences, train_whole, with_adapters
 
 TOLERANCE = 1e-10
 TP = {"tp": 2, "sequence_parallel": True}
@@ -108,8 +108,7 @@ def reference(model_name: str, *, adapters: bool = False) -> dict[str, Tensor]:
 )
 def test_equals_one_process(model_name: str, plan_name: str, request: pytest.FixtureRequest) -> None:
     results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], model_name)
-    found = differences(results, reference(model_name))
-    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+    assert_equals_one_process(results, reference(model_name))
 
 
 @pytest.mark.parametrize("plan_name", ["cp2 x tp2+sp, gather", "cp2 x dp2+zero1, recompute"])

@@ -39,10 +39,11 @@ from meshwright.roles.decoder import towers_beside
 from support.anatomies import LENGTH, MODELS, build, collate, llama, loader, samples
 from support.exact import Float64, relative_difference
 from support.models import SIZES
-from support.parity import TOLERANCE, pool_for
+from support.parity import pool_for
+from support.planted_experts import FAULTS
 from support.short_programs import gradients_of
 from support.tiers import crossing, crossings
-from support.whole_runs import differences, train_whole
+from support.whole_runs import assert_equals_one_process, differences, train_whole
 
 PLANS: dict[str, dict[str, Any]] = {
     "tp2+sp": {"tp": 2, "sequence_parallel": True},
@@ -161,8 +162,7 @@ MIDDLE = [
 )
 def test_equals_one_process(name: str, plan_name: str, request: pytest.FixtureRequest) -> None:
     results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], name)
-    found = differences(results, reference(name))
-    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+    assert_equals_one_process(results, reference(name))
 
 
 def train_without_sums(plan: dict[str, Any]) -> dict[str, Tensor]:
@@ -177,12 +177,8 @@ def train_without_sums(plan: dict[str, Any]) -> dict[str, Tensor]:
 
 def train_without_scale(plan: dict[str, Any]) -> dict[str, Tensor]:
     """A fault: the gradients of experts are not divided by the number of ranks that share them."""
-    make = thawing.GradientSync
-    thawing.GradientSync = lambda *args, scale=1.0, **options: make(*args, **options)
-    try:
+    with FAULTS["gradients of experts are not divided by ep"].plant():
         return train(plan, "mixtral")
-    finally:
-        thawing.GradientSync = make
 
 
 def train_with_all_tokens(plan: dict[str, Any]) -> dict[str, Tensor]:
@@ -209,7 +205,7 @@ def test_copies_of_experts_that_are_not_summed_are_named(pool4: Any) -> None:
 
 
 BALANCED = "olmoe, balanced"
-# The plan, and which rows are in each micro-batch. A rank of dp4 has a row that only keeps it in step, as rank 0 has
+# The plan, and which rows are in each micro-batch. A rank of dp4 has a row that only keeps it in step, as rank 0
 # has in its first micro-batch of one row.
 MICRO_BATCHES: list[tuple[dict[str, Any], list[list[int]]]] = [
     ({"dp": 2}, [[0, 1, 2, 3, 4]]),
@@ -257,8 +253,7 @@ def balance(plan: dict[str, Any] | None, groups: list[list[int]]) -> dict[str, T
 def test_a_load_balancing_loss_is_that_of_all_tokens(
     plan: dict[str, Any], groups: list[list[int]], request: pytest.FixtureRequest
 ) -> None:
-    found = differences(pool_for(plan, request).run(balance, plan, groups), balance(None, groups))
-    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+    assert_equals_one_process(pool_for(plan, request).run(balance, plan, groups), balance(None, groups))
 
 
 def balance_locally(plan: dict[str, Any], groups: list[list[int]]) -> dict[str, Tensor]:
@@ -364,8 +359,7 @@ def route_again(plan: dict[str, Any] | None, *, replays: bool = True) -> dict[st
     ],
 )
 def test_a_layer_that_runs_again_chooses_the_same_experts(plan: dict[str, Any], pool2: Any) -> None:
-    found = differences(pool2.run(route_again, plan), route_again(None))
-    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+    assert_equals_one_process(pool2.run(route_again, plan), route_again(None))
 
 
 def test_a_layer_that_chooses_other_experts_would_be_caught(pool2: Any) -> None:

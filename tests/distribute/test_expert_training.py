@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +17,7 @@ from torch import Tensor
 
 import meshwright as mw
 from harness import WorkerPool
-from meshwright.layout.row_layout import RowLayout
-from meshwright.optim import gradients
-from meshwright.parallel import expert_slices
-from meshwright.parallel.collectives import unsplit_rows
-from meshwright.parallel.expert_slices import OutputBiasOnce
-from meshwright.roles.blocks import experts
+from support import planted_experts
 from support.anatomies import EXPERTS, LENGTH
 from support.exact import Float64, relative_difference
 from support.models import SIZES, labels_for, tokens
@@ -154,37 +148,18 @@ def test_three_ranks_share_eight_experts() -> None:
         pool.close()
 
 
-def rows_as_one_piece(size: int, ranks: int, dim: int = 0, **_: Any) -> RowLayout:
-    return RowLayout.padded(size, ranks, dim)
-
-
-FAULTS: dict[str, tuple[str, str, Any]] = {
-    "the norm counts experts once for each rank of dp": (
-        "gpt_oss",
-        "dp2 tp2+sp ep4",
-        lambda: mock.patch.object(gradients, "stepped_over", lambda layout, mesh: mesh.tokens),
-    ),
-    "the gradient of tokens is not summed over the slices of an expert": (
-        "qwen3_moe",
-        "dp4 etp2 zero1",
-        lambda: mock.patch.object(expert_slices, "gather_rows", unsplit_rows),
-    ),
-    "each slice adds the whole output bias": (
-        "gpt_oss",
-        "dp4 ep2 etp2",
-        lambda: mock.patch.object(OutputBiasOnce, "__call__", lambda self, *args: self.method(*args)),
-    ),
-    "gate and up are cut as one piece": (
-        "qwen3_moe",
-        "dp4 etp2 zero1",
-        lambda: mock.patch.object(experts.RowLayout, "even", rows_as_one_piece),
-    ),
+# Planted faults, each with a family and a plan under which it shows.
+FAULTS: dict[str, tuple[str, str]] = {
+    "a norm that counts experts once per rank of dp": ("gpt_oss", "dp2 tp2+sp ep4"),
+    "the gradient of a token is not summed over slices of experts": ("qwen3_moe", "dp4 etp2 zero1"),
+    "the bias of experts on every rank": ("gpt_oss", "dp4 ep2 etp2"),
+    "gate and up are cut as one piece": ("qwen3_moe", "dp4 etp2 zero1"),
 }
 
 
 def first_step_with(fault: str) -> dict[str, Tensor]:
-    family, plan, planted = FAULTS[fault]
-    with planted():
+    family, plan = FAULTS[fault]
+    with planted_experts.FAULTS[fault].plant():
         return train(PLANS[plan], family, steps=1)
 
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch import Tensor
 
 import meshwright as mw
 from meshwright.distribute.cuts import structure_of
-from meshwright.parallel.structure import DecoderStructure, TensorLayout
+from meshwright.parallel.structure import DecoderStructure
 from support.exact import Float64
 from support.hybrid_models import FAMILIES, build, loader
-from support.parity import TOLERANCE, pool_for
+from support.parity import pool_for
 from support.tiers import crossings
-from support.whole_runs import differences, train_whole
+from support.whole_runs import assert_equals_one_process, differences, summed_over_tp, train_whole
 
 PLANS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -38,9 +37,7 @@ def train(plan: dict[str, Any] | None, family: str) -> dict[str, Tensor]:
         return train_whole(build(family), plan, loader)
 
 
-@functools.cache
-def reference(family: str) -> dict[str, Tensor]:
-    return train(None, family)
+reference = functools.cache(functools.partial(train, None))
 
 
 @pytest.mark.parametrize(
@@ -48,14 +45,12 @@ def reference(family: str) -> dict[str, Tensor]:
 )
 def test_equals_one_process(family: str, plan_name: str, request: pytest.FixtureRequest) -> None:
     results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], family)
-    found = differences(results, reference(family))
-    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+    assert_equals_one_process(results, reference(family))
 
 
 def train_with_sums(plan: dict[str, Any], family: str) -> dict[str, Tensor]:
     """A fault: the gradients of modules that each rank has whole are summed over tp."""
-    whole = TensorLayout.whole
-    with mock.patch.object(TensorLayout, "whole", lambda x, ranks=1, **_: whole(x, ranks, addends=frozenset(("tp",)))):
+    with summed_over_tp():
         return train(plan, family)
 
 

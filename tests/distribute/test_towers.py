@@ -18,8 +18,7 @@ from meshwright.roles import find_decoder
 from support.anatomies import IMAGE, LENGTH, build, collate, llama, loader, samples
 from support.exact import Float64
 from support.models import SIZES, tokens
-from support.parity import TOLERANCE
-from support.whole_runs import differences, train_whole
+from support.whole_runs import assert_equals_one_process, train_whole
 
 
 def test_micro_batches_take_the_images_of_their_rows() -> None:
@@ -155,8 +154,7 @@ def train_torchs_attention(plan: dict[str, Any] | None) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("plan", [{"dp": 2, "zero_stage": 3}, {"pp": 2}], ids=str)
 def test_a_tower_with_torchs_attention(plan: dict[str, Any], pool2: Any) -> None:
-    found = differences(pool2.run(train_torchs_attention, plan), train_torchs_attention(None))
-    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+    assert_equals_one_process(pool2.run(train_torchs_attention, plan), train_torchs_attention(None))
 
 
 def step_that_reads_positions() -> None:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch import Tensor
 
-from meshwright.parallel.structure import TensorLayout
 from support.exact import Float64
-from support.parity import TOLERANCE, pool_for
+from support.parity import pool_for
 from support.tiers import crossings
 from support.vision_models import FAMILIES, build, loader
-from support.whole_runs import differences, train_whole
+from support.whole_runs import assert_equals_one_process, differences, summed_over_tp, train_whole
 
 PLANS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -39,9 +37,7 @@ def train(plan: dict[str, Any] | None, family: str, *, freezes_tower: bool = Fal
         return train_whole(build(family, freezes_tower=freezes_tower), plan, functools.partial(loader, family))
 
 
-@functools.cache
-def reference(family: str, **options: bool) -> dict[str, Tensor]:
-    return train(None, family, **options)
+reference = functools.cache(functools.partial(train, None))
 
 
 @pytest.mark.parametrize(
@@ -49,14 +45,12 @@ def reference(family: str, **options: bool) -> dict[str, Tensor]:
 )
 def test_equals_one_process(family: str, plan_name: str, request: pytest.FixtureRequest) -> None:
     results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], family)
-    found = differences(results, reference(family))
-    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+    assert_equals_one_process(results, reference(family))
 
 
 def train_with_sums(plan: dict[str, Any], family: str) -> dict[str, Tensor]:
     """A fault: the gradients of a tower, which each rank has whole, are summed over tp."""
-    whole = TensorLayout.whole
-    with mock.patch.object(TensorLayout, "whole", lambda x, ranks=1, **_: whole(x, ranks, addends=frozenset(("tp",)))):
+    with summed_over_tp():
         return train(plan, family)
 
 
@@ -74,5 +68,4 @@ def train_frozen(plan: dict[str, Any] | None) -> dict[str, Tensor]:
 def test_a_frozen_tower(pool2: Any) -> None:
     results = pool2.run(train_frozen, PLANS["tp2+sp"])
     assert not any(name.startswith("gradient of model.vision_tower") for name in results[0])
-    found = differences(results, train_frozen(None))
-    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+    assert_equals_one_process(results, train_frozen(None))

@@ -28,7 +28,7 @@ from meshwright.parallel.token_dispatchers import RunExperts, TokenDispatcher
 from support.anatomies import build, loader
 from support.exact import Float64, relative_difference
 from support.parity import TOLERANCE
-from support.whole_runs import differences, train_whole
+from support.whole_runs import assert_equals_one_process, train_whole
 
 RANKS, EXPERTS, SLOTS, WIDTH = 2, 6, 3, 8
 Case = tuple[str, str, tuple[int, int], bool]  # dispatcher, the module's own code, tokens of each rank, is one-sided
@@ -219,8 +219,7 @@ def train(plan: dict[str, Any] | None, name: str, dispatcher: str = "all_to_all"
     ],
 )
 def test_other_dispatchers_train_as_one_process(name: str, plan_name: str, dispatcher: str, pool2: Any) -> None:
-    found = differences(pool2.run(train, PLANS[plan_name], name, dispatcher), train(None, name))
-    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+    assert_equals_one_process(pool2.run(train, PLANS[plan_name], name, dispatcher), train(None, name))
 
 
 def test_a_dispatcher_that_cannot_be_is_refused() -> None:

@@ -21,9 +21,8 @@ from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts
 from support.anatomies import build, loader
 from support.exact import Float64
-from support.parity import TOLERANCE
 from support.tiers import crossings
-from support.whole_runs import differences, train_whole
+from support.whole_runs import assert_equals_one_process, train_whole
 
 TARGETS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "o_proj"]},
@@ -58,8 +57,7 @@ reference = functools.cache(functools.partial(train, None))
     ),
 )
 def test_adapters_equal_one_process(kind: str, plan: str, pool2: Any) -> None:
-    found = differences(pool2.run(train, plan, kind), reference(kind))
-    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
+    assert_equals_one_process(pool2.run(train, plan, kind), reference(kind))
 
 
 def test_what_calls_adapted_experts_makes_the_choices_of_forward_again() -> None:

@@ -5,6 +5,7 @@ Tolerance 1e-10 in float64, relative to a tensor's largest value: only the order
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ import meshwright as mw
 from conformance.families.expert_models import EXPERTS, build
 from conformance.families.experts import PLANS, difference
 from conformance.families.experts_page import REFUSED, expert_rows
+from conformance.families.kept_results import KeptResults
 from conformance.families.models import model_types
 from conformance.families.page import PAGE
 from conformance.families.parity import TOLERANCE
-from meshwright.optim import thawing
 from meshwright.roles.blocks.experts import check_experts, roles_of_experts
+from support.planted_experts import FAULTS
 from support.tiers import crossings
 
 FAMILIES = sorted(EXPERTS.keys() & set(model_types()))  # an older transformers lacks the newest
@@ -32,13 +34,8 @@ SOME = [("gpt_oss", "tp2+sp ep2"), ("gemma4_text", "tp2+sp ep2"), ("llama4_text"
 
 def verdicts(programs: list[tuple[str, str]]) -> list[float | str]:
     """Return the difference of each program, or why it is refused."""
-    found: list[float | str] = []
-    for family, plan in programs:
-        try:
-            found.append(difference(family, plan))
-        except mw.PlanError as error:
-            found.append(str(error))
-    return found
+    kept = KeptResults[float](None)
+    return [kept.of(f"{family}: {plan}", partial(difference, family, plan)) for family, plan in programs]
 
 
 @pytest.mark.parametrize("chunk", crossings(CHUNKS), ids=lambda chunk: f"{chunk[0]} and so on")
@@ -58,12 +55,8 @@ def test_some_equal_one_device(pool2: Any) -> None:
 
 def without_scale(family: str) -> float:
     """A fault: the gradients of experts are not divided by the number of ranks that share them."""
-    make = thawing.GradientSync
-    thawing.GradientSync = lambda *args, scale=1.0, **options: make(*args, **options)  # type: ignore[misc,assignment]
-    try:
+    with FAULTS["gradients of experts are not divided by ep"].plant():
         return difference(family, "dp2 ep2")
-    finally:
-        thawing.GradientSync = make  # type: ignore[misc]
 
 
 def test_a_wrong_answer_would_be_caught(pool2: Any) -> None:

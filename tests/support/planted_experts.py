@@ -24,6 +24,7 @@ from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim import gradients, thawing
 from meshwright.optim.zero_optimizer import ReduceScatter
 from meshwright.parallel import expert_dispatch, expert_slices, load_balancing
+from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.expert_dispatch import ExpertDispatch
 from meshwright.parallel.expert_slices import OutputBiasOnce
@@ -134,7 +135,7 @@ def _routed_again() -> AbstractContextManager[object]:
     call = ExpertDispatch.__call__
 
     def call_again(self: ExpertDispatch, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             index = index.roll(1, 0)
         return call(self, hidden, index, weights)
 

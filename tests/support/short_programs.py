@@ -77,11 +77,11 @@ def losses_of(
     return losses
 
 
-def weights_of(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+def weights_of(model: nn.Module, plan: object) -> dict[str, Tensor]:
     return {n: w.clone() for n, w in model.state_dict().items()} if plan is None else mw.full_state_dict(model)
 
 
-def gradients_of(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+def gradients_of(model: nn.Module, plan: object) -> dict[str, Tensor]:
     found = {n: p.grad for n, p in model.named_parameters()} if plan is None else mw.full_gradients(model)
     return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
 

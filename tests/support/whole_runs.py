@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.layout.tensor_layout import TensorLayout
 from support.exact import relative_difference
+from support.parity import TOLERANCE
 from support.short_programs import gradients_of
 
 Batches = Callable[[], list[dict[str, Tensor]]]
@@ -69,6 +73,12 @@ def train_whole(
     return found | {f"weight {name}": value.clone() for name, value in weights.items()}
 
 
+def summed_over_tp() -> AbstractContextManager[object]:
+    """A fault: the gradients of modules that each rank has whole are summed over tp."""
+    whole = TensorLayout.whole
+    return mock.patch.object(TensorLayout, "whole", lambda x, ranks=1, **_: whole(x, ranks, addends=frozenset(("tp",))))
+
+
 def differences(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> dict[str, float]:
     """The relative difference of each result of rank 0; what every rank has must be equal on all ranks."""
     actual = results[0]
@@ -77,6 +87,11 @@ def differences(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -
     everywhere = [name for name in actual if name.startswith(("loss", "norm", "evaluation"))]
     assert all(torch.equal(result[name], actual[name]) for result in results for name in everywhere)
     return {name: relative_difference(actual[name], expected[name]) for name in actual}
+
+
+def assert_equals_one_process(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    found = differences(results, expected)
+    assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
 
 
 def _real(batch: dict[str, Tensor], logits: Tensor) -> Tensor:

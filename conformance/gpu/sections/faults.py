@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from conformance.gpu.section import Check, Place, attempt, line_of
+from conformance.gpu.section import Check, Place, Section, attempt
 from conformance.gpu.training import batches, new_model
 from harness.programs import mark_fault, run_program
 from meshwright.choose.given_plan import resolve_plan
@@ -24,15 +24,12 @@ _WHOLE = 150.0  # seconds for a program: imports, a context on the GPU, and the 
 _TOO_MUCH = 1 << 50  # bytes that no device has
 
 
-class Faults:
+class Faults(Section):
     """Runs programs of two ranks, one of which fails."""
 
     name = "faults"
     question = "If a rank is killed or runs out of memory, do all ranks end in time and name it?"
     share = 2.0
-
-    def needs(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place) -> Iterator[Check]:
         for plan in _PLANS:
@@ -41,9 +38,6 @@ class Faults:
             ):  # fmt: skip
                 case = Case(plan, f"{plan}: rank 1 {what}", fail, words)
                 yield from attempt(case.what, case.ended, place)
-
-    def verdict(self, checks: Sequence[Check]) -> str:
-        return line_of(checks)
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class Case:
             *([f"rank 0 ended after {other.after:.0f} s"] if other.after > _IN_TIME else []),
         ]
         if wrong:
-            print("\n".join(outcome.output for outcome in outcomes), flush=True)
+            print("\n".join(outcome.output for outcome in outcomes))
         return Check(
             what=f"{self.what}: what is wrong on the other",
             figure=len(wrong),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from benchmarks.host_time import PLANS, per_layer
-from conformance.gpu.races import Contest, race
+from conformance.gpu.races import Contest, burn, race
 from conformance.gpu.ranks import rank_pools
-from conformance.gpu.section import Check, Place, line_of
+from conformance.gpu.section import Check, Place, Section
 
 # A step of a stock model is almost all Python here, and a plan adds hooks, collectives and what the ranks compare.
 _MOST = 3.0  # times of the stock model's host time that a plan may add
@@ -24,15 +23,12 @@ _NARROW = Contest(
 )  # fmt: skip
 
 
-class HostTime:
+class HostTime(Section):
     """Measures CPU time per layer with a fake process group, which needs no device."""
 
     name = "host"
     question = "How much CPU time does a layer cost the host under a plan, beside the stock model?"
     share = 2.0
-
-    def needs(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place) -> Iterator[Check]:
         torch.set_num_threads(1)
@@ -52,15 +48,7 @@ class HostTime:
                 yield Check(what=f"{_NARROW.name}: {name}", figure=1e3 * turn.seconds / _NARROW.layers,
                             unit="ms per layer")  # fmt: skip
 
-    def verdict(self, checks: Sequence[Check]) -> str:
-        return line_of(checks)
-
 
 def _busy(model: Any) -> None:
-    def wait(*_: object) -> None:
-        end = time.thread_time() + _BUSY
-        while time.thread_time() < end:
-            pass
-
     for layer in model.model.layers:
-        layer.register_forward_hook(wait)
+        layer.register_forward_hook(lambda *_: burn(_BUSY))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conformance.gpu.section import Check, Place, attempt, line_of
+from conformance.gpu.section import Check, Place, Section, attempt
 from meshwright.context.flash import FlashCall, flash_attention, has_flash
 from meshwright.context.key_exchange import WholeKeys
 from meshwright.mesh.axes import Axis
@@ -73,23 +73,17 @@ def kernels(place: Place) -> Iterator[Kernel]:
     )
 
 
-class Kernels:
+class Kernels(Section):
     """Compares each kernel's results and gradients, and measures its time and memory."""
 
     name = "kernels"
     question = "Are the kernels as exact as plain operations, against float64, and how fast and full are they?"
     share = 1.5
 
-    def needs(self, place: Place) -> str | None:
-        return None
-
     def run(self, place: Place) -> Iterator[Check]:
         dtype = torch.bfloat16 if place.is_cuda else torch.float32
         for kernel in kernels(place):
             yield from attempt(kernel.name, _checks, kernel, dtype, place)
-
-    def verdict(self, checks: Sequence[Check]) -> str:
-        return line_of(checks)
 
 
 def _checks(kernel: Kernel, dtype: torch.dtype, place: Place) -> Iterator[Check]:

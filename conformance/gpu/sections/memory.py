@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from conformance.gpu.ranks import RankPools, rank_pools
-from conformance.gpu.section import Check, Place, attempt, line_of
+from conformance.gpu.section import Check, Place, Section, attempt
 from meshwright.choose.given_plan import resolve_plan
 from meshwright.plan.config import ParallelPlan
 from meshwright.planner.candidate import Candidate
@@ -39,7 +39,7 @@ class Case:
         return f"{self.plan}, {str(self.dtype).removeprefix('torch.')}, {self.rows} x {self.length}"
 
     def smaller(self) -> Case:
-        return Case(self.plan, self.dtype, self.rows, self.length // 8)
+        return replace(self, length=self.length // 8)
 
 
 CASES = (
@@ -67,24 +67,18 @@ _SMALL = {
 }  # fmt: skip
 
 
-class MemoryUse:
+class MemoryUse(Section):
     """Compares the peak of a step with the planner's estimate, case by case."""
 
     name = "memory"
     question = "Is the peak of a step what the planner expects: on a GPU the allocator's, on a CPU that of a trace?"
     share = 4.0
 
-    def needs(self, place: Place) -> str | None:
-        return None
-
     def run(self, place: Place) -> Iterator[Check]:
         with rank_pools() as pools:
             for given in CASES:
                 case, sizes = (given, _LARGE) if place.is_cuda else (given.smaller(), _SMALL)
                 yield from attempt(case.name, _compared, case, sizes, place, pools)
-
-    def verdict(self, checks: Sequence[Check]) -> str:
-        return line_of(checks)
 
 
 def _compared(case: Case, sizes: dict[str, int], place: Place, pools: RankPools) -> Check:

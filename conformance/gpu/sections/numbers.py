@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from conformance.gpu.ranks import RankPools, rank_pools
-from conformance.gpu.section import Check, Place, attempt, line_of
+from conformance.gpu.section import Check, Place, Section, attempt
 from conformance.gpu.training import Numbers, largest_difference, relative_error, trained
 from meshwright.choose.given_plan import resolve_plan
 
@@ -44,15 +44,12 @@ _HALF = 1.3
 _FAULT = 1.001  # the factor of a planted fault
 
 
-class NumbersOfPlans:
+class NumbersOfPlans(Section):
     """Trains each plan in three precisions."""
 
     name = "numbers"
     question = "Does each kind of plan give the numbers of one process, on this device?"
     share = 4.0
-
-    def needs(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place) -> Iterator[Check]:
         with rank_pools() as pools:
@@ -65,9 +62,6 @@ class NumbersOfPlans:
                 for backend in ("gloo", "nccl") if ranks <= place.gpus else ("gloo",):
                     case = _Case(plan, family, backend)
                     yield from attempt(case.name, case.checks, references, place)
-
-    def verdict(self, checks: Sequence[Check]) -> str:
-        return line_of(checks)
 
 
 @dataclass(frozen=True)

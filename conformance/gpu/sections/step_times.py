@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from conformance.gpu.races import OURS, Contest, Turn, is_installed, race
 from conformance.gpu.ranks import RankPools, rank_pools
-from conformance.gpu.section import Check, Place, attempt, line_of
+from conformance.gpu.section import Check, Place, Section, attempt
 from meshwright.calibration.measure import calibrate
 from meshwright.choose.picked_plan import device_at_hand
 from meshwright.planner.candidate import Candidate, Job
@@ -42,7 +42,7 @@ _LATE = 1.0  # seconds of a planted fault
 _LOSS = {"cpu": 1e-5, "cuda": 5e-3}
 
 
-class StepTimes:
+class StepTimes(Section):
     """Calibrates the device, and times models of several sizes."""
 
     name = "time"
@@ -51,9 +51,6 @@ class StepTimes:
         "without Meshwright, with the same loss?"
     )
     share = 8.0
-
-    def needs(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place) -> Iterator[Check]:
         seconds = max(_SHORTEST, _CALIBRATION * place.seconds) if place.is_cuda else _SHORTEST
@@ -64,9 +61,6 @@ class StepTimes:
             for contest in _CONTESTS if place.is_cuda else _TINY:
                 able = tuple(way for way in ways if is_installed(way) and not (contest.adapters and way == "liger"))
                 yield from attempt(contest.name, _raced, contest, able, profiles, place, pools)
-
-    def verdict(self, checks: Sequence[Check]) -> str:
-        return line_of(checks)
 
 
 def _raced(

@@ -7,7 +7,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import meshwright as mw
 from conformance.gpu.ranks import RankPools, rank_pools
-from conformance.gpu.section import Check, Place, attempt, line_of
+from conformance.gpu.section import Check, Place, Section, attempt
 from conformance.gpu.training import Numbers, batches, largest_difference, new_model, trained
 from meshwright.choose.given_plan import resolve_plan
 
@@ -26,15 +26,12 @@ _SLOW = 150.0  # seconds for the checker, which runs kernels tens of times slowe
 _BAD = 9  # the exit code with which the checker reports an error
 
 
-class Streams:
+class Streams(Section):
     """Compares what is done beside training with the same done alone."""
 
     name = "streams"
     question = "Is a checkpoint that is written while training goes on, and a step on a second stream, what it must be?"
     share = 2.0
-
-    def needs(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place) -> Iterator[Check]:
         with rank_pools() as pools:
@@ -42,9 +39,6 @@ class Streams:
                 yield from attempt(plan, _saved, plan, place, pools)
             yield from attempt("a second stream", _streamed, place, pools)
         yield from attempt("small steps", _checked_memory, place)
-
-    def verdict(self, checks: Sequence[Check]) -> str:
-        return line_of(checks)
 
 
 def _saved(plan: str, place: Place, pools: RankPools) -> Check:
@@ -107,8 +101,12 @@ def _checked_memory(place: Place) -> Check:
         command = [checker, "--tool", "memcheck", "--error-exitcode", str(_BAD), *command]
     what = f"small steps {f'under {_CHECKER}' if checker else 'alone'}: exit code"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SLOW, check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_SLOW, check=False
+        )
     except subprocess.TimeoutExpired:
         return Check(what=what, figure=float("nan"), note=f"not done within {_SLOW:g} s, which says nothing")
-    note = "" if checker or not place.is_cuda else f"{_CHECKER} is not installed"
-    return Check(what=what, figure=done.returncode, goal=0.0, note=note or done.stdout.strip().splitlines()[-1][:200])
+    print(done.stdout)
+    last = done.stdout.strip().rpartition("\n")[2][:200]
+    note = last if checker or not place.is_cuda else f"{_CHECKER} is not installed"
+    return Check(what=what, figure=done.returncode, goal=0.0, note=note)

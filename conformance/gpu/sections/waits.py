@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
 from conformance.gpu.ranks import RankPools, rank_pools
-from conformance.gpu.section import Check, Place, attempt, line_of
+from conformance.gpu.section import Check, Place, Section, attempt
 from support.cuda_steps import FAULTS, LENGTH, PROGRAMS, ROWS, SIZES
 
-# Names of the programs that the tests trace; those with dropout and adapters have randomness on the device.
+# Names of the programs that the tests trace; the one with dropout has randomness on the device.
 _PROGRAMS = (
     "dp2", "dp2 zero1 bf16", "dp2 zero3 bf16", "tp2+sp", "tp2+sp dropout", "cp2 ring", "pp2", "dp2 accumulate",
     "dp2 zero2", "tp2+sp autocast", "cp2 ulysses tp2+sp zero3", "pp2 zb-h1", "dp2 tp2+sp zero1",
@@ -28,32 +28,19 @@ _FAULT = "reads a number"
 _WARM = 3  # steps that may wait: the optimizer's state, the first batch of its kind, what the ranks compare
 
 
-class Waits:
+class Waits(Section):
     """Traces programs on fake CUDA tensors, and runs them while waits of the host are errors."""
 
     name = "waits"
     question = "Does a real step make the host wait for the GPU anywhere, and does the trace say the same?"
     share = 2.0
 
-    def needs(self, place: Place) -> str | None:
-        return None
-
     def run(self, place: Place) -> Iterator[Check]:
         names = _PROGRAMS if place.is_cuda else _TRACED_ON_CPU
-        claims: dict[str, list[str]] = {}
-
-        def trace() -> Iterator[Check]:
-            claims.update(zip(names, _claims([_FAULT] if place.plants else names), strict=False))
-            for name, claim in claims.items():
-                yield Check(what=f"{name}: waits, as traced", figure=len(claim), goal=0.0, note="; ".join(claim))
-
-        yield from attempt("the trace", trace)
+        yield from attempt("the trace", _traced, [_FAULT] if place.plants else names)
         with rank_pools() as pools:
             for name in _PROGRAMS:
                 yield from attempt(name, _real, name, place, pools)
-
-    def verdict(self, checks: Sequence[Check]) -> str:
-        return line_of(checks)
 
 
 def _real(name: str, place: Place, pools: RankPools) -> Check:
@@ -67,8 +54,8 @@ def _real(name: str, place: Place, pools: RankPools) -> Check:
     )
 
 
-def _claims(names: Sequence[str]) -> list[list[str]]:
-    """Return what the trace finds in each program, in a process of its own."""
+def _traced(names: Sequence[str]) -> Iterator[Check]:
+    """Yield what the trace finds in each program, in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     lines = "".join(f"{name}\n" for name in names)
     command = [sys.executable, "-m", "support.cuda_steps"]
@@ -76,7 +63,9 @@ def _claims(names: Sequence[str]) -> list[list[str]]:
     if done.returncode:
         print(done.stderr, file=sys.stderr)
         raise RuntimeError("the trace failed; its output is above")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    for name, line in zip(names, done.stdout.splitlines(), strict=True):
+        claim = json.loads(line)
+        yield Check(what=f"{name}: waits, as traced", figure=len(claim), goal=0.0, note="; ".join(claim))
 
 
 def real_step(name: str, device: str, plants: bool) -> str:
