@@ -49,6 +49,7 @@ PLANS = ("dp2 zero3", "tp2+sp", "pp2", "cp2")
 STATUSES = ("equal", "differs", "refused", "crashes", "unbuilt")
 RANKS = 2
 LIMIT = 150.0  # seconds that a rank may take for a plan on a busy machine
+_TO_BUILD = 120  # seconds to find a model and a batch
 _PATIENCE = 30.0  # seconds that a rank may keep the other waiting
 
 
@@ -118,7 +119,7 @@ def _crash(error: BaseException) -> Cell:
     return Cell("crashes", reason=f"{type(error).__name__}: {_first_line(error)[:250]} ({place})")
 
 
-def _run_rank(rank: int, port: int, mapping: str, model_type: str, plans: Sequence[str], output: Path) -> None:
+def _run_rank(rank: int, port: int, model: Tiny, plans: Sequence[str], output: Path) -> None:
     """Run a type under plans in a forked process, which writes a line for each."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -127,13 +128,6 @@ def _run_rank(rank: int, port: int, mapping: str, model_type: str, plans: Sequen
         def report(plan: str, cell: Cell) -> None:
             print(json.dumps([plan, asdict(cell)]), file=file, flush=True)
 
-        try:
-            model = tiny(mapping, model_type)
-        except UnbuiltError as error:
-            for plan in plans:
-                report(plan, Cell("unbuilt", reason=_first_line(error)))
-            return
-        report("", Cell("equal"))
         start_process_group(torch.device("cpu"), LIMIT)
         for plan in plans:
             try:
@@ -151,26 +145,41 @@ def _run_rank(rank: int, port: int, mapping: str, model_type: str, plans: Sequen
 def run_type(mapping: str, model_type: str, plans: Sequence[str]) -> dict[str, Cell]:
     """Return the cell of each plan for a type; ranks that end early are started again for the plans that remain."""
     found: dict[str, Cell] = {}
+    if not plans:
+        return found
+    signal.alarm(_TO_BUILD)
+    try:
+        model = tiny(mapping, model_type)
+    except UnbuiltError as error:
+        return {plan: Cell("unbuilt", reason=_first_line(error)) for plan in plans}
+    finally:
+        signal.alarm(0)
     while left := [plan for plan in plans if plan not in found]:
-        found |= _run_ranks(mapping, model_type, left)
+        found |= _run_ranks(model, left)
     return found
 
 
-def _run_ranks(mapping: str, model_type: str, plans: Sequence[str]) -> dict[str, Cell]:
+def _too_slow(*_: object) -> None:
+    raise TimeoutError(f"no model and batch within {_TO_BUILD} s")
+
+
+def _run_ranks(model: Tiny, plans: Sequence[str]) -> dict[str, Cell]:
     """Run a type under plans until one ends the ranks; return the cells of at least one plan."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"rank{rank}.jsonl" for rank in range(RANKS)]
-        ranks = [_fork(rank, port, mapping, model_type, plans, Path(folder)) for rank in range(RANKS)]
+        ranks = [_fork(rank, port, model, plans, Path(folder)) for rank in range(RANKS)]
         _await(ranks, outputs)
         lines = [[json.loads(x) for x in p.read_text().splitlines()] if p.exists() else [] for p in outputs]
-        cells = [{plan: Cell(**cell) for plan, cell in found if plan} for found in lines]
+        cells = [{plan: Cell(**cell) for plan, cell in found} for found in lines]
         words = [(Path(folder) / f"rank{rank}.err").read_text().strip().splitlines() for rank in range(RANKS)]
     found = {}
     for plan in plans:
         of_ranks = [of_rank[plan] for of_rank in cells if plan in of_rank]
+        if found and not of_ranks:
+            break  # an earlier plan has ended the ranks
         if len(of_ranks) == RANKS and all(cell.status == of_ranks[0].status for cell in of_ranks):
             found[plan] = of_ranks[0]
             continue
@@ -185,7 +194,7 @@ def _run_ranks(mapping: str, model_type: str, plans: Sequence[str]) -> dict[str,
     return found
 
 
-def _fork(rank: int, port: int, mapping: str, model_type: str, plans: Sequence[str], folder: Path) -> int:
+def _fork(rank: int, port: int, model: Tiny, plans: Sequence[str], folder: Path) -> int:
     sys.stdout.flush()
     if pid := os.fork():
         return pid
@@ -193,7 +202,7 @@ def _fork(rank: int, port: int, mapping: str, model_type: str, plans: Sequence[s
         with (folder / f"rank{rank}.err").open("w") as errors:
             os.dup2(errors.fileno(), 2)
             os.dup2(errors.fileno(), 1)
-        _run_rank(rank, port, mapping, model_type, plans, folder / f"rank{rank}.jsonl")
+        _run_rank(rank, port, model, plans, folder / f"rank{rank}.jsonl")
     except BaseException:
         traceback.print_exc()
     finally:
@@ -236,6 +245,7 @@ def main(
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _too_slow)
     kept = read([results]) if results is not None and results.exists() else {}
     number, count = map(int, shard.split("/"))
     chosen = [(m, t) for m in mapping or MAPPINGS for t in types_of(m) if not only or t in only]

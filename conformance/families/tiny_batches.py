@@ -119,12 +119,14 @@ class Batches:
         ):
             if kind and name in self.names:
                 batch[name] = value
+        if "bbox" in self.names:
+            batch["bbox"] = torch.tensor([1, 2, 5, 7]).expand(*ids.shape, -1)
         if kind == "image" and "cross_attention_mask" in self.names:
             batch["cross_attention_mask"] = torch.ones(ROWS, ids.shape[1], 1, 1, dtype=torch.long)
         if kind == "image" and "image_attention_mask" in self.names:
             batch["image_attention_mask"] = torch.ones(ROWS, ids.shape[1], 1, dtype=torch.long)
         batch |= media
-        return {name: value for name, value in batch.items() if name in self.names or name == "labels"}
+        return {name: value for name, value in batch.items() if name in self.names}
 
     def _word_of(self, kind: str) -> int | None:
         names = [
@@ -177,6 +179,11 @@ class Batches:
             "target_sizes": torch.tensor([[high, high]] * ROWS),
             "image_grid_thw": grid,
             "grid_thw": grid,
+            "image_grid_hw": grid[:, 1:],
+            "state": _random(ROWS, self._in_configs("max_state_dim", 8)),
+            "actions": _random(ROWS, self._in_configs("chunk_size", 4), self._in_configs("max_action_dim", 8)),
+            "noise": _random(ROWS, self._in_configs("chunk_size", 4), self._in_configs("max_action_dim", 8)),
+            "timestep": _random(ROWS).sigmoid(),
             "image_merge_sizes": torch.full((ROWS,), self._in_configs("spatial_merge_size", 1)),
             "image_position_ids": torch.cartesian_prod(torch.arange(high), torch.arange(high)).expand(ROWS, -1, -1),
             "batch_num_images": torch.ones(ROWS, dtype=torch.long),
@@ -196,6 +203,7 @@ class Batches:
             (images[:, None], torch.ones(ROWS, 1, side, side, dtype=torch.long)),
             (patches, torch.ones(ROWS, high * high, dtype=torch.long)),
             (flat, torch.ones(ROWS * high * high, dtype=torch.long)),
+            (images[:, None], torch.ones(ROWS, 1, dtype=torch.bool)),
             (images[:, None, None], torch.ones(ROWS, 1, 1, side, side, dtype=torch.long)),
             (flat.view(-1, channels, patch, patch) if temporal == 1 else flat, torch.ones(ROWS)),
             (torch.cat([place, patches], dim=2), torch.ones(ROWS, high * high, dtype=torch.long)),
@@ -203,7 +211,7 @@ class Batches:
         ]
         if (pooled := self._in_configs("pooling_kernel_size", 1)) > 1:
             formats.append((_random(ROWS, high * high, length * pooled**2), formats[2][1]))
-        if {"image_grid_thw", "grid_thw"} & self.names:
+        if {"image_grid_thw", "grid_thw", "image_grid_hw"} & self.names:
             formats.insert(0, formats[3])
         for pixels, mask in formats:
             for name in ("pixel_attention_mask", "image_attention_mask", "pixel_mask"):

@@ -33,7 +33,9 @@ FIELDS: dict[str, dict[str, Any]] = {
         "vocabulary_map": {"<image>": 96, **{f"IMGIMG{_LETTERS[i // 10]}{_LETTERS[i % 10]}Z": 70 + i for i in range(16)}}
     },
     "cohere_compass": {"text_config.rope_parameters": models.DENSE["cohere_compass_text"]["rope_parameters"]},
-    "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_ocr2": {
+        "text_config.mlp_layer_types": ["dense", "sparse"], "vision_config.sam_config.downsample_channels": [64, 64],
+    },
     "emu3": {
         "vocabulary_map": {
             "<image>": 96, "<|extra_200|>": 95, **{f"<|visual token {i:06}|>": 70 + i for i in range(16)},
@@ -43,12 +45,17 @@ FIELDS: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [(0, 0), (1, 1)], "spatial_target_layers": [1], "downsample_rate": "1/2",
     },
     "llama4": {"vision_config.intermediate_size": 256},
+    "muse_glimmer": {"vision_config.out_hidden_size": 256},
+    "muse_spark": {"vision_config.out_hidden_size": 256},
     "nemotron_h_omni": {"vision_config.video_temporal_patch_size": 2},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 80},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 80},
-    "qwen4_exp": {f"text_config.{name}": value for name, value in expert_models.EXPERTS["qwen4_exp_text"].items()},
+    "qwen4_exp": {f"text_config.{name}": value for name, value in expert_models.EXPERTS["qwen4_exp_text"].items()}
+    | {"text_config.indexer_head_dim": 16},
     "reformer": {"axial_pos_embds": False},
-    "unlimited_ocr": {"text_config.mlp_layer_types": ["dense", "sparse"]},
+    "unlimited_ocr": {
+        "text_config.mlp_layer_types": ["dense", "sparse"], "vision_config.sam_config.downsample_channels": [64, 64],
+    },
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 _LARGEST = 20_000_000  # parameters of a model that is still tiny
