@@ -269,6 +269,7 @@ class PlanQuestion:
             own_runtime=True,
             on_cpu=on_cpu,
             expert_load=self.options.expert_load,
+            prefers_masters=True,
             logits="gathered" if self.options.gather_logits else "chunked",
         )
         dtype = self.measured.dtype if self.measured and self.measured.dtype else "float32" if on_cpu else "bfloat16"
