@@ -147,8 +147,8 @@ def test_weights_without_masters_are_said() -> None:
 def test_plans_with_masters_come_first() -> None:
     """Of one sequence on two devices, the fastest plan shards nothing over data ranks, and so has no masters."""
     one = dataclasses.replace(JOB, global_batch=1)
-    by_time = search(space(gpus=2, job=one), top=8, budget=2**40)
-    found = search(space(gpus=2, job=dataclasses.replace(one, prefers_masters=True)), top=8, budget=2**40)
+    by_time = search(space(gpus=2, job=one), top=60, budget=2**40)
+    found = search(space(gpus=2, job=dataclasses.replace(one, prefers_masters=True)), top=60, budget=2**40)
     stages = [choice.plan.zero_stage for choice in found.choices]
     assert by_time.choices[0].plan.zero_stage == 0 and stages[0] > 0
     kept = stages.index(0)
