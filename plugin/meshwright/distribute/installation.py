@@ -103,7 +103,7 @@ def make_weights(build: Build, make: Make) -> NewTensors:
     layouts, mesh = build.layouts, build.runtime.mesh
     if build.plan.zero_stage < 3 or mesh.tokens.size == 1:
         return make(build.model, layouts, mesh, build.device)
-    sharded = ShardedWeights(build.model, layouts, mesh, build.device)
+    sharded = ShardedWeights(build.model, layouts, mesh, build.device, beside=build.beside)
     made = make(build.model, layouts, mesh, build.device, sharded.keep)
     build.runtime.weights = sharded
     return made

@@ -77,7 +77,7 @@ def watch_passes(build: Build) -> None:
         statistics=BatchStatistics(build.decoder, lambda: runtime.plan),
         shares_weights=runtime.weights is not None,
         shares_experts=plan.spreads_experts_over_dp,
-        gathers_towers=runtime.weights is not None and bool(build.towers),
+        towers_differ=runtime.leave_towers_out if plan.zero_stage and build.towers else None,
         longest=LongestPosition(build.decoder, runtime.mesh.tokens, is_split=build.is_split),
         layers=runtime.features.add(_compilable_layers(build)),
         follow=runtime.gradients.follow,
