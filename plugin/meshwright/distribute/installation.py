@@ -18,6 +18,7 @@ from meshwright.features.build import Build
 from meshwright.optim.runtime import attach
 from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.zero3_layers import ShardedWeights
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.collectives import agree
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.tensor_parallel import guard_shards, share_partial_gradients
@@ -118,6 +119,7 @@ def install(build: Build, optimizer: Optimizer | None, *, seed: int) -> None:
         seed: the seed of the dropout streams, the same on all ranks.
     """
     build = build.of(optimizer)
+    build.runtime.features.add(BatchFormat.of(getattr(build.decoder, "config", None), build.config.batch_dims))
     build.runtime.features.add(DropoutStreams(mesh=build.runtime.mesh, seed=seed))
     done: list[Callable[[Build], None]] = []
     for feature in FEATURES:

@@ -96,7 +96,7 @@ class Build:
 
     @property
     def towers(self) -> tuple[nn.Module, ...]:
-        """The towers beside the decoder, for images or sound; the whole model if several stacks could be its decoder."""
+        """The towers beside the decoder, for images or sound; the whole model if its decoder is not known."""
         if self.structure is not None:
             return self.structure.towers
         try:

@@ -16,6 +16,7 @@ from meshwright.faults.statement import Statement
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.added_parameters import AddedParameters
 from meshwright.parallel.autograd_graph import scale_gradient
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.batch_share import enter_pass, without_fillers_targets, yield_next
 from meshwright.parallel.collectives import share
@@ -54,8 +55,10 @@ class ForwardState:
         statistics: the check for layers that would use the statistics of a part of the batch.
         shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
         shares_experts: whether data-parallel ranks send each other tokens, so every rank must run each pass.
-        towers_differ: a callback for a pass in which only some data-parallel ranks have inputs of towers, such as images;
-            None if these ranks need not know.
+        towers_differ: a callback for a pass in which only some data-parallel ranks have inputs of towers, such as
+            images; None if these ranks need not know.
+        is_split: whether a batch runs as several micro-batches.
+        format: what the inputs of the model mean.
         longest: the longest position of the batch, for modules that depend on it.
         layers: the model's layers, which ``torch.compile(model)`` compiles.
         follow: a callback that handles parameters frozen or unfrozen since the last pass. It runs in each pass with
@@ -77,6 +80,8 @@ class ForwardState:
     shares_weights: bool = False
     shares_experts: bool = False
     towers_differ: Callable[[], None] | None = None
+    is_split: bool = False
+    format: BatchFormat
     longest: LongestPosition
     layers: CompilableLayers
     follow: Callable[[], None] = lambda: None
@@ -181,8 +186,10 @@ class ForwardState:
             modules = (_of_embeddings(inputs),) if self.shares_weights else ()
             guard.meet(place, self.dp.group, *statements, *modules)
             if self.towers_differ is not None and (trains or self.shares_weights):
-                given = ", ".join(BatchSchema(inputs).of_towers)
-                if not guard.agree(f"inputs of towers in the {place}", given, group=self.dp.group):
+                schema = BatchSchema(inputs, self.format)
+                # Micro-batches run the towers that their rows need.
+                given = (*schema.of_towers, schema.towers_of_rows() if self.is_split and trains else "")
+                if not guard.agree(f"inputs of towers in the {place}", *given, group=self.dp.group):
                     self.towers_differ()
             if trains and inputs.get("labels") is not None:
                 self._padded.look(inputs)
