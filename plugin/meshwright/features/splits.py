@@ -10,6 +10,7 @@ from meshwright.context.region import ContextRegion
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.features.build import Build
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.split_forward import SplitForward
@@ -89,6 +90,7 @@ def split_batches(decoder: nn.Module, runtime: Runtime, plan: ParallelPlan) -> N
         syncs=runtime.gradients.syncs,
         loss=runtime.features.get(BatchLoss),
         guard=runtime.guard,
+        format=runtime.features.get(BatchFormat),
         keeps_logits=runtime.logits.in_training,
     )
     add_step(decoder, step)

@@ -104,6 +104,21 @@ def towers_beside(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.
             yield from towers_beside(child, layers)
 
 
+def modules_beside(model: nn.Module, layers: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the modules that a forward pass may leave out: towers, and what else is outside of the text decoder.
+
+    The embedding of the tokens and the head are no such modules, wherever they are.
+    """
+    layers = set(layers)
+    text = ask(model, "get_decoder")
+    inside = set((model if text is None else text).modules())
+    if inside.isdisjoint(layers):
+        inside = set(model.modules())
+    inside |= {found for getter in ("get_input_embeddings", "get_output_embeddings") if (found := ask(model, getter))}
+    towers = towers_beside(model, layers)
+    return {*(module for tower in towers for module in tower.modules()), *set(model.modules()).difference(inside)}
+
+
 def ask(model: nn.Module, getter: str) -> nn.Module | None:
     """Return the module that a getter of a transformers model returns; None if the model does not implement it."""
     try:
