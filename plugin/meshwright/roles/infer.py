@@ -100,7 +100,10 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
     for name, module in modules.items():  # an MLP inside of what experts claim comes later, and is an MLP
         if not _is_in(name, roles, Role.WHOLE, Role.MIXER):
             roles |= _block_roles(name, module, hidden, hinted)
-    roles |= hinted
+    # A kind of mixer says more of its weights than a hint, whose names may be those of attention in other layers.
+    roles |= {
+        n: role for n, role in hinted.items() if roles.get(n) is not Role.MIXER and not _is_in(n, roles, Role.MIXER)
+    }
     blocks = [f"{name}." for name, role in roles.items() if role.part is BlockPart.BLOCK]
     for name, module in modules.items():
         # A parametrization is part of the module whose weight it computes.

@@ -91,13 +91,12 @@ class Mixer(Block):
             any(isinstance(m, nn.Conv1d) for m in modules)
             and any(in_features(m) == hidden for m in projections)
             and any(out_features(m) == hidden for m in projections)
-            # A list is not called, and of experts each rank must take its own tokens alone.
-            and not (isinstance(module, nn.ModuleList | nn.ModuleDict) or hinted or any(map(roles_of_experts, modules)))
         )
-        if not is_mixer:
-            return {}
-        kind = kind_of_mixer(module)
-        return {"": Role.WHOLE} if kind is None else {"": Role.MIXER} | _roles(module, kind, hidden)
+        if is_mixer and (kind := kind_of_mixer(module)) is not None:
+            return {"": Role.MIXER} | _roles(module, kind, hidden)
+        # A list is not called, and of experts each rank must take its own tokens alone.
+        is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict) and not any(map(roles_of_experts, modules))
+        return {"": Role.WHOLE} if is_mixer and is_called and not hinted else {}
 
 
 def _roles(mixer: nn.Module, kind: MixerKind, hidden: int) -> dict[str, Role]:
