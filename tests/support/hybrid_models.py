@@ -37,10 +37,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def build(family: str) -> Any:
-    """A seeded model of which every parameter has a random value of its own."""
+def build(name: str) -> Any:
+    """A seeded model, of a family or of ``SHARED_BY_RANKS``, of which every parameter has a random value of its own."""
+    family, values = SHARED_BY_RANKS[name] if name in SHARED_BY_RANKS else (name, FAMILIES[name])
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family](**FAMILIES[family]))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family](**values))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -111,14 +112,3 @@ SHARED_BY_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2, biases": ("lfm2", {**FAMILIES["lfm2"], "conv_bias": True}),
 }  # fmt: skip
-
-
-def build_shared(name: str) -> Any:
-    """The model of ``SHARED_BY_RANKS`` with this name, as :func:`build`."""
-    family, values = SHARED_BY_RANKS[name]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family](**values))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model.double().train()

@@ -71,6 +71,10 @@ class Block(BlockKind):
     heads: HeadLayout | None = None
     groups: HeadLayout | None = None
 
+    returns_projected: ClassVar[bool] = False
+    """Whether what the block returns is a linear function of what its output projection returns. The ranks' results are
+    then summed at the end of the block, since its code may run several times, on some of the tokens each."""
+
     def __init__(self, roled: RoledModel, name: str, tp: int):
         self.roled, self.name, self.module, self.tp = roled, name, roled.modules[name], tp
         kind = roled.roles[name]

@@ -29,6 +29,7 @@ class Mixer(Block):
     """
 
     rows: ClassVar = {}  # the kind has them, by the names of the weights
+    returns_projected = True
 
     kind: MixerKind
 
