@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.roles import Decoder, Role, ShardingPlan
-from meshwright.roles.blocks import Mlp
+from meshwright.roles.blocks import Mixer, Mlp
 from meshwright.roles.blocks.experts import is_experts, roles_of_experts, routed_modules
 from meshwright.roles.decoder import is_norm
 from meshwright.roles.projection import is_projection
@@ -28,6 +28,11 @@ def check_token_wise(decoder: Decoder, plan: ShardingPlan | None) -> None:
         PlanError: if a module that stays whole under tp is given hidden states.
     """
     if isinstance(decoder, DecoderStructure):
+        if mixer := next((block for block in decoder.blocks if isinstance(block, Mixer)), None):
+            raise PlanError(
+                f"tokens meet in {mixer.name} ({type(mixer.module).__name__}), and a rank of cp has some of them. Use "
+                "ParallelPlan(cp=1)"
+            )
         if whole := next(iter(decoder.whole.items()), None):
             raise PlanError(
                 f"{whole[0]} ({type(whole[1]).__name__}) stays whole under tp, and it is not known whether it takes "

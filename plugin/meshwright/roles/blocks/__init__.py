@@ -10,7 +10,12 @@ from meshwright.roles.sharding_plan import Role
 __all__ = ["BLOCKS", "KINDS", "Attention", "Block", "BlockKind", "Experts", "Mixer", "Mlp"]
 
 # By the role of the module that owns a block. A layer may own the projections of an MLP directly.
-BLOCKS: dict[Role, type[Block]] = {Role.ATTENTION: Attention, Role.MLP: Mlp, Role.LAYER: Mlp}
+BLOCKS: dict[Role, type[Block]] = {
+    Role.ATTENTION: Attention,
+    Role.MLP: Mlp,
+    Role.MIXER: Mixer,
+    Role.LAYER: Mlp,
+}
 
 # In the order in which they are asked what they claim.
 KINDS: tuple[type[BlockKind], ...] = (Mixer, Attention, Mlp, Experts)
