@@ -122,9 +122,9 @@ def _token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
     return next((m for m in embeddings if m is own), None) or max(embeddings, key=lambda m: m.num_embeddings)
 
 
-def hidden_size(layers: nn.ModuleList, embedding: nn.Embedding) -> int:
+def hidden_size(layers: Iterable[nn.Module], embedding: nn.Embedding) -> int:
     """Return the embedding's width or, if no projection of a layer reads that, the most common input width."""
-    widths = [in_features(m) for m in layers[0].modules() if is_projection(m)]
+    widths = [in_features(m) for m in next(iter(layers)).modules() if is_projection(m)]
     return embedding.embedding_dim if embedding.embedding_dim in widths else max(widths, key=widths.count)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from meshwright.roles.blocks.block import BlockKind
 from meshwright.roles.blocks.experts import roles_of_experts
+from meshwright.roles.decoder import Decoder, hidden_size
 from meshwright.roles.projection import in_features, is_projection, out_features
 from meshwright.roles.sharding_plan import Role
 
@@ -30,3 +31,26 @@ class Mixer(BlockKind):
             and not (isinstance(module, nn.ModuleList | nn.ModuleDict) or hinted or any(map(roles_of_experts, modules)))
         )
         return {"": Role.WHOLE} if is_mixer else {}
+
+
+def mixers_of(decoder: Decoder) -> dict[str, nn.Module]:
+    """Return the mixers inside of a decoder's layers, by name."""
+    embedding = decoder.embedding
+    if not isinstance(embedding, nn.Embedding):
+        return {}
+    hidden = hidden_size(decoder.layers, embedding)
+    found = {mixer for layer in decoder.layers for mixer in _outermost(layer, hidden)}
+    return {name: module for name, module in decoder.model.named_modules() if module in found}
+
+
+def has_attention(mixer: nn.Module) -> bool:
+    """Return whether a mixer holds an attention, which takes a mask; transformers gives each this mark."""
+    return any(hasattr(module, "is_causal") for module in mixer.modules())
+
+
+def _outermost(module: nn.Module, hidden: int) -> Iterator[nn.Module]:
+    for child in module.children():
+        if Mixer.claim(child, hidden, {}):
+            yield child
+        else:
+            yield from _outermost(child, hidden)
