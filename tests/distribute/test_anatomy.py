@@ -31,8 +31,8 @@ from meshwright.parallel import load_balancing
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.mean_over_ranks import GlobalMean
-from meshwright.parallel.router_record import ARGUMENTS
 from meshwright.parallel.replay import Replay
+from meshwright.parallel.router_record import ARGUMENTS
 from meshwright.parallel.tensor_parallel import OwnTokens
 from meshwright.roles import find_decoder
 from meshwright.roles.decoder import towers_beside

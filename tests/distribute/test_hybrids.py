@@ -70,8 +70,3 @@ def test_mixers_alone_stay_whole(family: str) -> None:
     for name, layout in found.parameters.items():
         if len(layout.shape) > 1:
             assert layout.is_sharded is not name.startswith(tuple(f"{whole}." for whole in found.whole)), name
-
-
-def test_a_mixer_is_not_cut_into_tokens() -> None:
-    with pytest.raises(mw.PlanError, match=r"mamba \(FalconH1Mixer\) stays whole.*Use ParallelPlan\(cp=1\)"):
-        structure_of(build("falcon_h1"), mw.ParallelPlan(tp=2, cp=2), mw.ToDistributedConfig())

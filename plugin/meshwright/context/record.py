@@ -54,7 +54,6 @@ class ContextRecord:
         token_dims: for each argument of each layer that has a value for each token: the dim of the tokens.
         arguments: the places of all tensors among the arguments of each layer.
         sites: the attentions, in the order in which they run.
-        mixers: the modules with recurrences or convolutions over tokens, by name.
         reshapes: whether the decoder gives the result of its final norm the shape of the whole row, so that the tokens
             must be joined there, and cut again before the head.
         gives_masks: whether each layer is given the mask that its attention uses.
@@ -63,7 +62,6 @@ class ContextRecord:
     token_dims: dict[nn.Module, dict[Place, int]]
     arguments: dict[nn.Module, frozenset[Place]]
     sites: tuple[AttentionSite, ...]
-    mixers: dict[str, nn.Module]
     reshapes: bool
     gives_masks: bool
 
@@ -82,7 +80,7 @@ def record_context(decoder: Decoder) -> ContextRecord:
     first, second = (_pass(decoder, length) for length in _LENGTHS)
     names = {module: name for name, module in model.named_modules()}
     token_dims: dict[nn.Module, dict[Place, int]] = {}
-    mixers = mixers_of(decoder)
+    mixers = mixers_of(model, decoder)
     for layer in layers:
         if layer not in first.shapes:
             raise PlanError(f"{names[layer]} of {type(model).__name__} does not run in a forward pass. Use {INSTEAD}")
@@ -109,7 +107,6 @@ def record_context(decoder: Decoder) -> ContextRecord:
         token_dims=token_dims,
         arguments=arguments,
         sites=tuple(first.sites),
-        mixers=mixers,
         reshapes=_reshapes(decoder),
         gives_masks=first.gives_masks,
     )

@@ -28,7 +28,7 @@ def check_token_wise(decoder: Decoder, plan: ShardingPlan | None) -> None:
         PlanError: if a module that stays whole under tp is given hidden states, and is no mixer, or a mixer has an
             attention inside.
     """
-    mixers = mixers_of(decoder)
+    mixers = mixers_of(decoder.model, decoder)
     for name, mixer in mixers.items():
         if has_attention(mixer):
             raise PlanError(

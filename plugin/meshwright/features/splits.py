@@ -8,12 +8,11 @@ from meshwright.context.attention import ContextAttention, attach_attention, con
 from meshwright.context.context_forward import ContextForward
 from meshwright.context.gathered_tokens import gather_for_mixers
 from meshwright.context.region import ContextRegion
-from meshwright.errors import PlanError
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.features.build import Build
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch_loss import BatchLoss
-from meshwright.parallel.document_rows import DocumentsAsRows, FindDocuments, RowDocuments
+from meshwright.parallel.document_rows import RowDocuments
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.tensor_parallel import SequenceRegion
@@ -21,8 +20,6 @@ from meshwright.parallel.tower_features import TowerFeatures
 from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.plan.config import ParallelPlan
-from meshwright.roles import find_decoder
-from meshwright.roles.blocks import mixers_of
 
 
 def part_tokens(build: Build) -> None:
@@ -38,9 +35,9 @@ def part_tokens(build: Build) -> None:
     # Under ulysses each rank has all tokens of some heads. The stages of a pipeline know the length of what they
     # receive before they see the documents of a row, features of towers are cut before the first layer, and a mixer
     # that backward runs again does not see the row's mask.
-    balances = build.plan.context != "ulysses" and not (is_staged or build.towers or build.context.mixers)
+    balances = build.plan.context != "ulysses" and not (is_staged or build.towers or build.mixers)
     region = ContextRegion(build.structure, build.context, attention.parts, runtime.streams, balances=balances)
-    gather_for_mixers(build.context.mixers, attention.parts, runtime.streams)
+    gather_for_mixers(build.mixers, attention.parts, runtime.streams)
     step = ContextForward(
         build.decoder,
         runtime.features.add(region),
@@ -54,17 +51,9 @@ def part_tokens(build: Build) -> None:
 
 def separate_documents(build: Build) -> None:
     """Run mixers on each document of a packed row as a row of its own."""
-    try:
-        decoder = build.structure or find_decoder(build.decoder)
-    except PlanError:  # no decoder
-        return
-    mixers = mixers_of(decoder)
-    if not mixers:
-        return
-    packed = build.runtime.features.add(RowDocuments(build.decoder, mixers, is_told=build.runtime.mesh.is_first))
-    add_step(build.decoder, FindDocuments(build.decoder, packed))
-    for name, mixer in mixers.items():
-        add_step(mixer, DocumentsAsRows(name, packed))
+    documents = RowDocuments.over(build.decoder, build.mixers, is_told=build.runtime.mesh.is_first)
+    if documents is not None:
+        build.runtime.features.add(documents)
 
 
 def part_features(build: Build) -> None:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch_schema import TOKENS
-from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, arguments
+from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step, arguments
 from meshwright.parallel.replay import Replay
 from meshwright.roles.blocks import has_attention
 from meshwright.temporarily import temporarily
@@ -121,10 +121,30 @@ class RowDocuments:
         self.mixers, self._is_told, self._is_known = mixers, is_told, False
         self._name = type(model).__name__
 
-    def begin(self, documents: Documents) -> None:
-        """Note that a batch has several documents in a row."""
+    @classmethod
+    def over(cls, model: nn.Module, mixers: Mapping[str, nn.Module], *, is_told: bool) -> RowDocuments | None:
+        """Add the steps to a model and its mixers; return None if attention alone mixes its tokens."""
+        if not (mixers or _has_recurrences(model)):
+            return None
+        documents = cls(model, mixers, is_told=is_told)
+        add_step(model, FindDocuments(model, documents))
+        for name, mixer in mixers.items():
+            add_step(mixer, DocumentsAsRows(name, documents))
+        return documents
+
+    def begin(self) -> None:
+        """Note that a batch has several documents in a row.
+
+        Raises:
+            PlanError: if they cannot be kept apart.
+        """
         if self._is_known:
             return
+        if not self.mixers:
+            raise PlanError(
+                f"the rows have several documents, and {self._name} has recurrences of an unknown form, in which the "
+                f"documents would leak into each other. {_CURE}"
+            )
         for name, mixer in self.mixers.items():
             if has_attention(mixer):
                 raise PlanError(
@@ -171,7 +191,7 @@ class FindDocuments(BatchStep):
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if (documents := Documents.of(arguments(self.signature, args, kwargs))) is not None:
-            self.packed.begin(documents)
+            self.packed.begin()
         with temporarily(self.packed, now=documents):
             return self.method(*args, **kwargs)
 
@@ -195,9 +215,9 @@ class DocumentsAsRows(ChainStep):
             return self.method(*args, **kwargs)
         given = {name: value for name, value in kwargs.items() if name not in _BORDERS}
         hidden = hidden_states_in(args, given)
-        shape = None if hidden is None else hidden.shape[:2]
-        if hidden is None or shape[0] != documents.rows or shape[1] < documents.length:
+        if hidden is None or len(hidden) != documents.rows or hidden.shape[1] < documents.length:
             raise self._refusal(f"is given hidden states of shape {None if hidden is None else tuple(hidden.shape)}")
+        shape = hidden.shape[:2]
         groups, back = documents.as_rows(shape[1], hidden.device)
         outputs = [self._run(places, shape, args, given) for places in groups]
         joined = torch.cat([x.flatten(0, 1) for x, _ in outputs])[back].view(*shape, -1)
@@ -221,6 +241,12 @@ class DocumentsAsRows(ChainStep):
             f"the rows have several documents, and {self.name}, in which tokens meet without a mask, {what}, so it "
             f"cannot run on each document alone. {_CURE}"
         )
+
+
+def _has_recurrences(model: nn.Module) -> bool:
+    """Return whether a model of transformers says that it has recurrences."""
+    types = getattr(getattr(model, "config", None), "layer_types", None) or ()
+    return bool(getattr(model, "_is_stateful", False)) or "linear_attention" in types
 
 
 def hidden_states_in(args: object, kwargs: object) -> Tensor | None:

@@ -43,7 +43,7 @@ def find_decoder(model: nn.Module) -> Decoder:
         PlanError: if no stack of layers or no token embedding is found, or several could be the decoder's.
     """
     name, layers = layer_stack(model)
-    embedding = _token_embedding(model, name)
+    embedding = token_embedding(model, name)
     towers = tuple(towers_beside(model, tuple(layers)))
     head = _head(model, embedding)
     return Decoder(
@@ -113,7 +113,16 @@ def ask(model: nn.Module, getter: str) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def _token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
+def token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
+    """Return the embedding of the tokens.
+
+    Args:
+        model: the whole model.
+        layers_name: the name of the list of layers.
+
+    Raises:
+        PlanError: if there is none outside of the layers.
+    """
     outside = (m for n, m in model.named_modules() if not f"{n}.".startswith(f"{layers_name}."))
     embeddings = [module for module in outside if isinstance(module, nn.Embedding)]
     if not embeddings:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from meshwright.errors import PlanError
 from meshwright.roles.blocks.block import BlockKind
 from meshwright.roles.blocks.experts import roles_of_experts
-from meshwright.roles.decoder import Decoder, hidden_size
+from meshwright.roles.decoder import Decoder, hidden_size, layer_stack, token_embedding
 from meshwright.roles.projection import in_features, is_projection, out_features
 from meshwright.roles.sharding_plan import Role
 
@@ -33,14 +34,28 @@ class Mixer(BlockKind):
         return {"": Role.WHOLE} if is_mixer else {}
 
 
-def mixers_of(decoder: Decoder) -> dict[str, nn.Module]:
-    """Return the mixers inside of a decoder's layers, by name."""
-    embedding = decoder.embedding
-    if not isinstance(embedding, nn.Embedding):
+def mixers_of(model: nn.Module, decoder: Decoder | None = None) -> dict[str, nn.Module]:
+    """Return the mixers inside of a decoder's layers, by name; none if the model has no decoder.
+
+    Args:
+        model: the whole model, with all of its weights.
+        decoder: its parts; None to find its layers here.
+    """
+    if not any(isinstance(module, nn.Conv1d) for module in model.modules()):
         return {}
-    hidden = hidden_size(decoder.layers, embedding)
-    found = {mixer for layer in decoder.layers for mixer in _outermost(layer, hidden)}
-    return {name: module for name, module in decoder.model.named_modules() if module in found}
+    if decoder is None:
+        try:
+            name, stack = layer_stack(model)
+            layers, embedding = tuple(stack), token_embedding(model, name)
+        except PlanError:
+            return {}
+    elif isinstance(decoder.embedding, nn.Embedding):
+        layers, embedding = decoder.layers, decoder.embedding
+    else:
+        return {}
+    hidden = hidden_size(layers, embedding)
+    found = {mixer for layer in layers for mixer in _outermost(layer, hidden)}
+    return {name: module for name, module in model.named_modules() if module in found}
 
 
 def has_attention(mixer: nn.Module) -> bool:
