@@ -152,3 +152,15 @@ def test_it_is_said_once_and_what_cannot_be_kept_apart_is_refused(caplog: pytest
     mw.to_distributed(model, plan=mw.ParallelPlan())
     with pytest.raises(mw.PlanError, match=r"layers.0.conv \(Lfm2ShortConv\).*attention.*leave out Packing"):
         model(**batch)
+
+
+def test_states_of_an_unknown_form_are_refused() -> None:
+    model = build("lfm2")
+    model.model.layers = torch.nn.ModuleList([model.model.layers[1]])  # one with attention
+    type(model)._is_stateful = True  # the mark of transformers' recurrent models
+    try:
+        mw.to_distributed(model, plan=mw.ParallelPlan())
+        with pytest.raises(mw.PlanError, match=r"Lfm2ForCausalLM keeps states over tokens.*leave out Packing"):
+            model(**rows()[0])
+    finally:
+        del type(model)._is_stateful

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import PlanError
-from meshwright.parallel.document_rows import hidden_states_in
+from meshwright.parallel.document_rows import hidden_states_in, is_of_tokens
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
 from meshwright.parallel.sequence_parts import SequenceParts
@@ -41,7 +41,7 @@ class GatheredTokens(ChainStep):
             )
         own = hidden.shape[:2]
         args, kwargs = tree_map_only(
-            Tensor, lambda x: self.parts.gather(x, 1) if x.shape[:2] == own else x, (args, kwargs)
+            Tensor, lambda x: self.parts.gather(x, 1) if is_of_tokens(x, own) else x, (args, kwargs)
         )
         restore = self.streams.enter_whole(hidden)
         try:

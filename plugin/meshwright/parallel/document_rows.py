@@ -124,7 +124,7 @@ class RowDocuments:
     @classmethod
     def over(cls, model: nn.Module, mixers: Mapping[str, nn.Module], *, is_told: bool) -> RowDocuments | None:
         """Add the steps to a model and its mixers; return None if attention alone mixes its tokens."""
-        if not (mixers or _has_recurrences(model)):
+        if not (mixers or _keeps_states(model)):
             return None
         documents = cls(model, mixers, is_told=is_told)
         add_step(model, FindDocuments(model, documents))
@@ -142,8 +142,8 @@ class RowDocuments:
             return
         if not self.mixers:
             raise PlanError(
-                f"the rows have several documents, and {self._name} has recurrences of an unknown form, in which the "
-                f"documents would leak into each other. {_CURE}"
+                f"the rows have several documents, and {self._name} keeps states over tokens in a form that is not "
+                f"known here, so the documents might leak into each other. {_CURE}"
             )
         for name, mixer in self.mixers.items():
             if has_attention(mixer):
@@ -228,7 +228,7 @@ class DocumentsAsRows(ChainStep):
         self, places: Tensor, shape: torch.Size, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Tensor, tuple[None, ...] | None]:
         own_args, own_kwargs = tree_map_only(
-            Tensor, lambda x: x.flatten(0, 1)[places] if x.shape[:2] == shape else x, (args, kwargs)
+            Tensor, lambda x: _rows_of(x, places, shape) if is_of_tokens(x, shape) else x, (args, kwargs)
         )
         output = self.method(*own_args, **own_kwargs)
         x, *others = output if isinstance(output, tuple) else (output,)
@@ -243,10 +243,19 @@ class DocumentsAsRows(ChainStep):
         )
 
 
-def _has_recurrences(model: nn.Module) -> bool:
-    """Return whether a model of transformers says that it has recurrences."""
+def _keeps_states(model: nn.Module) -> bool:
+    """Return whether a model of transformers says that it keeps states, such as those of recurrences."""
     types = getattr(getattr(model, "config", None), "layer_types", None) or ()
     return bool(getattr(model, "_is_stateful", False)) or "linear_attention" in types
+
+
+def _rows_of(x: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    return x.expand(*shape, *x.shape[2:]).flatten(0, 1)[places]
+
+
+def is_of_tokens(x: Tensor, shape: torch.Size) -> bool:
+    """Return whether a tensor has a value for each of ``[B, L]`` tokens, or for those of every row, ``[1, L]``."""
+    return x.ndim > 1 and x.shape[0] in (1, shape[0]) and x.shape[1] == shape[1]
 
 
 def hidden_states_in(args: object, kwargs: object) -> Tensor | None:
