@@ -23,6 +23,7 @@ from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks import mixers_of
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts
 from meshwright.roles.blocks.experts import check_experts
 
@@ -45,7 +46,7 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
         if plan.tp > 1:
             roles = config.sharding_plan or plan_for(decoder)
             sp = plan.sequence_parallel
-            found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp)
+            found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp, cuts_mixers=plan.cp == 1)
         else:
             instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
             found = outline(decoder, config.sharding_plan, instead=instead)
@@ -106,6 +107,7 @@ def build_on_fake_rank(
         loss=find_loss(decoder),
         runtime=Runtime(mesh=mesh, plan=plan, guard=guard),
         device=torch.device(device),
+        mixers=mixers_of(decoder, structure),
         context=context_of(structure, plan),
         cut=cut_of(decoder, structure, plan, mesh.pp.rank),
     )

@@ -49,6 +49,7 @@ FEATURES = (
     Feature(passes.cut_blocks, after=(passes.watch_passes,)),
     Feature(passes.spread_experts, after=(training.hold_shards,)),
     Feature(splits.part_tokens, after=(passes.cut_blocks,)),
+    Feature(splits.separate_documents),
     Feature(splits.part_features, after=(passes.cut_blocks, splits.part_tokens)),
     Feature(passes.count_experts, after=(passes.spread_experts, splits.part_tokens)),
     Feature(training.synchronise_gradients, after=(training.hold_shards, passes.compare_replicas)),
@@ -56,7 +57,7 @@ FEATURES = (
     Feature(splits.run_in_parts, after=(training.average_loss,)),
     Feature(passes.generate_alike),
     Feature(training.recompute),
-    Feature(training.replay_routing, after=(training.recompute, passes.spread_experts)),
+    Feature(training.replay, after=(training.recompute, passes.spread_experts, splits.separate_documents)),
     Feature(training.defer_logits, after=(passes.cut_blocks,)),
     Feature(training.compile_layers, after=(passes.cut_blocks,)),
 )

@@ -43,7 +43,7 @@ def find_decoder(model: nn.Module) -> Decoder:
         PlanError: if no stack of layers or no token embedding is found, or several could be the decoder's.
     """
     name, layers = layer_stack(model)
-    embedding = _token_embedding(model, name)
+    embedding = token_embedding(model, name)
     towers = tuple(towers_beside(model, tuple(layers)))
     head = _head(model, embedding)
     return Decoder(
@@ -128,7 +128,16 @@ def ask(model: nn.Module, getter: str) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def _token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
+def token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
+    """Return the embedding of the tokens.
+
+    Args:
+        model: the whole model.
+        layers_name: the name of the list of layers.
+
+    Raises:
+        PlanError: if there is none outside of the layers.
+    """
     outside = (m for n, m in model.named_modules() if not f"{n}.".startswith(f"{layers_name}."))
     embeddings = [module for module in outside if isinstance(module, nn.Embedding)]
     if not embeddings:
@@ -137,9 +146,9 @@ def _token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
     return next((m for m in embeddings if m is own), None) or max(embeddings, key=lambda m: m.num_embeddings)
 
 
-def hidden_size(layers: nn.ModuleList, embedding: nn.Embedding) -> int:
+def hidden_size(layers: Iterable[nn.Module], embedding: nn.Embedding) -> int:
     """Return the embedding's width or, if no projection of a layer reads that, the most common input width."""
-    widths = [in_features(m) for m in layers[0].modules() if is_projection(m)]
+    widths = [in_features(m) for m in next(iter(layers)).modules() if is_projection(m)]
     return embedding.embedding_dim if embedding.embedding_dim in widths else max(widths, key=widths.count)
 
 
