@@ -9,15 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conformance.families.tiny_configs import FRAMES, IMAGE, PATCH, Words
 
 ROWS, TEXT = 2, 14  # rows of a batch, and words of a row besides those of images and of sound
 PLAIN = 60  # words below it may have no meaning
-import os
-
-VERBOSE = os.environ.get("VERBOSE")
 Batch = dict[str, Any]
 _COUNTS = (4, 16, 1, 8, 2, 17, 5, 32, 0)  # words of an image or a sound that are tried if the model does not tell
 _SIDE = IMAGE // PATCH
@@ -58,8 +55,6 @@ class Batches:
                 unread = unread or batch
             except Exception as error:  # models raise errors of any type
                 why = why or error
-                if VERBOSE:
-                    print("   ", {k: tuple(v.shape) for k, v in batch.items()}, type(error), str(error)[:150])
         if unread is not None:
             return unread
         raise ValueError(f"no batch: {type(why).__name__}: {str(why).strip()[:300]}") from why
@@ -81,6 +76,8 @@ class Batches:
             kind, media = "", iter(({},))
         if self.task == "causal-lm" and "pixel_values" in self.names:
             media = itertools.chain(media, self._images())  # some compute no loss of words alone
+        if self.task == "seq2seq" and {"input_features", "input_values"} & self.names:
+            kind, media = "audio", itertools.chain(self._sounds(), media)
         for inputs in media:
             known = self._feature_count(kind, inputs) if kind else 0
             word = self._word_of(kind)
@@ -104,7 +101,8 @@ class Batches:
             labels = torch.tensor([0, 1])
         batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
         if self.task == "seq2seq":
-            batch["labels"] = labels[:, :9]
+            reads_words = "decoder_input_ids" in self.names
+            batch["labels"] = labels[:, :9].contiguous() if reads_words else labels
         here = ids == (-1 if word is None else word)
         if word is None:
             here[:, 2 : 2 + count] = True
@@ -223,9 +221,10 @@ class Batches:
 
     def _sounds(self) -> Iterator[Batch]:
         """Yield one sound per row in the formats of feature extractors."""
-        bins = self._in_configs("num_mel_bins", self._in_configs("n_mel_bins", self._in_configs("input_feat_size", 80)))
+        names = ("num_mel_bins", "n_mel_bins", "input_feat_size", "input_dim", "mel_dim", "feature_size")
+        bins = next((found for name in names if (found := self._in_configs(name, 0))), 80)
         mains = [
-            n for n in ("input_features", "input_values", "audio_values", "input_features_audio") if n in self.names
+            n for n in ("input_features", "input_values", "audio_values", "audio_input_features") if n in self.names
         ]
         for main, frames in itertools.product(mains or [None], (FRAMES, 2 * FRAMES, 160)):
             for features in (

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
 
 WIDTH, HEADS, KV_HEADS, HEAD = 64, 4, 2, 16
-INNER, VOCAB, POSITIONS = 96, 97, 128
+INNER, VOCAB, POSITIONS = 128, 97, 128
 IMAGE, PATCH = 16, 4  # pixels per side
 FRAMES = 32  # of a row of sound
 LAYERS = 2
@@ -39,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     (r"(^|_)vocab(_size)?($|_)", _at_most(VOCAB)),
     (r"index(er)?_top_?k|index_kpool|top_k_tokens", _at_most(8)),
     (r"experts_per_tok|top_?k($|_experts)|moe_k$|moe_topk|router_topk", _at_most(2)),
+    (r"upsample_groups", _at_most(WIDTH)),
     (r"n_groups?$|ngroups$|num_expert_groups?$|^groups$", _at_most(2)),
     (r"topk_group", _at_most(1)),
     (r"shared_experts?$", _at_most(1)),
@@ -65,9 +66,13 @@ RULES: tuple[Rule, ...] = (
     (r"pos_emb_(height|width)|posemb_grid", _at_most(IMAGE // PATCH)),
     (r"tokens_per_image|image_seq_length|num_image_tokens|query_(tokens|num)|n(um)?_latents", _at_most(4)),
     (r"max_source_positions", _at_most(FRAMES // 2)),
-    (r"position_embeddings$|n_positions|max_(seq|text)?_?len|^n_ctx$|context_length|target_positions", _at_most(POSITIONS)),
+    (r"position_embeddings$|n_positions|target_positions", _at_most(POSITIONS)),
+    (r"max_(seq|text)?_?len|^n_ctx$|context_length", _at_most(POSITIONS)),
+    (r"n_window$", _at_most(4)),
+    (r"acoustic|_every$", lambda d: d),
     (r"window|chunk_size|block_size|local_attention|segment_means|landmarks", _at_most(16)),
-    (r"hidden_(size|dim)|d_model|n_embd|emb(ed(ding)?)?_(dim|size)|^dim$|projection_(dim|size)|proj_dim", _at_most(WIDTH)),
+    (r"hidden_(size|dim)|d_model|n_embd|emb(ed(ding)?)?_(dim|size)|^dim$", _at_most(WIDTH)),
+    (r"projection_(dim|size)|proj_dim", _at_most(WIDTH)),
     (r"(out|output|input)_(dim|size)|_width$|d_ssm|projector_|adapter_|_channel(s|_size)?$|^scale$", _at_most(WIDTH)),
 )  # fmt: skip
 _RANDOM = re.compile(r"drop|jitter|noise|mask_(time|feature)_prob|pdrop|_aux_loss_never")
@@ -225,7 +230,10 @@ _COUNTS = (
     "layers",
 )
 _COMMON = frozenset({"pad_token_id", "bos_token_id", "eos_token_id"})
-_KEPT = frozenset({"transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "name_or_path", "problem_type", "ignore_keys_at_rope_validation"})  # fmt: skip
+_KEPT = frozenset(
+    {"transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "name_or_path"}
+    | {"problem_type", "ignore_keys_at_rope_validation"}
+)
 
 
 def _default_of(f: dataclasses.Field[Any]) -> Any:

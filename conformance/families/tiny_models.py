@@ -26,11 +26,11 @@ _NAMES = {
 }
 MAPPINGS = tuple(_NAMES)
 # Facts that a type's default config lacks and its structure does not show.
-_LETTERS = "ABCDEFGHIJ"
+_IMAGE_WORDS = [f"IMGIMG{'ABCDEFGHIJ'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z" for i in range(16)]
 FIELDS: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "chameleon": {
-        "vocabulary_map": {"<image>": 96, **{f"IMGIMG{_LETTERS[i // 10]}{_LETTERS[i % 10]}Z": 70 + i for i in range(16)}}
+        "vocabulary_map": {"<image>": 96, **{word: 70 + i for i, word in enumerate(_IMAGE_WORDS)}}
     },
     "cohere_compass": {"text_config.rope_parameters": models.DENSE["cohere_compass_text"]["rope_parameters"]},
     "deepseek_ocr2": {
@@ -41,6 +41,7 @@ FIELDS: dict[str, dict[str, Any]] = {
             "<image>": 96, "<|extra_200|>": 95, **{f"<|visual token {i:06}|>": 70 + i for i in range(16)},
         }
     },
+    "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
     "granite4_vision": {
         "deepstack_layer_map": [(0, 0), (1, 1)], "spatial_target_layers": [1], "downsample_rate": "1/2",
     },
@@ -59,6 +60,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 _LARGEST = 20_000_000  # parameters of a model that is still tiny
+_PLAINEST = (False, False, False)  # the way whose error says the most
 _WAYS = ((True, False, False), (True, True, False), (False, False, False), (False, True, False), (False, False, True))
 
 
@@ -121,7 +123,8 @@ def tiny(mapping: str, model_type: str) -> Tiny:
                 batch = Batches(model, words, mapping).first()
                 return Tiny(kind, config, batch, trains=_is_alike(model.train(), batch))
         except Exception as error:  # configs and models raise errors of any type
-            why = why or error
+            if why is None or way == _PLAINEST:
+                why = error
     raise UnbuiltError(_words(why)) from why
 
 
