@@ -19,6 +19,7 @@ from meshwright.parallel.mixed_rows import EMBEDDING_OPTIONS
 from meshwright.roles import Decoder, find_decoder, written_plan
 from meshwright.roles.blocks import BLOCKS, Block
 from meshwright.roles.blocks.block import OVER_TP, cut_over_tp
+from meshwright.roles.blocks.mixer import keep_undivided
 from meshwright.roles.decoder import towers_beside
 from meshwright.roles.projection import weight_of
 from meshwright.roles.roled_model import RoledModel
@@ -59,7 +60,7 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
         UncoveredParameterError: if parameters have no role; the message lists them.
         PlanError: if the model's sizes are not divisible by ``tp``, or its structure is not a decoder's.
     """
-    roled = RoledModel(model, plan)
+    roled = RoledModel(model, keep_undivided(model, plan, tp))
     roled.check_coverage()
     embedding = roled.only(Role.EMBEDDING, nn.Embedding)
     head = roled.only_if_any(Role.HEAD, nn.Linear)
