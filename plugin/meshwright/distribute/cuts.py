@@ -46,7 +46,7 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
         if plan.tp > 1:
             roles = config.sharding_plan or plan_for(decoder)
             sp = plan.sequence_parallel
-            found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp, cuts_mixers=plan.cp == 1)
+            found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp)
         else:
             instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
             found = outline(decoder, config.sharding_plan, instead=instead)

@@ -53,19 +53,14 @@ class DecoderStructure(Decoder):
         return sum(prod(x.shape) for x in layouts if x.is_sharded) / sum(prod(x.shape) for x in layouts)
 
 
-def describe(
-    model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool, cuts_mixers: bool = True
-) -> DecoderStructure:
+def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool) -> DecoderStructure:
     """Return a decoder's structure: each module's role and each parameter's layout over ``tp`` ranks.
-
-    Under cp each rank runs mixers for all tokens of a sequence, of which it keeps its own, so these stay whole
-    (``cuts_mixers``).
 
     Raises:
         UncoveredParameterError: if parameters have no role; the message lists them.
         PlanError: if the model's sizes are not divisible by ``tp``, or its structure is not a decoder's.
     """
-    roled = RoledModel(model, keep_undivided(model, plan, tp, cuts_mixers=cuts_mixers))
+    roled = RoledModel(model, keep_undivided(model, plan, tp))
     roled.check_coverage()
     embedding = roled.only(Role.EMBEDDING, nn.Embedding)
     head = roled.only_if_any(Role.HEAD, nn.Linear)

@@ -117,15 +117,14 @@ def _has_weights(found: object) -> bool:
     return isinstance(found, nn.Parameter) or (isinstance(found, nn.Module) and any(True for _ in found.parameters()))
 
 
-def keep_undivided(model: nn.Module, plan: ShardingPlan, tp: int, *, cuts_mixers: bool) -> ShardingPlan:
-    """Return a plan in which mixers stay whole whose heads ``tp`` ranks cannot share; all, unless ``cuts_mixers``."""
+def keep_undivided(model: nn.Module, plan: ShardingPlan, tp: int) -> ShardingPlan:
+    """Return a plan in which mixers stay whole whose heads ``tp`` ranks cannot share."""
     named = model.named_modules(remove_duplicate=False)
     mixers = {name: module for name, module in named if plan.role_of(name) is Role.MIXER}
     whole = {
         f"{name}.{inner}".rstrip("."): Role.WHOLE
         for name, mixer in mixers.items()
-        if (kind := kind_of_mixer(mixer)) is not None
-        and not (cuts_mixers and MixerHeads(kind, mixer, tp=1).layout.heads % tp == 0)
+        if (kind := kind_of_mixer(mixer)) is not None and MixerHeads(kind, mixer, tp=1).layout.heads % tp
         for inner, _ in mixer.named_modules()
     }
     return ShardingPlan(roles={**plan.roles, **whole}, source=plan.source) if whole else plan
