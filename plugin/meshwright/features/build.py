@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.context.record import ContextRecord
-from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.head_losses import LossKind
@@ -23,7 +22,7 @@ from meshwright.roles import Decoder
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks.adapted_experts import adapter_layouts
 from meshwright.roles.blocks.experts import expert_layouts
-from meshwright.roles.decoder import layer_stack, towers_beside
+from meshwright.roles.decoder import towers_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +96,7 @@ class Build:
     @property
     def towers(self) -> tuple[nn.Module, ...]:
         """The towers beside the decoder, for images or sound; none if the model has no decoder."""
-        if self.structure is not None:
-            return self.structure.towers
-        try:
-            _, layers = layer_stack(self.decoder)
-        except PlanError:  # no decoder
-            return ()
-        return tuple(towers_beside(self.decoder, tuple(layers)))
+        return towers_of(self.decoder) if self.structure is None else self.structure.towers
 
     @property
     def is_split(self) -> bool:

@@ -104,6 +104,15 @@ def towers_beside(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.
             yield from towers_beside(child, layers)
 
 
+def towers_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the towers beside a model's decoder; none if it has no decoder."""
+    try:
+        _, layers = layer_stack(model)
+    except PlanError:
+        return ()
+    return tuple(towers_beside(model, tuple(layers)))
+
+
 def ask(model: nn.Module, getter: str) -> nn.Module | None:
     """Return the module that a getter of a transformers model returns; None if the model does not implement it."""
     try:
