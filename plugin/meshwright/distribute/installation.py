@@ -51,6 +51,7 @@ FEATURES = (
     Feature(splits.part_tokens, after=(passes.cut_blocks,)),
     Feature(splits.separate_documents),
     Feature(splits.part_features, after=(passes.cut_blocks, splits.part_tokens)),
+    Feature(splits.share_towers, after=(passes.watch_passes,)),
     Feature(passes.count_experts, after=(passes.spread_experts, splits.part_tokens)),
     Feature(training.synchronise_gradients, after=(training.hold_shards, passes.compare_replicas)),
     Feature(training.average_loss, after=(splits.part_tokens, training.synchronise_gradients)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import nn
 
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
@@ -15,6 +17,7 @@ from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.document_rows import RowDocuments
 from meshwright.parallel.method_chain import add_step
+from meshwright.parallel.shared_tower import SharedTower, shares_towers
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.parallel.tower_features import TowerFeatures
@@ -72,6 +75,16 @@ def part_features(build: Build) -> None:
         is_staged=build.cut is not None,
     )
     features.add(tower_features)
+
+
+def share_towers(build: Build) -> None:
+    """Let the ranks of tp, and those of cp, share the images of each tower."""
+    if not shares_towers(build.plan, build.config.engine):
+        return
+    tp, cp = build.runtime.mesh.tp, build.runtime.mesh.cp
+    for tower, axis in itertools.product(build.towers, (tp, cp)):
+        if axis.size > 1:
+            add_step(tower, SharedTower(tower, axis, (tp, cp), has_own_tokens=axis is cp))
 
 
 def run_in_parts(build: Build) -> None:

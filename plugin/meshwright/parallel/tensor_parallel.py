@@ -189,7 +189,11 @@ def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: Dec
     """
     records = [(p, layout_of(p)) for p in model.parameters()]
     partial = [p for p, layout in records if layout.has_addends and not layout.is_sharded]
-    window = ModelWindow(model, partial)
+    of_towers = {p for tower in structure.towers for p in tower.parameters()}
+    window = ModelWindow(model, [p for p in partial if p not in of_towers])
+    tower_window = ModelWindow(model, [p for p in partial if p in of_towers])  # shared in calls of a tower alone
+    for tower in structure.towers:
+        tower_window.over(tower)
     blocks = [block.module for block in structure.blocks]
     inside = [getattr(decoder, "base_model", None), structure.final_norm, *structure.layers, *blocks]
     # The decoder itself is left out, since its forward may be the program's own and add a penalty.

@@ -117,6 +117,13 @@ def modules_beside(model: nn.Module, layers: Iterable[nn.Module]) -> set[nn.Modu
     inside |= {found for getter in ("get_input_embeddings", "get_output_embeddings") if (found := ask(model, getter))}
     towers = towers_beside(model, layers)
     return {*(module for tower in towers for module in tower.modules()), *set(model.modules()).difference(inside)}
+def towers_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the towers beside a model's decoder; none if it has no decoder."""
+    try:
+        _, layers = layer_stack(model)
+    except PlanError:
+        return ()
+    return tuple(towers_beside(model, tuple(layers)))
 
 
 def ask(model: nn.Module, getter: str) -> nn.Module | None:
