@@ -79,7 +79,8 @@ def _options(model: nn.Module) -> Iterator[dict[str, object]]:
     An encoder's result takes the place of inputs whose shapes are not known, such as those of audio.
     """
     parameters = inspect.signature(model.forward).parameters
-    mask = {"attention_mask": torch.ones(_ROWS, _LENGTH, dtype=torch.int64)} if "attention_mask" in parameters else {}
+    ones: dict[str, object] = {"attention_mask": torch.ones(_ROWS, _LENGTH, dtype=torch.int64)}
+    mask = ones if "attention_mask" in parameters else {}
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     if "encoder_outputs" in parameters and isinstance(width, int):
         dtype = next(model.parameters()).dtype
