@@ -129,6 +129,11 @@ class Build:
         return find() if callable(find) else None
 
     @property
+    def is_sequence_parallel(self) -> bool:
+        """Whether each rank of tp has its own tokens between the blocks."""
+        return self.tensor_structure is not None and self.tensor_structure.is_sequence_parallel
+
+    @property
     def sharded_words(self) -> int:
         """The number of words in the full vocabulary if tp shards it, and otherwise 0."""
         return self.tensor_structure.vocab_size if self.tensor_structure else 0

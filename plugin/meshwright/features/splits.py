@@ -63,7 +63,9 @@ def separate_documents(build: Build) -> None:
 def part_features(build: Build) -> None:
     """Cut features of towers that enter between the layers, where a rank has some of the tokens or layers."""
     plan, features = build.plan, build.runtime.features
-    axis = next((axis for axis in ("pp", "cp") if getattr(plan, axis) > 1), "tp" if plan.sequence_parallel else None)
+    axis = next(
+        (axis for axis in ("pp", "cp") if getattr(plan, axis) > 1), "tp" if build.is_sequence_parallel else None
+    )
     if axis is None or build.structure is None or not build.towers:
         return
     sequenced = features.find(SequenceRegion)
