@@ -48,13 +48,13 @@ def make_processor() -> ImageTextProcessor:
     return ImageTextProcessor(Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, size=size), tokenizer)
 
 
-def make_model(processor: ImageTextProcessor) -> Qwen3VLForConditionalGeneration:
+def make_model(processor: ImageTextProcessor, seed: int = 0) -> Qwen3VLForConditionalGeneration:
     """Return a small Qwen3-VL, in place of Qwen3VLForConditionalGeneration.from_pretrained(...)."""
     widths = {"hidden_size": 64, "intermediate_size": 128}
     rotary = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}
     text = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     tower = {"depth": 2, "num_heads": 4, "patch_size": 8, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return Qwen3VLForConditionalGeneration(
         Qwen3VLConfig(
             text_config={**widths, **text, "vocab_size": len(processor.tokenizer), "rope_parameters": rotary},

@@ -32,7 +32,7 @@ _QWEN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _config(family: str) -> Any:
+def config_of(family: str) -> Any:
     """The config of a family; all but Qwen's have images of 8 x 8 pixels, or of 16 x 16 whose features are merged."""
     text = {**_TEXT, "head_dim": 8}
     image = {"image_token_id": IMAGE}
@@ -93,7 +93,7 @@ def _config(family: str) -> Any:
 def build(family: str, *, freezes_tower: bool = False) -> Any:
     """A seeded model of which every parameter has a random value of its own."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(_config(family))
+    model = transformers.AutoModelForImageTextToText.from_config(config_of(family))
     tower = next(module for name, module in model.named_modules() if "vis" in name)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -40,6 +40,7 @@ class Job:
             experts; 1 for balanced routing.
         logits: the logits that this library's runtime has in memory at once: those of one chunk of tokens, those of all
             tokens for a rank's part of the vocabulary, or those of all tokens and words.
+        images: images per sequence, of a model with a tower.
 
     Raises:
         PlanError: a size is below one, or the precision is unknown.
@@ -61,6 +62,7 @@ class Job:
     on_cpu: bool = False
     expert_load: float = 1.0
     logits: Logits = "chunked"
+    images: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
