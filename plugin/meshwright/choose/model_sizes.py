@@ -14,7 +14,7 @@ from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.shapes import ModelShape, describe
 from meshwright.roles import ShardingPlan, find_decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
-from meshwright.roles.blocks.experts import has_experts
+from meshwright.roles.blocks.experts import experts_of_own_code, has_experts
 
 
 def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
@@ -45,6 +45,8 @@ def shows_more_than_its_config(decoder: nn.Module) -> bool:
     except PlanError:
         return has_experts(decoder)
     is_decoder = not getattr(decoder.config, "is_encoder_decoder", False)
+    if experts_of_own_code(decoder):
+        return False
     return is_decoder and (has_experts(decoder) or needs_measuring(parts))
 
 
