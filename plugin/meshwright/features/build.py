@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.context.record import ContextRecord
+from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.head_losses import LossKind

@@ -41,6 +41,7 @@ class Job:
         prefers_masters: whether plans that keep 32-bit masters of 16-bit weights come before all that do not.
         logits: the logits that this library's runtime has in memory at once: those of one chunk of tokens, those of all
             tokens for a rank's part of the vocabulary, or those of all tokens and words.
+        images: images per sequence, of a model with a tower.
 
     Raises:
         PlanError: a size is below one, or the precision is unknown.
@@ -63,6 +64,7 @@ class Job:
     expert_load: float = 1.0
     prefers_masters: bool = False
     logits: Logits = "chunked"
+    images: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
