@@ -135,6 +135,12 @@ class BatchSchema:
         parts = {name: self._part(name, x, own, take) for name, x in self.batch.items()}
         return {name: x for name, x in parts.items() if x is not _LEFT_OUT}
 
+    def without_rows(self) -> list[str]:
+        """Return the names of the tensors whose parts do not have the rows along their first dim."""
+        dims = {name: self.row_dim(name, x) for name, x in self.tensors.items()}
+        rows = (0, list(range(self.rows + 1)))
+        return [name for name, dim in dims.items() if dim is not None and (dim[0], list(dim[1])) != rows]
+
     def row_counts(self, count: int) -> list[int]:
         """Return the number of rows of each of ``count`` micro-batches."""
         rows = self.rows
