@@ -41,21 +41,15 @@ PLANS: dict[str, tuple[dict[str, Any], Counts]] = {
 }
 
 
-def families_of(plan_name: str) -> list[str]:
-    refused = ("gemma3", "paligemma") if "cp2" in plan_name else ()  # for masks that see the tokens of a whole image
-    return [family for family in FAMILIES if family not in refused]
-
-
 @pytest.mark.crossing
 @pytest.mark.parametrize("plan_name", PLANS)
 def test_each_family_equals_one_process(plan_name: str, request: pytest.FixtureRequest) -> None:
     plan, counts = PLANS[plan_name]
-    families = families_of(plan_name)
     if plan is SPLIT:
-        results = [train_each(plan, families, counts)]
+        results = [train_each(plan, FAMILIES, counts)]
     else:
-        results = pool_for(plan, request).run(train_each, plan, families, counts)
-    for family in families:
+        results = pool_for(plan, request).run(train_each, plan, FAMILIES, counts)
+    for family in FAMILIES:
         assert_equals_one_process([result[family] for result in results], one_process(family, counts))
 
 

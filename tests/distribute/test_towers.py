@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -97,9 +98,17 @@ def test_features_of_unknown_tokens_that_enter_between_layers_are_refused(plan: 
     assert kind == "PlanError" and "deepstack_visual_embeds" in said and f"Use {next(iter(plan))}=1" in said
 
 
+def step_with_features_of_unknown_layers(plan: dict[str, Any], after: list[int]) -> None:
+    """The config does not say how many layers add features."""
+    with mock.patch("meshwright.roles.family_hints._LISTS_OF_FEATURES", ()):
+        step_with_features_between_layers(plan, after)
+
+
 def test_features_of_layers_after_the_first_stage_are_refused(pool2: Any) -> None:
-    kind, said = pool2.run_expecting_error(step_with_features_between_layers, {"pp": 2}, [0, 1])[0]
+    kind, said = pool2.run_expecting_error(step_with_features_of_unknown_layers, {"pp": 2}, [0, 1])[0]
     assert kind == "PlanError" and "not in the first stage" in said
+    for kind, said in pool2.run_expecting_error(step_with_features_between_layers, {"pp": 2}, [0, 1]):
+        assert kind == "PlanError" and "the first stage alone has" in said and "smaller pp" in said
 
 
 def calls_of_towers(name: str) -> int:

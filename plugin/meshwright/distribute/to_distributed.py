@@ -50,6 +50,7 @@ from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistribute
 from meshwright.plan.fields import either_name, keywords_checked
 from meshwright.plan.foreign_names import CALL_NAMES
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks import mixers_of
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,7 @@ def _distribute(
     check_compile(layers_of(decoder, structure), plan, config)
     cut = cut_of(decoder, structure, plan, rank=0)
     context = context_of(structure, plan)
+    mixers = mixers_of(decoder, structure)
 
     guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)
@@ -197,6 +199,7 @@ def _distribute(
         loss=loss,
         runtime=runtime,
         device=device,
+        mixers=mixers,
         context=context,
         cut=None if cut is None else dataclasses.replace(cut, rank=mesh.pp.rank),
     )
@@ -211,6 +214,9 @@ def _distribute(
         if isinstance(structure, DecoderStructure):
             share = 100 * structure.cut_share
             logger.info("tp cuts %.0f %% of the weights; each rank of tp has the others whole", share)
+        if mixers and plan.cp > 1:
+            text = "each of the %d ranks of cp computes %d modules with recurrences or convolutions for all tokens"
+            logger.info(text, plan.cp, len(mixers))
     return optimizer, loader
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Build:
         config: the options of the call.
         structure: how the plan cuts the decoder; None if the plan does not cut it.
         cut: which layers and weights this rank's pipeline stages hold; None without a pipeline.
+        mixers: the modules of the layers with recurrences or convolutions over tokens, by name.
         context: what the layers and attentions of the decoder are given; None without context parallelism.
         loss: what the model's loss averages over; None if unknown.
         runtime: the state that the model will carry; it holds this rank's axes.
@@ -50,6 +52,7 @@ class Build:
     loss: LossKind | None
     runtime: Runtime
     device: torch.device
+    mixers: Mapping[str, nn.Module] = field(default_factory=dict)
     cut: Cut | None = None
     context: ContextRecord | None = None
     optimizer: Optimizer | None = None
@@ -125,6 +128,11 @@ class Build:
             return self.structure.head
         find = getattr(self.decoder, "get_output_embeddings", None)
         return find() if callable(find) else None
+
+    @property
+    def is_sequence_parallel(self) -> bool:
+        """Whether each rank of tp has its own tokens between the blocks."""
+        return self.tensor_structure is not None and self.tensor_structure.is_sequence_parallel
 
     @property
     def sharded_words(self) -> int:

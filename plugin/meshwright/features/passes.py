@@ -56,7 +56,7 @@ def watch_passes(build: Build) -> None:
     hooked = HookedModules(
         build.decoder,
         build.tensor_structure,
-        sequence_parallel=plan.sequence_parallel,
+        sequence_parallel=build.is_sequence_parallel,
         is_split=build.is_split,
         is_staged=plan.pp > 1,
         parted=None if build.context is None else build.structure,
@@ -104,7 +104,6 @@ def cut_blocks(build: Build) -> None:
     blocks, region = install_tensor_parallel(
         build.tensor_structure,
         build.runtime.mesh.tp,
-        sequence_parallel=build.plan.sequence_parallel,
         streams=build.runtime.streams,
         keep_logits_sharded=features.get(ForwardState).keep_logits_sharded,
         is_staged=build.cut is not None,

@@ -129,6 +129,7 @@ class PipelineForward(BatchStep):
         cut, self.format = pipeline.cut, runtime.features.get(BatchFormat)
         self.balancing = find_step(decoder, LoadBalancing)
         towers = runtime.features.find(TowerFeatures)
+        self.region = region
         self.stages = Stages(cut, self, region, runtime.mesh.cp.size, self.balancing, towers)
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
@@ -285,7 +286,7 @@ class PipelineForward(BatchStep):
         """Return the shape of the hidden states that cross between the stages."""
         rows, length = BatchSchema(batch).tokens.shape[:2]
         length = local_tokens(length, self.runtime.mesh.cp.size)
-        if self.runtime.plan.sequence_parallel and self.runtime.mesh.tp.size > 1:
+        if self.region is not None:
             length = -(-length // self.runtime.mesh.tp.size)
         return rows, length, self.pipeline.cut.order.hidden_size
 
