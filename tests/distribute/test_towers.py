@@ -70,20 +70,6 @@ def test_embeddings_on_one_rank_are_an_error(pool2: Any) -> None:
         pool2.run(step_with_embeddings_on_one_rank)
 
 
-def step_with_images_on_one_rank() -> None:
-    with Float64():
-        model = mw.to_distributed(build("llava"), plan=mw.ParallelPlan(dp=2, zero_stage=3))[0]
-        batch = collate(samples("llava", 2))
-        if torch.distributed.get_rank() == 1:
-            batch = {"input_ids": (ids := tokens(2, LENGTH, vocab_size=IMAGE)), "labels": ids}
-        model(**batch)
-
-
-def test_a_tower_that_only_some_ranks_would_gather_is_refused(pool2: Any) -> None:
-    with pytest.raises(WorkerError, match=r"pixel_values[\s\S]*none[\s\S]*use zero_stage=2"):
-        pool2.run(step_with_images_on_one_rank)
-
-
 def with_numbers_as_mask(module: Any, args: Any, given: dict[str, Any]) -> Any:
     mask = given["visual_pos_masks"]
     return args, {**given, "visual_pos_masks": None if mask is None else mask.int()}

@@ -24,6 +24,7 @@ from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks import mixers_of
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts
 from meshwright.roles.blocks.experts import check_experts
 
@@ -107,6 +108,7 @@ def build_on_fake_rank(
         loss=find_loss(decoder),
         runtime=Runtime(mesh=mesh, plan=plan, guard=guard),
         device=torch.device(device),
+        mixers=mixers_of(decoder, structure),
         context=context_of(structure, plan),
         cut=cut_of(decoder, structure, plan, mesh.pp.rank),
     )

@@ -19,6 +19,7 @@ from meshwright.parallel.mixed_rows import EMBEDDING_OPTIONS
 from meshwright.roles import Decoder, find_decoder, written_plan
 from meshwright.roles.blocks import BLOCKS, Block
 from meshwright.roles.blocks.block import OVER_TP, cut_over_tp
+from meshwright.roles.blocks.mixer import keep_undivided
 from meshwright.roles.decoder import towers_beside
 from meshwright.roles.projection import weight_of
 from meshwright.roles.roled_model import RoledModel
@@ -30,18 +31,22 @@ class DecoderStructure(Decoder):
     """A decoder, its blocks, and the layout of each parameter by name.
 
     Args:
+        embeddings: the embeddings with the weight of the tokens', of which an encoder-decoder has several.
         blocks: the blocks of the layers, each once.
         routed: the modules that route tokens to experts, and in which each rank routes its own tokens, although it has
             all tokens between the blocks; none under sequence parallelism, where it has only its own there too.
         whole: the outermost modules inside of layers that every rank computes for all tokens, by name.
+        is_sequence_parallel: whether each rank has its own tokens between the blocks; False if there are none.
         vocab_size: the number of words that the head scores; in a few families the embedding has more words.
     """
 
     embedding: nn.Embedding
     head: nn.Linear | None
+    embeddings: tuple[nn.Embedding, ...]
     blocks: tuple[Block, ...]
     routed: tuple[nn.Module, ...]
     whole: dict[str, nn.Module]
+    is_sequence_parallel: bool
     parameters: dict[str, TensorLayout] = field(repr=False)
     vocab_size: int
 
@@ -69,12 +74,13 @@ def describe(
         UncoveredParameterError: if parameters have no role; the message lists them.
         PlanError: if the model's sizes are not divisible by ``tp``, or its structure is not a decoder's.
     """
-    roled = RoledModel(model, plan)
+    roled = RoledModel(model, keep_undivided(model, plan, tp))
     roled.check_coverage()
     embedding = roled.only(Role.EMBEDDING, nn.Embedding)
     head = roled.only_if_any(Role.HEAD, nn.Linear)
     _check_whole_embedding(embedding)
     parts = _by_roles(roled)
+    sequence_parallel = sequence_parallel and bool(roled.block_names)
     routed = [] if sequence_parallel or tp == 1 else _owners_of_experts(roled, parts)
 
     def has_own_tokens(name: str) -> bool:
@@ -101,9 +107,11 @@ def describe(
     words = embedding.num_embeddings if head is None else weight_of(head).shape[0]
     return DecoderStructure(
         **vars(parts),
+        embeddings=tuple(m for m in roled.modules_with(Role.EMBEDDING) if isinstance(m, nn.Embedding)),
         blocks=tuple(blocks.values()),
         routed=tuple(dict.fromkeys(roled.modules[name] for name in routed)),
         whole=roled.whole_in_layers,
+        is_sequence_parallel=sequence_parallel,
         parameters=layouts,
         vocab_size=words,
     )
