@@ -37,11 +37,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def from_config(name: str, **values: Any) -> Any:
+    family, own = SHARED_BY_RANKS[name] if name in SHARED_BY_RANKS else (name, FAMILIES[name])
+    return transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family](**{**own, **values}))
+
+
 def build(name: str) -> Any:
     """A seeded model, of a family or of ``SHARED_BY_RANKS``, of which every parameter has a random value of its own."""
-    family, values = SHARED_BY_RANKS[name] if name in SHARED_BY_RANKS else (name, FAMILIES[name])
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family](**values))
+    model = from_config(name)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
