@@ -70,8 +70,3 @@ def test_mixers_whose_heads_cannot_be_shared_stay_whole() -> None:
     for name, layout in found.parameters.items():
         if len(layout.shape) > 1:
             assert layout.is_sharded is not name.startswith(tuple(f"{whole}." for whole in found.whole)), name
-
-
-def test_a_mixer_is_not_cut_into_tokens() -> None:
-    with pytest.raises(mw.PlanError, match=r"mamba \(FalconH1Mixer\), and a rank of cp.*Use ParallelPlan\(cp=1\)"):
-        structure_of(build("falcon_h1"), mw.ParallelPlan(tp=2, cp=2), mw.ToDistributedConfig())

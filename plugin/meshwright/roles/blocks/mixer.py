@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from meshwright.roles.blocks.block import Block
 from meshwright.roles.blocks.experts import roles_of_experts
 from meshwright.roles.blocks.head_layout import HeadLayout
 from meshwright.roles.blocks.mixer_kinds import MixerHeads, MixerKind, attribute, kind_of_mixer
+from meshwright.roles.decoder import Decoder, hidden_size, layer_stack, token_embedding
 from meshwright.roles.projection import in_features, is_projection, out_features
 from meshwright.roles.roled_model import RoledModel
 from meshwright.roles.sharding_plan import BlockPart, Role, ShardingPlan
@@ -127,3 +128,40 @@ def keep_undivided(model: nn.Module, plan: ShardingPlan, tp: int) -> ShardingPla
         for inner, _ in mixer.named_modules()
     }
     return ShardingPlan(roles={**plan.roles, **whole}, source=plan.source) if whole else plan
+
+
+def mixers_of(model: nn.Module, decoder: Decoder | None = None) -> dict[str, nn.Module]:
+    """Return the mixers inside of a decoder's layers, by name; none if the model has no decoder.
+
+    Args:
+        model: the whole model, with all of its weights.
+        decoder: its parts; None to find its layers here.
+    """
+    if not any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return {}
+    if decoder is None:
+        try:
+            name, stack = layer_stack(model)
+            layers, embedding = tuple(stack), token_embedding(model, name)
+        except PlanError:
+            return {}
+    elif isinstance(decoder.embedding, nn.Embedding):
+        layers, embedding = decoder.layers, decoder.embedding
+    else:
+        return {}
+    hidden = hidden_size(layers, embedding)
+    found = {mixer for layer in layers for mixer in _outermost(layer, hidden)}
+    return {name: module for name, module in model.named_modules() if module in found}
+
+
+def has_attention(mixer: nn.Module) -> bool:
+    """Return whether a mixer holds an attention, which takes a mask; transformers gives each this mark."""
+    return any(hasattr(module, "is_causal") for module in mixer.modules())
+
+
+def _outermost(module: nn.Module, hidden: int) -> Iterator[nn.Module]:
+    for child in module.children():
+        if Mixer.claim(child, hidden, {}):
+            yield child
+        else:
+            yield from _outermost(child, hidden)
