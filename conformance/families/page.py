@@ -20,7 +20,7 @@ _REMARKS = {
     "gpt-sw3": "GPT-2's class",
     "internlm3": "Llama's class",
     "iquestcoder": "Llama's class",
-    "lfm2": "with attention layers only: under tp its convolutions stay whole",
+    "lfm2": "with attention layers only; [hybrids.md](hybrids.md) has its convolutions",
     "stablelm": "without qk_layernorm, whose norms (one per head) are refused",
 }
 _DECODER_HALF = "the decoder of an encoder-decoder model; its cross-attention is sharded too"

@@ -37,11 +37,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def from_config(name: str, **values: Any) -> Any:
+    family, own = SHARED_BY_RANKS[name] if name in SHARED_BY_RANKS else (name, FAMILIES[name])
+    return transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family](**{**own, **values}))
+
+
 def build(name: str) -> Any:
     """A seeded model, of a family or of ``SHARED_BY_RANKS``, of which every parameter has a random value of its own."""
-    family, values = SHARED_BY_RANKS[name] if name in SHARED_BY_RANKS else (name, FAMILIES[name])
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family](**values))
+    model = from_config(name)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -70,6 +74,7 @@ _NEXT = {
     "linear_num_value_heads": 4,
     "shared_expert_intermediate_size": 24,
 }
+_MAMBA1 = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 SHARED_BY_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta net, one key head": ("qwen3_5_text", {**FAMILIES["qwen3_5_text"], "linear_num_key_heads": 1}),
     "delta net, 3 heads": (
@@ -108,6 +113,15 @@ SHARED_BY_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_SIZES, "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "mamba_num_heads": 8, "head_dim": 8,
             "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 8,
+        },
+    ),
+    "mamba": ("mamba", _MAMBA1),
+    "falcon_mamba": ("falcon_mamba", _MAMBA1),
+    "jamba": (
+        "jamba",
+        {
+            **_SIZES, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 4,
+            "mamba_d_state": 4, "mamba_expand": 2, "experts_implementation": "eager",
         },
     ),
     "lfm2, biases": ("lfm2", {**FAMILIES["lfm2"], "conv_bias": True}),
