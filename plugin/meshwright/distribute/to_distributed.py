@@ -39,6 +39,7 @@ from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.gradients import Engine
 from meshwright.optim.runtime import Runtime, Watch, WholeLogits, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.head_losses import find_loss
@@ -176,7 +177,8 @@ def _distribute(
 
     shown = None if config.logging_steps is None else Preparation.make(model, config)
 
-    loader = None if dataloader is None else _make_loader(dataloader, mesh, device, config)
+    format = BatchFormat.of(getattr(decoder, "config", None), config.batch_dims)
+    loader = None if dataloader is None else _make_loader(dataloader, mesh, device, config, format)
     if loader is not None:
         loader.feeds_causal_lm = loss is not None and loss.is_causal_lm
     runtime = Runtime(
@@ -263,7 +265,8 @@ def _complete(
     _check_passes(plan, loss is not None, model)
     loader = None
     if dataloader is not None:
-        loader = _make_loader(dataloader, runtime.mesh, device_of(model), config)
+        format = runtime.features.get(BatchFormat)
+        loader = _make_loader(dataloader, runtime.mesh, device_of(model), config, format)
         loader.feeds_causal_lm = isinstance(loss, CausalLMLoss)
     shows = config.logging_steps is not None and runtime.features.find(Watch) is None
     shown = Preparation.make(model, config) if shows else None
@@ -276,10 +279,10 @@ def _complete(
 
 
 def _make_loader(
-    dataloader: Iterable[Any], mesh: Mesh, device: torch.device, config: ToDistributedConfig
+    dataloader: Iterable[Any], mesh: Mesh, device: torch.device, config: ToDistributedConfig, format: BatchFormat
 ) -> DistributedLoader:
     loader_mesh = LoaderMesh(dp=mesh.dp, peers=Peers(mesh.of_same_rows), device=device)
-    return made_together(lambda: DistributedLoader(dataloader, loader_mesh, options=config.loader))
+    return made_together(lambda: DistributedLoader(dataloader, loader_mesh, options=config.loader, format=format))
 
 
 def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module, engine: str | None = None) -> None:

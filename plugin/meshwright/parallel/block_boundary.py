@@ -61,12 +61,12 @@ class BlockHooks:
         self._rates = Rates(block.module)
         self._bias: nn.Parameter | None = None
         self._name, self._is_whole_module = block.name, block.entries == (block.module,)
-        self._names = tuple(inspect.signature(block.module.forward).parameters)
+        self._names = tuple(inspect.signature(block.reader.forward).parameters)
         self._is_checked = False
         self._pass: _BlockPass | None = None
-        self._head_inputs = None if block.heads is None else HeadInputs(block.module, block.heads, axis)
+        self._head_inputs = None if block.heads is None else HeadInputs(block.reader, block.heads, axis)
         self._regathered = RegatheredProjections(list(block.columns)) if sequence is not None else None
-        columns = block.columns if self._is_whole_module else ()
+        columns = block.columns if block.entries == (block.reader,) else ()
         self._columns = ColumnProjections(columns, is_gathered=sequence is not None)
         for entry in block.entries:
             # prepend, since an entry may be a projection whose other hooks must see the gathered input.
@@ -118,7 +118,7 @@ class BlockHooks:
         self._columns.close(has_ended=output is not None)
         if self._regathered is not None:
             self._regathered.close()
-        if not self._is_whole_module:  # an input projection of an MLP that the layer owns
+        if not self._is_whole_module:  # the output projection runs later, in another part of the block or the layer
             return None
         current, self._pass = self._pass, None
         if output is None or current is None:  # the block raised

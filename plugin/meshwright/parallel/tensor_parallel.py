@@ -27,6 +27,7 @@ from meshwright.parallel.method_chain import ChainStep, add_step
 from meshwright.parallel.mixer_kernels import WithoutTrainingKernel
 from meshwright.parallel.partial_gradients import ModelWindow
 from meshwright.parallel.region_borders import RegionBorders
+from meshwright.parallel.second_inputs import SecondInputs
 from meshwright.parallel.sequence_parallel import AllTokens, SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
 from meshwright.parallel.structure import DecoderStructure
@@ -112,7 +113,6 @@ def install_tensor_parallel(
     structure: DecoderStructure,
     axis: Axis,
     *,
-    sequence_parallel: bool,
     streams: DropoutStreams,
     keep_logits_sharded: Callable[[], bool],
     is_staged: bool,
@@ -123,14 +123,12 @@ def install_tensor_parallel(
         The hooks of each block, and the region in which each rank has its own tokens, under sequence parallelism. If
         ``is_staged``, a pipeline's stages start and end the region; otherwise its own hooks do.
     """
-    words = structure.embedding.num_embeddings
-    if layout_of(structure.embedding.weight).is_held:
-        VocabParallelEmbedding(structure.embedding, RowLayout.padded(words, axis.size), axis)
+    for embedding in structure.embeddings:
+        if layout_of(embedding.weight).is_held:
+            VocabParallelEmbedding(embedding, RowLayout.padded(embedding.num_embeddings, axis.size), axis)
     if structure.head is not None and layout_of(structure.head.weight).is_held:
         VocabParallelHead(structure.head, structure.vocab_size, axis, keep_logits_sharded)
-    sequence = SequenceSharding(axis) if sequence_parallel else None
-    for layer in dict.fromkeys(structure.layers):
-        layer.register_forward_pre_hook(refuse_second_activations, with_kwargs=True)
+    sequence = SequenceSharding(axis) if structure.is_sequence_parallel else None
     # Only inside of modules that route tokens does each rank have its own, without sequence parallelism.
     in_routed = SequenceSharding(axis) if structure.routed else None
     inside = {id(module) for owner in structure.routed for module in owner.modules()}
@@ -141,6 +139,8 @@ def install_tensor_parallel(
     if in_routed is not None:
         for owner in structure.routed:
             add_step(owner, OwnTokens(owner, in_routed, streams))
+    if structure.blocks:
+        SecondInputs(structure.layers, structure.blocks, structure.whole.values(), axis)
     for block in structure.blocks:
         block.localise(axis.rank)
     share_output_projections(blocks)
@@ -189,7 +189,11 @@ def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: Dec
     """
     records = [(p, layout_of(p)) for p in model.parameters()]
     partial = [p for p, layout in records if layout.has_addends and not layout.is_sharded]
-    window = ModelWindow(model, partial)
+    of_towers = {p for tower in structure.towers for p in tower.parameters()}
+    window = ModelWindow(model, [p for p in partial if p not in of_towers])
+    tower_window = ModelWindow(model, [p for p in partial if p in of_towers])  # shared in calls of a tower alone
+    for tower in structure.towers:
+        tower_window.over(tower)
     blocks = [block.module for block in structure.blocks]
     inside = [getattr(decoder, "base_model", None), structure.final_norm, *structure.layers, *blocks]
     # The decoder itself is left out, since its forward may be the program's own and add a penalty.
@@ -326,33 +330,3 @@ class SequenceRegion:
                 "them, so each rank still has its own tokens only. To make the sequence whole after the last layer, "
                 "leave the FINAL_NORM out of the plan"
             )
-
-
-def refuse_second_activations(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: str = "tp"
-) -> None:
-    """Raise if a layer gets a second input with a gradient, since each rank would have only a part of that gradient.
-
-    Args:
-        module: the layer.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        axis: the axis of these ranks, for the message.
-    """
-    if not torch.is_grad_enabled():
-        return
-    hidden, _ = hidden_states(args, kwargs)
-    if any(_has_gradient(x, hidden) for x in (*args, *kwargs.values())):
-        named = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
-        raise PlanError(
-            f"{type(module).__name__} is given {', '.join(n for n, x in named.items() if _has_gradient(x, hidden))} "
-            f"beside its hidden states, and this input requires a gradient. Each rank of {axis} would have only a "
-            f"part of that gradient. Use ParallelPlan({axis}=1)"
-        )
-
-
-def _has_gradient(value: Any, hidden: Tensor) -> bool:
-    # Not a function inside its caller: one that calls itself would hold the hidden states until a garbage collection.
-    if isinstance(value, Tensor):
-        return value.requires_grad and value is not hidden
-    return isinstance(value, list | tuple) and any(_has_gradient(x, hidden) for x in value if isinstance(x, Tensor))

@@ -131,6 +131,18 @@ def hints_for(config: object) -> dict[str, Role]:
     return hints
 
 
+# Config fields that list layers of a tower: the decoder adds the features of each after a layer of its own, from the
+# first on.
+_LISTS_OF_FEATURES = ("deepstack_visual_indexes",)
+
+
+def layers_with_features(config: object) -> int:
+    """Return after how many of its first layers a decoder adds features of a tower."""
+    fields = vars(config) if hasattr(config, "__dict__") else {}
+    inside = (layers_with_features(value) for value in fields.values() if hasattr(value, "model_type"))
+    return max((len(fields.get(name) or ()) for name in _LISTS_OF_FEATURES), default=0) or max(inside, default=0)
+
+
 # Families that no sharding plan shards correctly, although roles may be inferred for them.
 _REFUSALS = {
     "diffllama": "its heads work in pairs, the first half of them with the second",

@@ -52,11 +52,8 @@ def _outer_roles(decoder: Decoder) -> dict[str, Role]:
     whole, and so does a tower.
     """
     model = decoder.model
-    own: dict[nn.Module | None, Role] = {
-        decoder.final_norm: Role.FINAL_NORM,
-        decoder.head: Role.HEAD,
-        decoder.embedding: Role.EMBEDDING,
-    }
+    own: dict[nn.Module | None, Role] = {decoder.final_norm: Role.FINAL_NORM, decoder.head: Role.HEAD}
+    own |= dict.fromkeys(_tied_to(decoder.embedding, model), Role.EMBEDDING)
     named = list(model.named_modules(remove_duplicate=False))
     of_towers = {module for tower in decoder.towers for module in tower.modules()}
     stacks = tuple(f"{name}." for name, module in named if is_stack(module) and module not in of_towers)
@@ -71,7 +68,27 @@ def _outer_roles(decoder: Decoder) -> dict[str, Role]:
             roles[name] = own[module]
         elif module in decoder.towers or (not f"{name}.".startswith(cut) and list(module.parameters(recurse=False))):
             roles[name] = Role.WHOLE
+    return _with_tied_bias(roles, decoder.head, named)
+
+
+def _with_tied_bias(
+    roles: dict[str, Role], head: nn.Module | None, named: list[tuple[str, nn.Module]]
+) -> dict[str, Role]:
+    """Return the roles if a module around the head owns the head's bias too, as BERT's predictions do."""
+    bias = None if head is None else head._parameters.get("bias")
+    for name, module in named:
+        own = module._parameters
+        if module is not head and bias is not None and any(p is bias for p in own.values()):
+            roles.pop(name, None)
+            roles |= {f"{name}.{n}": Role.HEAD if p is bias else Role.WHOLE for n, p in own.items() if p is not None}
     return roles
+
+
+def _tied_to(embedding: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """Return the embeddings with the weight of ``embedding``, such as those of an encoder and a decoder."""
+    weight = embedding._parameters.get("weight")
+    tied = (m for m in model.modules() if isinstance(m, nn.Embedding) and m._parameters.get("weight") is weight)
+    return list(dict.fromkeys((embedding, *tied)))
 
 
 def _common_roles(layers_name: str, layers: list[tuple[nn.Module, dict[str, Role]]]) -> dict[str, Role]:
