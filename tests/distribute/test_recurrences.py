@@ -28,7 +28,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2 zero3": {"dp": 2, "zero_stage": 3},
     "pp2, micro-batches": {"pp": 2, "gradient_accumulation_steps": 2},
 }
-# minimax routes tokens, which tp without sp refuses by name in layers that route them themselves.
 CASES = [(family, plan) for family in RECURRENCES for plan in PLANS]
 
 
