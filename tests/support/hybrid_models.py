@@ -36,9 +36,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {**_SIZES, **_DELTA, "linear_num_value_heads": 2},
 }  # fmt: skip
 
+# Recurrences without a convolution, which stay whole.
+RECURRENCES: dict[str, dict[str, Any]] = {
+    "rwkv": {
+        "vocab_size": 97, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 64,
+    },
+    "xlstm": {
+        "vocab_size": 97, "hidden_size": 32, "num_blocks": 2, "num_hidden_layers": 2, "num_heads": 4,
+    },
+    "minimax": {
+        **_SIZES, "layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "experts_implementation": "eager", "head_dim": 8,
+    },
+}  # fmt: skip
+
 
 def from_config(name: str, **values: Any) -> Any:
-    family, own = SHARED_BY_RANKS[name] if name in SHARED_BY_RANKS else (name, FAMILIES[name])
+    family, own = SHARED_BY_RANKS[name] if name in SHARED_BY_RANKS else (name, (FAMILIES | RECURRENCES)[name])
     return transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family](**{**own, **values}))
 
 
