@@ -8,6 +8,7 @@ from meshwright.compiling import leave_out_of_graphs
 from meshwright.context.region import ContextRegion
 from meshwright.features.build import Build
 from meshwright.features.check_compile import layers_of, why_not_compiled
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.expert_counts import ExpertCounts
@@ -77,7 +78,9 @@ def watch_passes(build: Build) -> None:
         statistics=BatchStatistics(build.decoder, lambda: runtime.plan),
         shares_weights=runtime.weights is not None,
         shares_experts=plan.spreads_experts_over_dp,
-        gathers_towers=runtime.weights is not None and bool(build.towers),
+        towers_differ=runtime.leave_towers_out if plan.zero_stage and build.towers else None,
+        is_split=build.is_split,
+        format=runtime.features.get(BatchFormat),
         longest=LongestPosition(build.decoder, runtime.mesh.tokens, is_split=build.is_split),
         layers=runtime.features.add(_compilable_layers(build)),
         follow=runtime.gradients.follow,

@@ -7,7 +7,7 @@ block_boundary.py and tensor_parallel.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from torch import nn
@@ -19,6 +19,7 @@ from meshwright.parallel.mixed_rows import EMBEDDING_OPTIONS
 from meshwright.roles import Decoder, find_decoder, written_plan
 from meshwright.roles.blocks import BLOCKS, Block
 from meshwright.roles.blocks.block import OVER_TP, cut_over_tp
+from meshwright.roles.blocks.mixer import keep_undivided
 from meshwright.roles.decoder import towers_beside
 from meshwright.roles.projection import weight_of
 from meshwright.roles.roled_model import RoledModel
@@ -56,14 +57,24 @@ class DecoderStructure(Decoder):
         return sum(prod(x.shape) for x in layouts if x.is_sharded) / sum(prod(x.shape) for x in layouts)
 
 
-def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool) -> DecoderStructure:
+def describe(
+    model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool, shares_towers: bool = False
+) -> DecoderStructure:
     """Return a decoder's structure: each module's role and each parameter's layout over ``tp`` ranks.
+
+    Args:
+        model: the decoder.
+        plan: the roles of its modules.
+        tp: the number of ranks.
+        sequence_parallel: whether each rank has its own tokens between the blocks.
+        shares_towers: whether the ranks share the images of each tower, so that the gradients of its weights are
+            addends.
 
     Raises:
         UncoveredParameterError: if parameters have no role; the message lists them.
         PlanError: if the model's sizes are not divisible by ``tp``, or its structure is not a decoder's.
     """
-    roled = RoledModel(model, plan)
+    roled = RoledModel(model, keep_undivided(model, plan, tp))
     roled.check_coverage()
     embedding = roled.only(Role.EMBEDDING, nn.Embedding)
     head = roled.only_if_any(Role.HEAD, nn.Linear)
@@ -88,6 +99,10 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
             elif role in (Role.EXPERTS, Role.ROUTER, Role.NORM, Role.FINAL_NORM, Role.WHOLE):
                 is_partial = role is not Role.WHOLE and has_own_tokens(name)
                 layouts[full_name] = TensorLayout.whole(parameter, tp, addends=OVER_TP if is_partial else frozenset())
+    of_towers = {p for tower in parts.towers for p in tower.parameters()} if shares_towers and tp > 1 else set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in of_towers:
+            layouts[name] = replace(layouts[name], addends=OVER_TP)
     _check_ties(model, layouts)
     words = embedding.num_embeddings if head is None else weight_of(head).shape[0]
     return DecoderStructure(

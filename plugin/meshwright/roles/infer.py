@@ -115,13 +115,16 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
     hinted = {name: role for name in _named(layer) if (role := hint(name)) is not None}
     roles: dict[str, Role] = {}
     for name, module in modules.items():  # an MLP inside of what experts claim comes later, and is an MLP
-        if not _is_in_whole_module(name, roles):
+        if not _is_in(name, roles, Role.WHOLE, Role.MIXER):
             roles |= _block_roles(name, module, hidden, hinted)
-    roles |= hinted
+    # A kind of mixer says more of its weights than a hint, whose names may be those of attention in other layers.
+    roles |= {
+        n: role for n, role in hinted.items() if roles.get(n) is not Role.MIXER and not _is_in(n, roles, Role.MIXER)
+    }
     blocks = [f"{name}." for name, role in roles.items() if role.part is BlockPart.BLOCK]
     for name, module in modules.items():
         # A parametrization is part of the module whose weight it computes.
-        if not name or name in roles or "parametrizations" in name.split(".") or _is_in_whole_module(name, roles):
+        if not name or name in roles or "parametrizations" in name.split(".") or _is_in(name, roles, Role.WHOLE):
             continue
         is_inside = any(name.startswith(block) for block in blocks)
         if is_inside and _is_weightless_norm(module):
@@ -152,8 +155,9 @@ def _block_roles(name: str, module: nn.Module, hidden: int, hinted: Mapping[str,
     return roles
 
 
-def _is_in_whole_module(name: str, roles: Mapping[str, Role]) -> bool:
-    return any(role is Role.WHOLE and name.startswith(f"{whole}.") for whole, role in roles.items())
+def _is_in(name: str, roles: Mapping[str, Role], *of: Role) -> bool:
+    """Return whether a module is inside of one with one of these roles."""
+    return any(role in of and name.startswith(f"{owner}.") for owner, role in roles.items())
 
 
 def _is_weightless_norm(module: nn.Module) -> bool:

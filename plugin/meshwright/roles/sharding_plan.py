@@ -51,7 +51,12 @@ class Role(enum.Enum):
     UP = "up projection", BlockPart.COLUMN
     GATE_UP = "fused projection: the gate half, then the up half", BlockPart.COLUMN
     DOWN = "down projection", BlockPart.ROW
-    # Either block.
+    # Mixers: convolutions and recurrences over tokens.
+    MIXER = "mixer block", BlockPart.BLOCK
+    MIXER_INPUT = "input projection of a mixer, of parts that are each cut", BlockPart.COLUMN
+    MIXER_INNER = "weights of a mixer that belong to its heads or channels", BlockPart.INNER
+    MIXER_OUTPUT = "mixer output projection", BlockPart.ROW
+    # Any block.
     INNER_NORM = "norm over the width that the block's output projection reads", BlockPart.WIDE_NORM
     SHARED = "weight that every rank applies to its part of a block", BlockPart.COPY
     # The rest.

@@ -75,8 +75,8 @@ class Attention(Block):
         self._local = self.heads.local_attributes(self.reader)
         self._is_fused = bool(fused)
 
-    def localise(self) -> None:
-        super().localise()
+    def localise(self, rank: int) -> None:
+        super().localise(rank)
         for name, value in self._local.items():
             setattr(self.reader, name, value)
         if self._is_fused and hasattr(self.reader, "config"):

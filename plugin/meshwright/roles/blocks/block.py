@@ -58,7 +58,9 @@ class Block(BlockKind):
         row: the output projection.
         width: the number of channels that the output projection reads, on one device.
         heads: how heads are divided over the ranks, if the channels are those of heads.
-        wide_norms: the norms over all channels, each with the rows of its weight that each rank holds.
+        wide_norms: the norms whose mean square is of channels on several ranks, each with the rows of its weight that
+            each rank holds.
+        groups: the groups of heads over whose channels the wide norms take a mean square; None for all channels.
 
     Raises:
         PlanError: if the modules do not make a block of this kind, or ``tp`` does not divide it.
@@ -69,6 +71,11 @@ class Block(BlockKind):
     output projection these are the rows of what it reads."""
 
     heads: HeadLayout | None = None
+    groups: HeadLayout | None = None
+
+    returns_projected: ClassVar[bool] = False
+    """Whether what the block returns is a linear function of what its output projection returns. The ranks' results are
+    then summed at the end of the block, since its code may run several times, on some of the tokens each."""
 
     def __init__(self, roled: RoledModel, name: str, tp: int):
         self.roled, self.name, self.module, self.tp = roled, name, roled.modules[name], tp
@@ -117,8 +124,8 @@ class Block(BlockKind):
             PlanError: if they cannot be divided.
         """
 
-    def localise(self) -> None:
-        """Set what the block's modules have read from the sizes of one device to this rank's part."""
+    def localise(self, rank: int) -> None:
+        """Set what the block's modules have read from the sizes of one device to a rank's part."""
         for module in map(projection, (*self.columns, self.row)):
             if (kernel := kernel_of(module)) is not None:
                 kernel.fit(module)
