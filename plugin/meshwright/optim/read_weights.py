@@ -33,16 +33,20 @@ def read_weights(module: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-@functools.cache
-def _reads(kind: type) -> tuple[tuple[str, str], ...]:
+def _reads(kind: type[nn.Module]) -> tuple[tuple[str, str], ...]:
     """Return the paths of children, and the names of their weights, in the code of a class outside of torch."""
-    kinds = [k for k in kind.__mro__ if not k.__module__.startswith("torch.")]
+    kinds = [k for k in kind.__mro__ if issubclass(k, nn.Module) and not k.__module__.startswith("torch.")]
     methods = {name: value for k in reversed(kinds) for name, value in vars(k).items()}
     codes = [inspect.unwrap(x) for name, x in methods.items() if callable(x) and not name.startswith(_NO_FORWARD)]
     return tuple(dict.fromkeys(read for code in codes if isinstance(code, FunctionType) for read in _reads_of(code)))
 
 
-def _reads_of(function: FunctionType) -> Iterator[tuple[str, str]]:
+@functools.cache
+def _reads_of(function: FunctionType) -> tuple[tuple[str, str], ...]:
+    return tuple(_read_paths(function))
+
+
+def _read_paths(function: FunctionType) -> Iterator[tuple[str, str]]:
     path: list[str] | None = None  # the attributes of self that were just read
     for step in dis.get_instructions(function):
         is_attribute = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
