@@ -62,10 +62,10 @@ def render(
         "",
         "Roles are inferred from the structure. Some facts cannot be inferred from the structure, such as the order of "
         "fused rows or the role of a single weight. `plugin/meshwright/roles/family_hints.py` lists them, in a line or "
-        "two per family. The same rules infer the roles of a class that is not in the table. If a parameter has no "
-        "clear role, "
-        "`to_distributed` raises an error that lists the names, before anything is changed. Most such classes need "
-        "only a hint:",
+        "two per family. The same rules infer the roles of a class that is not in the table. A module of a layer with "
+        "a parameter that has no clear role stays whole, and the log says which share of the weights is cut. With "
+        "experts, and outside of layers, `to_distributed` raises an error that lists the names, before anything is "
+        "changed. Most such classes need only a hint:",
         "",
         "<!-- given: mw, own_decoder as model -->",
         "```python",

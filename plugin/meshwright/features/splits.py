@@ -24,6 +24,7 @@ from meshwright.parallel.tower_features import TowerFeatures
 from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.plan.config import ParallelPlan
+from meshwright.roles.decoder import embeds_tokens
 
 
 def part_tokens(build: Build) -> None:
@@ -81,10 +82,12 @@ def part_features(build: Build) -> None:
 
 def share_towers(build: Build) -> None:
     """Let the ranks of tp, and those of cp, share the images of each tower."""
-    if not shares_towers(build.plan, build.config.engine):
+    if build.structure is None or not shares_towers(build.plan, build.config.engine):
         return
+    embedding = build.structure.embedding
+    towers = [tower for tower in build.towers if not embeds_tokens(tower, embedding)]
     tp, cp = build.runtime.mesh.tp, build.runtime.mesh.cp
-    for tower, axis in itertools.product(build.towers, (tp, cp)):
+    for tower, axis in itertools.product(towers, (tp, cp)):
         if axis.size > 1:
             add_step(tower, SharedTower(tower, axis, (tp, cp), has_own_tokens=axis is cp))
 
