@@ -51,7 +51,9 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         fields = json.loads(path.read_text())
         kind = fields.get("model_type")
         if kind in transformers.CONFIG_MAPPING:
-            config = transformers.AutoConfig.for_model(**fields)
+            # A file beside a config.json has no directory of its own.
+            place = str(path.parent if path.name == "config.json" else path)
+            config = transformers.AutoConfig.from_pretrained(place)
             sees_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
             factory = transformers.AutoModelForImageTextToText if sees_images else transformers.AutoModelForCausalLM
             with torch.device("meta"):
