@@ -90,10 +90,13 @@ def config_of(family: str) -> Any:
             )
 
 
-def build(family: str, *, freezes_tower: bool = False) -> Any:
-    """A seeded model of which every parameter has a random value of its own."""
+def build(family: str, *, freezes_tower: bool = False, layers: int | None = None) -> Any:
+    """A seeded model of which every parameter has a random value of its own, with some number of decoder layers."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config_of(family))
+    config = config_of(family)
+    if layers is not None:
+        config.text_config.num_hidden_layers = layers
+    model = transformers.AutoModelForImageTextToText.from_config(config)
     tower = next(module for name, module in model.named_modules() if "vis" in name)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

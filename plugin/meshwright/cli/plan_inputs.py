@@ -272,6 +272,7 @@ class PlanQuestion:
             own_runtime=True,
             on_cpu=on_cpu,
             expert_load=self.options.expert_load,
+            prefers_masters=True,
             images=self.options.images_per_row,
             logits="gathered" if self.options.gather_logits else "chunked",
         )

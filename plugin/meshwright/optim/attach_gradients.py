@@ -60,6 +60,8 @@ def install_gradient_sync(
             optimizer.register_step_pre_hook(runtime.meet_before_publishing)
         if gradients.zero is not None:
             hook_optimizer(optimizer, gradients.zero)
+        if runtime.weights is not None:
+            optimizer.register_step_post_hook(runtime.weights.release)
         guard_optimizer(optimizer, runtime)
         StepWindow().over(optimizer)
         attach(optimizer, runtime)

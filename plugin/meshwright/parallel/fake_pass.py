@@ -100,12 +100,15 @@ class _ReadAsZero(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_values(model: nn.Module) -> Iterator[None]:
-    """Replace all parameters and buffers by fake ones on the CPU, and undo all that the pass sets in the modules.
+    """Replace all parameters and buffers by fake ones on the CPU, and undo all that the pass sets in the modules
+    and the config.
 
     Must run inside a FakeTensorMode.
     """
     made: dict[int, Tensor] = {}
     owners: list[dict[Any, Any]] = []
+    if (config := getattr(model, "config", None)) is not None:
+        owners.append(vars(config))  # where a head keeps what kind of problem its first labels show
     for module in model.modules():
         owners += (module._parameters, module._buffers, module._forward_hooks, vars(module))
     before = [(owner, dict(owner)) for owner in owners]

@@ -108,9 +108,9 @@ def notes(found: Search) -> Iterator[str]:
             stages = " and ".join(f"zero{plan.zero_stage}" for plan in rest)
             takes = "takes" if len(rest) == 1 else "take"
             yield f"{number}: {stages} in place of zero{choice.plan.zero_stage} {takes} the same time and memory"
-    if found.job.own_runtime and found.job.weight_bytes == 2 and any(c.plan.zero_stage == 0 for c in found.choices):
+    if any(found.job.rounds_updates(choice.plan) for choice in found.choices):
         yield (
-            "zero0 updates the 16-bit weights themselves, so small updates are rounded away; zero1 to zero3 keep "
+            "* zero0 updates the 16-bit weights themselves, so small updates are rounded away; zero1 to zero3 keep "
             "32-bit masters"
         )
 
