@@ -14,7 +14,7 @@ import pytest
 
 from support.parity import pool_for
 from support.tiers import crossings
-from support.vision_trainers import run
+from support.vision_trainers import run, run_accelerated
 
 pytest.importorskip("trl", reason="the environment of the oldest versions has no TRL")
 
@@ -51,3 +51,12 @@ def test_a_trainer_equals_one_process(
                 if not any(word in key for word in MEASURED):
                     assert logs[key] == pytest.approx(value, rel=1e-5, abs=2e-6), key
     assert of_text or {path.name for path in tmp_path.iterdir()} >= SAVED
+
+
+@pytest.mark.crossing
+@pytest.mark.parametrize("plan", [TP2_SP, ZERO2], ids=str)
+def test_accelerate_equals_one_process(plan: dict[str, Any], pool2: Any) -> None:
+    expected = run_accelerated(None)
+    assert len(expected) == 12 and len(set(expected)) == 12
+    for found in pool2.run(run_accelerated, plan, timeout=280):
+        assert found == pytest.approx(expected, rel=1e-5)

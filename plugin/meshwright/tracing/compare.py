@@ -20,6 +20,7 @@ from meshwright.planner.explain import grid
 from meshwright.planner.footprint import footprint
 from meshwright.planner.memory import peak_memory, stage_memory
 from meshwright.planner.shapes import ModelShape
+from meshwright.roles import find_decoder
 from meshwright.tracing.trace import Trace, trace_step
 
 MICRO_BATCHES = 2  # most micro-batches to trace, since all are alike
@@ -66,6 +67,14 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         "make a causal LM from the file. Correct model_type, or install a transformers that has this model; the code "
         "of a model outside of transformers is not run"
     )
+
+
+def has_towers(model: nn.Module) -> bool:
+    """Return whether a model has towers, which rows of text do not run."""
+    try:
+        return bool(find_decoder(model).towers)
+    except PlanError:
+        return False
 
 
 def trace_and_compare(model: nn.Module, shape: ModelShape, plan: Candidate, job: Job, stage: int | None = None) -> str:
