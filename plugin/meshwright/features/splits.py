@@ -11,6 +11,7 @@ from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.features.build import Build
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch_loss import BatchLoss
+from meshwright.parallel.loss_scale import LossScale
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.tensor_parallel import SequenceRegion
@@ -71,6 +72,7 @@ def run_in_parts(build: Build) -> None:
             split_batches(build.decoder, build.runtime, build.plan)
         return
     runtime = build.runtime
+    runtime.features.add(LossScale(build.decoder))
     pipeline = Pipeline.open(build.cut, build.plan, runtime.mesh.pp, build.device)
     _set_timeouts(build)
     outputs = StageOutputs(
@@ -89,6 +91,7 @@ def split_batches(decoder: nn.Module, runtime: Runtime, plan: ParallelPlan) -> N
         syncs=runtime.gradients.syncs,
         loss=runtime.features.get(BatchLoss),
         guard=runtime.guard,
+        scale=runtime.features.add(LossScale(decoder)),
         keeps_logits=runtime.logits.in_training,
     )
     add_step(decoder, step)

@@ -18,6 +18,7 @@ from meshwright.mesh.process_group import ensure_process_group, world_size
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.gradients import Gradients
+from meshwright.optim.overflow import share_overflow
 from meshwright.optim.runtime import Runtime, attach
 from meshwright.optim.state_dicts import guard_optimizer
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
@@ -46,6 +47,7 @@ def install_gradient_sync(
         bucket_bytes: size of the buckets in which gradients are reduced.
     """
     gradients = runtime.gradients
+    share_overflow()
     gradients.bucket_bytes = bucket_bytes
     gradients.syncs.clear()  # hooks of an earlier call refer to these weakly, and then do nothing
     trained = TrainedParameters(model, optimizer, runtime, zero_stage=zero_stage, bucket_bytes=bucket_bytes)

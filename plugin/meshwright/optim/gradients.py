@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Mesh
@@ -79,6 +80,16 @@ class Gradients:
             for sync in self.syncs:
                 stack.enter_context(sync.no_sync())
             yield
+
+    def are_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has any of the parameters."""
+        own = {id(p) for p in self.parameters}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def settle(self) -> None:
+        """Pass on to ZeRO's slices what the program has set or cleared among the parameters' gradients."""
+        if self.zero is not None:
+            self.zero.settle()
 
     def counted(self, mesh: Mesh) -> list[tuple[Tensor, Tensor | float]]:
         """Return this rank's gradients, each with the number of ranks that hold each of its elements."""
