@@ -347,7 +347,10 @@ class ToDistributedConfig:
             forward as a dict and returns this rank's count. The loss is then the mean over the global batch; see
             docs/losses.md.
         optimizer_is_elementwise: whether the optimizer updates each element from that element alone. Set it to True
-            for such an optimizer if Meshwright does not know its class.
+            for such an optimizer if Meshwright does not find this out.
+        optimizer_reads: what the optimizer reads to update an element: "element", as optimizer_is_elementwise; or
+            "parameter", all of the element's parameter, so that each parameter is stepped whole, by one rank. None
+            (the default) finds this out in trial steps; see docs/optimizers.md.
         token_dispatcher: how tokens reach the ranks of their experts, if ep > 1: "all_to_all" (one copy for each rank
             with experts of the token), "all_gather" (every token to every rank, without a wait of the host for its
             device), or a name that ``register_dispatcher`` was given.
@@ -387,6 +390,7 @@ class ToDistributedConfig:
     num_items_in_batch: NumItems = "auto"
     loss_averages_over: AveragesOver | None = None
     optimizer_is_elementwise: bool = False
+    optimizer_reads: Literal["element", "parameter"] | None = None
     token_dispatcher: str = "all_to_all"
     bucket_size_mb: float = BUCKET_MB
     compile: Literal["layers"] | None = None
@@ -441,6 +445,7 @@ _CHECKS: dict[str, Callable[[str, str, object], None]] = {
     "num_items_in_batch": partial(check_choice, choices=("auto", "global", "local")),
     "loss_averages_over": _check_averages_over,
     "optimizer_is_elementwise": check_bool,
+    "optimizer_reads": partial(check_choice, choices=(None, "element", "parameter")),
     "token_dispatcher": partial(check_type, kinds=str, what="the name of a dispatcher, such as 'all_to_all'"),
     "bucket_size_mb": check_number,
     "compile": partial(check_choice, choices=(None, "layers")),
