@@ -19,6 +19,7 @@ from meshwright.data.nested import map_tensors
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_share import yield_next
 from meshwright.plan.config import LoaderOptions
 from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
@@ -59,9 +60,10 @@ def mesh_loader(
         elif has_seedable_sampler:
             order_by_seed_and_epoch(batches, args.data_seed)
         mesh = LoaderMesh(dp=runtime.mesh.dp, peers=Peers(runtime.mesh.of_same_rows), device=args.device)
+        format = runtime.features.find(BatchFormat)
         if is_training:
-            return DistributedLoader(batches, mesh, options=options)
-        return EvaluationLoader(batches, mesh, options=options, blanks="either")
+            return DistributedLoader(batches, mesh, options=options, format=format)
+        return EvaluationLoader(batches, mesh, options=options, blanks="either", format=format)
 
     return made_together(make)
 

@@ -54,7 +54,7 @@ def kind_of(config: object) -> ModelKind | None:
     if modality := next((name for name in _MODALITIES if fields.get(name)), None):
         return ModelKind(
             what=f"a multimodal model ({modality})",
-            why="the planner has no estimate for towers, and tp needs a role for each weight of the language model",
+            why="its config does not show the sizes of its towers, and tp needs a role for each weight of its decoder",
             instead=(
                 "give a plan: plan='tp2+sp', plan='dp2 zero3' or plan='pp2'; or train its language model alone: "
                 "AutoModelForCausalLM.from_config(config.get_text_config())"

@@ -31,8 +31,8 @@ from meshwright.parallel import load_balancing
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.mean_over_ranks import GlobalMean
+from meshwright.parallel.replay import Replay
 from meshwright.parallel.router_record import ARGUMENTS
-from meshwright.parallel.routing_replay import RoutingReplay
 from meshwright.parallel.tensor_parallel import OwnTokens
 from meshwright.roles import find_decoder
 from meshwright.roles.decoder import towers_beside
@@ -336,7 +336,7 @@ def route_again(plan: dict[str, Any] | None, *, replays: bool = True) -> dict[st
 
     with Float64(), mock.patch.object(router, "forward", flipping), contextlib.ExitStack() as stack:
         if not replays:
-            stack.enter_context(mock.patch.object(RoutingReplay, "attach", lambda self, model: None))
+            stack.enter_context(mock.patch.object(Replay, "attach", lambda self, model: None))
         model: Any = build("mixtral")
         for layer in model.model.layers:
             layer.mlp.gate.weight.data[:3] = layer.mlp.gate.weight.data[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,20 +70,6 @@ def test_embeddings_on_one_rank_are_an_error(pool2: Any) -> None:
         pool2.run(step_with_embeddings_on_one_rank)
 
 
-def step_with_images_on_one_rank() -> None:
-    with Float64():
-        model = mw.to_distributed(build("llava"), plan=mw.ParallelPlan(dp=2, zero_stage=3))[0]
-        batch = collate(samples("llava", 2))
-        if torch.distributed.get_rank() == 1:
-            batch = {"input_ids": (ids := tokens(2, LENGTH, vocab_size=IMAGE)), "labels": ids}
-        model(**batch)
-
-
-def test_a_tower_that_only_some_ranks_would_gather_is_refused(pool2: Any) -> None:
-    with pytest.raises(WorkerError, match=r"pixel_values[\s\S]*none[\s\S]*use zero_stage=2"):
-        pool2.run(step_with_images_on_one_rank)
-
-
 def with_numbers_as_mask(module: Any, args: Any, given: dict[str, Any]) -> Any:
     mask = given["visual_pos_masks"]
     return args, {**given, "visual_pos_masks": None if mask is None else mask.int()}
@@ -111,9 +98,17 @@ def test_features_of_unknown_tokens_that_enter_between_layers_are_refused(plan: 
     assert kind == "PlanError" and "deepstack_visual_embeds" in said and f"Use {next(iter(plan))}=1" in said
 
 
+def step_with_features_of_unknown_layers(plan: dict[str, Any], after: list[int]) -> None:
+    """The config does not say how many layers add features."""
+    with mock.patch("meshwright.roles.family_hints._LISTS_OF_FEATURES", ()):
+        step_with_features_between_layers(plan, after)
+
+
 def test_features_of_layers_after_the_first_stage_are_refused(pool2: Any) -> None:
-    kind, said = pool2.run_expecting_error(step_with_features_between_layers, {"pp": 2}, [0, 1])[0]
+    kind, said = pool2.run_expecting_error(step_with_features_of_unknown_layers, {"pp": 2}, [0, 1])[0]
     assert kind == "PlanError" and "not in the first stage" in said
+    for kind, said in pool2.run_expecting_error(step_with_features_between_layers, {"pp": 2}, [0, 1]):
+        assert kind == "PlanError" and "the first stage alone has" in said and "smaller pp" in said
 
 
 def calls_of_towers(name: str) -> int:

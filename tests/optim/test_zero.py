@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import meshwright as mw
 from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.parallel.gradient_sync import GradientSync
-from meshwright.tracing.traced_memory import LiveBytes
+from meshwright.parallel.live_bytes import LiveBytes
 from support.exact import Float64, relative_difference
 from support.models import FAMILIES, SIZES, build, labels_for, tokens
 from support.parity import TOLERANCE, largest_differences, pool_for, reference

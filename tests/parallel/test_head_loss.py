@@ -28,7 +28,7 @@ from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.cross_entropy import Words
-from meshwright.tracing.traced_memory import LiveBytes
+from meshwright.parallel.live_bytes import LiveBytes
 from support.exact import Float64, relative_difference
 from support.fused_loss import counting_fused_losses
 from support.models import SIZES, build, labels_for, tokens

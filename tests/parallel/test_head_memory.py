@@ -10,9 +10,9 @@ from benchmarks.head_memory import model_on_meta, traced
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.cross_entropy import Words
+from meshwright.parallel.live_bytes import LiveBytes
 from meshwright.plan.config import ParallelPlan
 from meshwright.tracing.fake_rank import traceable
-from meshwright.tracing.traced_memory import LiveBytes
 
 TOKENS, WIDTH, WORDS = 8192, 4096, 128_256
 

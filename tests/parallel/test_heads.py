@@ -13,6 +13,8 @@ from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForMultipleChoice,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
     GPT2Config,
     GPT2ForQuestionAnswering,
     GPT2ForSequenceClassification,
@@ -21,8 +23,11 @@ from transformers import (
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
+from meshwright.parallel.observed_loss import ObservedLoss, observe_loss
 from support.exact import Float64, relative_difference
 from support.models import SIZES, tokens
 from support.short_programs import Plan, train
@@ -47,6 +52,16 @@ def bert() -> PreTrainedModel:
     return BertForMultipleChoice(BertConfig(**sizes, **_BERT))
 
 
+def t5() -> PreTrainedModel:
+    sizes = {"vocab_size": 97, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 1}
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=1, pad_token_id=0))
+
+
+def distilbert() -> PreTrainedModel:
+    sizes = {"vocab_size": 97, "dim": 32, "hidden_dim": 48, "n_layers": 1, "n_heads": 4}
+    return DistilBertForMaskedLM(DistilBertConfig(**sizes, dropout=0.0, attention_dropout=0.0))
+
+
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "sequences": lambda: llama(LlamaForSequenceClassification, num_labels=3),
     "regression": lambda: llama(LlamaForSequenceClassification, num_labels=1),
@@ -54,6 +69,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "tokens": lambda: llama(LlamaForTokenClassification, num_labels=3),
     "spans": lambda: llama(LlamaForQuestionAnswering),
     "choices": bert,
+    "translations": t5,
+    "masked words": distilbert,
     "sequences of GPT-2": lambda: gpt2(GPT2ForSequenceClassification, num_labels=3),
     "spans of GPT-2": lambda: gpt2(GPT2ForQuestionAnswering),
 }
@@ -73,7 +90,7 @@ def make_batch(head: str, rows: int) -> dict[str, Tensor]:
         return {**batch, "labels": torch.randn(rows, generator=draws, dtype=torch.float64)}
     if head == "several labels":
         return {**batch, "labels": (classes[:, :3] > 0).double()}
-    if head == "tokens":
+    if head in ("tokens", "translations", "masked words"):
         return {**batch, "labels": classes.masked_fill((ids == 0) | (ids % 3 == 1), -100)}
     if head.startswith("spans"):
         # A start behind the row does not count.
@@ -116,7 +133,11 @@ def assert_equal(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 )
 def test_heads_split_over_data_parallel_ranks(plan: dict[str, Any], pool2: Any) -> None:
     """Rows 17 and 18: with 3, 1 and 4 rows over two ranks the loss is the mean over the global batch."""
-    heads = list(MODELS) if plan == {"dp": 2} else ["sequences", "tokens", "spans", "choices", "spans of GPT-2"]
+    heads = (
+        list(MODELS)
+        if plan == {"dp": 2}
+        else ["sequences", "tokens", "spans", "choices", "spans of GPT-2", "translations"]
+    )
     assert_equal(pool2.run(run, plan, heads, timeout=300), run(None, heads))
 
 
@@ -125,8 +146,63 @@ def test_heads_split_over_data_parallel_ranks(plan: dict[str, Any], pool2: Any) 
 )
 def test_heads_over_tensor_parallel_ranks(plan: dict[str, Any], pool2: Any) -> None:
     """A head for sequences, tokens or spans is one small layer, which each rank has whole."""
-    heads = [head for head in MODELS if head != "choices"]
+    heads = [head for head in MODELS if head not in ("choices", "translations", "masked words")]
     assert_equal(pool2.run(run, plan, heads, timeout=300), run(None, heads))
+
+
+class OwnLoss(torch.nn.Module):
+    """A model whose forward computes a loss in one of several ways."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.way, self.words = way, torch.nn.Embedding(97, 97)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Any = None) -> dict[str, Tensor]:
+        logits, options = self.words(input_ids), {}
+        if self.way in ("shifted", "masked"):
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        if self.way == "masked" and attention_mask is not None:
+            is_real = attention_mask[:, 1:] != 0
+            logits, labels = logits[is_real], labels[is_real]
+        if self.way == "weighted":
+            options = {"weight": torch.ones(97)}
+        if self.way == "summed":
+            options = {"reduction": "sum"}
+        if self.way == "another index":
+            options = {"ignore_index": 0}
+        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 97), labels.reshape(-1), **options)
+        return {"loss": loss + logits.mean() if self.way == "penalised" else loss, "logits": logits}
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("plain", ObservedLoss(ignore_index=-100)),
+        ("shifted", ObservedLoss(ignore_index=-100, is_shifted=True)),
+        ("masked", ObservedLoss(ignore_index=-100, is_shifted=True, is_masked=True)),
+        ("another index", ObservedLoss(ignore_index=0)),
+        ("weighted", None),
+        ("summed", None),
+        ("penalised", None),
+    ],
+)
+@pytest.mark.quick
+def test_what_a_loss_averages_over_is_observed(way: str, expected: ObservedLoss | None) -> None:
+    model = OwnLoss(way)
+    found = observe_loss(model)
+    assert found == expected
+    if found is None:
+        return
+    batch = {**make_batch("tokens", 4), "labels": make_batch("tokens", 4)["input_ids"]}  # labels of padding too
+    batch["labels"][0, :3] = -100 if way != "another index" else 0
+    whole = model(**batch)["loss"]
+    parts = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 1), slice(1, 4))]
+    mean = sum(model(**part)["loss"] * found.count(part) for part in parts) / found.count(batch)
+    torch.testing.assert_close(mean, whole)
+    if way == "masked":  # without the mask the mean would be another one
+        blind = ObservedLoss(ignore_index=-100, is_shifted=True)
+        wrong = sum(model(**part)["loss"] * blind.count(part) for part in parts) / blind.count(batch)
+        assert (wrong - whole).abs() > 1e-3
 
 
 class Labelled(Dataset):

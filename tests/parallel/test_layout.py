@@ -14,7 +14,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout, expanded
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.tensor_parallel import _WideNorm
+from meshwright.parallel.wide_norms import WideNorm
 from meshwright.roles.blocks.head_layout import HeadLayout
 
 pytestmark = pytest.mark.quick
@@ -199,7 +199,7 @@ def test_rows_in_four_need_a_key_head_for_each_query_head() -> None:
 def test_a_norm_over_a_sharded_width_trains_after_an_evaluation_in_inference_mode() -> None:
     """The norm keeps a tensor from its first call, which backward of later calls saves."""
     norm = nn.RMSNorm(8, eps=1e-6)
-    _WideNorm(norm, RowLayout.even(8, 1), Axis("tp"))
+    WideNorm(norm, RowLayout.even(8, 1), Axis("tp"))
     x = torch.randn(2, 8, requires_grad=True)
     with torch.inference_mode():
         evaluated = norm(x)

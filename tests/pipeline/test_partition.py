@@ -44,6 +44,18 @@ def test_layers_are_dealt_evenly_with_light_ends(layers, stages, counts):
     assert even_stages(layers, stages) == counts
 
 
+@pytest.mark.parametrize("first", [0.3, 1.0, 2.5, 9.0])
+@pytest.mark.parametrize("least", [1, 3])
+def test_a_loaded_first_stage_has_fewer_layers_but_never_too_few(first, least):
+    for layers, stages in itertools.product(range(6, 20), range(2, 4)):
+        counts = even_stages(layers, stages, first=first, least=least)
+        assert sum(counts) == layers and counts[0] >= least
+        others = range(least, layers - stages + 2)
+        assert max(loads([1] * layers, counts, first, 0)) == min(
+            max(count + first, -(-(layers - count) // (stages - 1))) for count in others
+        )
+
+
 @pytest.mark.parametrize(
     ("counts", "message"),
     [

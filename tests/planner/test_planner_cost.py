@@ -10,6 +10,7 @@ import pytest
 from meshwright.cli.plan_inputs import Settings, numbers
 from meshwright.errors import PlanError
 from meshwright.plan.text import parse_plan
+from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.cost import Budget, bill, bill_line, parse_tokens
 from meshwright.planner.hardware import Cluster, device
@@ -141,6 +142,20 @@ def test_weights_without_masters_are_said() -> None:
     assert any("zero0 updates the 16-bit weights" in note for note in notes(weigh(space(job=small), None, plans)))
     whole = small.in_32_bits()
     assert not list(notes(weigh(space(job=whole), None, plans)))
+
+
+def test_plans_with_masters_come_first() -> None:
+    """Of one sequence on two devices, the fastest plan shards nothing over data ranks, and so has no masters."""
+    one = dataclasses.replace(JOB, global_batch=1)
+    by_time = search(space(gpus=2, job=one), top=60, budget=2**40)
+    found = search(space(gpus=2, job=dataclasses.replace(one, prefers_masters=True)), top=60, budget=2**40)
+    stages = [choice.plan.zero_stage for choice in found.choices]
+    assert by_time.choices[0].plan.zero_stage == 0 and stages[0] > 0
+    kept = stages.index(0)
+    assert all(stages[:kept]) and not any(stages[kept:])
+    lines = explain.text(found, changed=()).splitlines()
+    starred = [" * " in line for line in lines[3 : 3 + len(stages)]]
+    assert starred == [not stage for stage in stages] and any(line.startswith("   * zero0 updates") for line in lines)
 
 
 def test_the_smallest_cluster() -> None:

@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 import meshwright as mw
 import meshwright_hf
 from meshwright.mesh.axes import Axis
-from support import anatomies, clm_script, words
+from support import anatomies, clm_script, vision_models, words
 from support.models import build
 
 __all__ = ["DataLoader", "DistributedConfig", "LlamaForCausalLM", "meshwright_hf", "mw", "torch"]
@@ -199,6 +199,14 @@ class Script:
     @cached_property
     def qwen3_moe(self) -> nn.Module:
         return anatomies.build("qwen3_moe")
+
+    @cached_property
+    def qwen3_vl(self) -> nn.Module:
+        return vision_models.build("qwen3_vl")
+
+    @cached_property
+    def vision_loader(self) -> Any:
+        return vision_models.loader("qwen3_vl", [(1, 1), (1, 1)])
 
     @cached_property
     def deepseek(self) -> nn.Module:

@@ -37,10 +37,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def build(family: str) -> Any:
-    """A seeded model of which every parameter has a random value of its own."""
+def build(name: str) -> Any:
+    """A seeded model, of a family or of ``SHARED_BY_RANKS``, of which every parameter has a random value of its own."""
+    family, values = SHARED_BY_RANKS[name] if name in SHARED_BY_RANKS else (name, FAMILIES[name])
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family](**FAMILIES[family]))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family](**values))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -51,3 +52,63 @@ def loader(*, rows: int = 4, steps: int = 3) -> Any:
     ids = tokens(rows * steps, LENGTH)
     labels = labels_for(ids)
     return DataLoader([{"input_ids": ids[i], "labels": labels[i]} for i in range(len(ids))], batch_size=rows)
+
+
+# Sizes that decide how the ranks of tp share a mixer: name -> family and the values of its config.
+_ROUTED: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager",
+}  # fmt: skip
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "linear_head_dim": 8, "linear_num_heads": 4, **_ROUTED,
+}  # fmt: skip
+_NEXT = {
+    **_SIZES,
+    **_DELTA,
+    **_ROUTED,
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 24,
+}
+SHARED_BY_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "delta net, one key head": ("qwen3_5_text", {**FAMILIES["qwen3_5_text"], "linear_num_key_heads": 1}),
+    "delta net, 3 heads": (
+        "qwen3_5_text",
+        {**FAMILIES["qwen3_5_text"], "linear_num_key_heads": 3, "linear_num_value_heads": 3},
+    ),
+    "delta net, rows by key head": ("qwen3_next", _NEXT),
+    "delta net, rows by one key head": ("qwen3_next", {**_NEXT, "linear_num_key_heads": 1}),
+    "delta attention": (
+        "kimi_linear",
+        {**_SIZES, **_LATENT, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "delta attention with a whole gate": (
+        "bailing_hybrid",
+        {**_SIZES, **_LATENT, "layer_group_size": 2, "q_lora_rank": None, "n_group": 2, "topk_group": 1},
+    ),
+    "mamba2, one group": ("mamba2", {**FAMILIES["mamba2"], "n_groups": 1}),
+    "mamba2, biases": ("mamba2", {**FAMILIES["mamba2"], "use_bias": True}),
+    "falcon_h1, norm of one group": (
+        "falcon_h1",
+        {**FAMILIES["falcon_h1"], "mamba_rms_norm": True, "mamba_n_groups": 1, "mamba_norm_before_gate": False},
+    ),
+    "falcon_h1, norm before the gate": (
+        "falcon_h1",
+        {**FAMILIES["falcon_h1"], "mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **_SIZES, **_MAMBA, "mamba_n_groups": 1, "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 0, "shared_intermediate_size": 48,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **_SIZES, "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "mamba_num_heads": 8, "head_dim": 8,
+            "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 8,
+        },
+    ),
+    "lfm2, biases": ("lfm2", {**FAMILIES["lfm2"], "conv_bias": True}),
+}  # fmt: skip

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from meshwright.parallel.live_bytes import LiveBytes
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.pipeline.executor import Step
 from meshwright.pipeline.weight_gradients import WeightGradients
 from meshwright.plan.schedule import Kind, Operation
-from meshwright.tracing.traced_memory import LiveBytes
 
 
 @dataclass(kw_only=True)

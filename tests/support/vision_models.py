@@ -32,7 +32,7 @@ _QWEN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _config(family: str) -> Any:
+def config_of(family: str) -> Any:
     """The config of a family; all but Qwen's have images of 8 x 8 pixels, or of 16 x 16 whose features are merged."""
     text = {**_TEXT, "head_dim": 8}
     image = {"image_token_id": IMAGE}
@@ -90,10 +90,13 @@ def _config(family: str) -> Any:
             )
 
 
-def build(family: str, *, freezes_tower: bool = False) -> Any:
-    """A seeded model of which every parameter has a random value of its own."""
+def build(family: str, *, freezes_tower: bool = False, layers: int | None = None) -> Any:
+    """A seeded model of which every parameter has a random value of its own, with some number of decoder layers."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(_config(family))
+    config = config_of(family)
+    if layers is not None:
+        config.text_config.num_hidden_layers = layers
+    model = transformers.AutoModelForImageTextToText.from_config(config)
     tower = next(module for name, module in model.named_modules() if "vis" in name)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

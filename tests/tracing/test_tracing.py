@@ -14,8 +14,8 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.optim.runtime import runtime_of
+from meshwright.parallel.live_bytes import LiveBytes
 from meshwright.tracing.trace import Trace, TracedStep, trace_step
-from meshwright.tracing.traced_memory import LiveBytes
 from support.models import FAMILIES, SIZES
 from support.parity import crossed
 from support.tiers import crossings
@@ -69,7 +69,7 @@ def measured(family: str, plan: dict[str, Any]) -> list[Trace]:
     try:
         with mock.patch.object(dist.Work, "wait", settled(dist.Work.wait)):
             for _ in range(REPEATS):
-                steps.append(TracedStep(model, optimizer, runtime_of(model), ids).trace())
+                steps.append(TracedStep(model, optimizer, runtime_of(model), {"input_ids": ids, "labels": ids}).trace())
                 optimizer.zero_grad()
     finally:
         gc.enable()

@@ -17,6 +17,7 @@ from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.faults.together import succeed_together
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import device_of, runtime_of
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.batch_share import yield_next
 from meshwright.plan.config import LoaderOptions
@@ -150,7 +151,8 @@ def plan_loader(
         order_by_seed_and_epoch(joined, accelerator.dataloader_config.data_seed)
 
     mesh = LoaderMesh(dp=runtime.mesh.dp, peers=Peers(runtime.mesh.of_same_rows), device=device_of(model))
-    inner = made_together(lambda: DistributedLoader(joined, mesh, options=options, blanks="either"))
+    format = runtime.features.find(BatchFormat)
+    inner = made_together(lambda: DistributedLoader(joined, mesh, options=options, blanks="either", format=format))
     return PlannedLoader(loader, inner, runtime.mesh.dp, _batch_size(joined))
 
 

@@ -6,19 +6,19 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
-from meshwright.model_kinds import kind_of
+from meshwright.parallel.measured_shape import needs_measuring
 from meshwright.parallel.model_shape import shape_of
 from meshwright.parallel.routed_shape import on_meta, routed_shape
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.shapes import ModelShape, describe
-from meshwright.roles import ShardingPlan, plan_for
+from meshwright.roles import ShardingPlan, find_decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
-from meshwright.roles.blocks.experts import has_experts
+from meshwright.roles.blocks.experts import experts_of_own_code, has_experts
 
 
 def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
-    """Describe the model by its transformers config or, without one or with experts, by its structure.
+    """Describe the model by its transformers config or, without one or if that does not tell, by its structure.
 
     Raises:
         PlanError: the planner does not know the model's sizes.
@@ -26,7 +26,7 @@ def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
     name = type(model).__name__
     if hasattr(getattr(model, "config", None), "to_dict"):
         decoder = without_wrappers(model)[1]
-        if has_experts(decoder) and kind_of(model.config) is None:
+        if shows_more_than_its_config(decoder):
             return routed_shape(on_meta(decoder), name=name)
         return describe(model.config, name=name)
     try:
@@ -38,16 +38,29 @@ def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
         ) from error
 
 
-def against_tensor(model: nn.Module, sharding_plan: ShardingPlan | None = None) -> str | None:
-    """Return why no plan with tp may be picked for a model with experts; None if one may, or if the model is dense.
+def shows_more_than_its_config(decoder: nn.Module) -> bool:
+    """Return whether the planner reads sizes from the modules: those of experts, of mixers and of towers."""
+    try:
+        parts = find_decoder(decoder)
+    except PlanError:
+        return has_experts(decoder)
+    is_decoder = not getattr(decoder.config, "is_encoder_decoder", False)
+    if experts_of_own_code(decoder):
+        return False
+    return is_decoder and (has_experts(decoder) or needs_measuring(parts))
 
-    Dense models are asked for each size of tp, which costs more.
+
+def against_tensor(model: nn.Module, sharding_plan: ShardingPlan | None = None) -> str | None:
+    """Return why no plan with tp may be picked for a model with experts, mixers or towers; None if one may.
+
+    Other models are asked for each size of tp, which costs more.
     """
     decoder = without_wrappers(model)[1]
-    if not has_experts(decoder):
+    if not hasattr(getattr(decoder, "config", None), "to_dict") or not shows_more_than_its_config(decoder):
         return None
     try:
         found = describe_structure(decoder, sharding_plan or plan_for(decoder), tp=1, sequence_parallel=False)
     except PlanError as error:
         return str(error).splitlines()[0]
-    return next((f"{name} stays whole under tp, which the planner does not estimate" for name in found.whole), None)
+    whole = found.whole if has_experts(decoder) else ()
+    return next((f"{name} stays whole under tp, which the planner does not estimate" for name in whole), None)

@@ -164,6 +164,9 @@ class JobOptions:
         "share them; 1 is balanced routing.",
         default=1.0,
     )
+    images_per_row: float = _of_job(
+        "For a model with a tower: images per sequence, each of the size that the model's config states.", default=1.0
+    )
     interconnect: str | None = _of_job(
         "Bandwidth from one device to other nodes, in Gb/s (default: that of the system in which the device is "
         f"usually sold, or what --profile measured). {_SEVERAL}",
@@ -269,6 +272,8 @@ class PlanQuestion:
             own_runtime=True,
             on_cpu=on_cpu,
             expert_load=self.options.expert_load,
+            prefers_masters=True,
+            images=self.options.images_per_row,
             logits="gathered" if self.options.gather_logits else "chunked",
         )
         dtype = self.measured.dtype if self.measured and self.measured.dtype else "float32" if on_cpu else "bfloat16"
@@ -289,29 +294,26 @@ class PlanQuestion:
 
 
 def _described(model: Path) -> tuple[ModelShape, str | None]:
-    """Return the shape of a model, and why it has no estimate under tp; the modules show the sizes of experts."""
+    """Return the shape of a model, and why it has no estimate under tp; modules show what the config does not."""
     from meshwright.planner.hub_cache import config_path
-    from meshwright.planner.shapes import describe, name_of, stated_experts
+    from meshwright.planner.shapes import describe, name_of
 
     try:
         return describe(model), None
     except PlanError as error:
-        if not stated_experts(model):
-            raise
         refusal = error
     # Imported here, since these import torch, which takes seconds.
     import torch
 
-    from meshwright.choose.model_sizes import against_tensor
+    from meshwright.choose.model_sizes import against_tensor, shows_more_than_its_config
     from meshwright.parallel.routed_shape import routed_shape
-    from meshwright.roles.blocks.experts import has_experts
     from meshwright.tracing.compare import model_on_meta
 
     try:
         on_meta = model_on_meta(config_path(model), torch.bfloat16)
     except PlanError as error:
         raise PlanError(f"{refusal} ({error})") from None
-    if not has_experts(on_meta):
+    if not shows_more_than_its_config(on_meta):
         raise refusal
     return routed_shape(on_meta, name=name_of(model)), against_tensor(on_meta)
 

@@ -32,6 +32,28 @@ NAME = "meshwright_context"
 _OWNER = "meshwright_context"  # the attribute of a LocalConfig that holds the ContextAttention
 
 
+class _ContextConfig(LocalConfig):
+    """A config that names our attention, and of which the decoder's own config, inside of it, names it too.
+
+    Models with towers make the masks of their decoder with that one: ``config.get_text_config()``.
+    """
+
+    @classmethod
+    def of(cls, config: object, attention: object) -> _ContextConfig:
+        local: dict[str, Any] = {"_attn_implementation": NAME, _OWNER: attention}
+        return cls(config, **local)
+
+    def __getattr__(self, name: str) -> object:
+        found = super().__getattr__(name)
+        is_of_decoder = hasattr(found, "_attn_implementation") and found is plain_config(self).get_text_config()
+        return _ContextConfig.of(found, vars(self)[_OWNER]) if is_of_decoder else found
+
+    def get_text_config(self, *args: object, **kwargs: object) -> object:
+        config = plain_config(self)
+        found = config.get_text_config(*args, **kwargs)
+        return self if found is config else _ContextConfig.of(found, vars(self)[_OWNER])
+
+
 @dataclass(frozen=True, kw_only=True)
 class ContextAxes:
     """The ranks of cp, and their two halves in the method "hybrid".
@@ -167,8 +189,7 @@ def attach_attention(decoder: Decoder, attention: object) -> None:
     for module in decoder.model.modules():
         config = vars(module).get("config")
         if module not in others and hasattr(config, "_attn_implementation"):
-            local: dict[str, Any] = {"_attn_implementation": NAME, _OWNER: attention}
-            module.config = LocalConfig(plain_config(config), **local)  # type: ignore[assignment]
+            module.config = _ContextConfig.of(plain_config(config), attention)  # type: ignore[assignment]
 
 
 def detach_attention(model: nn.Module) -> None:
@@ -214,7 +235,7 @@ def _mask(
     q_length: int,
     kv_length: int,
     mask_function: Callable[..., Any],
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | ContextMask | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
@@ -223,6 +244,8 @@ def _mask(
     **_: object,
 ) -> ContextMask:
     """Make a mask, with the arguments of transformers' mask functions."""
+    if isinstance(attention_mask, ContextMask):  # made by the model around this one: transformers keeps it as it is
+        return attention_mask
     chunk = getattr(config, "attention_chunk_size", None)
     if q_length != kv_length:
         raise PlanError(

@@ -66,6 +66,15 @@ class ContextMask:
         )
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the mask would have as a tensor, which transformers asks of a mask that a model is given."""
+        return self.rows, 1, self.length, self.length
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
     def is_causal_alone(self) -> bool:
         """Whether the mask is that of causal attention without a window."""
         return self.is_plain and (self.window is None or self.length <= self.window)

@@ -16,6 +16,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.region_borders import RegionBorders
 from meshwright.roles import Decoder
+from meshwright.roles.blocks import mixers_of
 
 _ROWS, _LENGTHS = 2, (11, 13)  # a size that differs between the two lengths counts tokens
 INSTEAD = "ParallelPlan(cp=1)"
@@ -79,6 +80,7 @@ def record_context(decoder: Decoder) -> ContextRecord:
     first, second = (_pass(decoder, length) for length in _LENGTHS)
     names = {module: name for name, module in model.named_modules()}
     token_dims: dict[nn.Module, dict[Place, int]] = {}
+    mixers = mixers_of(model, decoder)
     for layer in layers:
         if layer not in first.shapes:
             raise PlanError(f"{names[layer]} of {type(model).__name__} does not run in a forward pass. Use {INSTEAD}")
@@ -93,7 +95,9 @@ def record_context(decoder: Decoder) -> ContextRecord:
                 )
             if dims:
                 token_dims[layer][place] = dims[0]
-        if not any(site.module in set(layer.modules()) for site in first.sites) and not is_of_experts(layer):
+        inside = set(layer.modules())
+        has_known = any(module in inside for module in (*mixers.values(), *(site.module for site in first.sites)))
+        if not has_known and not is_of_experts(layer):
             raise PlanError(
                 f"{names[layer]} of {type(model).__name__} does not call transformers' attention interface, and it has "
                 f"more than norms and experts: it may have an attention of its own. Use {INSTEAD}"

@@ -128,7 +128,7 @@ class ContextRegion:
                 )
 
     def _is_input(self, x: Tensor) -> bool:
-        return any(x is given for given in self.inputs)
+        return any(x is given or _is_view_of_all(x, given) for given in self.inputs)
 
     def _parts_of(self, mask: ContextMask | None) -> SequenceParts:
         work = None if mask is None else mask.work()
@@ -159,3 +159,10 @@ class ContextRegion:
         if not self.keeps_parted or isinstance(args[0], InHead):  # called by the loss, which has its tokens already
             return None
         return self.parts.take(args[0], 1), *args[1:]
+
+
+def _is_view_of_all(x: Tensor, given: Tensor) -> bool:
+    """Return whether a tensor is all of another one, such as a mask of which a model takes the last S of S tokens."""
+    own, other = x.untyped_storage(), given.untyped_storage()
+    is_same = own._cdata == other._cdata and x.storage_offset() == given.storage_offset()
+    return is_same and x.shape == given.shape and x.stride() == given.stride()

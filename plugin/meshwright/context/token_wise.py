@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.roles import Decoder, Role, ShardingPlan
-from meshwright.roles.blocks import Mlp
+from meshwright.roles.blocks import Mlp, has_attention, mixers_of
 from meshwright.roles.blocks.experts import is_experts, roles_of_experts, routed_modules
 from meshwright.roles.decoder import is_norm
 from meshwright.roles.projection import is_projection
@@ -25,16 +25,25 @@ def check_token_wise(decoder: Decoder, plan: ShardingPlan | None) -> None:
 
     Raises:
         UncoveredParameterError: if there are such weights; the message lists them.
-        PlanError: if a module that stays whole under tp is given hidden states.
+        PlanError: if a module that stays whole under tp is given hidden states, and is no mixer, or a mixer has an
+            attention inside.
     """
+    mixers = mixers_of(decoder.model, decoder)
+    for name, mixer in mixers.items():
+        if has_attention(mixer):
+            raise PlanError(
+                f"{name} ({type(mixer).__name__}) has a convolution over tokens inside of an attention, and a rank of "
+                "cp has some of the tokens. Use ParallelPlan(cp=1)"
+            )
     if isinstance(decoder, DecoderStructure):
-        if whole := next(iter(decoder.whole.items()), None):
+        if whole := next(((name, module) for name, module in decoder.whole.items() if name not in mixers), None):
             raise PlanError(
                 f"{whole[0]} ({type(whole[1]).__name__}) stays whole under tp, and it is not known whether it takes "
                 "each token by itself, as ParallelPlan.cp > 1 needs. Use ParallelPlan(cp=1)"
             )
         return
     known = {m for layer in decoder.layers for m in _of_experts_in(layer)}
+    known |= {m for mixer in mixers.values() for m in mixer.modules()}
     unknown = {id(p) for layer in decoder.layers for p in _unknown(layer, known)}
     named = [name for name, p in decoder.model.named_parameters(remove_duplicate=False) if id(p) in unknown]
     if missing := [name for name in named if plan is None or not _has_role(name, plan)]:

@@ -29,6 +29,7 @@ from meshwright.data.readers.split import SplitReader
 from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded
 from meshwright.errors import CheckpointError
 from meshwright.faults.same_call import Claim, agreed
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_share import BatchShare, yield_next
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 from meshwright.plan.config import LoaderOptions
@@ -59,6 +60,7 @@ class DistributedLoader:
             batch without labels cannot hold one; "weighted" by ``weight`` alone; or "either", by labels if there are
             any. The user applies ``weight`` to what is not masked.
         options: the options of reading.
+        format: what the inputs of batches mean that come ready from the user's loader.
 
     Raises:
         ValueError: the dataset is empty or split already.
@@ -75,6 +77,7 @@ class DistributedLoader:
         is_dataset_splitted: bool = False,
         blanks: Literal["masked", "weighted", "either"] = "masked",
         options: LoaderOptions | None = None,
+        format: BatchFormat | None = None,
     ):
         self.user_loader = loader
         self._dp, self._peers, self._device = mesh.dp, mesh.peers, mesh.device or torch.device("cpu")
@@ -93,7 +96,9 @@ class DistributedLoader:
             )
         else:
             readers = Peers((mesh.dp,)) if self._is_led else self._everyone
-            self._reader = make_reader(loader, mesh.dp, share, readers, self._options, keeps_samples=pads)
+            self._reader = make_reader(
+                loader, mesh.dp, share, readers, self._options, keeps_samples=pads, format=format
+            )
         self._steps = self._iterations = self._dropped = 0
         self._sizes: str | None = None  # the inputs' sizes and dtypes, which the ranks of dp compared last
         self._weight = 1.0

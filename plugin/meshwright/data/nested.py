@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.faults.memory_digest import bytes_digest, is_plain
+from meshwright.parallel.batch_schema import leaves as leaves
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -62,16 +63,6 @@ def why_no_batch(value: object) -> str | None:
         if isinstance(ids, list | tuple) and ids and isinstance(ids[0], int):
             return f"{name} is a list of {len(ids)} numbers, and a batch's would be a tensor; {wrap}"
     return None
-
-
-def leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of everything in a structure that is not a container."""
-    if isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from leaves(item, f"{name}.{key}".lstrip("."))
-    else:
-        yield name or "batch", value
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,8 @@ from meshwright.mesh.process_group import (
     world_size,
 )
 from meshwright.mesh.process_mesh import ProcessMesh
-from meshwright.plan.config import LoaderOptions, Source
+from meshwright.parallel.batch_items import BatchFormat
+from meshwright.plan.config import LoaderOptions, RowsOf, Source
 from meshwright.plan.fields import either_name, keywords_checked
 
 _NAMES = dict.fromkeys(("mesh", "device_mesh", "process_mesh"), "meshes=") | dict.fromkeys(
@@ -49,6 +50,7 @@ def shard_dataloader(
     fingerprint: str | None = None,
     shuffle: bool = False,
     buffer_size: int = 1000,
+    batch_dims: Mapping[str, RowsOf] | None = None,
     timeout_s: float = 120.0,
     loader: Iterable[Any] | None = None,
 ) -> DistributedLoader:
@@ -80,6 +82,8 @@ def shard_dataloader(
             random state on rank 0.
         fingerprint: a name for the dataset, used instead of a text computed from the dataset's contents.
         shuffle, buffer_size: whether to shuffle an iterable dataset with numbered shards, and over how many samples.
+        batch_dims: what says which rows the parts of an input belong to, for inputs of ready batches that do not show
+            it; see ``ToDistributedConfig``.
         timeout_s: the seconds that a rank may keep the others waiting.
         loader: another name for ``dataloader``.
 
@@ -151,6 +155,7 @@ def shard_dataloader(
             is_dataset_splitted=is_dataset_splitted,
             blanks="weighted",
             options=options,
+            format=BatchFormat(dims=batch_dims or {}),
         ).claim()
 
     return _on_all_ranks(make).agree()

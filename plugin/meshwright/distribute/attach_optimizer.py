@@ -29,6 +29,7 @@ _SETTLED = (
     "gather_logits",
     "num_items_in_batch",
     "loss_averages_over",
+    "batch_dims",
     "check_replicas_every",
     "compile",
     "compile_options",

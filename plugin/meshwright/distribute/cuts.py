@@ -17,12 +17,14 @@ from meshwright.features.build import Build
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.head_losses import find_loss
+from meshwright.parallel.shared_tower import shares_towers
 from meshwright.parallel.structure import describe, outline
 from meshwright.parallel.token_dispatchers import check_dispatcher
 from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks import mixers_of
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts
 from meshwright.roles.blocks.experts import check_experts
 
@@ -44,8 +46,8 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
     try:
         if plan.tp > 1:
             roles = config.sharding_plan or plan_for(decoder)
-            sp = plan.sequence_parallel
-            found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp)
+            sp, shares = plan.sequence_parallel, shares_towers(plan, config.engine)
+            found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp, shares_towers=shares)
         else:
             instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
             found = outline(decoder, config.sharding_plan, instead=instead)
@@ -106,6 +108,7 @@ def build_on_fake_rank(
         loss=find_loss(decoder),
         runtime=Runtime(mesh=mesh, plan=plan, guard=guard),
         device=torch.device(device),
+        mixers=mixers_of(decoder, structure),
         context=context_of(structure, plan),
         cut=cut_of(decoder, structure, plan, mesh.pp.rank),
     )

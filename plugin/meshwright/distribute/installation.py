@@ -18,6 +18,7 @@ from meshwright.features.build import Build
 from meshwright.optim.runtime import attach
 from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.zero3_layers import ShardedWeights
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.collectives import agree
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.tensor_parallel import guard_shards, share_partial_gradients
@@ -48,14 +49,16 @@ FEATURES = (
     Feature(passes.cut_blocks, after=(passes.watch_passes,)),
     Feature(passes.spread_experts, after=(training.hold_shards,)),
     Feature(splits.part_tokens, after=(passes.cut_blocks,)),
+    Feature(splits.separate_documents),
     Feature(splits.part_features, after=(passes.cut_blocks, splits.part_tokens)),
+    Feature(splits.share_towers, after=(passes.watch_passes,)),
     Feature(passes.count_experts, after=(passes.spread_experts, splits.part_tokens)),
     Feature(training.synchronise_gradients, after=(training.hold_shards, passes.compare_replicas)),
     Feature(training.average_loss, after=(splits.part_tokens, training.synchronise_gradients)),
     Feature(splits.run_in_parts, after=(training.average_loss,)),
     Feature(passes.generate_alike),
     Feature(training.recompute),
-    Feature(training.replay_routing, after=(training.recompute, passes.spread_experts)),
+    Feature(training.replay, after=(training.recompute, passes.spread_experts, splits.separate_documents)),
     Feature(training.defer_logits, after=(passes.cut_blocks,)),
     Feature(training.compile_layers, after=(passes.cut_blocks,)),
 )
@@ -103,7 +106,7 @@ def make_weights(build: Build, make: Make) -> NewTensors:
     layouts, mesh = build.layouts, build.runtime.mesh
     if build.plan.zero_stage < 3 or mesh.tokens.size == 1:
         return make(build.model, layouts, mesh, build.device)
-    sharded = ShardedWeights(build.model, layouts, mesh, build.device)
+    sharded = ShardedWeights(build.model, layouts, mesh, build.device, beside=build.beside)
     made = make(build.model, layouts, mesh, build.device, sharded.keep)
     build.runtime.weights = sharded
     return made
@@ -118,6 +121,7 @@ def install(build: Build, optimizer: Optimizer | None, *, seed: int) -> None:
         seed: the seed of the dropout streams, the same on all ranks.
     """
     build = build.of(optimizer)
+    build.runtime.features.add(BatchFormat.of(getattr(build.decoder, "config", None), build.config.batch_dims))
     build.runtime.features.add(DropoutStreams(mesh=build.runtime.mesh, seed=seed))
     done: list[Callable[[Build], None]] = []
     for feature in FEATURES:

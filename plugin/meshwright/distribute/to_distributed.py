@@ -39,6 +39,7 @@ from meshwright.optim.elementwise import check_reads, declared
 from meshwright.optim.gradients import Engine
 from meshwright.optim.runtime import Runtime, Watch, WholeLogits, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.head_losses import find_loss
@@ -49,6 +50,7 @@ from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistribute
 from meshwright.plan.fields import either_name, keywords_checked
 from meshwright.plan.foreign_names import CALL_NAMES
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks import mixers_of
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +161,7 @@ def _distribute(
     check_compile(layers_of(decoder, structure), plan, config)
     cut = cut_of(decoder, structure, plan, rank=0)
     context = context_of(structure, plan)
+    mixers = mixers_of(decoder, structure)
 
     guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)
@@ -174,7 +177,8 @@ def _distribute(
 
     shown = None if config.logging_steps is None else Preparation.make(model, config)
 
-    loader = None if dataloader is None else _make_loader(dataloader, mesh, device, config)
+    format = BatchFormat.of(getattr(decoder, "config", None), config.batch_dims)
+    loader = None if dataloader is None else _make_loader(dataloader, mesh, device, config, format)
     if loader is not None:
         loader.feeds_causal_lm = loss is not None and loss.is_causal_lm
     runtime = Runtime(
@@ -195,6 +199,7 @@ def _distribute(
         loss=loss,
         runtime=runtime,
         device=device,
+        mixers=mixers,
         context=context,
         cut=None if cut is None else dataclasses.replace(cut, rank=mesh.pp.rank),
     )
@@ -209,6 +214,9 @@ def _distribute(
         if isinstance(structure, DecoderStructure):
             share = 100 * structure.cut_share
             logger.info("tp cuts %.0f %% of the weights; each rank of tp has the others whole", share)
+        if mixers and plan.cp > 1:
+            text = "each of the %d ranks of cp computes %d modules with recurrences or convolutions for all tokens"
+            logger.info(text, plan.cp, len(mixers))
     return optimizer, loader
 
 
@@ -257,7 +265,8 @@ def _complete(
     _check_passes(plan, loss is not None, model)
     loader = None
     if dataloader is not None:
-        loader = _make_loader(dataloader, runtime.mesh, device_of(model), config)
+        format = runtime.features.get(BatchFormat)
+        loader = _make_loader(dataloader, runtime.mesh, device_of(model), config, format)
         loader.feeds_causal_lm = isinstance(loss, CausalLMLoss)
     shows = config.logging_steps is not None and runtime.features.find(Watch) is None
     shown = Preparation.make(model, config) if shows else None
@@ -270,10 +279,10 @@ def _complete(
 
 
 def _make_loader(
-    dataloader: Iterable[Any], mesh: Mesh, device: torch.device, config: ToDistributedConfig
+    dataloader: Iterable[Any], mesh: Mesh, device: torch.device, config: ToDistributedConfig, format: BatchFormat
 ) -> DistributedLoader:
     loader_mesh = LoaderMesh(dp=mesh.dp, peers=Peers(mesh.of_same_rows), device=device)
-    return made_together(lambda: DistributedLoader(dataloader, loader_mesh, options=config.loader))
+    return made_together(lambda: DistributedLoader(dataloader, loader_mesh, options=config.loader, format=format))
 
 
 def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module, engine: str | None = None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from meshwright.roles import Decoder
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks.adapted_experts import adapter_layouts
 from meshwright.roles.blocks.experts import expert_layouts
-from meshwright.roles.decoder import layer_stack, towers_beside
+from meshwright.roles.decoder import is_stack, layer_stack, modules_beside, towers_beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Build:
         config: the options of the call.
         structure: how the plan cuts the decoder; None if the plan does not cut it.
         cut: which layers and weights this rank's pipeline stages hold; None without a pipeline.
+        mixers: the modules of the layers with recurrences or convolutions over tokens, by name.
         context: what the layers and attentions of the decoder are given; None without context parallelism.
         loss: what the model's loss averages over; None if unknown.
         runtime: the state that the model will carry; it holds this rank's axes.
@@ -50,6 +52,7 @@ class Build:
     loss: LossKind | None
     runtime: Runtime
     device: torch.device
+    mixers: Mapping[str, nn.Module] = field(default_factory=dict)
     cut: Cut | None = None
     context: ContextRecord | None = None
     optimizer: Optimizer | None = None
@@ -96,14 +99,22 @@ class Build:
 
     @property
     def towers(self) -> tuple[nn.Module, ...]:
-        """The towers beside the decoder, for images or sound; none if the model has no decoder."""
+        """The towers beside the decoder, for images or sound; the whole model if its decoder is not known."""
         if self.structure is not None:
             return self.structure.towers
         try:
             _, layers = layer_stack(self.decoder)
         except PlanError:  # no decoder
-            return ()
+            return (self.decoder,) if sum(map(is_stack, self.decoder.modules())) > 1 else ()
         return tuple(towers_beside(self.decoder, tuple(layers)))
+
+    @property
+    def beside(self) -> set[nn.Module]:
+        """The modules that a forward pass may leave out, depending on its inputs; none without towers."""
+        if self.decoder in self.towers:
+            return set(self.decoder.modules())
+        layers = layer_stack(self.decoder)[1] if self.structure is None else self.structure.layers
+        return modules_beside(self.decoder, layers) if self.towers else set()
 
     @property
     def is_split(self) -> bool:
@@ -117,6 +128,11 @@ class Build:
             return self.structure.head
         find = getattr(self.decoder, "get_output_embeddings", None)
         return find() if callable(find) else None
+
+    @property
+    def is_sequence_parallel(self) -> bool:
+        """Whether each rank of tp has its own tokens between the blocks."""
+        return self.tensor_structure is not None and self.tensor_structure.is_sequence_parallel
 
     @property
     def sharded_words(self) -> int:

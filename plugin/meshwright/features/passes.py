@@ -8,6 +8,7 @@ from meshwright.compiling import leave_out_of_graphs
 from meshwright.context.region import ContextRegion
 from meshwright.features.build import Build
 from meshwright.features.check_compile import layers_of, why_not_compiled
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.expert_counts import ExpertCounts
@@ -55,7 +56,7 @@ def watch_passes(build: Build) -> None:
     hooked = HookedModules(
         build.decoder,
         build.tensor_structure,
-        sequence_parallel=plan.sequence_parallel,
+        sequence_parallel=build.is_sequence_parallel,
         is_split=build.is_split,
         is_staged=plan.pp > 1,
         parted=None if build.context is None else build.structure,
@@ -77,7 +78,9 @@ def watch_passes(build: Build) -> None:
         statistics=BatchStatistics(build.decoder, lambda: runtime.plan),
         shares_weights=runtime.weights is not None,
         shares_experts=plan.spreads_experts_over_dp,
-        gathers_towers=runtime.weights is not None and bool(build.towers),
+        towers_differ=runtime.leave_towers_out if plan.zero_stage and build.towers else None,
+        is_split=build.is_split,
+        format=runtime.features.get(BatchFormat),
         longest=LongestPosition(build.decoder, runtime.mesh.tokens, is_split=build.is_split),
         layers=runtime.features.add(_compilable_layers(build)),
         follow=runtime.gradients.follow,
@@ -101,7 +104,6 @@ def cut_blocks(build: Build) -> None:
     blocks, region = install_tensor_parallel(
         build.tensor_structure,
         build.runtime.mesh.tp,
-        sequence_parallel=build.plan.sequence_parallel,
         streams=build.runtime.streams,
         keep_logits_sharded=features.get(ForwardState).keep_logits_sharded,
         is_staged=build.cut is not None,

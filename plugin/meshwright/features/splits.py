@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import nn
 
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
 from meshwright.context.context_forward import ContextForward
+from meshwright.context.gathered_tokens import gather_for_mixers
 from meshwright.context.region import ContextRegion
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.features.build import Build
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
+from meshwright.parallel.document_rows import RowDocuments
 from meshwright.parallel.loss_scale import LossScale
 from meshwright.parallel.method_chain import add_step
+from meshwright.parallel.shared_tower import SharedTower, shares_towers
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.parallel.tower_features import TowerFeatures
@@ -32,9 +38,11 @@ def part_tokens(build: Build) -> None:
     attach_attention(build.structure, attention)
     is_staged = build.cut is not None  # a pipeline gives logits in evaluation only on request
     # Under ulysses each rank has all tokens of some heads. The stages of a pipeline know the length of what they
-    # receive before they see the documents of a row, and features of towers are cut before the first layer.
-    balances = build.plan.context != "ulysses" and not is_staged and not build.towers
+    # receive before they see the documents of a row, features of towers are cut before the first layer, and a mixer
+    # that backward runs again does not see the row's mask.
+    balances = build.plan.context != "ulysses" and not (is_staged or build.towers or build.mixers)
     region = ContextRegion(build.structure, build.context, attention.parts, runtime.streams, balances=balances)
+    gather_for_mixers(build.mixers, attention.parts, runtime.streams)
     step = ContextForward(
         build.decoder,
         runtime.features.add(region),
@@ -46,10 +54,19 @@ def part_tokens(build: Build) -> None:
     add_step(build.decoder, step)
 
 
+def separate_documents(build: Build) -> None:
+    """Run mixers on each document of a packed row as a row of its own."""
+    documents = RowDocuments.over(build.decoder, build.mixers, is_told=build.runtime.mesh.is_first)
+    if documents is not None:
+        build.runtime.features.add(documents)
+
+
 def part_features(build: Build) -> None:
     """Cut features of towers that enter between the layers, where a rank has some of the tokens or layers."""
     plan, features = build.plan, build.runtime.features
-    axis = next((axis for axis in ("pp", "cp") if getattr(plan, axis) > 1), "tp" if plan.sequence_parallel else None)
+    axis = next(
+        (axis for axis in ("pp", "cp") if getattr(plan, axis) > 1), "tp" if build.is_sequence_parallel else None
+    )
     if axis is None or build.structure is None or not build.towers:
         return
     sequenced = features.find(SequenceRegion)
@@ -61,6 +78,16 @@ def part_features(build: Build) -> None:
         is_staged=build.cut is not None,
     )
     features.add(tower_features)
+
+
+def share_towers(build: Build) -> None:
+    """Let the ranks of tp, and those of cp, share the images of each tower."""
+    if not shares_towers(build.plan, build.config.engine):
+        return
+    tp, cp = build.runtime.mesh.tp, build.runtime.mesh.cp
+    for tower, axis in itertools.product(build.towers, (tp, cp)):
+        if axis.size > 1:
+            add_step(tower, SharedTower(tower, axis, (tp, cp), has_own_tokens=axis is cp))
 
 
 def run_in_parts(build: Build) -> None:
@@ -92,6 +119,7 @@ def split_batches(decoder: nn.Module, runtime: Runtime, plan: ParallelPlan) -> N
         loss=runtime.features.get(BatchLoss),
         guard=runtime.guard,
         scale=runtime.features.add(LossScale(decoder)),
+        format=runtime.features.get(BatchFormat),
         keeps_logits=runtime.logits.in_training,
     )
     add_step(decoder, step)

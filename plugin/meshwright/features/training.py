@@ -12,14 +12,16 @@ from meshwright.optim.step_watch import watch_steps
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.deferred_logits import Deferral, DeferringHead
+from meshwright.parallel.document_rows import RowDocuments
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.head_losses import install_loss
 from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.recompute import recompute_layers, recompute_switch
+from meshwright.parallel.replay import AttachesReplay, Replay
 from meshwright.parallel.router_record import forward_with_router_loss
-from meshwright.parallel.routing_replay import AttachesReplay, ReplayedBlock, RoutingReplay
+from meshwright.parallel.routing_replay import ReplayedBlock
 from meshwright.parallel.token_loss import TokenLoss
 from meshwright.roles.blocks.experts import owners_of_experts
 
@@ -87,17 +89,19 @@ def recompute(build: Build) -> None:
         recompute_layers(build.decoder, build.plan.recomputed_layers, own)
 
 
-def replay_routing(build: Build) -> None:
-    """Let layers that backward runs again route tokens as before, whoever has turned recomputation on."""
-    blocks = owners_of_experts(build.decoder)
-    if not blocks or build.config.compile is not None:
+def replay(build: Build) -> None:
+    """Let layers that backward runs again route tokens, and part documents, as before, whoever has turned this on."""
+    blocks, documents = owners_of_experts(build.decoder), build.runtime.features.find(RowDocuments)
+    if not (blocks or documents) or build.config.compile is not None:
         return
-    replay = RoutingReplay()
+    kept = Replay()
+    if documents is not None:
+        documents.replay = kept
     for block in blocks:
-        add_step(block, ReplayedBlock(replay))
-    replay.attach(build.decoder)
+        add_step(block, ReplayedBlock(kept))
+    kept.attach(build.decoder)
     if (name := recompute_switch(build.decoder)) is not None:
-        add_step(build.decoder, AttachesReplay(build.decoder, replay), name)
+        add_step(build.decoder, AttachesReplay(build.decoder, kept), name)
 
 
 def defer_logits(build: Build) -> None:

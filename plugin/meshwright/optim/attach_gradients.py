@@ -75,6 +75,8 @@ def install_gradient_sync(
         if whole is not None:
             whole.hook_begin()
             gradients.whole = whole
+        if runtime.weights is not None:
+            optimizer.register_step_post_hook(runtime.weights.release)
         guard_optimizer(optimizer, runtime)
         StepWindow().over(optimizer)
         for each in {optimizer, *members(optimizer)}:

@@ -49,6 +49,7 @@ class FlatShard:
         self.stand_in = torch.full((), torch.nan, dtype=self.dtype, device=device)
         self._stand_ins = [self.stand_in.expand(shape) for shape in shapes]
         self.is_lent = self.is_guarded = False
+        self.is_kept = False  # whole on every rank until its values change
         self._full: Tensor | None = None
         self._storage: int | None = None  # the storage of the gathered tensor
         self._wait: Callable[[], Tensor] | None = None
@@ -90,6 +91,12 @@ class FlatShard:
         if self._wait is not None:
             self._wait()
         self._full = self._storage = self._wait = None
+        self.is_kept = False
+
+    def leave(self) -> None:
+        """Drop the gathered tensor after a unit has used it, unless it is kept."""
+        if not self.is_kept:
+            self.release()
 
     def publish(self) -> None:
         """Drop the gathered values, which are stale after the optimizer's step."""

@@ -153,6 +153,13 @@ class Runtime:
         """What takes the gradients that reach losses of the global batch; None if no meeting compares them."""
         return None if self.comparison is None or self.engine is not None else self.comparison.losses
 
+    def leave_towers_out(self) -> None:
+        """Prepare for a pass in which a tower runs on some data-parallel ranks only; every rank makes the call."""
+        if self.weights is not None:
+            self.weights.keep_beside()
+        if self.gradients.zero is not None:
+            self.gradients.zero.is_uneven = True
+
     def meet_over(self, axis: Axis) -> None:
         """Compare the ranks of an axis once all of them have started to reduce their gradients over it.
 

@@ -10,6 +10,10 @@ have hooks too. A forward pass over units of n elements::
     all-gather   unit 2 [n/dp]->[n]   unit 3 [n/dp]->[n]   ...
     whole        units 1 and 2        units 2 and 3        units 3 and 4; of all others this rank has [n/dp]
 
+Every data-parallel rank must gather the same units in the same order. A tower, such as an encoder of images, runs only
+on the ranks whose rows have images. If not all have some, every rank gathers the units beside the decoder before the
+pass and keeps them until the optimizer steps, so that neither forward, backward nor recomputation gathers them.
+
 torch's ``fully_shard`` serves other needs. It changes the class of every layer and makes the parameters
 DTensors, which transformers' utilities, a user's optimizer with its state and our tensor layouts would all have to
 handle. It keeps whole gradients under ``no_sync``. Its hooks add to ``.grad``, so the gradients of inner
@@ -20,7 +24,7 @@ micro-batches cannot be distinguished from those of ``backward()``. On gloo its 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +52,7 @@ class ShardedWeights:
         layouts: the layout of each parameter's shard, by name.
         mesh: the axes.
         device: device of this rank's parts.
+        beside: the modules that may run on some ranks only, and what is in them.
     """
 
     def __init__(
@@ -56,6 +61,8 @@ class ShardedWeights:
         layouts: Mapping[str, TensorLayout],
         mesh: Mesh,
         device: torch.device,
+        *,
+        beside: Collection[nn.Module] = (),
     ):
         of = {id(p): layouts.get(name) or TensorLayout.whole(p) for name, p in model.named_parameters()}
         axis_of = {key: stepped_over(layout, mesh) for key, layout in of.items()}
@@ -72,7 +79,7 @@ class ShardedWeights:
             # A tied parameter is in a FlatShard of its first module, and its other modules gather that shard too.
             needed = list(dict.fromkeys(self._place[id(p)][0] for p in own))
             if needed:
-                self.steps.append(_Step(self, module, needed, len(self.steps)))
+                self.steps.append(_Step(self, module, needed, len(self.steps), is_beside=module in beside))
         self.flats = list(dict.fromkeys(flat for step in self.steps for flat in step.flats))
         self._task = -1
         self._current: _Step | None = None
@@ -199,8 +206,17 @@ class ShardedWeights:
         finally:
             step.leave()
 
-    def release(self) -> None:
-        """Release all gathered weights."""
+    def keep_beside(self) -> None:
+        """Gather the units beside the decoder, and keep them whole until :meth:`release`; a collective call."""
+        kept = dict.fromkeys(flat for step in self.steps if step.is_beside for flat in step.flats)
+        for flat in kept:
+            flat.start()
+        for flat in kept:
+            flat.full()
+            flat.is_kept = True
+
+    def release(self, *_: object) -> None:
+        """Release all gathered weights, also those that are kept."""
         self._current = None
         for flat in self.flats:
             flat.release()
@@ -215,12 +231,13 @@ class ShardedWeights:
             return
         self._current = step
         before = self.steps[step.index - 1] if step.index else None
-        ahead = before.flats if before is not None and before.is_awaited else []
+        # A unit that is kept may run on this rank alone, where it must not start to gather another.
+        ahead = before.flats if before is not None and before.is_awaited and not step.is_kept else []
         self._take_back()
         needed = [*step.flats, *ahead]
         for flat in self._gathered:
             if flat not in needed:
-                flat.release()
+                flat.leave()
         self._gathered = needed
         step.gather(ahead)
 
@@ -238,9 +255,10 @@ class ShardedWeights:
         self._lent_again = []
 
     def _end_backward(self) -> None:
-        self._task = -1
+        self._task, self._current = -1, None
         self._take_back()
-        self.release()
+        for flat in self.flats:
+            flat.leave()
         self._gathered = []
         for step in self.steps:
             step.is_awaited = False
@@ -254,10 +272,14 @@ class _Step:
         module: a decoder layer, or a module with parameters of its own outside of the layers.
         flats: the FlatShards of the parameters that the module needs.
         index: the module's place in the order of the model.
+        is_beside: whether the module is beside the decoder, so that it may run on some ranks only.
     """
 
-    def __init__(self, weights: ShardedWeights, module: nn.Module, flats: list[FlatShard], index: int):
+    def __init__(
+        self, weights: ShardedWeights, module: nn.Module, flats: list[FlatShard], index: int, *, is_beside: bool
+    ):
         self.weights, self.module, self.flats, self.index = weights, module, flats, index
+        self.is_beside = is_beside
         self.is_awaited = False  # backward will need the weights
         self._entered: list[tuple[bool, list[FlatShard], list[int]]] = []
 
@@ -269,6 +291,11 @@ class _Step:
         for inner in self.module.modules():
             if inner is not self.module and next(inner.parameters(recurse=False), None) is not None:
                 inner.register_forward_pre_hook(self._enter_inside)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the weights are whole on every rank, so that the unit gathers nothing."""
+        return self.is_beside and all(flat.is_kept for flat in self.flats)
 
     def gather(self, ahead: list[FlatShard]) -> None:
         """Gather this step's weights, and start to gather the weights ``ahead``, which are needed next."""
@@ -285,7 +312,7 @@ class _Step:
             for flat in self.flats:
                 with reading_shards():
                     flat.take_over()
-            following = self.weights.steps[self.index + 1 : self.index + 2]
+            following = [] if self.is_kept else self.weights.steps[self.index + 1 : self.index + 2]
             self.gather([flat for step in following for flat in step.flats])
         # A unit around this one, which shares a module with it, takes its own values back.
         lent = [flat for flat in self.flats if not flat.is_lent]
@@ -314,7 +341,7 @@ class _Step:
         is_last = self.index == len(self.weights.steps) - 1 and torch.is_grad_enabled()
         if not in_backward() and not is_last:
             for flat in lent:
-                flat.release()
+                flat.leave()
         if any(written):
             parameters = [parameter for flat in self.flats for parameter in flat.parameters]
             name = layout_of(parameters[written.index(True)]).name

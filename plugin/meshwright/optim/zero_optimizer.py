@@ -26,7 +26,7 @@ from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.optim.ownership import Ownership, sliced
 from meshwright.optim.whole_weights import WholeWeights
-from meshwright.parallel.collectives import all_gather, start_reduce_scatter
+from meshwright.parallel.collectives import all_gather, all_reduce, start_reduce_scatter
 from meshwright.parallel.gradient_buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.shard_reads import reading_shards, values_of
 from meshwright.parallel.sharded_parameter import LocalGradient
@@ -119,6 +119,7 @@ class ReduceScatter:
         sharded: all buckets.
         groups: the model's parameters in each of the optimizer's groups, including frozen ones.
         num_steps: how many steps have changed the parameters.
+        is_uneven: whether a pass since the last step ran some modules on some ranks only.
     """
 
     def __init__(self, *, can_wait: bool, sent: torch.dtype | None = None):
@@ -127,6 +128,7 @@ class ReduceScatter:
         self.can_wait = can_wait
         self.groups: list[list[nn.Parameter]] = []
         self.num_steps = 0
+        self.is_uneven = False
         self._of: dict[int, ShardedBucket] = {}
         self._with: dict[int, ShardedBucket] = {}
         self._slices_of: dict[int, list[Slice]] = {}
@@ -192,12 +194,18 @@ class ReduceScatter:
         if missing := [p for p in bucket.parameters if not has_gradient(p)]:
             self._forget(missing)  # another rank may have their gradients
         self._stand_in(bucket)
+        # A slice of a gradient may be all zeros, so its values do not say that a rank has the gradient.
+        has_one = [float(p.grad is not None) for p in bucket.parameters]
+        ranks = all_reduce(torch.tensor(has_one, device=flat.device), sharded.axis) if self.is_uneven else None
 
         def finish() -> None:
             own = wait()
             # One read, only if this rank lacks a gradient that another may have: reading makes the host wait for CUDA.
             lacking = [piece.in_shard for piece in sharded.slices if piece.parameter.grad is None]
             others_have = iter(torch.stack([own[part].any() for part in lacking]).tolist() if lacking else ())
+            if ranks is not None:
+                counts = dict(zip(map(id, bucket.parameters), ranks.tolist(), strict=True))
+                others_have = iter([counts[id(p.parameter)] for p in sharded.slices if p.parameter.grad is None])
             for piece in sharded.slices:
                 gradient = own[piece.in_shard]
                 # If no rank had a gradient, leave None, so that the optimizer skips the parameter as on one device.
@@ -391,7 +399,11 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
 
     optimizer.register_step_pre_hook(prepare)
 
-    optimizer.register_step_post_hook(reduction.publish)
+    def publish(*_: object) -> None:
+        reduction.is_uneven = False
+        reduction.publish()
+
+    optimizer.register_step_post_hook(publish)
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         reduction.clear((p for group in reduction.groups for p in group), set_to_none=set_to_none)

@@ -27,8 +27,8 @@ def tensors_in(output: object) -> Iterator[Tensor]:
             yield from tensors_in(getattr(output, field.name, None))
 
 
-def bypasses(output: object, start: Tensor, gate: GraphNode | None) -> bool:
-    """Return whether the first tensor in ``output`` depends on ``start`` along a path that avoids the node ``gate``.
+def bypasses(output: object, start: Tensor, *gates: GraphNode | None) -> bool:
+    """Return whether the first tensor in ``output`` depends on ``start`` along a path that avoids the nodes ``gates``.
 
     Later tensors are ignored, since they may be attention weights. The search skips graph nodes older than the node of
     ``start``, so it never visits earlier parts of the graph.
@@ -37,7 +37,7 @@ def bypasses(output: object, start: Tensor, gate: GraphNode | None) -> bool:
         return False
     oldest = start.grad_fn._sequence_nr()
     nodes = [t.grad_fn for t in tensors_in(output)][:1]
-    seen = {gate}
+    seen = set(gates)
     while nodes:
         node = nodes.pop()
         if node is start.grad_fn:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import mode
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.errors import PlanError
+from meshwright.parallel.batch_items import BatchFormat, Items, RowDim, kind_of, says_of_items
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 
 Batch = Mapping[str, object]  # the arguments by name
-RowDim = tuple[int, Sequence[int]]  # a dim, and where each row begins along it, and the last one ends
 
 TOKENS = ("input_ids", "inputs_embeds")
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "special_tokens_mask")
+_LEFT_OUT = object()  # in place of an argument of rows without images
 
 
 class BatchSchema:
@@ -28,17 +30,19 @@ class BatchSchema:
 
         [rows, ...]               tokens, labels, one image per row
         [3 or 4, rows, tokens]    positions in time, height and width
-        [patches, ...]            patches of one image per row, beside the images' sizes [rows, 3] in patches
+        [images, ...]             any number of images per row, which the rows' tokens tell; see ``Items``
+        [patches, ...]            patches of these images, beside the images' sizes [images, 3] in patches
 
-    Values without rows, such as numbers, vectors and tensors of one row, belong to each row.
+    A list has a value for each row or for each image. Numbers, texts and tensors with one entry belong to each row.
 
     Args:
-        batch: the arguments by name.
+        batch: the arguments by name, which may be nested.
+        format: what the arguments mean, as far as they do not show it.
     """
 
-    def __init__(self, batch: Batch):
-        self.batch = batch
-        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor) and x.ndim}
+    def __init__(self, batch: Batch, format: BatchFormat | None = None):
+        self.batch, self.format = batch, format or BatchFormat()
+        tensors = {name: x for name, x in leaves(batch) if isinstance(x, Tensor) and x.ndim}
         dense = {name: x for name, x in tensors.items() if x.layout is torch.strided and not x.is_nested}
         self.tensors = dense or tensors  # a sparse tensor beside dense ones may describe the whole batch
         self.targets = next((tensors[name] for name in TARGETS if name in tensors), None)
@@ -59,7 +63,7 @@ class BatchSchema:
     def has_tokens(self) -> bool:
         return not self.tensors.keys().isdisjoint(TOKENS)
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """The number of rows: that of the targets, else of the tokens, else of most tensors."""
         if self.targets is not None or self.has_tokens:
@@ -78,16 +82,58 @@ class BatchSchema:
         others = (*TOKENS, *TARGETS, *PER_TOKEN)
         return sorted(name for name, x in self.tensors.items() if x.is_floating_point() and name not in others)
 
-    @functools.cached_property
-    def row_dims(self) -> dict[str, RowDim]:
-        """Along which dim each tensor has the rows, without those that have none."""
-        found = {name: self._row_dim(name, x) for name, x in self.tensors.items()}
-        return {name: dim for name, dim in found.items() if dim is not None}
+    def towers_of_rows(self) -> str:
+        """Return, for each kind of items, a digit for each row that says whether the row has some."""
+        said = {kind: [int(x.has_some(i, i + 1)) for i in range(self.rows)] for kind, x in self.items.items()}
+        return ", ".join(f"{kind} {''.join(map(str, rows))}" for kind, rows in said.items())
 
-    def of_rows(self, name: str, low: int, high: int) -> Tensor:
-        """Return the part of a tensor that belongs to the rows from ``low`` to ``high - 1``."""
-        dim, starts = self.row_dims[name]
-        return self.tensors[name].narrow(dim, starts[low], starts[high] - starts[low])
+    @functools.cached_property
+    def items(self) -> dict[str, Items]:
+        """The images, videos and sounds of the batch, by kind."""
+        inputs: dict[str, dict[str, Any]] = {}
+        for name, x in self.batch.items():
+            if (kind := kind_of(name)) is not None and self._may_be_of_items(name, x):
+                inputs.setdefault(kind, {})[name] = x
+        return {kind: Items(given, self._places(kind, inputs), self.rows) for kind, given in inputs.items()}
+
+    def row_dim(self, name: str, x: Any) -> RowDim | None:
+        """Return along which dim an argument has the rows, and where each begins; None if it has none, or is unknown.
+
+        Args:
+            name: the name of the argument.
+            x: its value, a tensor or a list.
+        """
+        rows, length = self.rows, len(x)
+        if name in self.format.dims:
+            return self._described(name, x)
+        if isinstance(x, Tensor) and self._is_of_tokens(x) and (length != rows or name == "position_ids"):
+            return 1, range(rows + 1)
+        if self._may_be_of_items(name, x):
+            own = kind_of(name)
+            kinds = [kind for kind in self.items if own in (None, kind)]
+            # An argument without the name of a kind may have a value for each row instead.
+            kinds = kinds if own or length != rows or says_of_items(name) else []
+            found = [starts for kind in kinds if (starts := self.items[kind].starts(length)) is not None]
+            if found and all(list(starts) == list(found[0]) for starts in found):
+                return 0, found[0]
+            if found or (own in self.items and length == rows == self.items[own].count):
+                return None
+        return (0, range(rows + 1)) if length == rows else None
+
+    def part(self, own: slice, take: Callable[[Tensor, slice], Tensor] | None = None) -> dict[str, Any]:
+        """Return the arguments of some rows, without those of images that these rows do not have.
+
+        Args:
+            own: the rows.
+            take: a function that returns these rows of a tensor that is not dense; None if there must be none.
+
+        Raises:
+            PlanError: if an argument has something else than rows, so that its part is unknown.
+        """
+        if (own.start, own.stop) == (0, self.rows):
+            return dict(self.batch)
+        parts = {name: self._part(name, x, own, take) for name, x in self.batch.items()}
+        return {name: x for name, x in parts.items() if x is not _LEFT_OUT}
 
     def row_counts(self, count: int) -> list[int]:
         """Return the number of rows of each of ``count`` micro-batches."""
@@ -101,46 +147,118 @@ class BatchSchema:
             count: the number of micro-batches.
 
         Raises:
-            PlanError: if a tensor has something else than rows, so that its part of each micro-batch is unknown.
+            PlanError: if an argument has something else than rows, so that its part of each micro-batch is unknown.
         """
         rows = self.rows
         if count == 1 and rows:
             return [dict(self.batch)]
-        for name, x in self.batch.items():
-            if not isinstance(x, Tensor) or x.ndim < 2 or name in self.row_dims:
-                continue
-            if x.is_nested or x.shape[0] > 1:
-                form = "rows of several lengths" if x.is_nested else f"shape {tuple(x.shape)}"
-                raise PlanError(
-                    f"{name} has {form} in a batch of {rows} rows, so it is not known which part of it "
-                    "belongs to which micro-batch. Give each row one image, or set "
-                    "ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None)"
-                )
         pieces = []
         for low, high in pairwise([0, *accumulate(self.row_counts(count))]):
-            own = {name: self.of_rows(name, low, min(max(high, low + 1), rows)) for name in self.row_dims}
-            piece = {**self.batch, **own}
+            piece = self.part(slice(low, min(max(high, low + 1), rows)))
             pieces.append(without_targets(piece) if low == high else piece)
         return pieces
 
-    def _row_dim(self, name: str, x: Tensor) -> RowDim | None:
-        rows = self.rows
-        if x.is_floating_point() and x.ndim > 1 and (patches := self._patches_of_rows(x)) is not None:
-            return 0, patches
-        is_of_tokens = self.has_tokens and not x.is_floating_point() and x.shape[1:] == self.tokens.shape[:2]
-        if is_of_tokens and (x.shape[0] != rows or name == "position_ids"):
-            return 1, range(rows + 1)
-        return (0, range(rows + 1)) if x.shape[0] == rows else None
+    def _part(self, name: str, x: Any, own: slice, take: Callable[[Tensor, slice], Tensor] | None) -> Any:
+        is_described = name in self.format.dims
+        if isinstance(x, Mapping) and not is_described:
+            return {key: self._part(f"{name}.{key}", item, own, take) for key, item in x.items()}
+        if isinstance(x, list | tuple) and not is_described and self._is_nested(name, x):
+            parts = [self._part(f"{name}.{i}", item, own, take) for i, item in enumerate(x)]
+            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+        is_tensor = isinstance(x, Tensor)
+        if not ((is_tensor and x.ndim) or isinstance(x, list | tuple)) or not len(x):
+            return x
+        is_dense = not is_tensor or name in self.tensors
+        if not is_dense and take is not None:
+            return take(x, own) if len(x) == self.rows else x
+        dim = self.row_dim(name, x) if is_dense else None
+        if dim is None:
+            # A plain list may be anything; a tensor with one entry belongs to every row.
+            is_plain = not is_tensor and kind_of(name) is None and next(_tensors_in(x), None) is None
+            if is_plain or (is_described and self.format.dims[name] is None) or (is_tensor and len(x) == 1):
+                return x
+            raise PlanError(self._refusal(name, x))
+        along, starts = dim
+        first, last = starts[own.start], starts[own.stop]
+        kind, is_empty = kind_of(name), own.start == own.stop
+        has_some = kind not in self.items or self.items[kind].has_some(own.start, own.stop)
+        if name in self.batch and not is_empty and (first == last or not has_some):
+            return _LEFT_OUT
+        return x.narrow(along, first, last - first) if is_tensor else x[first:last]
 
-    def _patches_of_rows(self, x: Tensor) -> list[int] | None:
-        """Return where the patches of each row begin and end, if the batch has the sizes of one image per row."""
-        for sizes in self.tensors.values():
-            is_sizes = sizes.ndim == 2 and sizes.shape[1] == 3 and sizes.dtype in (torch.int32, torch.int64)
-            if is_sizes and sizes.shape[0] == self.rows != x.shape[0]:
-                ends = [0, *accumulate(sizes.prod(-1).tolist())]
-                if ends[-1] == x.shape[0]:
-                    return ends
-        return None
+    def _is_nested(self, name: str, x: Sequence[Any]) -> bool:
+        """Return whether a list holds tensors that have the rows, rather than a value for each row."""
+        inner = list(_tensors_in(x))
+        return bool(inner) and kind_of(name) is None and all(leaf.ndim and len(leaf) == self.rows for leaf in inner)
+
+    def _may_be_of_items(self, name: str, x: Any) -> bool:
+        if name in self.format.dims or name in (*TOKENS, *TARGETS, *PER_TOKEN):
+            return False
+        if isinstance(x, Tensor):
+            is_dense = x.layout is torch.strided and not x.is_nested
+            is_per_token = self.has_tokens and x.ndim < 4 and x.shape[:2] == self.tokens.shape[:2]
+            is_per_token &= not says_of_items(name)
+            return is_dense and x.ndim > 0 and len(x) > 0 and not is_per_token
+        return isinstance(x, list | tuple) and len(x) > 0
+
+    def _is_of_tokens(self, x: Tensor) -> bool:
+        return self.has_tokens and not x.is_floating_point() and x.shape[1:] == self.tokens.shape[:2]
+
+    def _places(self, kind: str, inputs: Mapping[str, object]) -> Tensor | None:
+        """Return the places of a kind's placeholders, or those of kinds without inputs if there are none of its own."""
+        own = self.format.places(self.batch, kind)
+        if own is not None and bool(own.any()):
+            return own
+        others = [other for other in self.format.placeholders if other != kind and other not in inputs]
+        found = [places for other in others if (places := self.format.places(self.batch, other)) is not None]
+        return functools.reduce(torch.logical_or, found) if found else own
+
+    def _described(self, name: str, x: Any) -> RowDim | None:
+        """Return where the rows begin in an argument that the program has described."""
+        said, rows = self.format.dims[name], self.rows
+        if said is None:
+            return None
+        if isinstance(said, int):
+            sizes = x.shape if isinstance(x, Tensor) else (len(x),)
+            if not -len(sizes) <= said < len(sizes) or sizes[said] != rows:
+                raise PlanError(
+                    f"ToDistributedConfig(batch_dims={{{name!r}: {said}}}) names the dim of {name} that has the rows, "
+                    f"but its shape is {tuple(sizes)} in a batch of {rows} rows"
+                )
+            return said % len(sizes), range(rows + 1)
+        counts = [int(n) for n in said(self.batch)]
+        if len(counts) != rows or sum(counts) != len(x) or min(counts, default=0) < 0:
+            raise PlanError(
+                f"the function of ToDistributedConfig(batch_dims={{{name!r}: ...}}) must return how many entries of "
+                f"{name} each row has, {rows} numbers with the sum {len(x)}, but it returned {counts}"
+            )
+        return 0, [0, *accumulate(counts)]
+
+    def _refusal(self, name: str, x: Any) -> str:
+        if isinstance(x, Tensor):
+            form = "rows of several lengths" if x.is_nested else f"shape {tuple(x.shape)}"
+        else:
+            form = f"{len(x)} values"
+        return (
+            f"{name} has {form} in a batch of {self.rows} rows, so it is not known which part of it belongs to which "
+            "row. Give each row one image, or placeholder tokens for each of its images; or say it: "
+            f"ToDistributedConfig(batch_dims={{{name!r}: lambda batch: [...]}}) with the number of its entries of each "
+            "row, or in place of the function the dim that has the rows, or None for what belongs to every row"
+        )
+
+
+def leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of everything in a structure that is not a container."""
+    if isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from leaves(item, f"{name}.{key}".lstrip("."))
+    else:
+        yield name or "batch", value
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    return (leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def example(signature: inspect.Signature, *, rows: int, length: int) -> dict[str, object]:

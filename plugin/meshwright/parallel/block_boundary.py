@@ -42,12 +42,13 @@ class _BlockPass:
 
     Args:
         entered: the block's full input, if this pass is checked.
-        is_reduced: whether the output projection has run.
-        reduction: the graph node that reduces the block's result, if this pass is checked.
+        projections: how often the output projection has run.
+        reduction: the graph node that reduces the block's result, or that makes what is reduced at the end of the
+            block, if this pass is checked.
     """
 
     entered: Tensor | None
-    is_reduced: bool = False
+    projections: int = 0
     reduction: GraphNode | None = None
 
 
@@ -60,18 +61,18 @@ class BlockHooks:
         self._rates = Rates(block.module)
         self._bias: nn.Parameter | None = None
         self._name, self._is_whole_module = block.name, block.entries == (block.module,)
-        self._names = tuple(inspect.signature(block.module.forward).parameters)
+        self._names = tuple(inspect.signature(block.reader.forward).parameters)
         self._is_checked = False
         self._pass: _BlockPass | None = None
-        self._head_inputs = None if block.heads is None else HeadInputs(block.module, block.heads, axis)
+        self._head_inputs = None if block.heads is None else HeadInputs(block.reader, block.heads, axis)
         self._regathered = RegatheredProjections(list(block.columns)) if sequence is not None else None
-        columns = block.columns if self._is_whole_module else ()
+        columns = block.columns if block.entries == (block.reader,) else ()
         self._columns = ColumnProjections(columns, is_gathered=sequence is not None)
         for entry in block.entries:
             # prepend, since an entry may be a projection whose other hooks must see the gathered input.
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
             entry.register_forward_hook(self._close, always_call=True)
-        self._output = block.row
+        self._output, self._reduces_at_end = block.row, block.returns_projected
         self._sharers = [self]  # the blocks with the same output projection
         # Only the projection has a bias. The reduction sums the projection's output and its adapters' output.
         self._row = projection(block.row)
@@ -113,23 +114,28 @@ class BlockHooks:
         self._pass = _BlockPass(full if is_checked_now else None)
         return put_back(full)
 
-    def _close(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+    def _close(self, module: nn.Module, args: tuple[object, ...], output: object) -> object:
         self._columns.close(has_ended=output is not None)
         if self._regathered is not None:
             self._regathered.close()
-        if not self._is_whole_module:  # an input projection of an MLP that the layer owns
-            return
+        if not self._is_whole_module:  # the output projection runs later, in another part of the block or the layer
+            return None
         current, self._pass = self._pass, None
         if output is None or current is None:  # the block raised
-            return
-        if not current.is_reduced:
+            return None
+        if not current.projections:
             raise PlanError(
                 f"{self._name} ran without calling its output projection as a module, so its result would be only one "
                 "rank's part. Call the projection instead of reading its weight; if the model's config has these "
                 "options, set pretraining_tp=1 and slow_but_exact=False"
             )
-        if current.entered is not None and torch.is_grad_enabled():
+        if current.entered is not None and current.projections == 1 and torch.is_grad_enabled():
             self._check_result(output, current.entered, current.reduction)
+        if not self._reduces_at_end:
+            return None
+        if not isinstance(output, tuple):
+            return self._summed(output)
+        return (self._summed(output[0]), *output[1:])
 
     def _check_result(self, output: object, entered: Tensor, reduction: GraphNode | None) -> None:
         """Check once that the result depends on the block's input only through the output projection."""
@@ -152,7 +158,7 @@ class BlockHooks:
                 f"the output projection of {self._name} ran, but the block was not called as a module: the gradient of "
                 "its input would lack the other ranks' parts. Call block(x), not block.forward(x)"
             )
-        self._pass.is_reduced = True
+        self._pass.projections += 1
 
     def _reduce(self, module: nn.Module, args: tuple[object, ...], output: Tensor | None) -> Tensor | None:
         if self._pass is None and len(self._sharers) > 1:
@@ -164,11 +170,18 @@ class BlockHooks:
             self._restore = None
         if output is None:  # the projection raised; bias and random state are restored already
             return None
-        summed = reduce(output, self.axis) if self.sequence is None else self.sequence.reduce_scatter(output)
+        result = output if self._reduces_at_end else self._summed(output)
         if self._pass is not None and self._pass.entered is not None:
-            self._pass.reduction = summed.grad_fn
+            self._pass.reduction = result.grad_fn
         if not self._is_whole_module:  # nothing closes this pass
             self._pass = None
+        return result
+
+    def _summed(self, output: object) -> Tensor:
+        """Return the sum of the ranks' outputs, plus the bias of the output projection."""
+        assert isinstance(output, Tensor)
+        summed = reduce(output, self.axis) if self.sequence is None else self.sequence.reduce_scatter(output)
+        bias = self._row._parameters["bias"]
         return summed if bias is None else summed + bias.to(summed.dtype)
 
 

@@ -97,6 +97,10 @@ class DropoutStreams:
         """Inside :meth:`enter_shard`, switch to a shared stream, for code in which every rank holds all of ``x``."""
         return _enter_derived(x, self.tp, _SHARED)
 
+    def enter_whole(self, x: Tensor) -> Restore:
+        """Inside :meth:`enter_part`, switch to a shared stream, for code in which every rank of cp has all of ``x``."""
+        return _enter_derived(x, self.cp, _SHARED)
+
 
 class Rates:
     """The current dropout rates inside a module.

@@ -40,9 +40,9 @@ def run_without_values(
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), _fake_values(model), _without_hooks(model):
+    with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), fake_values(model), _without_hooks(model):
         for module in list(_routed(model)):
-            module.forward = _experts  # not a step, which would stay: _fake_values undoes what is set in a module
+            module.forward = _experts  # not a step, which would stay: fake_values undoes what is set in a module
         signature = inspect.signature(model.forward)
         inputs = example(signature, rows=rows, length=length)
         if labels is not None and "labels" in signature.parameters:
@@ -99,13 +99,16 @@ class _ReadAsZero(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _fake_values(model: nn.Module) -> Iterator[None]:
-    """Replace all parameters and buffers by fake ones on the CPU, and undo all that the pass sets in the modules.
+def fake_values(model: nn.Module) -> Iterator[None]:
+    """Replace all parameters and buffers by fake ones on the CPU, and undo all that the pass sets in the modules
+    and the config.
 
     Must run inside a FakeTensorMode.
     """
     made: dict[int, Tensor] = {}
     owners: list[dict[Any, Any]] = []
+    if (config := getattr(model, "config", None)) is not None:
+        owners.append(vars(config))  # where a head keeps what kind of problem its first labels show
     for module in model.modules():
         owners += (module._parameters, module._buffers, module._forward_hooks, vars(module))
     before = [(owner, dict(owner)) for owner in owners]

@@ -16,6 +16,7 @@ from meshwright.faults.statement import Statement
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.added_parameters import AddedParameters
 from meshwright.parallel.autograd_graph import scale_gradient
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.batch_share import enter_pass, without_fillers_targets, yield_next
 from meshwright.parallel.collectives import share
@@ -54,7 +55,10 @@ class ForwardState:
         statistics: the check for layers that would use the statistics of a part of the batch.
         shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
         shares_experts: whether data-parallel ranks send each other tokens, so every rank must run each pass.
-        gathers_towers: whether the shared weights are those of towers too, so every rank must have images, or none.
+        towers_differ: a callback for a pass in which only some data-parallel ranks have inputs of towers, such as
+            images; None if these ranks need not know.
+        is_split: whether a batch runs as several micro-batches.
+        format: what the inputs of the model mean.
         longest: the longest position of the batch, for modules that depend on it.
         layers: the model's layers, which ``torch.compile(model)`` compiles.
         follow: a callback that handles parameters frozen or unfrozen since the last pass. It runs in each pass with
@@ -75,7 +79,9 @@ class ForwardState:
     statistics: BatchStatistics
     shares_weights: bool = False
     shares_experts: bool = False
-    gathers_towers: bool = False
+    towers_differ: Callable[[], None] | None = None
+    is_split: bool = False
+    format: BatchFormat
     longest: LongestPosition
     layers: CompilableLayers
     follow: Callable[[], None] = lambda: None
@@ -177,8 +183,14 @@ class ForwardState:
                     self.comparison.compare_weights(axis)
         runs_together = self.shares_weights or self.shares_experts
         if self.dp.size > 1 and (inputs.get("labels") is not None or runs_together):
-            modules = (_of_modules(inputs, self.gathers_towers),) if self.shares_weights else ()
+            modules = (_of_embeddings(inputs),) if self.shares_weights else ()
             guard.meet(place, self.dp.group, *statements, *modules)
+            if self.towers_differ is not None and (trains or self.shares_weights):
+                schema = BatchSchema(inputs, self.format)
+                # Micro-batches run the towers that their rows need.
+                given = (*schema.of_towers, schema.towers_of_rows() if self.is_split and trains else "")
+                if not guard.agree(f"inputs of towers in the {place}", *given, group=self.dp.group):
+                    self.towers_differ()
             if trains and inputs.get("labels") is not None:
                 self._padded.look(inputs)
 
@@ -207,17 +219,15 @@ class ForwardState:
         return _without_graph(output) if was_sharded else None
 
 
-def _of_modules(inputs: dict[str, object], has_towers: bool) -> Statement:
-    """Return a statement of the inputs that say whether this rank's pass runs the embedding and the model's towers."""
-    schema = BatchSchema(inputs)
-    given = schema.of_towers if has_towers else []
-    given += [name for name in ("inputs_embeds",) if name in schema.tensors]
+def _of_embeddings(inputs: dict[str, object]) -> Statement:
+    """Return a statement of the inputs that say whether this rank's pass runs the embedding."""
+    given = "inputs_embeds" if "inputs_embeds" in BatchSchema(inputs).tensors else "none"
     return Statement(
-        text=f"inputs besides token ids: {', '.join(given) or 'none'}",
-        details=lambda: {"the inputs besides token ids": ", ".join(given) or "none"},
+        text=f"inputs besides token ids: {given}",
+        details=lambda: {"the inputs besides token ids": given},
         advice=(
-            "Under zero_stage=3 all data-parallel ranks gather the weights of a module together, so each input "
-            "must be given on all of them or on none. Give each rank's rows at least one image, or use zero_stage=2"
+            "Under zero_stage=3 all data-parallel ranks gather the weights of a module together, so inputs_embeds "
+            "must be given on all of them or on none. Use zero_stage=2 if that cannot be"
         ),
     )
 

@@ -1,7 +1,8 @@
 """Turn a loss that averages over one rank's rows or labels into the mean over the global batch.
 
-What a model's loss averages over is known from one of three sources: the transformers loss function that the model
-calls, the class of a model that computes the loss in its own forward, or ToDistributedConfig.loss_averages_over.
+What a model's loss averages over is known from one of four sources: the transformers loss function that the model
+calls, the class of a model that computes the loss in its own forward, ToDistributedConfig.loss_averages_over, or a
+pass on fake tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from meshwright.parallel.batch_loss import Batch, BatchLoss
 from meshwright.parallel.causal_lm_loss import CausalLMLoss, next_words
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
 from meshwright.parallel.method_chain import arguments
+from meshwright.parallel.observed_loss import observe_loss
 from meshwright.parallel.output_loss import loss_of, with_loss
 from meshwright.plan.config import AveragesOver
 
@@ -35,12 +37,14 @@ class LossKind:
         is_function: whether the model calls the loss as ``model.loss_function``; otherwise only the output shows it.
         is_causal_lm: whether the loss is the causal-LM loss, which works on logits sharded over the vocabulary.
         has_positions: whether the loss is the average of two means, over start positions and over end positions.
+        is_observed: whether a pass on fake tensors has shown the kind; a call may ask for more than that pass did.
     """
 
     counts: Callable[[Batch], Tensor]
     is_function: bool = False
     is_causal_lm: bool = False
     has_positions: bool = False
+    is_observed: bool = False
 
 
 def find_loss(model: nn.Module, averages_over: AveragesOver | None = None) -> LossKind | None:
@@ -55,7 +59,7 @@ def find_loss(model: nn.Module, averages_over: AveragesOver | None = None) -> Lo
     """
     kind = _of_function(model) or _of_class(model)
     if averages_over is None:
-        return kind
+        return kind or _of_pass(model)
     if kind is not None:
         raise PlanError(
             f"ToDistributedConfig.loss_averages_over={averages_over!r}: the loss that {type(model).__name__} returns "
@@ -79,7 +83,7 @@ def _of_function(model: nn.Module) -> LossKind | None:
 def _of_class(model: nn.Module) -> LossKind | None:
     """Return the loss kind of a head whose forward computes the loss in the same way in all families, or None."""
     owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
-    task = re.search(r"For(\w+?)(Simple)?$", owner.__name__)
+    task = re.search(r"For([A-Z]\w*?)(Simple)?$", owner.__name__)
     if task is None or not owner.__module__.startswith("transformers.models."):
         return None
     names = _names_read(owner)
@@ -88,6 +92,15 @@ def _of_class(model: nn.Module) -> LossKind | None:
     if task[1] == "QuestionAnswering":  # heads that search for spans instead have no ignored_index
         return LossKind(counts=_positions, has_positions=True) if "ignored_index" in names else None
     return LossKind(counts=_labels) if task[1] in _TASKS else None
+
+
+def _of_pass(model: nn.Module) -> LossKind | None:
+    """Return the loss kind of a transformers model that a pass on fake tensors shows, or None."""
+    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    if not owner.__module__.startswith("transformers.models."):
+        return None
+    observed = observe_loss(model)
+    return None if observed is None else LossKind(counts=observed.count, is_observed=True)
 
 
 def _names_read(kind: type) -> set[str]:
@@ -245,6 +258,11 @@ class OutputLoss(BatchLoss):
             raise ValueError(
                 f"the model returned a loss of shape {tuple(own.shape)}, but only a scalar mean can "
                 "become the mean over the global batch. Return loss.mean()"
+            )
+        if self.kind.is_observed and own.grad_fn is not None and own.grad_fn.name() == "AddBackward0":
+            raise ValueError(
+                "the model's forward adds something to its loss that it does not add in a plain call, such as a "
+                "load-balancing loss. Leave out the argument that asks for it (output_router_logits)"
             )
         if self.kind.has_positions:
             values = output[1:3] if isinstance(output, tuple | list) else ()

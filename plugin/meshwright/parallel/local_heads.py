@@ -22,13 +22,13 @@ class HeadInputs:
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return the arguments, cut to this rank's heads."""
         own = [self._take(name, value) for name, value in zip(self._names, args, strict=False)]
-        cut = {name: self._take(name, kwargs[name]) for name in _PER_HEAD if name in kwargs}
+        cut = {name: self._take(name, kwargs[name]) for name in PER_HEAD if name in kwargs}
         return (*own, *args[len(own) :]), {**kwargs, **cut}
 
     def _take(self, name: str, value: object) -> object:
         if not isinstance(value, Tensor):
             return value
-        if value.ndim == 4 and name in _PER_HEAD and value.shape[1] == self._heads.heads:
+        if value.ndim == 4 and name in PER_HEAD and value.shape[1] == self._heads.heads:
             return self._heads.take_heads(value, self._rank, dim=1)
         if value.ndim == 3 and name in _HEAD_BIASES:  # dim 0 is heads, or batch times heads
             return self._heads.take_heads(value, self._rank)
@@ -36,4 +36,4 @@ class HeadInputs:
 
 
 _HEAD_BIASES = ("alibi", "position_bias")
-_PER_HEAD = ("attention_mask", *_HEAD_BIASES)
+PER_HEAD = ("attention_mask", *_HEAD_BIASES)

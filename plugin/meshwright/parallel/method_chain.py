@@ -4,8 +4,9 @@ Each part of a plan adds a step to the chain of a method, mostly of ``forward``.
 lies inside of it, the method itself at last. For example::
 
     decoder.forward    autocast -> the stages of pp, or the micro-batches in turn -> the tokens of cp -> the
-                       router's loss -> stock forward
+                       documents of packed rows -> the router's loss -> stock forward
     layer.forward      the layer's stage -> the compiled function -> stock forward
+    mixer.forward      the tokens of cp -> the documents of packed rows -> stock forward
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from meshwright.compiling import pause_compiling
 # that gets a step from one part of a plan only.
 StepOrder = enum.IntEnum(
     "StepOrder",
-    "WHOLE_HEAD AUTOCAST UNCOMPILED RECOMPUTED MICRO_BATCHES TOKENS ROUTER_LOSS STAGE HEAD LATER_GRADIENT COLUMN "
-    "KERNEL COMPILED ALONE",
+    "WHOLE_HEAD AUTOCAST UNCOMPILED RECOMPUTED MICRO_BATCHES TOKENS DOCUMENTS ROUTER_LOSS STAGE HEAD LATER_GRADIENT "
+    "COLUMN KERNEL COMPILED ALONE",
 )
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.forward_writes import WritesInRecompute
+from meshwright.roles.decoder import towers_of
 
 _FLAG = "gradient_checkpointing"  # attribute of a transformers module: whether backward recomputes it
 
@@ -52,7 +53,8 @@ def recompute_layers(model: nn.Module, layers: int | None = None, own: Collectio
 
     Args:
         model: the decoder.
-        layers: number of layers to recompute, from the first on; None for all.
+        layers: number of the decoder's layers to recompute, from the first on; None for all. Towers are recomputed too,
+            unless the program turns this off for one: ``tower.gradient_checkpointing_disable()``.
         own: the layers that this rank of a pipeline holds, of which so many are recomputed; None for all.
     """
     switch = _switch(model)
@@ -75,8 +77,9 @@ def recompute_switch(model: nn.Module) -> str | None:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers with a flag of their own, in order; the decoder's own flag does not count."""
-    flagged = [module for module in model.modules() if hasattr(module, _FLAG)]
+    """Return the decoder's layers with a flag of their own, in order; its own flag and those of towers do not count."""
+    of_towers = {module for tower in towers_of(model) for module in tower.modules()}
+    flagged = [module for module in model.modules() if hasattr(module, _FLAG) and module not in of_towers]
     return [m for m in flagged if not any(hasattr(inner, _FLAG) for inner in m.modules() if inner is not m)]
 
 

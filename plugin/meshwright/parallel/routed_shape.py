@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import PlanError
 from meshwright.parallel.fake_pass import run_without_values
+from meshwright.parallel.measured_shape import measured_layers, measured_tower, needs_measuring
 from meshwright.planner.experts import ExpertShape
 from meshwright.planner.family_traits import traits_of
 from meshwright.planner.shapes import LayerShape, ModelShape
@@ -26,6 +27,7 @@ from meshwright.roles.decoder import find_decoder
 from meshwright.roles.projection import weight_of
 
 _ROWS, _LENGTH = 2, 11
+_MEASURED = 256  # tokens of the shorter of two rows whose memory is measured
 _STATE = 64  # tokens at once in the chunks of mixers without attention, such as state spaces and linear attention
 _Heads = tuple[int, int, int, int]  # query heads, key heads, channels of a query, channels of a value
 
@@ -61,9 +63,20 @@ def routed_shape(model: nn.Module, *, name: str) -> ModelShape:
     traits = traits_of(str(fields.get("model_type", "")), fields)
     if not all(layer in pass_.heads for layer in decoder.layers):
         traits = dataclasses.replace(traits, context=())  # tokens meet outside of attention
-    runs = _runs([dataclasses.replace(layer, traits=traits) for layer in layers], _windows(fields, len(layers)))
+    layers = [dataclasses.replace(layer, traits=traits) for layer in layers]
+    windows, towers = _windows(fields, len(layers)), None
+    if needs_measuring(decoder):
+        towers, images = measured_tower(model, decoder)
+        length = max(_MEASURED, *(_MEASURED + (w or 0) for w in windows), 2 * images.tokens if images else 0)
+        if not any(layer.experts for layer in layers):
+            found = measured_layers(model, decoder, images, length)
+            layers = [
+                dataclasses.replace(layer, measured=memory, held=held)
+                for layer, (memory, held) in zip(layers, found, strict=True)
+            ]
+    runs = _runs(layers, windows)
     tied = decoder.head is not None and weight_of(decoder.head) is words
-    shape = ModelShape(name=name, runs=runs, vocab=vocab, tied=tied)
+    shape = ModelShape(name=name, runs=runs, vocab=vocab, tied=tied, towers=towers)
     rest = sum(p.numel() for p in model.parameters()) - shape.parameters
     return dataclasses.replace(shape, positions=max(0, rest) // hidden)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.autograd import Node, TensorFunction
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.collectives import all_gather
+from meshwright.parallel.collectives import all_gather, reduce_scatter
 
 _CHUNKS = 8, 16  # chunks per rank of a row of documents: the first number, or the second if the first leaves it uneven
 _SMALLEST = 64  # tokens of a chunk of such a row; smaller ones cost more calls of attention than the balance saves
@@ -119,6 +119,13 @@ class SequenceParts:
         """
         return _Join.apply(x, self, dim, length, 1 if is_taken_again else self.axis.size)
 
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """Return all tokens in order, with padding, from each rank's tokens; every rank of cp must make the call.
+
+        Each rank may use all tokens of the result, so backward sums the gradients of the ranks.
+        """
+        return _Gather.apply(x, self, dim)
+
     def ordered(self, parts: Tensor, dim: int, first: int = 0) -> Tensor:
         """Return the tokens of some ranks in order, with padding, from their stacked parts ``[ranks, ...]``.
 
@@ -181,6 +188,18 @@ class _Join(TensorFunction):
     @staticmethod
     def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return ctx.parts.take(grad, ctx.dim) * ctx.factor, None, None, None, None
+
+
+class _Gather(TensorFunction):
+    @staticmethod
+    def forward(ctx: Node, x: Tensor, parts: SequenceParts, dim: int) -> Tensor:
+        ctx.parts, ctx.dim = parts, dim
+        return parts.ordered(all_gather(x[None], parts.axis), dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(ctx.parts.parted(grad, ctx.dim), ctx.parts.axis)[0], None, None
 
 
 class _Take(TensorFunction):

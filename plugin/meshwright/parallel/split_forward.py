@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.faults.guard import Guard
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import cut
@@ -43,6 +44,7 @@ class SplitForward(BatchStep):
         loss: the model's loss, which is made to divide by the counts of the whole batch.
         guard: the guard, by which all ranks raise if forward writes state in each micro-batch; None on one process.
         scale: the scale of the losses of inner micro-batches, if they are in float16.
+        format: what the arguments of the model mean.
         keeps_logits: whether the outputs of all micro-batches are kept, so that they can be read.
     """
 
@@ -58,16 +60,17 @@ class SplitForward(BatchStep):
         loss: BatchLoss,
         guard: Guard | None,
         scale: LossScale,
+        format: BatchFormat,
         keeps_logits: bool = False,
     ):
         super().__init__(model)
-        self.plan, self.dp, self.syncs, self.loss = plan, dp, syncs, loss
+        self.plan, self.dp, self.syncs, self.loss, self.format = plan, dp, syncs, loss, format
         self.scale, self.keeps_logits = scale, keeps_logits
         self.writes = WritesPerPiece(model, guard)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
-        schema = BatchSchema(batch)
+        schema = BatchSchema(batch, self.format)
         if not (self.model.training and torch.is_grad_enabled() and schema.targets is not None):
             return self.method(*args, **kwargs)
         check_inputs(batch)

@@ -7,7 +7,7 @@ block_boundary.py and tensor_parallel.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from torch import nn
@@ -19,6 +19,7 @@ from meshwright.parallel.mixed_rows import EMBEDDING_OPTIONS
 from meshwright.roles import Decoder, find_decoder, written_plan
 from meshwright.roles.blocks import BLOCKS, Block
 from meshwright.roles.blocks.block import OVER_TP, cut_over_tp
+from meshwright.roles.blocks.mixer import keep_undivided
 from meshwright.roles.decoder import towers_beside
 from meshwright.roles.projection import weight_of
 from meshwright.roles.roled_model import RoledModel
@@ -30,18 +31,22 @@ class DecoderStructure(Decoder):
     """A decoder, its blocks, and the layout of each parameter by name.
 
     Args:
+        embeddings: the embeddings with the weight of the tokens', of which an encoder-decoder has several.
         blocks: the blocks of the layers, each once.
         routed: the modules that route tokens to experts, and in which each rank routes its own tokens, although it has
             all tokens between the blocks; none under sequence parallelism, where it has only its own there too.
         whole: the outermost modules inside of layers that every rank computes for all tokens, by name.
+        is_sequence_parallel: whether each rank has its own tokens between the blocks; False if there are none.
         vocab_size: the number of words that the head scores; in a few families the embedding has more words.
     """
 
     embedding: nn.Embedding
     head: nn.Linear | None
+    embeddings: tuple[nn.Embedding, ...]
     blocks: tuple[Block, ...]
     routed: tuple[nn.Module, ...]
     whole: dict[str, nn.Module]
+    is_sequence_parallel: bool
     parameters: dict[str, TensorLayout] = field(repr=False)
     vocab_size: int
 
@@ -52,19 +57,30 @@ class DecoderStructure(Decoder):
         return sum(prod(x.shape) for x in layouts if x.is_sharded) / sum(prod(x.shape) for x in layouts)
 
 
-def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool) -> DecoderStructure:
+def describe(
+    model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool, shares_towers: bool = False
+) -> DecoderStructure:
     """Return a decoder's structure: each module's role and each parameter's layout over ``tp`` ranks.
+
+    Args:
+        model: the decoder.
+        plan: the roles of its modules.
+        tp: the number of ranks.
+        sequence_parallel: whether each rank has its own tokens between the blocks.
+        shares_towers: whether the ranks share the images of each tower, so that the gradients of its weights are
+            addends.
 
     Raises:
         UncoveredParameterError: if parameters have no role; the message lists them.
         PlanError: if the model's sizes are not divisible by ``tp``, or its structure is not a decoder's.
     """
-    roled = RoledModel(model, plan)
+    roled = RoledModel(model, keep_undivided(model, plan, tp))
     roled.check_coverage()
     embedding = roled.only(Role.EMBEDDING, nn.Embedding)
     head = roled.only_if_any(Role.HEAD, nn.Linear)
     _check_whole_embedding(embedding)
     parts = _by_roles(roled)
+    sequence_parallel = sequence_parallel and bool(roled.block_names)
     routed = [] if sequence_parallel or tp == 1 else _owners_of_experts(roled, parts)
 
     def has_own_tokens(name: str) -> bool:
@@ -83,13 +99,19 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
             elif role in (Role.EXPERTS, Role.ROUTER, Role.NORM, Role.FINAL_NORM, Role.WHOLE):
                 is_partial = role is not Role.WHOLE and has_own_tokens(name)
                 layouts[full_name] = TensorLayout.whole(parameter, tp, addends=OVER_TP if is_partial else frozenset())
+    of_towers = {p for tower in parts.towers for p in tower.parameters()} if shares_towers and tp > 1 else set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in of_towers:
+            layouts[name] = replace(layouts[name], addends=OVER_TP)
     _check_ties(model, layouts)
     words = embedding.num_embeddings if head is None else weight_of(head).shape[0]
     return DecoderStructure(
         **vars(parts),
+        embeddings=tuple(m for m in roled.modules_with(Role.EMBEDDING) if isinstance(m, nn.Embedding)),
         blocks=tuple(blocks.values()),
         routed=tuple(dict.fromkeys(roled.modules[name] for name in routed)),
         whole=roled.whole_in_layers,
+        is_sequence_parallel=sequence_parallel,
         parameters=layouts,
         vocab_size=words,
     )

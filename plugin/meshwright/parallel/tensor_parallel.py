@@ -16,22 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.layout.row_layout import RowLayout, expanded
+from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.block_boundary import BlockHooks, SharedDropout, hidden_states, share_output_projections
-from meshwright.parallel.collectives import reduce_for_shards
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.guard_windows import OnShards, Window
 from meshwright.parallel.method_chain import ChainStep, add_step
+from meshwright.parallel.mixer_kernels import WithoutTrainingKernel
 from meshwright.parallel.partial_gradients import ModelWindow
 from meshwright.parallel.region_borders import RegionBorders
+from meshwright.parallel.second_inputs import SecondInputs
 from meshwright.parallel.sequence_parallel import AllTokens, SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
-from meshwright.roles.blocks import Block
+from meshwright.parallel.wide_norms import GroupedNorm, WideNorm
+from meshwright.roles.blocks import Block, Mixer
 from meshwright.roles.blocks.adapted_experts import adapted_experts
 
 # Takes a parameter and its layout; returns this rank's shard, or None if the parameter holds its values itself.
@@ -111,7 +113,6 @@ def install_tensor_parallel(
     structure: DecoderStructure,
     axis: Axis,
     *,
-    sequence_parallel: bool,
     streams: DropoutStreams,
     keep_logits_sharded: Callable[[], bool],
     is_staged: bool,
@@ -122,14 +123,12 @@ def install_tensor_parallel(
         The hooks of each block, and the region in which each rank has its own tokens, under sequence parallelism. If
         ``is_staged``, a pipeline's stages start and end the region; otherwise its own hooks do.
     """
-    words = structure.embedding.num_embeddings
-    if layout_of(structure.embedding.weight).is_held:
-        VocabParallelEmbedding(structure.embedding, RowLayout.padded(words, axis.size), axis)
+    for embedding in structure.embeddings:
+        if layout_of(embedding.weight).is_held:
+            VocabParallelEmbedding(embedding, RowLayout.padded(embedding.num_embeddings, axis.size), axis)
     if structure.head is not None and layout_of(structure.head.weight).is_held:
         VocabParallelHead(structure.head, structure.vocab_size, axis, keep_logits_sharded)
-    sequence = SequenceSharding(axis) if sequence_parallel else None
-    for layer in dict.fromkeys(structure.layers):
-        layer.register_forward_pre_hook(refuse_second_activations, with_kwargs=True)
+    sequence = SequenceSharding(axis) if structure.is_sequence_parallel else None
     # Only inside of modules that route tokens does each rank have its own, without sequence parallelism.
     in_routed = SequenceSharding(axis) if structure.routed else None
     inside = {id(module) for owner in structure.routed for module in owner.modules()}
@@ -140,13 +139,19 @@ def install_tensor_parallel(
     if in_routed is not None:
         for owner in structure.routed:
             add_step(owner, OwnTokens(owner, in_routed, streams))
+    if structure.blocks:
+        SecondInputs(structure.layers, structure.blocks, structure.whole.values(), axis)
     for block in structure.blocks:
-        block.localise()
+        block.localise(axis.rank)
     share_output_projections(blocks)
     for dropout in dict.fromkeys(dropout for block in structure.blocks for dropout in block.shared_dropouts):
         SharedDropout(dropout, streams)
-    for norm, rows in dict(pair for block in structure.blocks for pair in block.wide_norms).items():
-        _WideNorm(norm, rows, axis)
+    of_norms = {norm: (rows, block.groups) for block in structure.blocks for norm, rows in block.wide_norms}
+    for norm, (rows, groups) in of_norms.items():
+        WideNorm(norm, rows, axis) if groups is None else GroupedNorm(norm, rows, axis, groups)
+    for block in structure.blocks:
+        if isinstance(block, Mixer) and block.kind.has_training_kernel:
+            WithoutTrainingKernel(block.module)
     if sequence is None:
         return blocks, None
     for module in structure.whole.items():
@@ -184,7 +189,11 @@ def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: Dec
     """
     records = [(p, layout_of(p)) for p in model.parameters()]
     partial = [p for p, layout in records if layout.has_addends and not layout.is_sharded]
-    window = ModelWindow(model, partial)
+    of_towers = {p for tower in structure.towers for p in tower.parameters()}
+    window = ModelWindow(model, [p for p in partial if p not in of_towers])
+    tower_window = ModelWindow(model, [p for p in partial if p in of_towers])  # shared in calls of a tower alone
+    for tower in structure.towers:
+        tower_window.over(tower)
     blocks = [block.module for block in structure.blocks]
     inside = [getattr(decoder, "base_model", None), structure.final_norm, *structure.layers, *blocks]
     # The decoder itself is left out, since its forward may be the program's own and add a penalty.
@@ -321,64 +330,3 @@ class SequenceRegion:
                 "them, so each rank still has its own tokens only. To make the sequence whole after the last layer, "
                 "leave the FINAL_NORM out of the plan"
             )
-
-
-def refuse_second_activations(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: str = "tp"
-) -> None:
-    """Raise if a layer gets a second input with a gradient, since each rank would have only a part of that gradient.
-
-    Args:
-        module: the layer.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        axis: the axis of these ranks, for the message.
-    """
-    if not torch.is_grad_enabled():
-        return
-    hidden, _ = hidden_states(args, kwargs)
-    if any(_has_gradient(x, hidden) for x in (*args, *kwargs.values())):
-        named = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
-        raise PlanError(
-            f"{type(module).__name__} is given {', '.join(n for n, x in named.items() if _has_gradient(x, hidden))} "
-            f"beside its hidden states, and this input requires a gradient. Each rank of {axis} would have only a "
-            f"part of that gradient. Use ParallelPlan({axis}=1)"
-        )
-
-
-def _has_gradient(value: Any, hidden: Tensor) -> bool:
-    # Not a function inside its caller: one that calls itself would hold the hidden states until a garbage collection.
-    if isinstance(value, Tensor):
-        return value.requires_grad and value is not hidden
-    return isinstance(value, list | tuple) and any(_has_gradient(x, hidden) for x in value if isinstance(x, Tensor))
-
-
-class _WideNorm:
-    """Makes an RMS norm over a sharded width use the mean square over all ranks.
-
-    The stock module divides by the root mean square of the local part. The module's output times
-    ``rms_local / rms_global`` is exact, however the module applies its weight.
-    """
-
-    def __init__(self, norm: nn.Module, rows: RowLayout, axis: Axis):
-        self.axis, self.size = axis, rows.size
-        eps: Any = getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))
-        self.eps = float(eps)
-        # A key head that several ranks hold counts once.
-        self.weight = 1.0 / expanded(rows.copies(axis.rank), torch.empty(0, dtype=torch.float64))
-        self._placed = self.weight  # on the device of the activations, since each copy to it would make the host wait
-        norm.register_forward_hook(self._rescale)
-
-    def _rescale(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        square = args[0].to(torch.promote_types(args[0].dtype, torch.float32)).pow(2)
-        own_mean = square.mean(-1, keepdim=True)
-        weighted = (square * self._placed_like(square)).sum(-1, keepdim=True)
-        mean = reduce_for_shards(weighted, self.axis) / self.size
-        result: Tensor = output * ((own_mean + self.eps) / (mean + self.eps)).sqrt().to(output.dtype)
-        return result
-
-    def _placed_like(self, x: Tensor) -> Tensor:
-        if (self._placed.device, self._placed.dtype) != (x.device, x.dtype):
-            with torch.inference_mode(False):  # backward saves it, in a later step too
-                self._placed = self.weight.to(x)
-        return self._placed

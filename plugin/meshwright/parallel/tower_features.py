@@ -47,6 +47,8 @@ class TowerFeatures:
         modules, first = list(decoder.model.modules()), decoder.layers[0]
         layers = next(module for module in modules if first in set(module.children()))
         owner = next(module for module in modules if layers in set(module.children()))
+        # What a layer itself is given, such as the result of an encoder, each rank of tp shares (SecondInputs).
+        self._of_layers = set(inspect.signature(first.forward).parameters) if axis == "tp" else set()
         self._owner, self._names = type(owner).__name__, tuple(inspect.signature(owner.forward).parameters)
         owner.register_forward_pre_hook(self._enter, with_kwargs=True)
 
@@ -68,7 +70,9 @@ class TowerFeatures:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._added = []
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        features = {n: value for n, value in given.items() if n not in _BEFORE_LAYERS and _has_reals(value)}
+        features = {
+            n: value for n, value in given.items() if n not in {*_BEFORE_LAYERS, *self._of_layers} and _has_reals(value)
+        }
         if not features:
             return None
         name, mask = _mask(given, [x for value in features.values() for x in _in(value)])

@@ -18,7 +18,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.router_record import RouterRecord, record_routers
-from meshwright.parallel.tensor_parallel import refuse_second_activations
+from meshwright.parallel.second_inputs import refuse_second_activations
 
 _ROWS, _LENGTH = 2, 8
 

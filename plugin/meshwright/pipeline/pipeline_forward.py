@@ -15,6 +15,7 @@ from meshwright.faults.interpose import own_collectives
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import wire_device
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import cut
@@ -126,9 +127,10 @@ class PipelineForward(BatchStep):
         super().__init__(decoder)
         self.pipeline, self.runtime, self.outputs = pipeline, runtime, outputs
         self.loss, self.hooked = runtime.features.find(BatchLoss), runtime.features.find(HookedModules)
-        cut = pipeline.cut
+        cut, self.format = pipeline.cut, runtime.features.get(BatchFormat)
         self.balancing = find_step(decoder, LoadBalancing)
         towers = runtime.features.find(TowerFeatures)
+        self.region = region
         self.stages = Stages(cut, self, region, runtime.mesh.cp.size, self.balancing, towers)
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
@@ -205,7 +207,7 @@ class PipelineForward(BatchStep):
         )
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
-        schema = BatchSchema(batch)
+        schema = BatchSchema(batch, self.format)
         row_counts = schema.row_counts(count)
         step = self._step(schema.split(count), loss, operations, of_stages)
         step.scale = scale = runtime.features.get(LossScale).of(targets.device)
@@ -281,7 +283,7 @@ class PipelineForward(BatchStep):
         """Return the shape of the hidden states that cross between the stages."""
         rows, length = BatchSchema(batch).tokens.shape[:2]
         length = local_tokens(length, self.runtime.mesh.cp.size)
-        if self.runtime.plan.sequence_parallel and self.runtime.mesh.tp.size > 1:
+        if self.region is not None:
             length = -(-length // self.runtime.mesh.tp.size)
         return rows, length, self.pipeline.cut.order.hidden_size
 

@@ -31,6 +31,9 @@ from meshwright.roles import ShardingPlan
 
 NumItems = Literal["auto", "global", "local"]
 AveragesOver = Literal["rows", "labels"] | Callable[[dict[str, object]], Tensor | int]
+# The dim of an argument that has the rows, None if it belongs to every row, or a function of the batch that returns how
+# many entries along the first dim each row has.
+RowsOf = int | None | Callable[[Mapping[str, Any]], Sequence[int] | Tensor]
 LANES = 32  # number of shards of a dataset that a stream reads at the same time
 
 
@@ -346,6 +349,9 @@ class ToDistributedConfig:
             own: "rows", "labels" (those that are not -100), or a callable that takes the arguments of the model's
             forward as a dict and returns this rank's count. The loss is then the mean over the global batch; see
             docs/losses.md.
+        batch_dims: dict from the name of an input to what says which rows of the batch its parts belong to, for inputs
+            that do not show it: the dim that has the rows, None if it belongs to every row, or a callable that takes
+            the batch as a dict and returns how many entries along the first dim each row has; see docs/vision.md.
         optimizer_is_elementwise: whether the optimizer updates each element from that element alone. Set it to True
             for such an optimizer if Meshwright does not find this out.
         optimizer_reads: what the optimizer reads to update an element: "element", as optimizer_is_elementwise; or
@@ -389,6 +395,7 @@ class ToDistributedConfig:
     gather_logits: bool = False
     num_items_in_batch: NumItems = "auto"
     loss_averages_over: AveragesOver | None = None
+    batch_dims: Mapping[str, RowsOf] | None = None
     optimizer_is_elementwise: bool = False
     optimizer_reads: Literal["element", "parameter"] | None = None
     token_dispatcher: str = "all_to_all"
@@ -419,6 +426,16 @@ def _check_averages_over(owner: str, name: str, value: object) -> None:
         )
 
 
+def _check_dims(owner: str, name: str, value: Any) -> None:
+    check_type(owner, name, value, Mapping, "a dict: {'pixel_values': lambda batch: [2, 0, 1]}")
+    for key, said in (value or {}).items():
+        if not (said is None or callable(said) or type(said) is int):
+            raise PlanError(
+                f"{owner}.{name}[{key!r}]={said!r} must be the dim that has the rows, None if the input belongs to "
+                "every row, or a callable that returns how many entries along the first dim each row has"
+            )
+
+
 def _check_folder(owner: str, name: str, value: Any) -> None:
     check_type(owner, name, value, _PATH, "the path of a folder")
     if value is not None and not os.fspath(value):
@@ -444,6 +461,7 @@ _CHECKS: dict[str, Callable[[str, str, object], None]] = {
     "gather_logits": check_bool,
     "num_items_in_batch": partial(check_choice, choices=("auto", "global", "local")),
     "loss_averages_over": _check_averages_over,
+    "batch_dims": _check_dims,
     "optimizer_is_elementwise": check_bool,
     "optimizer_reads": partial(check_choice, choices=(None, "element", "parameter")),
     "token_dispatcher": partial(check_type, kinds=str, what="the name of a dispatcher, such as 'all_to_all'"),

@@ -10,7 +10,7 @@ _EQUAL = 1 + 1e-9  # sums of equal costs differ by rounding
 
 
 @lru_cache(maxsize=1024)
-def even_stages(layers: int, stages: int) -> tuple[int, ...]:
+def even_stages(layers: int, stages: int, *, first: float = 0.0, least: int = 1) -> tuple[int, ...]:
     """Return the number of layers of each virtual stage, as even as possible.
 
     Extra layers go to the inner stages first, since the first and the last stage hold the vocabulary.
@@ -18,21 +18,38 @@ def even_stages(layers: int, stages: int) -> tuple[int, ...]:
     Args:
         layers: number of layers of the model.
         stages: number of virtual stages.
+        first: the further load of the first stage, such as an encoder of images, in layers.
+        least: the number of layers that the first stage must have.
 
     Raises:
-        ValueError: there are more stages than layers.
+        ValueError: there are more stages than layers, or too few layers for ``least``.
 
     Example:
         >>> even_stages(70, 12)
         (5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5)
+        >>> even_stages(28, 4, first=3)
+        (5, 8, 8, 7)
     """
     _check_enough(layers, stages)
+    most = layers - (stages - 1)  # of the first stage
+    if least > most:
+        raise ValueError(
+            f"the first {least} layers add features of a tower, which the first stage alone has, and {layers} layers "
+            f"are too few for {stages} stages of which the first has {least}: pass a smaller pp or fewer chunks"
+        )
     small, extra = divmod(layers, stages)
-    counts = [small] * stages
     # The last stage is the last to get an extra layer, since the head costs more than the embedding.
-    for index in sorted(range(stages), key=lambda i: (i == stages - 1, i == 0, i))[:extra]:
-        counts[index] += 1
-    return tuple(counts)
+    order = sorted(range(stages), key=lambda i: (i == stages - 1, i == 0, i))
+    counts = [small + (i in order[:extra]) for i in range(stages)]
+    if stages == 1 or (not first and counts[0] >= least):
+        return tuple(counts)
+
+    def slowest(count: int) -> tuple[float, int]:
+        return max(count + first, -(-(layers - count) // (stages - 1))), -count
+
+    own = min(range(least, most + 1), key=slowest)
+    small, extra = divmod(layers - own, stages - 1)
+    return own, *(small + (i < extra) for i in range(stages - 1))
 
 
 def balanced_stages(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
@@ -62,16 +79,18 @@ def balanced_stages(costs: Sequence[float], stages: int, *, first: float = 0.0, 
     return _balanced(tuple(costs), stages, first, last)
 
 
-def check_stages(counts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
+def check_stages(counts: Sequence[int], layers: int, stages: int, *, least: int = 1) -> tuple[int, ...]:
     """Check the numbers of layers that a user gave for the virtual stages, and return them.
 
     Args:
         counts: the layers of each virtual stage, in the order of the model.
         layers: number of layers of the model.
         stages: number of virtual stages, pp times the chunks of a rank.
+        least: the number of layers that the first stage must have.
 
     Raises:
-        ValueError: they are not one for each stage, one is below 1, or they do not add up to ``layers``.
+        ValueError: they are not one for each stage, one is below 1, the first is below ``least``, or they do not add up
+            to ``layers``.
 
     Example:
         >>> check_stages([1, 2, 2, 1], layers=6, stages=4)
@@ -90,6 +109,12 @@ def check_stages(counts: Sequence[int], layers: int, stages: int) -> tuple[int, 
         raise ValueError(
             f"stages={counts} has {sum(counts)} layers, but the model has {layers}: change stages such that they add "
             f"up, as in stages={_nearest(layers, stages)}"
+        )
+    if counts[0] < least:
+        nearest = even_stages(layers, stages, least=least)
+        raise ValueError(
+            f"stages={counts} has {counts[0]} layers on the first stage, but the first {least} layers add features of "
+            f"a tower, which the first stage alone has: change stages, as in stages={nearest}"
         )
     return counts
 

@@ -13,6 +13,7 @@ from meshwright.plan.context_methods import group_sizes, local_tokens
 from meshwright.planner.candidate import Candidate, Logits
 from meshwright.planner.context_cost import exchanged_keys, runs_flash
 from meshwright.planner.head_memory import saved_by_head
+from meshwright.planner.measured import Share, TowerShape
 from meshwright.planner.shapes import LayerShape, ModelShape
 
 _ROUTED = 8  # bytes that the router keeps for each token and expert: scores in 32 bits, and their softmax
@@ -45,6 +46,7 @@ class Saved:
         arguments: bytes of the positions and masks that are passed to recomputed layers.
         head: bytes of the last norm, the head and the loss.
         of_head: bytes of the head and the loss alone.
+        towers: bytes of the towers.
     """
 
     runs: tuple[SavedByLayer, ...]
@@ -52,6 +54,7 @@ class Saved:
     arguments: float
     head: float
     of_head: float
+    towers: float = 0.0
 
     def held(self, counts: Sequence[int], recomputed: int) -> list[float]:
         """Return the bytes that ``counts`` layers of each run save, of which backward recomputes the first ones."""
@@ -72,13 +75,13 @@ class Saved:
 
     def total(self, recomputed: int) -> float:
         """Return the bytes that a model saves if backward recomputes its first ``recomputed`` layers."""
-        held = sum(self.held([run.count for run in self.runs], recomputed)) + self.shared + self.head
+        held = sum(self.held([run.count for run in self.runs], recomputed)) + self.shared + self.head + self.towers
         return held + (self.arguments if recomputed else 0)
 
 
 def saved_activations(
     shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, logits: Logits = "chunked",
-    expert_load: float = 1.0,
+    expert_load: float = 1.0, images: float = 1.0,
 ) -> Saved:  # fmt: skip
     """Return the bytes that forward saves for one micro-batch.
 
@@ -87,7 +90,7 @@ def saved_activations(
         plan: the plan; its dp and its ZeRO stage make no difference.
         seq_len: tokens per sequence, of which a rank of cp holds a part.
         element_bytes: bytes per element of the model's dtype: 2, or 4 for float32.
-        logits, expert_load: as in ``Job``.
+        logits, expert_load, images: as in ``Job``.
 
     Example:
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -102,15 +105,25 @@ def saved_activations(
     # This rank's share of the positions between blocks, after padding to a multiple of tp.
     share = -(-tokens // tp) / tokens if plan.sequence_parallel else 1.0
     of_head = saved_by_head(shape, plan, n, b, logits)
+    is_measured = any(run.measured for run in shape.runs)  # their masks are among what is measured
     rotated = max(run.head_dim * (4 if run.traits.rotates_in_float32 else b) for run in shape.runs)
     return Saved(
         runs=tuple(_saved_by_layer(run, plan, seq_len, b, share, expert_load) for run in shape.runs),
         shared=2.0 * tokens * rotated,
         # Under cp, masks are functions, and a block of a mask is made where it is needed.
-        arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 else 0),
+        arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 and not is_measured else 0),
         head=_norm(shape.runs[-1], n, share, b) + of_head,
         of_head=of_head,
+        towers=plan.micro_batch * _tower(shape.towers, plan, b, images),
     )
+
+
+def _tower(towers: TowerShape | None, plan: Candidate, b: int, images: float) -> float:
+    """Return the bytes that towers save for the images of one row; recompute of layers is also that of their layers."""
+    if towers is None or towers.saved is None:
+        return 0.0
+    saved = towers.saved if plan.recompute == "none" else towers.kept
+    return saved[b >= 4] * images
 
 
 def _saved_by_layer(
@@ -119,6 +132,9 @@ def _saved_by_layer(
     traits, tp = layer.traits, plan.tp
     n = plan.micro_batch * local_tokens(seq_len, plan.cp)
     hidden = layer.hidden * share
+    if layer.measured is not None:
+        last, others = layer.measured.saved(measured_share(layer, plan, seq_len, b), layer.hidden)
+        return SavedByLayer(count=layer.count, layer=n * (last + others), attention=n * others, kept=n * hidden * b)
     inputs = 2 * n * hidden * b  # inputs of the attention's and the MLP's first projections
     block = (traits.norms * _norm(layer, n, share, b) + inputs) / 2
     of_attention = _attention(layer, tp, seq_len, b) if plan.cp == 1 else _in_parts(layer, plan, seq_len, b)
@@ -128,6 +144,14 @@ def _saved_by_layer(
         rows = layer.experts.rows(n * share, plan.ep, expert_load)
         mlp += layer.experts.saved(rows, b) + n * share * layer.experts.count * _ROUTED
     return SavedByLayer(count=layer.count, layer=attention + mlp, attention=attention, kept=n * hidden * b)
+
+
+def measured_share(layer: LayerShape, plan: Candidate, seq_len: int, element_bytes: int) -> Share:
+    """Return the share that a rank has of what was measured of a layer."""
+    return Share(
+        element_bytes=element_bytes, length=local_tokens(seq_len, plan.cp), tp=plan.tp, own_tokens=1 / plan.sp,
+        cuts_scores=layer.traits.keeps_scores,
+    )  # fmt: skip
 
 
 def _norm(layer: LayerShape, n: int, share: float, b: int) -> float:

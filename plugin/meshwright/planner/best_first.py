@@ -66,7 +66,16 @@ class BestFirst:
         return self.weights[plan]
 
     def fastest(self, top: int) -> list[tuple[Candidate, StepTime]]:
-        """Return the fastest plans that fit with their times, best first."""
+        """Return the fastest plans that fit with their times, best first; with masters first if the job says so."""
+        if not self.space.job.prefers_masters:
+            return self._fastest(top)
+        found = self._fastest(top, rounds=False)
+        return found + self._fastest(top - len(found), rounds=True)
+
+    def _fastest(self, top: int, *, rounds: bool | None = None) -> list[tuple[Candidate, StepTime]]:
+        """Return the fastest plans; those with or without masters alone, if ``rounds`` is given."""
+        if top < 1:
+            return []
         model, job = self.model, self.space.job
         heap = [
             _Entry(self._bound(slot), (index, -1, 0))
@@ -81,7 +90,8 @@ class BestFirst:
                 break
             if entry.plan is None:
                 for inner in self._opened(entry.order[0]):
-                    heapq.heappush(heap, inner)
+                    if rounds is None or (inner.plan and job.rounds_updates(inner.plan)) == rounds:
+                        heapq.heappush(heap, inner)
             elif self._fits(entry.plan):
                 time = model.step(entry.plan, job)
                 self.simulated += 1

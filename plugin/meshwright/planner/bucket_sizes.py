@@ -10,6 +10,7 @@ from meshwright.planner.candidate import Candidate
 from meshwright.planner.shapes import LayerShape, ModelShape
 
 BUCKET_BYTES = int(BUCKET_MB * 2**20)
+TOWER = -2  # the layer of parameters of towers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,8 @@ class Parameter:
     Args:
         numel: elements on this rank.
         full: elements of the whole parameter if the ranks of tp hold partial gradients of it, otherwise 0.
-        layer: index of the decoder layer; -1 before the first layer, and the number of layers after the last layer.
+        layer: index of the decoder layer; -1 before the first layer, -2 for a tower, whose features come before these,
+            and the number of layers after the last layer.
         is_spread: whether it is of experts that ep spreads, so that it is averaged over their copies.
     """
 
@@ -47,6 +49,8 @@ def parameters(shape: ModelShape, plan: Candidate) -> Iterator[Parameter]:
     """
     tp, hidden = plan.tp, shape.hidden
     words = -(-shape.vocab // tp)  # rows of the embedding on the first rank
+    if shape.towers is not None:
+        yield from (Parameter(numel=numel, layer=TOWER) for numel in shape.towers.parameters)
     yield Parameter(numel=words * hidden)
     if shape.positions:
         yield _seen_in_part(shape.positions * hidden, tp, plan.sequence_parallel, -1)
@@ -59,6 +63,10 @@ def parameters(shape: ModelShape, plan: Candidate) -> Iterator[Parameter]:
 
 
 def _layer(layer: LayerShape, plan: Candidate, index: int) -> Iterator[Parameter]:
+    if layer.held:
+        for numel, full in layer.held_by(plan.tp, plan.sequence_parallel):
+            yield Parameter(numel=numel, full=full, layer=index)
+        return
     tp, traits, hidden = plan.tp, layer.traits, layer.hidden
     query, keys, ffn = layer.query_width // tp, layer.local_kv_width(tp), layer.ffn // tp
     copied = layer.kv_width if keys * tp > layer.kv_width else 0  # several ranks hold the same key heads

@@ -38,8 +38,10 @@ class Job:
         on_cpu: whether the job runs on CPU with gloo.
         expert_load: rows that the experts of the fullest rank get, relative to the mean over the ranks that share the
             experts; 1 for balanced routing.
+        prefers_masters: whether plans that keep 32-bit masters of 16-bit weights come before all that do not.
         logits: the logits that this library's runtime has in memory at once: those of one chunk of tokens, those of all
             tokens for a rank's part of the vocabulary, or those of all tokens and words.
+        images: images per sequence, of a model with a tower.
 
     Raises:
         PlanError: a size is below one, or the precision is unknown.
@@ -60,7 +62,9 @@ class Job:
     own_runtime: bool = False
     on_cpu: bool = False
     expert_load: float = 1.0
+    prefers_masters: bool = False
     logits: Logits = "chunked"
+    images: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
@@ -93,6 +97,10 @@ class Job:
     def dtype(self) -> str:
         """The dtype of the weights, by its name in torch."""
         return "float32" if self.weight_bytes == 4 else "bfloat16"
+
+    def rounds_updates(self, plan: Candidate) -> bool:
+        """Whether a plan updates 16-bit weights themselves, without 32-bit masters."""
+        return self.own_runtime and self.weight_bytes == 2 and plan.zero_stage == 0
 
     @property
     def tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -44,7 +45,13 @@ class Change:
 
 def ties(found: Search) -> int:
     """Return how many choices, counting the first, have times too close to the first's to rank."""
-    return sum(choice.time.total <= found.choices[0].time.total * (1 + TIE) for choice in found.choices)
+    first, job = found.choices[0], found.job
+    close = (
+        choice.time.total <= first.time.total * (1 + TIE)
+        and job.rounds_updates(choice.plan) == job.rounds_updates(first.plan)
+        for choice in found.choices
+    )
+    return sum(itertools.takewhile(bool, close))
 
 
 def changes(found: Search) -> list[Change]:
@@ -142,7 +149,7 @@ def text(found: Search, *, changed: Sequence[Change] | None = None, budget: Budg
     lines = [
         heading(found),
         "",
-        table(found.choices, ties(found)),
+        table(found, ties(found)),
         *(f"   {note}" for note in notes(found)),
         "",
         *([f"Whole run: {bill_line(bill_of(found, budget))}"] if budget else []),
@@ -243,6 +250,7 @@ def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | N
                 "runs_today": found.runs_today(choice.plan),
                 "tie": index < ties(found),
                 "fits": choice.memory.total <= found.budget,
+                "keeps_masters": not found.job.rounds_updates(choice.plan),
                 "step_seconds": choice.time.total,
                 "time": choice.time.parts,
                 "tokens_per_second_per_gpu": choice.tokens_per_second,
@@ -271,18 +279,18 @@ def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | N
     }
 
 
-def table(choices: Sequence[Choice], tied: int) -> str:
-    """Return the table of plans, with the first ``tied`` of them marked as ties."""
+def table(found: Search, tied: int) -> str:
+    """Return the table of plans. The first ``tied`` are marked as ties, and those without masters by a star."""
     head = ("", "plan", "step", "tokens/s/GPU", "MFU", "memory", "compute", "comm", "bubble", "other")
     rows: list[tuple[str, ...]] = [head]
-    for index, choice in enumerate(choices):
+    for index, choice in enumerate(found.choices):
         parts, total = choice.time.parts, choice.time.total
         compute = sum(parts[name] for name in ("matmul", "attention", "elementwise", "recompute"))
         moved = sum(parts[name] for name in ("tensor", "context", "experts", "data"))
         rows.append(
             (
                 "=" if 0 < index < tied else str(index + 1),
-                choice.plan.label,
+                choice.plan.label + " *" * found.job.rounds_updates(choice.plan),
                 seconds(total),
                 f"{choice.tokens_per_second:,.0f}",
                 f"{choice.mfu:.1%}",

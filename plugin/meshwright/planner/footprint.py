@@ -9,8 +9,8 @@ from functools import lru_cache
 
 from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.flat_offsets import IN_FLIGHT, flat_offsets, sharded_length
-from meshwright.planner.activations import Saved, saved_activations
-from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
+from meshwright.planner.activations import Saved, measured_share, saved_activations
+from meshwright.planner.bucket_sizes import TOWER, Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate, Logits, count_recomputed
 from meshwright.planner.context_memory import attention_memory, embedding_memory
 from meshwright.planner.head_memory import after_head, head_peak
@@ -46,7 +46,7 @@ class Footprint:
 
 def footprint(
     shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, cpu: bool = False,
-    logits: Logits = "chunked", expert_load: float = 1.0,
+    logits: Logits = "chunked", expert_load: float = 1.0, images: float = 1.0,
 ) -> Footprint:  # fmt: skip
     """Return the memory of the first rank.
 
@@ -56,7 +56,7 @@ def footprint(
         seq_len: tokens per sequence.
         element_bytes: bytes per element of the model's dtype.
         cpu: whether the plan runs on CPU, where gloo's reductions and torch's optimizers use other buffers.
-        logits, expert_load: as in ``Job``.
+        logits, expert_load, images: as in ``Job``.
 
     Example:
         >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
@@ -72,7 +72,9 @@ def footprint(
     members = _members(shape, layout)
     counted = _Elements.of(members, layout)
     elements = counted.whole
-    saved = saved_activations(shape, plan, seq_len=seq_len, element_bytes=b, logits=logits, expert_load=expert_load)
+    saved = saved_activations(
+        shape, plan, seq_len=seq_len, element_bytes=b, logits=logits, expert_load=expert_load, images=images
+    )
     is_sharded = plan.zero_stage > 0 and plan.data_ranks > 1
     state = 4 if is_sharded else b
     own = counted.own if is_sharded else elements
@@ -185,10 +187,17 @@ class _MicroBatch:
 
     def in_mlp(self, layer: LayerShape, width: int) -> float:
         """Return the temporary bytes of an MLP that holds ``width`` times its width, and of the experts beside it."""
+        if layer.measured is not None:
+            return self.positions * self.working(layer)[0]
         plan, held = self.plan, self.positions * width * layer.ffn / self.plan.tp
         if layer.experts is not None:
             held += layer.experts.working(layer.experts.rows(self.positions / plan.sp, plan.ep, self.expert_load))
         return self.element_bytes * held
+
+    def working(self, layer: LayerShape) -> tuple[float, float, float]:
+        """Return the measured temporary bytes per token of a layer: forward, the last block's backward, the others'."""
+        assert layer.measured is not None
+        return layer.measured.working(measured_share(layer, self.plan, self.seq_len, self.element_bytes))
 
     def attention(self, layer: LayerShape) -> tuple[float, float]:
         """Return the temporary bytes of one attention under context parallelism, in forward and in backward."""
@@ -244,7 +253,7 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
     at_head = total + gathered.head + left_over + after_head(shape, plan, n, b, micro.logits)
     peak, arrived = max(total + before + at_once, at_head), Counter[int]()
     for member, arrival, most in gradients:
-        layer, rest = member.layer, saved.shared + rows
+        layer, rest = member.layer, saved.shared + rows + saved.towers
         if 0 <= layer < shape.layers:
             number = run_of[layer]
             run, own, (mlp, attention) = shape.runs[number], saved.runs[number], working[number]
@@ -256,6 +265,8 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
             rest += below + of_attention * own.attention + (saved.arguments if recomputed else 0)
             if left <= 0.5:
                 rest += attention + of_mlp
+            elif run.measured is not None:
+                rest += max(mlp, norm) + of_mlp
             elif layer < recomputed:  # backward frees a recomputed tensor after its last reader, which is the norm
                 rest += max(norm, of_mlp + micro.in_mlp(run, 2) + n * b * shape.hidden)
             else:
@@ -264,6 +275,8 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
             rest += gathered.layers if layer else gathered.layers / 2
         elif layer == shape.layers:
             rest += saved.below(layer, recomputed) + gathered.head
+        elif layer == TOWER:
+            rest -= saved.towers * arrived[layer] / counts[layer]
         elif shape.tied:
             arrival += member.numel * b  # the embedding's gradient, which is added to the gradient of the tied head
         arrived[layer] += 1
@@ -275,6 +288,9 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
 def _in_backward(micro: _MicroBatch, layer: LayerShape, norm: float) -> tuple[float, float]:
     """Return the temporary bytes of the backward of a layer's MLP and of its attention."""
     plan, b, n = micro.plan, micro.element_bytes, micro.positions
+    if layer.measured is not None:
+        _, last, others = micro.working(layer)
+        return max(norm, n * (last + b * layer.hidden)), max(norm, n * (others + b * layer.hidden))
     mlp = max(norm, micro.in_mlp(layer, 3) + n * b * 2 * layer.hidden)
     attention = max(norm, n * b * (3 * layer.query_width / plan.tp + 2 * layer.hidden))
     if layer.traits.keeps_scores:

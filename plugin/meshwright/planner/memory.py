@@ -88,12 +88,16 @@ def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
         tp=plan.tp, sequence_parallel=plan.sequence_parallel, cp=plan.cp, context=plan.context, ulysses=plan.ulysses,
         ep=plan.ep if job.expert_load > 1 else 1, micro_batch=plan.micro_batch,
     )  # fmt: skip
-    return _saved_by_layout(shape, layout, job.seq_len, job.activation_bytes, job.expert_load)
+    return _saved_by_layout(shape, layout, job.seq_len, job.activation_bytes, job.expert_load, job.images)
 
 
 @lru_cache(maxsize=1024)  # in a search, many plans save the same bytes
-def _saved_by_layout(shape: ModelShape, layout: Candidate, seq_len: int, element_bytes: int, load: float) -> Saved:
-    return saved_activations(shape, layout, seq_len=seq_len, element_bytes=element_bytes, expert_load=load)
+def _saved_by_layout(
+    shape: ModelShape, layout: Candidate, seq_len: int, element_bytes: int, load: float, images: float
+) -> Saved:
+    return saved_activations(
+        shape, layout, seq_len=seq_len, element_bytes=element_bytes, expert_load=load, images=images
+    )
 
 
 def pending_weight_grads(layer: LayerShape, plan: Candidate, job: Job) -> float:
@@ -155,7 +159,7 @@ def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
     """Return the peak memory of a rank of this version's runtime, with the process and the allocator."""
     held = footprint(
         shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=job.on_cpu, logits=job.logits,
-        expert_load=job.expert_load,
+        expert_load=job.expert_load, images=job.images,
     )  # fmt: skip
     phase = max(held.peaks, key=lambda name: held.peaks[name])
     rest = held.peak - held.parameters - held.optimizer
@@ -219,6 +223,14 @@ class _Stage:
         if self.is_last and (self.rank > 0 or not shape.tied):
             split += shape.vocab * shape.hidden
         experts = sum(count * run.expert_parameters for count, run in held)
+        if all(run.held for run in shape.runs):
+            split -= sum(count * (run.dense_parameters - run.norm_parameters) for count, run in held)
+            layers = (run.held_by(self.plan.tp, self.plan.sequence_parallel) for run in shape.runs)
+            replicated = shape.hidden + sum(
+                count * sum(numel for numel, _ in weights) for count, weights in zip(self.counts, layers, strict=True)
+            )
+        if shape.towers is not None and self.rank == 0:
+            replicated += shape.towers.elements
         return split / self.plan.tp + replicated, experts / self.plan.ep
 
     def kept(self, stage: int) -> float:
@@ -286,6 +298,8 @@ class _Stage:
         gradients = self.kept(2) * per_gradient
         optimizer = self.kept(1) * _optimizer_bytes(plan, job)
         saved, activations = _saved(shape, plan, job), held_activations(shape, plan, job, self.rank)
+        if self.rank == 0:
+            activations += saved.towers * min(plan.accumulation, plan.pp)
         working, logits, unsharded = self.working(saved), self.logits(), self.unsharded()
         step = 4 * self.kept(1)  # the 32-bit update of one step, when the activations are already freed
         buckets = 2 * BUCKET_BYTES if plan.data_ranks > 1 else 0

@@ -77,8 +77,25 @@ def without_repetitions(found: Search, top: int) -> Search:
     )
 
 
+def _measured(found: Search) -> Iterator[str]:
+    """Yield what the estimates of mixers and towers rest on, and what they leave out."""
+    towers, images = found.shape.towers, found.job.images
+    if towers is not None and towers.image:
+        weights = f"the {towers.elements / 1e6:,.1f} M parameters beside the decoder are whole on every rank of tp"
+        if towers.saved is None:
+            yield f"{weights}; memory and time have none of their activations: {towers.image}"
+        else:
+            yield (
+                f"{weights}; memory counts {images:g} x {towers.image} per sequence, {towers.tokens:,} tokens each, "
+                "and their tower; the time of the tower is not estimated"
+            )
+    if any(run.measured is not None for run in found.shape.runs):
+        yield "the memory of layers was measured in a pass without values, with torch's own kernels"
+
+
 def notes(found: Search) -> Iterator[str]:
     """Yield the notes on the first choices: a precision that cannot run, merged plans, and other numerics of ties."""
+    yield from _measured(found)
     if not found.job.trains_today:
         yield f"this version cannot train in {found.job.precision} yet: it would run these plans in bf16, and slower"
     for number, (choice, rest) in enumerate(zip(found.choices, found.repetitions, strict=False), 1):
@@ -86,9 +103,9 @@ def notes(found: Search) -> Iterator[str]:
             stages = " and ".join(f"zero{plan.zero_stage}" for plan in rest)
             takes = "takes" if len(rest) == 1 else "take"
             yield f"{number}: {stages} in place of zero{choice.plan.zero_stage} {takes} the same time and memory"
-    if found.job.own_runtime and found.job.weight_bytes == 2 and any(c.plan.zero_stage == 0 for c in found.choices):
+    if any(found.job.rounds_updates(choice.plan) for choice in found.choices):
         yield (
-            "zero0 updates the 16-bit weights themselves, so small updates are rounded away; zero1 to zero3 keep "
+            "* zero0 updates the 16-bit weights themselves, so small updates are rounded away; zero1 to zero3 keep "
             "32-bit masters"
         )
 

@@ -21,7 +21,7 @@ def own_text(found: Search, *, best: Search | None, budget: Budget | None) -> st
         best: the search for the fastest plan that fits; None if there is none.
         budget: tokens and price of a whole run; None to leave its time and cost out.
     """
-    lines = [heading(found), "", table(found.choices, 1), *(f"   {note}" for note in notes(found))]
+    lines = [heading(found), "", table(found, 1), *(f"   {note}" for note in notes(found))]
     for index, choice in enumerate(found.choices):
         lines += ["", *_about(found, choice)]
         if budget is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +25,10 @@ from meshwright.planner.family_traits import (
     traits_of,
 )
 from meshwright.planner.hub_cache import config_path
+from meshwright.planner.measured import MeasuredLayer, TowerShape
 
 _NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # families whose code ignores the config's window
+_STATES = re.compile(r"conv_kernel|conv_dim|conv1d|d_conv|conv_L_cache|lru_width|ssm_|state_size|linear_num_key")
 _ALIASES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -57,6 +60,9 @@ class LayerShape:
         traits: properties of the family's code that decide what backward needs.
         experts: the experts that each token takes a few of; None in a dense layer.
         projections: elements of the attention's matrices, if they are not those of q, k, v and o.
+        measured: the memory of the layer's modules, if there is no formula for them.
+        held: the weights of the layer by tp and sp, if there is no formula for them: their elements on a rank, and
+            those of the whole weight if its gradient is a sum over tp.
     """
 
     count: int
@@ -73,6 +79,19 @@ class LayerShape:
     traits: Traits = field(default_factory=Traits)
     experts: ExpertShape | None = None
     projections: int | None = None
+    measured: MeasuredLayer | None = None
+    held: tuple[tuple[tuple[int, bool], tuple[tuple[int, int], ...]], ...] = ()
+
+    def held_by(self, tp: int, sequence_parallel: bool) -> tuple[tuple[int, int], ...]:
+        """Return the weights of a rank.
+
+        Raises:
+            PlanError: if it is not known how ranks share them.
+        """
+        for key, weights in self.held:
+            if key == (tp, sequence_parallel and tp > 1):
+                return weights
+        raise PlanError(f"the planner has no estimate for the layers of this model under tp={tp}; use a smaller tp")
 
     @property
     def query_width(self) -> int:
@@ -172,6 +191,7 @@ class ModelShape:
         vocab: rows of the embedding.
         tied: whether embedding and head are one matrix.
         positions: rows of a learned position table; 0 for rotary positions or ALiBi.
+        towers: the weights beside the decoder, such as an encoder of images; None if there are none.
 
     Raises:
         PlanError: a size is below one, or heads is not divisible by kv_heads.
@@ -188,6 +208,7 @@ class ModelShape:
     vocab: int
     tied: bool = False
     positions: int = 0
+    towers: TowerShape | None = None
 
     @classmethod
     def of(cls, *, name: str, layers: int, vocab: int, tied: bool = False, positions: int = 0, **sizes: Any) -> Self:
@@ -199,7 +220,7 @@ class ModelShape:
             sizes = {"layers": run.count, "vocab": self.vocab}
             sizes |= {name: getattr(run, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn")}
             for name, value in sizes.items():
-                least = 0 if name == "ffn" and self.experts else 1
+                least = 0 if name == "ffn" and (self.experts or run.measured) else 1
                 if not isinstance(value, int) or isinstance(value, bool) or value < least:
                     raise PlanError(
                         f"{self.name}: {name}={value!r} must be a positive integer; correct it in the config"
@@ -233,8 +254,12 @@ class ModelShape:
 
     def uneven(self, tp: int) -> Iterator[str]:
         """Yield the sizes of layers that ``tp`` ranks cannot share evenly, as in "heads=6"."""
+        if all(run.held for run in self.runs):  # the weights on a rank say it
+            if any(tp not in {key[0] for key, _ in run.held} for run in self.runs):
+                yield "a layer's weights"
+            return
         sizes = ((name, getattr(run, name)) for run in self.runs for name in ("heads", "ffn"))
-        return (f"{name}={size}" for name, size in sizes if size % tp)
+        yield from (f"{name}={size}" for name, size in sizes if size % tp)
 
     @property
     def embedding_parameters(self) -> int:
@@ -275,6 +300,7 @@ class ModelShape:
             **{name: elements for name, elements in routed.items() if elements},
             "norm and bias": sum(run.count * (run.norm_parameters + run.biases) for run in self.runs) + self.hidden,
             "head": self.head_parameters,
+            **({} if self.towers is None else {"towers": self.towers.elements}),
         }
 
     def flops(self, seq_len: int) -> float:
@@ -340,6 +366,11 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
         )
     if kind := kind_of(config):
         raise PlanError(f"{name} is {kind}")
+    if states := _states(config):
+        raise PlanError(
+            f"{name} has mixers beside attention ({states[0]}), whose sizes its modules show, and not its config. Give "
+            "the model itself, or pass a plan: plan='dp2', plan='dp2 zero3' or plan='pp2'"
+        )
     if isinstance(config.get("text_config"), Mapping):
         config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
     family = str(config.get("model_type", ""))
@@ -363,6 +394,13 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise PlanError(f"{name}: {_ALIASES[key][0]}={value!r} must be a positive integer; correct the config")
     return _shape(name, family, config, found)
+
+
+def _states(config: Mapping[str, Any]) -> list[str]:
+    """Return what shows mixers: the kinds of layers or, if they are not stated, widths of convolutions and states."""
+    if kinds := config.get("layer_types"):
+        return [kind for kind in kinds if "linear" in kind or "attention" not in kind]
+    return [key for key, value in config.items() if _STATES.search(key) and isinstance(value, int)]
 
 
 def _shape(name: str, family: str, config: Mapping[str, Any], found: Mapping[str, Any]) -> ModelShape:

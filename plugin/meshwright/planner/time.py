@@ -28,7 +28,7 @@ class StepModel(LayerModel):
         shape, cluster, coefficients: as in ``LayerModel``.
 
     Example:
-        >>> from meshwright.planner.hardware import device
+        >>> from meshwright.planner.hardware import Cluster, Coefficients, device
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
         ...                       vocab=32000)
         >>> model = StepModel(shape, Cluster(device=device("a100-80"), gpus=8), Coefficients())

@@ -43,7 +43,7 @@ def find_decoder(model: nn.Module) -> Decoder:
         PlanError: if no stack of layers or no token embedding is found, or several could be the decoder's.
     """
     name, layers = layer_stack(model)
-    embedding = _token_embedding(model, name)
+    embedding = token_embedding(model, name)
     towers = tuple(towers_beside(model, tuple(layers)))
     head = _head(model, embedding)
     return Decoder(
@@ -104,6 +104,30 @@ def towers_beside(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.
             yield from towers_beside(child, layers)
 
 
+def modules_beside(model: nn.Module, layers: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the modules that a forward pass may leave out: towers, and what else is outside of the text decoder.
+
+    The embedding of the tokens and the head are no such modules, wherever they are.
+    """
+    layers = set(layers)
+    text = ask(model, "get_decoder")
+    inside = set((model if text is None else text).modules())
+    if inside.isdisjoint(layers):
+        inside = set(model.modules())
+    inside |= {found for getter in ("get_input_embeddings", "get_output_embeddings") if (found := ask(model, getter))}
+    towers = towers_beside(model, layers)
+    return {*(module for tower in towers for module in tower.modules()), *set(model.modules()).difference(inside)}
+
+
+def towers_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the towers beside a model's decoder; none if it has no decoder."""
+    try:
+        _, layers = layer_stack(model)
+    except PlanError:
+        return ()
+    return tuple(towers_beside(model, tuple(layers)))
+
+
 def ask(model: nn.Module, getter: str) -> nn.Module | None:
     """Return the module that a getter of a transformers model returns; None if the model does not implement it."""
     try:
@@ -113,7 +137,16 @@ def ask(model: nn.Module, getter: str) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def _token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
+def token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
+    """Return the embedding of the tokens.
+
+    Args:
+        model: the whole model.
+        layers_name: the name of the list of layers.
+
+    Raises:
+        PlanError: if there is none outside of the layers.
+    """
     outside = (m for n, m in model.named_modules() if not f"{n}.".startswith(f"{layers_name}."))
     embeddings = [module for module in outside if isinstance(module, nn.Embedding)]
     if not embeddings:
@@ -122,9 +155,9 @@ def _token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
     return next((m for m in embeddings if m is own), None) or max(embeddings, key=lambda m: m.num_embeddings)
 
 
-def hidden_size(layers: nn.ModuleList, embedding: nn.Embedding) -> int:
+def hidden_size(layers: Iterable[nn.Module], embedding: nn.Embedding) -> int:
     """Return the embedding's width or, if no projection of a layer reads that, the most common input width."""
-    widths = [in_features(m) for m in layers[0].modules() if is_projection(m)]
+    widths = [in_features(m) for m in next(iter(layers)).modules() if is_projection(m)]
     return embedding.embedding_dim if embedding.embedding_dim in widths else max(widths, key=widths.count)
 
 
@@ -150,19 +183,39 @@ def _final_norm(
     head: nn.Module | None,
     towers: tuple[nn.Module, ...],
 ) -> nn.Module | None:
-    """Return the only norm after the layers; with several, the structure does not show which one is the final norm."""
+    """Return the only norm after the layers; with several, the structure does not show which one is the final norm.
+
+    A module with a table of its own, but without that of the tokens, may norm its table instead. A module with
+    projections of its own beside the layers is a head, and norms what these compute.
+    """
+    owner = next(m for m in model.modules() if layers in m._modules.values())
+    tables = [m for m in owner._modules.values() if isinstance(m, nn.Embedding)]
+    if tables and all(m.weight is not embedding.weight for m in tables):
+        return None
     text = ask(model, "get_decoder") if towers else None
     scope = model if text is None or layers not in set(text.modules()) else text
     named = list(scope.named_modules(remove_duplicate=False))
     # By names, since a layer may hold the final norm too.
     others = tuple(f"{n}." for n, m in named if m in (embedding, head) or is_stack(m) or is_adapted(m))
     hidden, is_after = hidden_size(layers, embedding), False
+    of_heads = {
+        child
+        for module in model.modules()
+        if layers not in set(module.modules()) and any(m is not head and is_projection(m) for m in module.children())
+        for child in module.children()
+    }
     found = []
     for name, module in named:
         is_after |= module is layers
         # A norm of the embeddings may be registered after the layers, but it runs before them.
         is_of_embeddings = "emb" in name.rpartition(".")[2]
-        if is_after and not f"{name}.".startswith(others) and is_norm(module, hidden) and not is_of_embeddings:
+        if (
+            is_after
+            and not f"{name}.".startswith(others)
+            and is_norm(module, hidden)
+            and not is_of_embeddings
+            and module not in of_heads
+        ):
             found.append(module)
     return found[0] if len(found) == 1 else None
 

@@ -53,6 +53,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "bloom": (Hint("query_key_value", Role.QKV_BY_GROUP),),
     "axk1": _LATENT,
     "axk2": (*_INDEXED, Hint("q_gate_proj", Role.PER_HEAD)),
+    "bailing_hybrid": (*_LATENT, Hint("self_attn.g_proj", Role.PER_HEAD)),
     "beam": (*_OUTPUT_GATE, Hint("self_attn.gate_bias", Role.PER_HEAD)),
     "codegen": (Hint("qkv_proj", Role.QKV_IN_FOUR),),
     "deepseek_v2": _LATENT,
@@ -90,6 +91,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "granitemoe_swa": (Hint("self_attn.sinks", Role.PER_HEAD), *_FUSED_SHARED_EXPERTS),
     "granitemoehybrid": _FUSED_SHARED_EXPERTS,
     "granitemoeshared": _FUSED_SHARED_EXPERTS,
+    "kimi_linear": _LATENT,
     "laguna": (Hint("self_attn.g_proj", Role.PER_HEAD),),
     "llama4_text": (Hint("self_attn.qk_norm", Role.HEAD_NORM),),
     "longcat_flash": (Hint("self_attn.0", Role.ATTENTION), Hint("self_attn.1", Role.ATTENTION), *_LATENT[1:]),
@@ -127,6 +129,18 @@ def hints_for(config: object) -> dict[str, Role]:
         if all(getattr(config, key, None) == value for key, value in hint.when.items()):
             hints.setdefault(hint.name, hint.role)
     return hints
+
+
+# Config fields that list layers of a tower: the decoder adds the features of each after a layer of its own, from the
+# first on.
+_LISTS_OF_FEATURES = ("deepstack_visual_indexes",)
+
+
+def layers_with_features(config: object) -> int:
+    """Return after how many of its first layers a decoder adds features of a tower."""
+    fields = vars(config) if hasattr(config, "__dict__") else {}
+    inside = (layers_with_features(value) for value in fields.values() if hasattr(value, "model_type"))
+    return max((len(fields.get(name) or ()) for name in _LISTS_OF_FEATURES), default=0) or max(inside, default=0)
 
 
 # Families that no sharding plan shards correctly, although roles may be inferred for them.

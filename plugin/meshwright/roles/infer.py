@@ -49,11 +49,8 @@ def _outer_roles(decoder: Decoder) -> dict[str, Role]:
     whole, and so does a tower.
     """
     model = decoder.model
-    own: dict[nn.Module | None, Role] = {
-        decoder.final_norm: Role.FINAL_NORM,
-        decoder.head: Role.HEAD,
-        decoder.embedding: Role.EMBEDDING,
-    }
+    own: dict[nn.Module | None, Role] = {decoder.final_norm: Role.FINAL_NORM, decoder.head: Role.HEAD}
+    own |= dict.fromkeys(_tied_to(decoder.embedding, model), Role.EMBEDDING)
     named = list(model.named_modules(remove_duplicate=False))
     of_towers = {module for tower in decoder.towers for module in tower.modules()}
     stacks = tuple(f"{name}." for name, module in named if is_stack(module) and module not in of_towers)
@@ -68,7 +65,27 @@ def _outer_roles(decoder: Decoder) -> dict[str, Role]:
             roles[name] = own[module]
         elif module in decoder.towers or (not f"{name}.".startswith(cut) and list(module.parameters(recurse=False))):
             roles[name] = Role.WHOLE
+    return _with_tied_bias(roles, decoder.head, named)
+
+
+def _with_tied_bias(
+    roles: dict[str, Role], head: nn.Module | None, named: list[tuple[str, nn.Module]]
+) -> dict[str, Role]:
+    """Return the roles if a module around the head owns the head's bias too, as BERT's predictions do."""
+    bias = None if head is None else head._parameters.get("bias")
+    for name, module in named:
+        own = module._parameters
+        if module is not head and bias is not None and any(p is bias for p in own.values()):
+            roles.pop(name, None)
+            roles |= {f"{name}.{n}": Role.HEAD if p is bias else Role.WHOLE for n, p in own.items() if p is not None}
     return roles
+
+
+def _tied_to(embedding: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """Return the embeddings with the weight of ``embedding``, such as those of an encoder and a decoder."""
+    weight = embedding._parameters.get("weight")
+    tied = (m for m in model.modules() if isinstance(m, nn.Embedding) and m._parameters.get("weight") is weight)
+    return list(dict.fromkeys((embedding, *tied)))
 
 
 def _common_roles(layers_name: str, layers: list[tuple[nn.Module, dict[str, Role]]]) -> dict[str, Role]:
@@ -98,13 +115,16 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
     hinted = {name: role for name in _named(layer) if (role := hint(name)) is not None}
     roles: dict[str, Role] = {}
     for name, module in modules.items():  # an MLP inside of what experts claim comes later, and is an MLP
-        if not _is_in_whole_module(name, roles):
+        if not _is_in(name, roles, Role.WHOLE, Role.MIXER):
             roles |= _block_roles(name, module, hidden, hinted)
-    roles |= hinted
+    # A kind of mixer says more of its weights than a hint, whose names may be those of attention in other layers.
+    roles |= {
+        n: role for n, role in hinted.items() if roles.get(n) is not Role.MIXER and not _is_in(n, roles, Role.MIXER)
+    }
     blocks = [f"{name}." for name, role in roles.items() if role.part is BlockPart.BLOCK]
     for name, module in modules.items():
         # A parametrization is part of the module whose weight it computes.
-        if not name or name in roles or "parametrizations" in name.split(".") or _is_in_whole_module(name, roles):
+        if not name or name in roles or "parametrizations" in name.split(".") or _is_in(name, roles, Role.WHOLE):
             continue
         is_inside = any(name.startswith(block) for block in blocks)
         if is_inside and _is_weightless_norm(module):
@@ -135,8 +155,9 @@ def _block_roles(name: str, module: nn.Module, hidden: int, hinted: Mapping[str,
     return roles
 
 
-def _is_in_whole_module(name: str, roles: Mapping[str, Role]) -> bool:
-    return any(role is Role.WHOLE and name.startswith(f"{whole}.") for whole, role in roles.items())
+def _is_in(name: str, roles: Mapping[str, Role], *of: Role) -> bool:
+    """Return whether a module is inside of one with one of these roles."""
+    return any(role in of and name.startswith(f"{owner}.") for owner, role in roles.items())
 
 
 def _is_weightless_norm(module: nn.Module) -> bool:

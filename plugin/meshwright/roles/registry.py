@@ -13,6 +13,7 @@ from meshwright.roles.family_hints import hints_for, reason_to_refuse
 from meshwright.roles.infer import infer_plan
 from meshwright.roles.sharding_plan import Role, ShardingPlan
 from meshwright.roles.task_heads import fitted
+from meshwright.roles.whole_modules import leave_whole
 
 _PLANS: dict[str, ShardingPlan] = {"llama": llama.PLAN}
 
@@ -39,6 +40,8 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
 def plan_for(model: nn.Module) -> ShardingPlan:
     """Return the sharding plan in the model's config, else its family's, else one inferred with the family's hints.
 
+    In an inferred plan, what has no role stays whole.
+
     Raises:
         PlanError: if the family cannot be sharded, no plan can be inferred, or the config names an
             unknown role.
@@ -52,7 +55,7 @@ def plan_for(model: nn.Module) -> ShardingPlan:
         raise PlanError(
             f"{getattr(text, 'model_type', '')} cannot be sharded over tp: {reason}. Use ParallelPlan(tp=1)"
         )
-    return infer_plan(model, hints_for(text) | hints_for(config))
+    return leave_whole(infer_plan(model, hints_for(text) | hints_for(config)), model)
 
 
 def written_plan(model: nn.Module) -> ShardingPlan | None:

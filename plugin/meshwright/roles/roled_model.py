@@ -84,7 +84,9 @@ class RoledModel:
 
     def only_if_any(self, role: Role, kind: type[M]) -> M | None:
         """Return the only module with a role, as :meth:`only` does; None if no module has it."""
-        names = list({id(self.modules[name]): name for name, r in reversed(self.roles.items()) if r is role}.values())
+        found = self.modules_with(role)
+        # Modules with one tied weight count once.
+        names = list({id(m._parameters.get("weight", m)): n for m, n in reversed(found.items())}.values())
         if len(names) > 1:
             raise PlanError(f"{self.plan.source} names {len(names)} modules as the {role.value}: {', '.join(names)}")
         if not names:
@@ -98,6 +100,11 @@ class RoledModel:
         if not isinstance(module, kind):
             raise PlanError(f"the {role.value} {names[0]!r} must be a {kind.__name__}, not {type(module).__name__}")
         return module
+
+    def modules_with(self, role: Role) -> dict[nn.Module, str]:
+        """Return the modules with a role, each with its first name."""
+        named = [name for name, own in self.roles.items() if own is role and name in self.modules]
+        return {self.modules[name]: name for name in reversed(named)}
 
     def check_coverage(self) -> None:
         """Raise unless every parameter has a role, and tp can shard what is stored in its module.
@@ -113,21 +120,26 @@ class RoledModel:
             is_sharded = role in (Role.EMBEDDING, Role.HEAD) or role.part not in (None, BlockPart.BLOCK, BlockPart.COPY)
             if is_sharded and name in self.modules:
                 _check_stored(name, projection(self.modules[name]))
+        missing = self.missing
+        for name in missing:  # a weight that is computed hides the block that it is in
+            if (owner := name.partition(".parametrizations.")[0]) in self.modules:
+                _check_stored(owner, projection(self.modules[owner]))
+        if missing:
+            named = list(self.model.named_parameters(remove_duplicate=False))
+            known = {id(parameter): name for name, parameter in named if name not in missing}
+            aliases = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
+            raise UncoveredParameterError(missing, self.plan.source, aliases=aliases)
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the parameters that have no role."""
         covered = {
             full_name
             for name, role in self.roles.items()
             if not (role.is_structural or (role.part is not None and name not in self._owners))
             for full_name, _ in self.parameters(name)
         }
-        named = list(self.model.named_parameters(remove_duplicate=False))
-        missing = [name for name, _ in named if name not in covered]
-        for name in missing:  # a weight that is computed hides the block that it is in
-            if (owner := name.partition(".parametrizations.")[0]) in self.modules:
-                _check_stored(owner, projection(self.modules[owner]))
-        if missing:
-            known = {id(parameter): name for name, parameter in named if name in covered}
-            aliases = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
-            raise UncoveredParameterError(missing, self.plan.source, aliases=aliases)
+        return [name for name, _ in self.model.named_parameters(remove_duplicate=False) if name not in covered]
 
     @property
     def whole_in_layers(self) -> dict[str, nn.Module]:
@@ -160,9 +172,9 @@ class RoledModel:
 
     def _owning_block(self, name: str) -> str | None:
         """Return the block around a module or parameter; for projections that a layer owns directly, the layer."""
-        owner = name.rpartition(".")[0]
-        if self.roles[name].part in (BlockPart.COLUMN, BlockPart.ROW) and self.roles.get(owner) is Role.LAYER:
-            return owner
+        owner, is_projection = name.rpartition(".")[0], self.roles[name].part in (BlockPart.COLUMN, BlockPart.ROW)
         while owner and ((role := self.roles.get(owner)) is None or role.part is not BlockPart.BLOCK):
+            if is_projection and role is Role.LAYER:
+                return owner
             owner = owner.rpartition(".")[0]
         return owner or None

@@ -51,7 +51,12 @@ class Role(enum.Enum):
     UP = "up projection", BlockPart.COLUMN
     GATE_UP = "fused projection: the gate half, then the up half", BlockPart.COLUMN
     DOWN = "down projection", BlockPart.ROW
-    # Either block.
+    # Mixers: convolutions and recurrences over tokens.
+    MIXER = "mixer block", BlockPart.BLOCK
+    MIXER_INPUT = "input projection of a mixer, of parts that are each cut", BlockPart.COLUMN
+    MIXER_INNER = "weights of a mixer that belong to its heads or channels", BlockPart.INNER
+    MIXER_OUTPUT = "mixer output projection", BlockPart.ROW
+    # Any block.
     INNER_NORM = "norm over the width that the block's output projection reads", BlockPart.WIDE_NORM
     SHARED = "weight that every rank applies to its part of a block", BlockPart.COPY
     # The rest.
@@ -96,11 +101,13 @@ class ShardingPlan:
             if not isinstance(role, Role):
                 raise ValueError(f"{self.source}: {pattern!r} has the role {role!r}; use a meshwright.Role")
         object.__setattr__(self, "roles", MappingProxyType(dict(self.roles)))
-        patterns = sorted(self.roles.items(), key=lambda item: item[0].count("*"))
+        patterns = sorted(((p, r) for p, r in self.roles.items() if "*" in p), key=lambda item: item[0].count("*"))
         object.__setattr__(self, "_patterns", tuple((tuple(p.split(".")), r) for p, r in patterns))
 
     def role_of(self, name: str) -> Role | None:
         """Return the role of a module or parameter; None if it has none."""
+        if name in self.roles:
+            return self.roles[name]
         parts = name.split(".")
         for pattern, role in self._patterns:
             if len(pattern) == len(parts) and all(p in ("*", part) for p, part in zip(pattern, parts, strict=True)):

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.parallel.example_images import example_images
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.expected_traffic import step_traffic
@@ -51,8 +52,10 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         kind = fields.get("model_type")
         if kind in transformers.CONFIG_MAPPING:
             config = transformers.AutoConfig.for_model(**fields)
+            sees_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            factory = transformers.AutoModelForImageTextToText if sees_images else transformers.AutoModelForCausalLM
             with torch.device("meta"):
-                return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+                return factory.from_config(config, dtype=dtype).train()
     except Exception as error:  # of many kinds: each config of transformers checks its fields in its own way
         why = str(error.__cause__ or error).splitlines() or [type(error).__name__]
         raise PlanError(f"transformers cannot make a causal LM from {path}: {why[0]}") from error
@@ -82,11 +85,10 @@ def trace_and_compare(model: nn.Module, shape: ModelShape, plan: Candidate, job:
     count = min(plan.accumulation, MICRO_BATCHES)
     plan = Candidate(**{**vars(plan), "accumulation": count})
     rows_per_step, config = plan.micro_batch * count, ToDistributedConfig(gather_logits=job.logits == "gathered")
-    trace = trace_step(
-        model, ParallelPlan(**plan.runnable_fields()), rows=rows_per_step, length=job.seq_len, config=config
-    )
+    run, batch = ParallelPlan(**plan.runnable_fields()), _images(model, shape, job, rows_per_step)
+    trace = trace_step(model, run, rows=rows_per_step, length=job.seq_len, config=config, batch=batch)
     sizes = {"seq_len": job.seq_len, "element_bytes": job.weight_bytes}
-    held = footprint(shape, plan, cpu=True, logits=job.logits, **sizes)
+    held = footprint(shape, plan, cpu=True, logits=job.logits, images=job.images, **sizes)
     rows: list[tuple[str, ...]] = [("bytes of rank 0", "estimated", "traced", "ratio")]
     for name in ("parameters", "activations", "gradients", "optimizer", "peak"):
         if name != "activations" or count == 1:
@@ -94,6 +96,19 @@ def trace_and_compare(model: nn.Module, shape: ModelShape, plan: Candidate, job:
     lines = [f"Traced {plan.label} on {plan.world_size} fake ranks, {count} of its micro-batches, as on CPU with gloo:"]
     lines += ["", grid(rows), "", grid(_traffic_rows(shape, plan, trace, sizes), left=3)]
     return "\n".join(lines)
+
+
+def _images(model: nn.Module, shape: ModelShape, job: Job, rows: int) -> dict[str, Tensor] | None:
+    """Return a batch with an image in each row; None for a model without towers.
+
+    Raises:
+        PlanError: if the rows should have another number of images.
+    """
+    if shape.towers is None or shape.towers.saved is None:
+        return None
+    if job.images != 1:
+        raise PlanError(f"--trace has one image in each sequence; leave out --images-per-row {job.images:g}")
+    return example_images(model).batch(rows, job.seq_len, next(model.parameters()).dtype)
 
 
 def _of_stage(model: nn.Module, shape: ModelShape, plan: Candidate, job: Job, stage: int | None) -> str:
@@ -106,7 +121,8 @@ def _of_stage(model: nn.Module, shape: ModelShape, plan: Candidate, job: Job, st
     rank, rows = stage * plan.data_ranks * plan.tp, plan.micro_batch * count
     run = ParallelPlan(**plan.runnable_fields())
     config = ToDistributedConfig(gather_logits=job.logits == "gathered")
-    trace = trace_step(model, run, rows=rows, length=job.seq_len, rank=rank, config=config)
+    batch = _images(model, shape, job, rows)
+    trace = trace_step(model, run, rows=rows, length=job.seq_len, rank=rank, config=config, batch=batch)
     held = stage_memory(shape, plan, dataclasses.replace(job, on_cpu=True), stage)
     sizes = [
         (f"bytes of rank {rank}", "estimated", "traced", "ratio"),

@@ -22,6 +22,7 @@ from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel import cross_entropy
+from meshwright.parallel.document_rows import Documents
 from meshwright.parallel.method_chain import find_step
 from meshwright.parallel.tensor_parallel import Keep, make_shards
 from meshwright.pipeline.pipeline_forward import PipelineForward
@@ -114,4 +115,5 @@ def traceable(*, has_equal: bool = False) -> Iterator[None]:
         masking = sys.modules.get("transformers.masking_utils")
         if hasattr(masking, "find_packed_sequence_indices"):
             patches.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", lambda *_: None))
+        patches.enter_context(mock.patch.object(Documents, "of", lambda batch: None))
         yield

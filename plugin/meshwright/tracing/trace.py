@@ -7,7 +7,7 @@ are measured instead of estimated. A laptop can trace one rank of thousands.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.known_values import KnownValues
+from meshwright.parallel.live_bytes import LiveBytes
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, traceable
 from meshwright.tracing.fake_world import fake_world
-from meshwright.tracing.traced_memory import LiveBytes
 from meshwright.tracing.traced_traffic import TracedAxis, Traffic
 
 
@@ -57,6 +58,7 @@ def trace_step(
     make_optimizer: OptimizerFactory = torch.optim.AdamW,
     rank: int = 0,
     config: ToDistributedConfig | None = None,
+    batch: Mapping[str, object] | None = None,
 ) -> Trace:
     """Trace the second training step of one rank, when the optimizer has its state.
 
@@ -68,6 +70,7 @@ def trace_step(
         make_optimizer: a function that makes the optimizer from the model's parameters.
         rank: the rank of the plan to trace.
         config: the options of ``to_distributed``.
+        batch: the arguments of the step on this rank, with values, such as images; by default tokens and labels.
 
     Raises:
         ValueError: if this process is already in a process group, or the model is not on the meta device.
@@ -88,19 +91,23 @@ def trace_step(
         with fake:
             ids = torch.zeros(rows, length, dtype=torch.int64)
             foresee(model, ids, hidden=next(model.parameters()).dtype)
-            return TracedStep(model, optimizer, runtime, ids).trace()
+            if batch is None:
+                return TracedStep(model, optimizer, runtime, {"input_ids": ids, "labels": ids}).trace()
+            with KnownValues(batch) as known:
+                return TracedStep(model, optimizer, runtime, known.batch).trace()
 
 
 class TracedStep:
     """Measures the second training step of a distributed model by phase, with fake or real tensors."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, runtime: Runtime, ids: Tensor):
-        self.model, self.optimizer, self.runtime, self.ids = model, optimizer, runtime, ids
+    def __init__(self, model: nn.Module, optimizer: Optimizer, runtime: Runtime, batch: Mapping[str, object]):
+        self.model, self.optimizer, self.runtime, self.batch = model, optimizer, runtime, batch
         self.peaks: dict[str, int] = {}
         self.traffic: dict[str, dict[str, Traffic]] = {}
 
     def trace(self) -> Trace:
-        held = [*self.model.parameters(), *self.model.buffers(), self.ids]
+        held = [*self.model.parameters(), *self.model.buffers()]
+        held += [x for x in self.batch.values() if isinstance(x, Tensor)]
         if self.runtime.weights is not None:
             held += [flat.master for flat in self.runtime.weights.flats]
         with LiveBytes(held) as memory:
@@ -109,7 +116,7 @@ class TracedStep:
             optimizer = memory.now - parameters
             before = memory.now
             with self._phase(memory, "forward"):
-                loss = self.model(input_ids=self.ids, labels=self.ids).loss
+                loss = self.model(**self.batch).loss
             activations = memory.now - before
             with self._phase(memory, "backward"):
                 loss.backward()
@@ -127,7 +134,7 @@ class TracedStep:
             )
 
     def _run(self, memory: LiveBytes) -> None:
-        self.model(input_ids=self.ids, labels=self.ids).loss.backward()
+        self.model(**self.batch).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

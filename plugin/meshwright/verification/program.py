@@ -21,9 +21,11 @@ from meshwright.layout.tensor_layout import is_held
 from meshwright.mesh.packed_values import pack, unpack
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.optim.runtime import runtime_of
+from meshwright.parallel.document_rows import RowDocuments
 from meshwright.parallel.head_losses import find_loss
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks import mixers_of
 from meshwright.verification.batch_cases import Case, given_cases, token_cases
 from meshwright.verification.comparison_report import Difference
 from meshwright.verification.float64_modules import in_float64, run_experts_in_float64
@@ -245,7 +247,7 @@ def run_one_device(program: Program, tell: Tell) -> tuple[str, tuple[str, ...]]:
     tell("one process")
     with in_float64():
         model = program.model()
-        notes = run_experts_in_float64(model)
+        notes = run_experts_in_float64(model) + separate_documents(model)
         start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         training = OneDevice(program, model, optimizer_for(model), program.cases(model))
         outputs, logits = training.evaluate()
@@ -256,6 +258,17 @@ def run_one_device(program: Program, tell: Tell) -> tuple[str, tuple[str, ...]]:
         _save(program, "steps", list(training.steps()))
         _save(program, "weights", dict(model.state_dict()))
     return type(model).__name__, notes
+
+
+def separate_documents(model: nn.Module) -> tuple[str, ...]:
+    """Keep packed documents apart as a distributed model does; return a sentence if the stock model would not."""
+    decoder = without_wrappers(model)[1]
+    if RowDocuments.over(decoder, mixers_of(decoder), is_told=False) is None:
+        return ()
+    return (
+        "Packed documents are kept apart on one device too, although the stock model lets them leak into each other in "
+        "its recurrences and convolutions.",
+    )
 
 
 def run_rank(program: Program, tell: Tell) -> list[Difference]:

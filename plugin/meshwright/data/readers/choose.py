@@ -17,6 +17,7 @@ from meshwright.data.readers.stream_shards import StreamReader, has_shards, stag
 from meshwright.data.readers.whole_stream import WholeReader, is_stock
 from meshwright.data.sampler_order import split_by
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.plan.config import LoaderOptions
 
 logger = logging.getLogger(__name__)
@@ -40,9 +41,18 @@ def split_reader(
 
 
 def make_reader(
-    loader: Batches, dp: Axis, share: Sharing, readers: Peers, options: LoaderOptions, *, keeps_samples: bool = False
+    loader: Batches,
+    dp: Axis,
+    share: Sharing,
+    readers: Peers,
+    options: LoaderOptions,
+    *,
+    keeps_samples: bool = False,
+    format: BatchFormat | None = None,
 ) -> Reader:
     """Return the reader that fits a loader; its portions hold their samples if ``keeps_samples``.
+
+    ``format`` says what the inputs of ready batches mean.
 
     Raises:
         ValueError: an empty dataset, one that is split already, or options that do not fit it.
@@ -52,7 +62,9 @@ def make_reader(
             f"the loader is split already, by {what}, and would be split a second time; pass the whole dataset in a "
             "plain DataLoader, or call shard_dataloader(..., is_dataset_splitted=True)"
         )
-    return _reader_of_whole(loader, dp, share, readers, options, may_stream=True, keeps_samples=keeps_samples)
+    return _reader_of_whole(
+        loader, dp, share, readers, options, may_stream=True, keeps_samples=keeps_samples, format=format
+    )
 
 
 def _reader_of_whole(
@@ -64,6 +76,7 @@ def _reader_of_whole(
     *,
     may_stream: bool,
     keeps_samples: bool,
+    format: BatchFormat | None = None,
 ) -> Reader:
     name = options.fingerprint
     if may_stream and has_shards(loader):
@@ -82,4 +95,4 @@ def _reader_of_whole(
             "dataset.shuffle(), and select rows before streaming",
             stage,
         )
-    return WholeReader(loader, dp, share, readers=readers, name=name, keeps_samples=keeps_samples)
+    return WholeReader(loader, dp, share, readers=readers, name=name, keeps_samples=keeps_samples, format=format)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeGuard
 
-from torch import Generator, Tensor
+from torch import Generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.global_batches import Portion, Sharing
-from meshwright.data.nested import digest, is_dense, leaves, take_rows, why_no_batch
+from meshwright.data.nested import digest, take_rows, why_no_batch
 from meshwright.data.one_length import KeepingSamples, portion_of
 from meshwright.data.peers import Peers, check_same_rows
 from meshwright.data.read_errors import name_of, reading
@@ -26,7 +26,9 @@ from meshwright.data.readers.base import (
     worker_options,
 )
 from meshwright.data.shuffling import Draws, WorkerSeeds
+from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.schema import integer, maybe
 
@@ -48,6 +50,7 @@ class WholeReader(Reader):
         readers: all ranks that read.
         name: a name for the dataset, instead of its fingerprint.
         keeps_samples: whether portions hold their samples.
+        format: what the inputs of a ready batch mean.
     """
 
     def __init__(
@@ -59,8 +62,9 @@ class WholeReader(Reader):
         readers: Peers,
         name: str | None = None,
         keeps_samples: bool = False,
+        format: BatchFormat | None = None,
     ):
-        self.position = Position()
+        self.position, self._format = Position(), format
         self._loader, self._dp, self._share, self._readers = loader, dp, share, readers
         self._dataset: Any = getattr(loader, "dataset", loader)
         self._name, self._keeps_samples = name, keeps_samples
@@ -192,11 +196,26 @@ class WholeReader(Reader):
     def _cut(self, batch: object) -> Portion:
         if self._dp.size > 1 and (reason := why_no_batch(batch)):
             raise ValueError(f"the loader yields single samples, whose tokens would be split as rows: {reason}")
-        schema = _schema_of(batch, is_split=self._dp.size > 1)
-        rows = schema.rows
-        share = self._share(rows, self._dp)
-        own = batch if self._dp.size == 1 else _rows_of(batch, schema, slice(share.low, share.high))
-        return Portion.of(share, own, rows)
+        arguments = batch if isinstance(batch, Mapping) else {"batch": batch}
+        schema = BatchSchema(arguments, self._format)
+        if not schema.tensors:
+            raise ValueError(
+                f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks; if it is "
+                "a single sample, wrap the samples: DataLoader(samples, batch_size=8)"
+            )
+        share = self._share(schema.rows, self._dp)
+        if self._dp.size == 1:
+            return Portion.of(share, batch, schema.rows)
+        try:
+            own = schema.part(slice(share.low, share.high), take_rows)
+        except PlanError as error:
+            sizes = {name: len(x) for name, x in schema.tensors.items()}
+            raise PlanError(
+                f"the tensors of a batch have different numbers of rows, {sizes}, so the batch cannot be split over "
+                f"data-parallel ranks: {error}. Or pass a DataLoader over samples, so that its collate function runs "
+                "on each rank"
+            ) from None
+        return Portion.of(share, own if isinstance(batch, Mapping) else own["batch"], schema.rows)
 
 
 def is_stock(loader: object) -> TypeGuard[DataLoader[Any]]:
@@ -225,40 +244,3 @@ class _After(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return islice(self._dataset, self._samples, None)
-
-
-def _schema_of(batch: object, *, is_split: bool) -> BatchSchema:
-    """Return what a batch holds, of which each tensor must have the rows if the batch is split.
-
-    Raises:
-        ValueError: a tensor does not have the rows, or the batch has no tensors.
-    """
-    schema = BatchSchema(dict(leaves(batch)))
-    if not schema.tensors:
-        raise ValueError(
-            f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks; if it is a "
-            "single sample, wrap the samples: DataLoader(samples, batch_size=8)"
-        )
-    if is_split and len(schema.row_dims) < len(schema.tensors):
-        rows = {name: x.shape[0] for name, x in schema.tensors.items()}
-        raise ValueError(
-            f"the tensors of a batch have different numbers of rows, {rows}, so the batch cannot be split over "
-            "data-parallel ranks; pass a DataLoader over samples, so that its collate function runs on each rank"
-        )
-    return schema
-
-
-def _rows_of(value: Any, schema: BatchSchema, own: slice, name: str = "") -> Any:
-    """Return a batch with only the rows ``own`` of its tensors, and of its lists that have one value per row."""
-    if isinstance(value, Mapping):
-        return {key: _rows_of(item, schema, own, f"{name}.{key}".lstrip(".")) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        if len(value) == schema.rows and not any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
-            return value[own]
-        items = [_rows_of(item, schema, own, f"{name}.{index}".lstrip(".")) for index, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if not isinstance(value, Tensor) or not value.ndim:
-        return value
-    if is_dense(value):
-        return schema.of_rows(name or "batch", own.start, own.stop)
-    return take_rows(value, own) if value.shape[0] == schema.rows else value

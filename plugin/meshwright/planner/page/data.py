@@ -114,6 +114,7 @@ def _plan(found: Search, listed: Listed) -> dict[str, object]:
         "stages": stage_layers(plan, found.shape.layers),
         "held": [stages_of_rank(plan.schedule, rank, plan.pp, plan.chunks) for rank in range(plan.pp)],
         "zero": plan.zero_stage,
+        "rounds": found.job.rounds_updates(plan),
         "runs": found.runs_today(plan),
     }
 

@@ -29,7 +29,7 @@ class Listed(Choice):
 
 
 def listed_plans(found: Search, points: Sequence[Point], front: Sequence[Point]) -> list[Listed]:
-    """Return the plans of the table, the fastest first.
+    """Return the plans of the table, the best first.
 
     These are the choices of the search, the fastest plan of each set of parallel axes, and plans of the Pareto front
     with little memory.
@@ -55,9 +55,10 @@ def listed_plans(found: Search, points: Sequence[Point], front: Sequence[Point])
         choice = known.get(plan) or choice_of(
             found, plan, model.step(plan, found.job), peak_memory(found.shape, plan, found.job)
         )
-        plans.append(Listed(**vars(choice), why=why))
-    # The search's order of equal times is kept.
-    return sorted(plans, key=lambda listed: listed.time.total)
+        rounds = found.job.rounds_updates(plan)
+        plans.append(Listed(**vars(choice), why=why + ", without 32-bit masters" * rounds))
+    # Plans without masters come last, as in the search, whose order of equal times is kept.
+    return sorted(plans, key=lambda listed: (found.job.rounds_updates(listed.plan), listed.time.total))
 
 
 def _fastest_of_axes(found: Search, model: StepModel, points: Sequence[Point]) -> list[tuple[str, Candidate]]:

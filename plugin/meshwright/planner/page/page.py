@@ -134,19 +134,19 @@ def _script() -> str:
 
 def _rows(found: Search, plans: Sequence[Listed]) -> list[dict[str, object]]:
     """Return the rows of the table of plans."""
-    fastest = plans[0].time.total
+    best = plans[0].time.total
     return [
         {
             "label": listed.plan.label,
             "why": listed.why + ("" if found.runs_today(listed.plan) else ", not in this version yet"),
             "step": seconds(listed.time.total),
-            "slower": "" if not index else f"+{listed.time.total / fastest - 1:.0%}",
+            "slower": f"+{listed.time.total / best - 1:.0%}" if listed.time.total > best else "",
             "speed": f"{listed.tokens_per_second:,.0f}",
             "mfu": f"{listed.mfu:.1%}",
             "memory": gib(listed.memory.total),
             "room": gib(found.budget - listed.memory.total),
         }
-        for index, listed in enumerate(plans)
+        for listed in plans
     ]
 
 

@@ -3,14 +3,30 @@
 from meshwright.roles.blocks.attention import Attention
 from meshwright.roles.blocks.block import Block, BlockKind
 from meshwright.roles.blocks.experts import Experts
-from meshwright.roles.blocks.mixer import Mixer
+from meshwright.roles.blocks.mixer import Mixer, has_attention, mixers_of
 from meshwright.roles.blocks.mlp import Mlp
 from meshwright.roles.sharding_plan import Role
 
-__all__ = ["BLOCKS", "KINDS", "Attention", "Block", "BlockKind", "Experts", "Mixer", "Mlp"]
+__all__ = [
+    "BLOCKS",
+    "KINDS",
+    "Attention",
+    "Block",
+    "BlockKind",
+    "Experts",
+    "Mixer",
+    "Mlp",
+    "has_attention",
+    "mixers_of",
+]
 
 # By the role of the module that owns a block. A layer may own the projections of an MLP directly.
-BLOCKS: dict[Role, type[Block]] = {Role.ATTENTION: Attention, Role.MLP: Mlp, Role.LAYER: Mlp}
+BLOCKS: dict[Role, type[Block]] = {
+    Role.ATTENTION: Attention,
+    Role.MLP: Mlp,
+    Role.MIXER: Mixer,
+    Role.LAYER: Mlp,
+}
 
 # In the order in which they are asked what they claim.
 KINDS: tuple[type[BlockKind], ...] = (Mixer, Attention, Mlp, Experts)

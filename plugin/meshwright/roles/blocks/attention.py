@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.roles.blocks.block import Block, direct_projections
-from meshwright.roles.blocks.head_layout import HeadLayout, head_layout
+from meshwright.roles.blocks.block import Block, direct_projections, split_projections
+from meshwright.roles.blocks.head_layout import QUERY_HEADS, HeadLayout, head_layout
 from meshwright.roles.decoder import is_norm
 from meshwright.roles.projection import in_features, out_features
 from meshwright.roles.sharding_plan import Role
@@ -18,7 +18,7 @@ _NAMES = {
     Role.Q: {"q_proj", "query_proj", "q", "query", "wq", "to_q", "q_lin"},
     Role.K: {"k_proj", "key_proj", "k", "key", "wk", "to_k", "k_lin"},
     Role.V: {"v_proj", "value_proj", "v", "value", "wv", "to_v", "v_lin"},
-    Role.O: {"o_proj", "out_proj", "output_proj", "o", "out", "wo", "to_out", "dense", "proj", "c_proj"},
+    Role.O: {"o_proj", "out_proj", "output_proj", "o", "out", "wo", "to_out", "out_lin", "dense", "proj", "c_proj"},
 }
 _NORMS = {"q": (Role.Q, Role.Q_NORM), "k": (Role.K, Role.K_NORM)}
 _FUSED = frozenset({Role.QKV, Role.QKV_BY_GROUP, Role.QKV_IN_FOUR})
@@ -71,17 +71,17 @@ class Attention(Block):
                 f"{self.roled.plan.source}: {self.name!r} has neither query, key and value projections nor a fused one"
             )
         config = getattr(self.roled.model, "config", None)
-        self.heads = head_layout(self.module, config, query_width=self.width, kv_width=kv_width, tp=self.tp)
-        self._local = self.heads.local_attributes(self.module)
+        self.heads = head_layout(self.reader, config, query_width=self.width, kv_width=kv_width, tp=self.tp)
+        self._local = self.heads.local_attributes(self.reader)
         self._is_fused = bool(fused)
 
-    def localise(self) -> None:
-        super().localise()
+    def localise(self, rank: int) -> None:
+        super().localise(rank)
         for name, value in self._local.items():
-            setattr(self.module, name, value)
-        if self._is_fused and hasattr(self.module, "config"):
-            self.module.config = LocalConfig(
-                self.module.config,
+            setattr(self.reader, name, value)
+        if self._is_fused and hasattr(self.reader, "config"):
+            self.reader.config = LocalConfig(
+                self.reader.config,
                 num_attention_heads=self.heads.local_heads,
                 num_key_value_heads=self.heads.num_local_kv_heads,
             )
@@ -89,7 +89,9 @@ class Attention(Block):
     @classmethod
     def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
         linears = direct_projections(module)
-        roles = {n: role for n in linears for role, names in _NAMES.items() if n.lower() in names}
+        parts = {} if linears else split_projections(module)
+        linears = linears or parts
+        roles = {n: role for n in linears for role, names in _NAMES.items() if n.lower().rpartition(".")[2] in names}
         roles |= {n: hinted[n] for n in linears if n in hinted}
         by_role = {role: linears[n] for n, role in roles.items()}
         fused = _FUSED & by_role.keys()
@@ -102,7 +104,25 @@ class Attention(Block):
         is_even = fused or query is None or in_features(output) == _value_width(module, out_features(query))
         if not is_even or out_features(output) != hidden or any(in_features(m) != hidden for m in inputs):
             return {}
-        return {"": Role.ATTENTION} | roles | _query_key_norms(module, by_role)
+        if parts and (len(roles) != len(by_role) or len(roles) != len(parts)):
+            return {}
+        readers = {n.partition(".")[0] for n, role in roles.items() if role is not Role.O}
+        roles |= _biases_of_heads(module)
+        norms = _norms_beside(module, readers, hidden) if parts else _query_key_norms(module, by_role)
+        return {"": Role.ATTENTION} | roles | norms
+
+
+def _biases_of_heads(attention: nn.Module) -> dict[str, Role]:
+    """Return the roles of the tables of an attention with one number for each head, such as T5's of distances."""
+    heads = {vars(attention).get(name) for name in QUERY_HEADS}
+    tables = ((n, m) for n, m in attention._modules.items() if isinstance(m, nn.Embedding))
+    return {name: Role.PER_HEAD for name, table in tables if table.embedding_dim in heads}
+
+
+def _norms_beside(block: nn.Module, readers: Collection[str], hidden: int) -> dict[str, Role]:
+    """Return the roles of the norms in a block of parts, which are of tokens outside of the part with the heads."""
+    named = ((name, m) for name, m in block.named_modules() if name.partition(".")[0] not in readers)
+    return {name: Role.NORM for name, module in named if is_norm(module, hidden)}
 
 
 def _value_width(attention: nn.Module, query_width: int) -> int:

@@ -51,12 +51,16 @@ class Block(BlockKind):
 
     Attributes:
         module: the module that owns the block.
-        entries: the modules that gather their input: the block, or the column projections if a layer owns the block.
+        reader: the module that reads the input: the block, or a part of it that has only the input projections, with
+            the output projection in another part, as in BERT.
+        entries: the modules that gather their input: the reader, or the column projections if a layer owns the block.
         columns: the modules that project the block's input, which every rank has whole.
         row: the output projection.
         width: the number of channels that the output projection reads, on one device.
         heads: how heads are divided over the ranks, if the channels are those of heads.
-        wide_norms: the norms over all channels, each with the rows of its weight that each rank holds.
+        wide_norms: the norms whose mean square is of channels on several ranks, each with the rows of its weight that
+            each rank holds.
+        groups: the groups of heads over whose channels the wide norms take a mean square; None for all channels.
 
     Raises:
         PlanError: if the modules do not make a block of this kind, or ``tp`` does not divide it.
@@ -67,6 +71,11 @@ class Block(BlockKind):
     output projection these are the rows of what it reads."""
 
     heads: HeadLayout | None = None
+    groups: HeadLayout | None = None
+
+    returns_projected: ClassVar[bool] = False
+    """Whether what the block returns is a linear function of what its output projection returns. The ranks' results are
+    then summed at the end of the block, since its code may run several times, on some of the tokens each."""
 
     def __init__(self, roled: RoledModel, name: str, tp: int):
         self.roled, self.name, self.module, self.tp = roled, name, roled.modules[name], tp
@@ -90,11 +99,23 @@ class Block(BlockKind):
             )
         self.row = rows[0]
         self.width = in_features(self.row)
-        self.entries = columns if kind is Role.LAYER else (self.module,)
+        self.reader = self.module if kind is Role.LAYER else self._reader()
+        self.entries = columns if kind is Role.LAYER else (self.reader,)
         self.divide({role: module for _, role, module in modules})
         self.wide_norms = tuple(
             (module, self.rows_of(n, role, 0)) for n, role, module in modules if role.part is BlockPart.WIDE_NORM
         )
+
+    def _reader(self) -> nn.Module:
+        """Return the part of the block that has all input projections, if the output projection is in another part."""
+        of = {BlockPart.COLUMN: set[str](), BlockPart.ROW: set[str]()}
+        for name, role in self.roled.inside(self.name).items():
+            if role.part in of:
+                of[role.part].add(name.removeprefix(f"{self.name}.").partition(".")[0])
+        columns, rows = of.values()
+        is_split = len(columns) == 1 and columns != rows and not is_projection(self.module.get_submodule(*columns))
+        reader: nn.Module = self.module.get_submodule(*columns) if is_split else self.module
+        return reader
 
     def divide(self, by_role: Mapping[Role, nn.Module]) -> None:
         """Determine how the channels between the projections are divided, if their number does not say it.
@@ -103,8 +124,8 @@ class Block(BlockKind):
             PlanError: if they cannot be divided.
         """
 
-    def localise(self) -> None:
-        """Set what the block's modules have read from the sizes of one device to this rank's part."""
+    def localise(self, rank: int) -> None:
+        """Set what the block's modules have read from the sizes of one device to a rank's part."""
         for module in map(projection, (*self.columns, self.row)):
             if (kernel := kernel_of(module)) is not None:
                 kernel.fit(module)
@@ -161,8 +182,10 @@ class Block(BlockKind):
         is_factor = suffix.startswith("lora_B." if is_row else "lora_A.")
         if is_factor or role.part is BlockPart.COPY or (is_row and parameter.ndim == 1):
             return rows
-        rows = self.rows_of(full_name, role, rows.size)
-        is_swapped = parameter.ndim == 2 and name in self.roled.modules and output_dim(self.roled.modules[name]) == 1
+        module = self.roled.modules.get(name)
+        is_table = isinstance(module, nn.Embedding)  # with a column for each head
+        rows = self.rows_of(full_name, role, parameter.shape[1] if is_table else rows.size)
+        is_swapped = is_table or (parameter.ndim == 2 and module is not None and output_dim(module) == 1)
         if is_row is not is_swapped:
             rows = RowLayout(1, rows.size, rows.spans)
         if rows.size != parameter.shape[rows.dim]:
@@ -178,6 +201,17 @@ def direct_projections(module: nn.Module) -> dict[str, nn.Module]:
     """Return the projections that a module owns itself, by name; one with two names under both."""
     # Not named_children(), which leaves out the second name.
     return {name: child for name, child in module._modules.items() if child is not None and is_projection(child)}
+
+
+def split_projections(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the projections that the parts of a module own, by name in the module, such as ``output.dense`` of BERT.
+
+    Empty if one part has all of them, since it then is the block itself.
+    """
+    parts = [(name, part) for name, part in module._modules.items() if part is not None and not is_projection(part)]
+    found = [(name, {f"{name}.{n}": m for n, m in direct_projections(part).items()}) for name, part in parts]
+    owners = [name for name, projections in found if projections]
+    return {n: m for _, projections in found for n, m in projections.items()} if len(owners) > 1 else {}
 
 
 def cut_over_tp(parameter: nn.Parameter, rows: RowLayout, *, has_addends: bool = False) -> TensorLayout:

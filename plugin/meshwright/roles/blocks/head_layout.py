@@ -151,7 +151,7 @@ class HeadLayout:
         """
         local, own = {}, vars(attention)
         for names, value, local_value in (
-            (_QUERY_HEADS, self.heads, self.local_heads),
+            (QUERY_HEADS, self.heads, self.local_heads),
             (_KEY_HEADS, self.kv_heads, self.num_local_kv_heads),
             (_GROUPS, self.heads // self.kv_heads, self.queries_per_kv_head),
             (_QUERY_WIDTHS, self.heads * self.head_dim, self.local_heads * self.head_dim),
@@ -169,7 +169,7 @@ class HeadLayout:
         return local
 
 
-_QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 _GROUPS = ("num_key_value_groups", "n_rep")
 _QUERY_WIDTHS = ("embed_dim", "split_size", "all_head_size")
@@ -195,7 +195,7 @@ def head_layout(attention: nn.Module, config: object, *, query_width: int, kv_wi
     """
     head_dim = _read(attention, _HEAD_WIDTHS)
     for owner in (attention, config):
-        if head_dim is None and (heads := _read(owner, _QUERY_HEADS)):
+        if head_dim is None and (heads := _read(owner, QUERY_HEADS)):
             head_dim = query_width // heads
         head_dim = head_dim or _read(owner, _HEAD_WIDTHS)
     if not head_dim:

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout
-from meshwright.roles.blocks.block import Block, direct_projections
+from meshwright.roles.blocks.block import Block, direct_projections, split_projections
 from meshwright.roles.projection import in_features, out_features
 from meshwright.roles.sharding_plan import Role
 
@@ -37,9 +37,9 @@ class Mlp(Block):
 
     @classmethod
     def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
-        linears = direct_projections(module)
+        linears = direct_projections(module) or split_projections(module)
         if all(in_features(m) == out_features(m) == hidden for m in linears.values()):  # shapes do not tell the rows
-            rows = {n: m for n, m in linears.items() if n.lower() in _DOWN_NAMES}
+            rows = {n: m for n, m in linears.items() if n.lower().rpartition(".")[2] in _DOWN_NAMES}
         else:
             rows = {n: m for n, m in linears.items() if out_features(m) == hidden and in_features(m) != hidden}
         columns = {n: m for n, m in linears.items() if in_features(m) == hidden and n not in rows}

@@ -1,11 +1,13 @@
 // The page's state and events: which plan is shown, which one it is compared with, and where the sliders stand.
 
-const state = { setting: [...data.planned], plan: null, other: null, sort: ["step", 1] };
+const state = { setting: [...data.planned], plan: null, other: null, sort: ["place", 1] };
 const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 const isPlannedSetting = () => state.setting.every((at, slider) => at === data.planned[slider]);
 const everyChoice = () => data.plans.map((_, index) => choiceAt(index, state.setting));
-const speedFirst = (one, two) => (one.time ?? Infinity) - (two.time ?? Infinity) || one.index - two.index;
+// Plans that fit come first, plans without 32-bit masters after the others, and then faster plans.
+const bestFirst = (one, two) => two.fits - one.fits || one.plan.rounds - two.plan.rounds
+  || (one.time ?? 0) - (two.time ?? 0) || one.index - two.index;
 const original = { tiles: $("#tiles").innerHTML, words: $("#words").textContent };
 
 // The plan to show: the one that was picked, otherwise the fastest of the table that fits.
@@ -24,7 +26,7 @@ function fill(node, html) {
 
 function redraw() {
   widthOf(null);
-  const ordered = everyChoice().sort(speedFirst);
+  const ordered = everyChoice().sort(bestFirst);
   const one = shownPlan(ordered);
   const two = state.other === null || state.other === one.index ? null : choiceAt(state.other, state.setting);
   drawHeader(one, ordered);
@@ -96,7 +98,7 @@ function drawSliders(one) {
   $("#reset").disabled = isPlannedSetting() && state.plan === null && state.other === null;
 }
 
-const SORTED = {
+const SORTED = { // sorted by none of these, the best plans come first
   plan: (choice) => choice.label,
   step: (choice) => choice.time ?? Infinity,
   speed: (choice) => choice.speed ?? -Infinity,
@@ -108,12 +110,12 @@ function drawTable(one, two, ordered) {
   const body = $("#plans tbody");
   const focused = document.activeElement;
   const [key, direction] = state.sort;
-  const value = SORTED[key];
+  const value = SORTED[key] ?? ((choice) => ordered.indexOf(choice));
   const rows = [...ordered].sort((a, b) => {
     const [x, y] = [value(a), value(b)];
-    return x === y ? speedFirst(a, b) : (x < y ? -1 : 1) * direction;
+    return x === y ? bestFirst(a, b) : (x < y ? -1 : 1) * direction;
   });
-  const fastest = ordered[0].time;
+  const best = ordered[0].time;
   rows.forEach((choice, place) => {
     const row = $(`tr[data-plan="${choice.index}"]`, body);
     const cell = (name, text) => { $(`[data-cell="${name}"]`, row).textContent = text; };
@@ -123,7 +125,7 @@ function drawTable(one, two, ordered) {
     cell("place", choice.fits ? ordered.indexOf(choice) + 1 : "");
     cell("label", choice.label);
     cell("step", choice.fits ? seconds(choice.time) : choice.reason ? "cannot run" : "does not fit");
-    cell("slower", choice.fits && choice.time > fastest ? `+${percent(choice.time / fastest - 1)}` : "");
+    cell("slower", choice.fits && choice.time > best ? `+${percent(choice.time / best - 1)}` : "");
     cell("speed", choice.fits ? grouped(choice.speed) : "");
     cell("mfu", choice.fits ? percent(choice.mfu, 1) : "");
     cell("memory", choice.reason ? "" : gib(choice.memory));

@@ -1,0 +1,171 @@
+"""Tells which images, videos and sounds of a batch belong to which row, by the tokens that their features replace.
+
+A processor lists the items of all rows one after the other, and a tensor has an entry for each item or for each of its
+patches. The rows have a placeholder token for each feature of their items::
+
+    placeholders of the rows    8, 0, 4
+    sizes [3, 3] in patches     1 x 4 x 4, 1 x 4 x 4, 1 x 4 x 4: 48 patches for 12 tokens, so a token has 4
+    the rows' items             2, 0, 1; and of the patches [48, ...] 32, 0, 16
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.plan.config import RowsOf
+
+RowDim = tuple[int, Sequence[int]]  # a dim, and where each row begins along it, and the last one ends
+
+_WORDS = {"image": ("image", "pixel"), "video": ("video",), "audio": ("audio", "feature", "speech")}
+_TYPES = {"image": 1, "video": 2, "audio": 3}  # of tokens, in ``mm_token_type_ids``
+# Parts of names of what is said of items, of their patches or of their frames, and not of tokens or rows.
+_OF_ITEMS = ("grid", "patch", "tile", "crop", "frame", "vision", "size", "pixel", "feature")
+
+
+def kind_of(name: str) -> str | None:
+    """Return which kind of items an argument describes by its name: images, videos or sounds; None if none."""
+    found = [kind for kind, words in _WORDS.items() if any(word in name for word in words)]
+    return found[-1] if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFormat:
+    """What the arguments of a model's forward mean, as far as they do not show it.
+
+    Args:
+        placeholders: the token in whose places the features of an item go, for each kind of items.
+        dims: what the program says of its arguments; see ``ToDistributedConfig.batch_dims``.
+    """
+
+    placeholders: Mapping[str, int] = field(default_factory=dict)
+    dims: Mapping[str, RowsOf] = field(default_factory=dict)
+
+    @staticmethod
+    def of(config: object, dims: Mapping[str, RowsOf] | None = None) -> BatchFormat:
+        """Return the format of a model's arguments.
+
+        Args:
+            config: the model's configuration, which names its placeholders.
+            dims: what the program says of its arguments.
+        """
+        found = {}
+        for kind in _WORDS:
+            named = [getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index")]
+            if tokens := [token for token in named if isinstance(token, int)]:
+                found[kind] = tokens[0]
+        return BatchFormat(placeholders=found, dims=dims or {})
+
+    def places(self, batch: Mapping[str, object], kind: str) -> Tensor | None:
+        """Return where the rows have placeholders of a kind, ``[rows, tokens]``; None if that is unknown."""
+        ids, types = batch.get("input_ids"), batch.get("mm_token_type_ids")
+        if kind in self.placeholders and isinstance(ids, Tensor):
+            return ids == self.placeholders[kind]
+        return types == _TYPES[kind] if isinstance(types, Tensor) else None
+
+
+class Items:
+    """The items of one kind in a batch.
+
+    Args:
+        inputs: the arguments that describe the items, each with an entry along its first dim for each item, for each
+            of their patches, or for each row.
+        places: where the rows have placeholders, ``[rows, tokens]``; None if that is unknown.
+        rows: the number of rows.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], places: Tensor | None, rows: int):
+        self.inputs, self.places, self.rows = inputs, places, rows
+        self.of_row: list[int] | None = None if places is None else places.sum(1).tolist()
+        if self.of_row is not None and not any(self.of_row):
+            self.of_row = None
+        self._sizes = [x for x in inputs.values() if isinstance(x, Tensor) and x.ndim == 2 and _is_size(x)]
+        values = [x for x in inputs.values() if not isinstance(x, Tensor) or x.is_floating_point()]
+        self.count = len(next(iter([*self._sizes, *values, *inputs.values()])))
+
+    def starts(self, length: int) -> Sequence[int] | None:
+        """Return where each row begins in an argument with ``length`` entries; None if that is unknown."""
+        items = self.of_items
+        if items is None or length == self.count:
+            return items
+        for sizes in self._sizes:
+            ends = [0, *accumulate(sizes.prod(-1).tolist())]
+            if len(sizes) == self.count and ends[-1] == length:
+                return [ends[item] for item in items]
+        return None
+
+    @functools.cached_property
+    def of_items(self) -> Sequence[int] | None:
+        """Where each row begins in the list of items, and the last one ends; None if that is unknown."""
+        if self.count == self.rows and self._is_by_row():
+            return range(self.rows + 1)
+        return next(filter(None, self._guesses()), None)
+
+    def has_some(self, low: int, high: int) -> bool:
+        """Return whether the rows from ``low`` to ``high - 1`` have items."""
+        if self.of_row is not None:
+            return any(self.of_row[low:high])
+        return self.of_items is None or self.of_items[low] < self.of_items[high]
+
+    def _is_by_row(self) -> bool:
+        """Return whether as many items as rows are one in each row, or blank in the rows that have none."""
+        if self.of_row is None or all(self.of_row):
+            return True
+        without = [row for row, tokens in enumerate(self.of_row) if not tokens]
+        values = [x for x in self.inputs.values() if not isinstance(x, Tensor) or x.is_floating_point()]
+        return any(len(x) == self.rows for x in values) and all(
+            _is_blank(x[row]) for x in values if len(x) == self.rows for row in without
+        )
+
+    def _guesses(self) -> Iterator[list[int] | None]:
+        """Yield what the arguments show; a guess counts if no row begins inside of an item."""
+        if self.of_row is None:
+            return
+        for x in self.inputs.values():  # how many items each row has
+            is_count = isinstance(x, Tensor) and x.ndim == 1 and not x.is_floating_point() and len(x) == self.rows
+            if is_count and int(x.sum()) == self.count:
+                ends = [0, *accumulate(x.tolist())]
+                yield ends if all((n > 0) == (t > 0) for n, t in zip(x.tolist(), self.of_row, strict=True)) else None
+        for sizes in self._sizes:
+            if len(sizes) == self.count:
+                yield self._in_proportion(sizes.prod(-1).tolist())
+        if self._are_alike():
+            yield self._in_proportion([1] * self.count)
+        assert self.places is not None
+        begins = self.places & ~torch.nn.functional.pad(self.places, (1, 0))[:, :-1]
+        runs = [0, *accumulate(begins.sum(1).tolist())]
+        yield runs if runs[-1] == self.count else None
+
+    def _in_proportion(self, weights: Sequence[int]) -> list[int] | None:
+        """Return where each row begins if an item has as many tokens as its weight says, up to a common factor."""
+        assert self.of_row is not None
+        total, tokens = sum(weights), sum(self.of_row)
+        ends = {end * tokens: item for item, end in enumerate([0, *accumulate(weights)])}
+        found = [ends.get(end * total) for end in [0, *accumulate(self.of_row)]]
+        return None if None in found else [item for item in found if item is not None]
+
+    def _are_alike(self) -> bool:
+        """Return whether nothing tells the items apart, such as sizes or masks, so that all have as many features."""
+        others = [x for x in self.inputs.values() if isinstance(x, Tensor) and not x.is_floating_point()]
+        return all(bool((x == x[:1]).all()) for x in others if len(x) == self.count)
+
+
+def says_of_items(name: str) -> bool:
+    """Return whether the name of an argument says that it has a value for each item, rather than each token or row."""
+    return any(word in name for word in _OF_ITEMS)
+
+
+def _is_size(x: Tensor) -> bool:
+    return x.shape[1] in (2, 3) and x.dtype in (torch.int32, torch.int64)
+
+
+def _is_blank(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not bool(value.any())
+    return value is None or (isinstance(value, Sequence) and all(map(_is_blank, value)))

@@ -1,0 +1,156 @@
+"""Encoders and encoder-decoders equal one process, with the heads of their tasks.
+
+Tolerance 1e-10 of a tensor's largest value: in float64 only the order of sums differs, about 1e-16 a sum, and the steps
+of AdamW divide tiny differences by tiny moments.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.distribute.cuts import structure_of
+from meshwright.mesh.axes import Axis
+from meshwright.parallel import second_inputs
+from meshwright.parallel.second_inputs import SecondInputs
+from meshwright.parallel.structure import DecoderStructure
+from support.encoder_models import MODELS, build, loader
+from support.exact import Float64, gradient_differences
+from support.parity import pool_for
+from support.tiers import crossings
+
+PLANS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp2+sp": {"tp": 2, "sequence_parallel": True},
+    "tp2+sp, micro-batches, recompute": {
+        "tp": 2, "sequence_parallel": True, "gradient_accumulation_steps": 2, "recompute": "full",
+    },
+    "dp2+zero3": {"dp": 2, "zero_stage": 3},
+    "dp2, micro-batches": {"dp": 2, "gradient_accumulation_steps": 2},
+    "dp2 x tp2+sp, zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
+    "pp2, micro-batches": {"pp": 2, "gradient_accumulation_steps": 2},
+}  # fmt: skip
+# Layers that run again, and what enters beside the hidden states, are not cut into stages.
+STAGED = {"bert, rows", "bert, words", "distilbert, tokens", "fnet, rows"}
+CASES = [(name, plan) for name in MODELS for plan in PLANS if name in STAGED or "pp2" not in plan]
+CASES.remove(("albert, tokens", "tp2+sp, micro-batches, recompute"))  # it has no activation checkpointing
+CASES.remove(("deberta, rows", "dp2+zero3"))
+
+
+def train(plan: dict[str, Any] | None, name: str) -> dict[str, Tensor]:
+    """Losses, the first gradients, norms and weights of three steps."""
+    with Float64():
+        model, data = build(name), loader(name)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if plan is not None:
+            model, optimizer, data = mw.to_distributed(model, optimizer, data, plan=mw.ParallelPlan(**plan))
+        found: dict[str, Tensor] = {}
+        for step, batch in enumerate(data):
+            loss = model(**batch).loss
+            loss.backward()
+            found[f"loss {step}"] = loss.detach()
+            if step == 0:
+                gradients = (
+                    {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+                    if plan is None
+                    else mw.full_gradients(model)
+                )
+                found |= {f"gradient of {n}": x for n, x in gradients.items()}
+            found[f"norm {step}"] = mw.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = model.state_dict() if plan is None else mw.full_state_dict(model)
+        return found | {f"weight {n}": x.clone() for n, x in weights.items() if x.is_floating_point()}
+
+
+reference = functools.cache(functools.partial(train, None))
+
+
+def largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    parts = {n: x for n, x in expected.items() if n.startswith("gradient")}
+    others = {n: x for n, x in expected.items() if n not in parts}
+    assert found.keys() == expected.keys()
+    differences = gradient_differences({n: found[n] for n in parts}, parts)
+    # A key's bias changes no score: its gradient is rounding, which Adam's first step turns into a whole step.
+    others = {n: x for n, x in others.items() if not n.endswith(("key.bias", "k_lin.bias", "k_proj.bias"))}
+    differences |= gradient_differences({n: found[n] for n in others}, others)
+    return max(differences.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "plan_name"),
+    crossings(CASES, but=[("bert, rows", "tp2+sp"), ("t5, translations", "tp2+sp"), ("deberta, rows", "tp2+sp")]),
+)
+def test_equals_one_process(name: str, plan_name: str, request: pytest.FixtureRequest) -> None:
+    results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], name)
+    assert largest(results[0], reference(name)) <= 1e-10
+
+
+def train_without_sums(plan: dict[str, Any], name: str) -> dict[str, Tensor]:
+    """A fault: each rank keeps its own addend of the gradient of what enters beside the hidden states."""
+    with mock.patch.object(second_inputs, "share", lambda x, axis: x.view_as(x)):
+        return train(plan, name)
+
+
+@pytest.mark.parametrize("name", ["t5, translations", "deberta, rows"])
+def test_second_inputs_that_are_not_summed_are_named(name: str, pool2: Any) -> None:
+    kind, said = pool2.run_expecting_error(train_without_sums, PLANS["tp2+sp"], name)[0]
+    assert kind == "DivergenceError" and "weight(s) that the ranks of tp share are no longer equal" in said
+
+
+def structure(name: str) -> DecoderStructure:
+    found = structure_of(build(name), mw.ParallelPlan(tp=2, sequence_parallel=True), mw.ToDistributedConfig())
+    assert isinstance(found, DecoderStructure)
+    return found
+
+
+def test_what_is_cut() -> None:
+    bert = structure("bert, rows")
+    assert len(bert.blocks) == 4 and not bert.whole
+    cut = {name for name, layout in bert.parameters.items() if layout.is_sharded and "layer.0" in name}
+    parts = ("self.query", "self.key", "self.value", "attention.output.dense", "intermediate.dense", "output.dense")
+    assert {n.rpartition("0.")[2].rpartition(".")[0].removeprefix("attention.") for n in cut} == {
+        part.removeprefix("attention.") for part in parts
+    }
+    t5 = structure("t5, translations")
+    assert t5.parameters["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].is_sharded
+    assert len(t5.embeddings) == 3 and len(t5.blocks) == 6
+
+
+def test_layers_without_a_known_place_where_tokens_meet_stay_whole() -> None:
+    """FNet mixes tokens in a module without weights, which a rank with its own tokens would get wrong."""
+    found = structure("fnet, rows")
+    assert not found.blocks and not found.is_sequence_parallel
+
+
+class Layer(nn.Module):
+    """A layer whose block reads a second input, which the layer may add to the hidden states too."""
+
+    def __init__(self, adds: bool):
+        super().__init__()
+        self.adds, self.block = adds, nn.Bilinear(4, 4, 4)
+
+    def forward(self, hidden_states: Tensor, other: Tensor) -> Tensor:
+        result: Tensor = self.block(hidden_states, other)
+        return result + other if self.adds else result
+
+
+@pytest.mark.quick
+def test_a_second_input_that_a_layer_uses_outside_of_its_blocks_is_refused() -> None:
+    for adds in (False, True):
+        layer = Layer(adds)
+        block = mock.Mock(entries=(layer.block,), heads=None)
+        SecondInputs((layer,), (block,), (), Axis("tp"))
+        hidden, other = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
+        with mock.patch.object(second_inputs, "share", lambda x, axis: x.view_as(x)):
+            if not adds:
+                layer(hidden, other)
+                continue
+            with pytest.raises(mw.PlanError, match="Layer is given other beside its hidden states"):
+                layer(hidden, other)
