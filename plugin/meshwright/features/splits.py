@@ -16,6 +16,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.document_rows import RowDocuments
+from meshwright.parallel.loss_scale import LossScale
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.shared_tower import SharedTower, shares_towers
 from meshwright.parallel.split_forward import SplitForward
@@ -101,6 +102,7 @@ def run_in_parts(build: Build) -> None:
             split_batches(build.decoder, build.runtime, build.plan)
         return
     runtime = build.runtime
+    runtime.features.add(LossScale(build.decoder))
     pipeline = Pipeline.open(build.cut, build.plan, runtime.mesh.pp, build.device)
     _set_timeouts(build)
     outputs = StageOutputs(
@@ -119,6 +121,7 @@ def split_batches(decoder: nn.Module, runtime: Runtime, plan: ParallelPlan) -> N
         syncs=runtime.gradients.syncs,
         loss=runtime.features.get(BatchLoss),
         guard=runtime.guard,
+        scale=runtime.features.add(LossScale(decoder)),
         format=runtime.features.get(BatchFormat),
         keeps_logits=runtime.logits.in_training,
     )
