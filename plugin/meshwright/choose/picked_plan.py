@@ -29,9 +29,11 @@ from meshwright.faults.together import on_first_rank
 from meshwright.mesh.axis_sizes import AXES
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.elementwise import check_reads, declared
+from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.recompute import can_recompute_some, check_recompute
+from meshwright.parallel.routed_shape import on_meta
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.parallel.structure import outline
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
@@ -297,6 +299,8 @@ def plan_card(model: nn.Module, dataloader: Iterable[object], *, rows: int, devi
     if not _is_mapped(getattr(dataloader, "dataset", None)):
         raise PlanError("the dataset is a stream, which does not show the length of a row")
     config, length = ToDistributedConfig(), _length(dataloader)  # type: ignore[arg-type]
+    if find_runtime(model) is not None:  # its forward is that of its plan, with the collectives of all ranks
+        model = on_meta(without_wrappers(model)[1])
     found = _search(model, rows, length, 1, config, device, no_stages=against_stages(model, config))
     choice = found.choices[0]
     speed = choice.tokens_per_second * found.cluster.gpus
