@@ -147,6 +147,8 @@ def run_type(mapping: str, model_type: str, plans: Sequence[str]) -> dict[str, C
     found: dict[str, Cell] = {}
     if not plans:
         return found
+    torch.set_num_threads(1)  # a forked process cannot use the threads of this one
+    signal.signal(signal.SIGALRM, _too_slow)
     signal.alarm(_TO_BUILD)
     try:
         model = tiny(mapping, model_type)
@@ -244,8 +246,6 @@ def main(
     """
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _too_slow)
     kept = read([results]) if results is not None and results.exists() else {}
     number, count = map(int, shard.split("/"))
     chosen = [(m, t) for m in mapping or MAPPINGS for t in types_of(m) if not only or t in only]
