@@ -270,13 +270,13 @@ def measured_tower(model: nn.Module, decoder: Decoder) -> tuple[TowerShape | Non
             passes.append(_run_tower(model, decoder, images.in_dtype(dtype)))
     except PlanError as error:
         return dataclasses.replace(shape, image=str(error)), None
-    saved, kept, backward = zip(*passes, strict=True)
-    sizes = {"saved": saved, "kept": kept, "backward": backward}
+    pixels, saved, kept, backward = zip(*passes, strict=True)
+    sizes = {"pixels": pixels, "saved": saved, "kept": kept, "backward": backward}
     return dataclasses.replace(shape, **sizes, tokens=images.tokens, image=images.text), images
 
 
-def _run_tower(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Tensor]) -> tuple[float, float, float]:
-    """Return the bytes of ``saved``, ``kept`` and ``backward`` of a tower."""
+def _run_tower(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Tensor]) -> tuple[float, float, float, float]:
+    """Return the bytes of ``pixels``, ``saved``, ``kept`` and ``backward`` of a tower."""
     stacks = [module for tower in decoder.towers for module in tower.modules() if is_stack(module)]
     layers = tuple(layer for stack in stacks for layer in stack.children())
     with FakeTensorMode(allow_non_fake_inputs=True), fake_values(model), KnownValues(inputs) as known:
@@ -292,4 +292,4 @@ def _run_tower(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Tensor])
             torch.autograd.grad([x.sum() for x in made], first, allow_unused=True)
             inside = sum(meter.of(layer).total - meter.of(layer).output for layer in layers)
             read = sum(x.untyped_storage().nbytes() for x in given)
-            return saved + read, saved - inside + read, memory.peak - before
+            return read, saved, saved - inside, memory.peak - before

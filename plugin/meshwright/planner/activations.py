@@ -6,6 +6,7 @@ runtime's own loss and sequence parallelism. ``meshwright plan --trace`` measure
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -114,16 +115,21 @@ def saved_activations(
         arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 and not is_measured else 0),
         head=_norm(shape.runs[-1], n, share, b) + of_head,
         of_head=of_head,
-        towers=plan.micro_batch * _tower(shape.towers, plan, b, images),
+        towers=_tower(shape.towers, plan, b, images),
     )
 
 
 def _tower(towers: TowerShape | None, plan: Candidate, b: int, images: float) -> float:
-    """Return the bytes that towers save for the images of one row; recompute of layers is also that of their layers."""
+    """Return the bytes that towers save for a micro-batch; recompute of layers is also that of their layers.
+
+    The ranks of tp and cp share several images, and each of them has all pixels.
+    """
     if towers is None or towers.saved is None:
         return 0.0
     saved = towers.saved if plan.recompute == "none" else towers.kept
-    return saved[b >= 4] * images
+    count = plan.micro_batch * images
+    own = math.ceil(count / (plan.tp * plan.cp)) if count > 1 else count
+    return saved[b >= 4] * own + towers.pixels[b >= 4] * count
 
 
 def _saved_by_layer(

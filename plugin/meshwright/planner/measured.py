@@ -105,7 +105,8 @@ class TowerShape:
 
     Args:
         parameters: elements of each weight. Every rank of tp holds all of them, and the first stage of pp.
-        saved: bytes of the inputs and of what forward saves for one image.
+        pixels: bytes of the inputs of one image.
+        saved: bytes that forward saves for one image.
         kept: those bytes if backward recomputes the layers of the tower.
         backward: temporary bytes at the peak of backward.
         tokens: tokens of an image in the decoder.
@@ -113,6 +114,7 @@ class TowerShape:
     """
 
     parameters: tuple[int, ...]
+    pixels: Sizes = (0.0, 0.0)
     saved: Sizes | None = None
     kept: Sizes = (0.0, 0.0)
     backward: Sizes = (0.0, 0.0)
