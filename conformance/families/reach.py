@@ -40,7 +40,6 @@ from conformance.families.one_device import Step, own_groups
 from conformance.families.parity import TOLERANCE
 from conformance.families.tiny_models import MAPPINGS, Tiny, UnbuiltError, tiny, types_of
 from meshwright.mesh.process_group import start_process_group
-from meshwright.parallel.head_losses import find_loss
 from meshwright.plan.text import parse_plan
 from meshwright.verification.float64_modules import in_float64
 from support.exact import gradient_differences
@@ -73,10 +72,7 @@ def compare(model: Tiny, plan: str) -> Cell:
     given: Any = parse_plan(plan)
     with in_float64():
         built: Any = model.build()
-        averages_over: Any = None if find_loss(built) else "labels"
-        config = mw.ToDistributedConfig(
-            plan=mw.ParallelPlan(**given), loss_averages_over=averages_over, timeout_s=_PATIENCE
-        )
+        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**given), timeout_s=_PATIENCE)
         try:
             built, _, batches = mw.to_distributed(built, None, [model.batch], config=config)
         except mw.PlanError as error:
@@ -147,6 +143,8 @@ def run_type(mapping: str, model_type: str, plans: Sequence[str]) -> dict[str, C
     found: dict[str, Cell] = {}
     if not plans:
         return found
+    torch.set_num_threads(1)  # a forked process cannot use the threads of this one
+    signal.signal(signal.SIGALRM, _too_slow)
     signal.alarm(_TO_BUILD)
     try:
         model = tiny(mapping, model_type)
@@ -244,8 +242,6 @@ def main(
     """
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _too_slow)
     kept = read([results]) if results is not None and results.exists() else {}
     number, count = map(int, shard.split("/"))
     chosen = [(m, t) for m in mapping or MAPPINGS for t in types_of(m) if not only or t in only]

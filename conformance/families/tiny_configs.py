@@ -77,11 +77,11 @@ RULES: tuple[Rule, ...] = (
     (r"projection_(dim|size)|proj_dim", _at_most(WIDTH)),
     (r"(out|output|input)_(dim|size)|_width$|d_ssm|projector_|adapter_|_channel(s|_size)?$|^scale$", _at_most(WIDTH)),
 )  # fmt: skip
-_RANDOM = re.compile(r"drop|jitter|noise|mask_(time|feature)_prob|pdrop|_aux_loss_never")
+_RANDOM = re.compile(r"drop|jitter|noise|mask_(time|feature)_prob|pdrop")
 _TOKEN = re.compile(r"(token|bos|eos|pad|boi|eoi|start|end|newline|patch|im_\w+|codec_\w+)_(id|index)$|_token_ids?$")
 _LISTED = re.compile(f"{_TOKEN.pattern}|pinpoints|feature_layer$|^image_size$")
 _FEATURES = re.compile(r"(image|audio|video)_token_(id|index)")
-_INDICES = re.compile(r"(indexes|indices|layer_ids|idxs|_layers|feature_layer|_layers)$")
+_INDICES = re.compile(r"(indexes|indices|layer_ids|idxs|_layers|feature_layer)$")
 
 
 @dataclass
@@ -106,6 +106,8 @@ class Shrinker:
     Args:
         words: the words with a meaning.
         every_kind: whether layers of kinds that the default does not have, but the model's code knows, are added.
+        fills: whether sizes that the default leaves open get a value.
+        twice: whether each kind of layer is there twice, as where layers of a kind share weights.
         fields: values of attributes that replace those of the rules, for the outermost config (a dotted name for one
             in it).
     """

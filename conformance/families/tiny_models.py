@@ -62,8 +62,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 _LARGEST = 20_000_000  # parameters of a model that is still tiny
-_PLAINEST = (False, False, False)  # the way whose error says the most
-_WAYS = ((True, False, False), (True, True, False), (False, False, False), (False, True, False), (False, False, True))
+_PLAINEST = {"every_kind": False}  # the way whose error says the most
+_WAYS: tuple[dict[str, bool], ...] = (
+    {}, {"fills": True}, _PLAINEST, {"every_kind": False, "fills": True}, {"every_kind": False, "twice": True},
+)  # fmt: skip
 
 
 def types_of(mapping: str) -> dict[str, str]:
@@ -114,7 +116,7 @@ def tiny(mapping: str, model_type: str) -> Tiny:
     for way in (*_WAYS, None):
         words = Words()
         try:
-            config = Shrinker(words, *way, fields=fields).tiny(default) if way else _known(model_type)
+            config = _known(model_type) if way is None else Shrinker(words, fields=fields, **way).tiny(default)
             _prepare(config)
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())

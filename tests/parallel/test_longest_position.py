@@ -79,3 +79,18 @@ def test_modules_are_found_by_what_they_compute() -> None:
         "default": 0, "linear": 0, "dynamic": 1, "longrope": 1,
     }  # fmt: skip
     assert not depends_on_longest(nn.Linear(2, 2))
+
+
+class PlacesOfPatches(nn.Module):
+    """Angles of two coordinates for each patch of an image, as towers compute them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.tensor([1.0, 0.1]))
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        return (position_ids[..., None] * self.inv_freq).transpose(1, 2).flatten(1).cos()
+
+
+def test_places_of_patches_are_no_positions_of_a_row() -> None:
+    assert not depends_on_longest(PlacesOfPatches())
