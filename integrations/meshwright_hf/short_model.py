@@ -66,8 +66,15 @@ class ConfigFile:
         try:
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
         except (ValueError, KeyError) as error:
+            cure = ""
+            if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+                cure = (
+                    ". For a model that sees images, write a function that returns a small model of its class, and "
+                    "call mw.verify(function, plan, batch=...) with a batch of its processor (docs/verify.md)"
+                )
             raise PlanError(
-                f"transformers cannot make a causal LM of a {config.model_type} config: {str(error).splitlines()[0]}"
+                f"transformers cannot make a causal LM of a {config.model_type} config: "
+                f"{str(error).splitlines()[0].rstrip('.')}{cure}"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""The Trainer and TRL's trainers on a small Qwen3-VL and its processor: four steps, and what they log."""
+"""The Trainer, TRL's trainers and accelerate on a small Qwen3-VL and its processor: four steps, and what they log."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 import meshwright as mw
 from examples.vision_language import COLOURS, PROMPT, SHAPES, Collator, draw, make_model, make_processor
+from meshwright_hf.accelerate import prepare
 from support import hybrid_models
+from support.accelerated import accelerator
 from support.preference import columns
 from support.trainers import arguments, fresh_accelerate
 from support.words import tokenizer
@@ -98,3 +101,28 @@ def run(kind: str, folder: Path, plan: dict[str, Any] | None, **options: Any) ->
         trainer.train()
         trainer.save_model()
         return [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
+
+
+def run_accelerated(plan: dict[str, Any] | None) -> list[float]:
+    """Return the losses and gradient norms of a loop of accelerate, over two epochs of two full batches and a rest."""
+    processor = make_processor()
+    model: Any = make_model(processor)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    size = 8 // (plan or {}).get("dp", 1)
+    loader: Any = DataLoader(Indices(ROWS), batch_size=size, collate_fn=Collator(processor))
+    found = []
+    with accelerator() as accelerate:
+        objects = (model, optimizer, loader)
+        if plan is None:
+            model, optimizer, loader = accelerate.prepare(*objects)
+        else:
+            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+            model, optimizer, loader = prepare(accelerate, *objects, config=config)
+        for _ in range(2):
+            for batch in loader:
+                loss = model(**batch).loss
+                accelerate.backward(loss)
+                found += [loss.item(), accelerate.clip_grad_norm_(model.parameters(), 0.5).item()]
+                optimizer.step()
+                optimizer.zero_grad()
+    return found

@@ -77,6 +77,7 @@ def _report(model: Path, words: str, rows: int, length: int, precision: TracePre
 
     from meshwright.choose.given_plan import resolve_plan
     from meshwright.errors import PlanError
+    from meshwright.tracing.compare import has_towers, model_on_meta
     from meshwright.tracing.cuda_order import chosen_ranks, compared_groups, order_problems
     from meshwright.tracing.cuda_trace import CudaProgram
 
@@ -95,6 +96,7 @@ def _report(model: Path, words: str, rows: int, length: int, precision: TracePre
             found.setdefault(problem, []).append(rank)
     return {
         "plan": plan.label,
+        "skips_towers": has_towers(model_on_meta(model, dtype)),
         "ranks": len(steps),
         "traced": list(steps),
         "compared_groups": compared_groups(steps),
@@ -127,7 +129,8 @@ def _text(report: dict[str, Any]) -> str:
         of_ranks = found["ranks"]
         where = f" (rank{'s' * (len(of_ranks) > 1)} {', '.join(map(str, of_ranks))})" if of_ranks else ""
         lines.append(f"  {found['problem']}{where}")
-    return "\n".join([traced, issued, *(["found:", *lines] if lines else [_nothing(report)])])
+    skipped = ["The rows are text alone, so the step has no tower."] if report["skips_towers"] else []
+    return "\n".join([traced, issued, *skipped, *(["found:", *lines] if lines else [_nothing(report)])])
 
 
 def _nothing(report: dict[str, Any]) -> str:

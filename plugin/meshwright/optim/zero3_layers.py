@@ -35,6 +35,7 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.flat_parameters import FlatShard
 from meshwright.optim.ownership import EqualSlices, sliced, stepped_over
+from meshwright.optim.read_weights import read_weights
 from meshwright.optim.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
@@ -70,6 +71,7 @@ class ShardedWeights:
         self.steps: list[_Step] = []
         for module, recurse in _modules(model):
             own = [p for p in module.parameters(recurse=recurse) if p.is_floating_point()]
+            own = list(dict.fromkeys([*own, *([] if recurse else read_weights(module))]))
             new = [p for p in own if id(p) not in self._place]
             flats = []
             for axis in dict.fromkeys(axis_of[id(p)] for p in new):
@@ -412,7 +414,8 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
     The units are the members of the outermost module lists, and all other modules with parameters of their own. A
     container of parameters is never called, nor is the output projection of torch's attention, so its parameters belong
-    to the unit of its parent module, and what a parametrization computes a weight from belongs to the unit of the
+    to the unit of its parent module. What a module reads of its children is in its own unit too, which it shares with
+    theirs. What a parametrization computes a weight from belongs to the unit of the
     module with this weight.
     """
 
@@ -424,7 +427,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         if reads_children or any(map(_is_part_of_parent, module.children())):
             yield module, True
             return
-        if next(module.parameters(recurse=False), None) is not None:
+        if next(module.parameters(recurse=False), None) is not None or read_weights(module):
             yield module, False
         for child in module.children():
             yield from walk(child)

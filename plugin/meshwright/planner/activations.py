@@ -6,6 +6,7 @@ runtime's own loss and sequence parallelism. ``meshwright plan --trace`` measure
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from meshwright.plan.context_methods import group_sizes, local_tokens
 from meshwright.planner.candidate import Candidate, Logits
 from meshwright.planner.context_cost import exchanged_keys, runs_flash
 from meshwright.planner.head_memory import saved_by_head
-from meshwright.planner.measured import Share, TowerShape
+from meshwright.planner.measured import RankShare, TowerShape
 from meshwright.planner.shapes import LayerShape, ModelShape
 
 _ROUTED = 8  # bytes that the router keeps for each token and expert: scores in 32 bits, and their softmax
@@ -114,16 +115,21 @@ def saved_activations(
         arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 and not is_measured else 0),
         head=_norm(shape.runs[-1], n, share, b) + of_head,
         of_head=of_head,
-        towers=plan.micro_batch * _tower(shape.towers, plan, b, images),
+        towers=_tower(shape.towers, plan, b, images),
     )
 
 
 def _tower(towers: TowerShape | None, plan: Candidate, b: int, images: float) -> float:
-    """Return the bytes that towers save for the images of one row; recompute of layers is also that of their layers."""
+    """Return the bytes that towers save for a micro-batch; recompute of layers is also that of their layers.
+
+    The ranks of tp and cp share several images, and each of them has all pixels.
+    """
     if towers is None or towers.saved is None:
         return 0.0
     saved = towers.saved if plan.recompute == "none" else towers.kept
-    return saved[b >= 4] * images
+    count = plan.micro_batch * images
+    own = math.ceil(count / (plan.tp * plan.cp)) if count > 1 else count
+    return saved[b >= 4] * own + towers.pixels[b >= 4] * count
 
 
 def _saved_by_layer(
@@ -146,9 +152,9 @@ def _saved_by_layer(
     return SavedByLayer(count=layer.count, layer=attention + mlp, attention=attention, kept=n * hidden * b)
 
 
-def measured_share(layer: LayerShape, plan: Candidate, seq_len: int, element_bytes: int) -> Share:
+def measured_share(layer: LayerShape, plan: Candidate, seq_len: int, element_bytes: int) -> RankShare:
     """Return the share that a rank has of what was measured of a layer."""
-    return Share(
+    return RankShare(
         element_bytes=element_bytes, length=local_tokens(seq_len, plan.cp), tp=plan.tp, own_tokens=1 / plan.sp,
         cuts_scores=layer.traits.keeps_scores,
     )  # fmt: skip

@@ -85,6 +85,11 @@ def _measured(found: Search) -> Iterator[str]:
         if towers.saved is None:
             yield f"{weights}; memory and time have none of their activations: {towers.image}"
         else:
+            if images * towers.tokens > found.job.seq_len:
+                yield (
+                    f"a sequence of {found.job.seq_len} tokens cannot hold {images:g} x {towers.image}, which takes "
+                    f"{towers.tokens:,} tokens each: use a longer --seq-len, or fewer --images-per-row"
+                )
             yield (
                 f"{weights}; memory counts {images:g} x {towers.image} per sequence, {towers.tokens:,} tokens each, "
                 "and their tower; the time of the tower is not estimated"

@@ -20,6 +20,7 @@ from meshwright.planner.explain import grid
 from meshwright.planner.footprint import footprint
 from meshwright.planner.memory import peak_memory, stage_memory
 from meshwright.planner.shapes import ModelShape
+from meshwright.roles import find_decoder
 from meshwright.tracing.trace import Trace, trace_step
 
 MICRO_BATCHES = 2  # most micro-batches to trace, since all are alike
@@ -51,7 +52,9 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         fields = json.loads(path.read_text())
         kind = fields.get("model_type")
         if kind in transformers.CONFIG_MAPPING:
-            config = transformers.AutoConfig.for_model(**fields)
+            # A file beside a config.json has no directory of its own.
+            place = str(path.parent if path.name == "config.json" else path)
+            config = transformers.AutoConfig.from_pretrained(place)
             sees_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
             factory = transformers.AutoModelForImageTextToText if sees_images else transformers.AutoModelForCausalLM
             with torch.device("meta"):
@@ -64,6 +67,14 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         "make a causal LM from the file. Correct model_type, or install a transformers that has this model; the code "
         "of a model outside of transformers is not run"
     )
+
+
+def has_towers(model: nn.Module) -> bool:
+    """Return whether a model has towers, which rows of text do not run."""
+    try:
+        return bool(find_decoder(model).towers)
+    except PlanError:
+        return False
 
 
 def trace_and_compare(model: nn.Module, shape: ModelShape, plan: Candidate, job: Job, stage: int | None = None) -> str:

@@ -209,7 +209,7 @@ class HostWaitMode(TorchDispatchMode):
         if name not in _ENTERS or self.step < 0 or not isinstance(result, Tensor):
             return
         source = args[1] if name == "aten::copy_" else args[0]
-        if source.device.type == result.device.type:
+        if source.device.type == result.device.type or not source.numel():
             return
         is_async = kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2])
         if not is_async:

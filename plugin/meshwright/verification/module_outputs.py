@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.plan.config import ParallelPlan
 from meshwright.roles.adapters import is_adapted
+from meshwright.roles.blocks import mixers_of
 from meshwright.verification.comparison_report import Difference
 
 
@@ -31,13 +32,15 @@ class Output:
 class ModuleOutputs:
     """Records the first output of each module, in the order of the calls.
 
-    A projection and its adapters are recorded together, since only their sum is reduced over tp.
+    A projection and its adapters are recorded together, since only their sum is reduced over tp, and so is a mixer,
+    which is reduced at its end.
     """
 
     def __init__(self, model: nn.Module):
         self.seen: dict[str, Output] = {}
         adapted = [module for module in model.modules() if is_adapted(module)]
-        addends = {part for module in adapted for part in module.modules()}.difference(adapted)
+        together = [*adapted, *mixers_of(model).values()]
+        addends = {part for module in together for part in module.modules()}.difference(together)
         self._handles = [
             module.register_forward_hook(self._hook(name))
             for name, module in model.named_modules()
