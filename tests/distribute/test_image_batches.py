@@ -53,7 +53,7 @@ def test_each_family_equals_one_process(plan_name: str, request: pytest.FixtureR
         assert_equals_one_process([result[family] for result in results], one_process(family, counts))
 
 
-SOME = [("qwen3_vl", "dp2 zero3"), ("smolvlm", "pp2 mb1"), ("mistral3", "dp2 zero3 ga2")]
+SOME = [("qwen3_vl", "dp2 zero3"), ("smolvlm", "pp2 mb1")]
 
 
 @pytest.mark.parametrize(("family", "plan_name"), SOME)

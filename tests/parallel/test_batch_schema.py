@@ -22,6 +22,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.batch_items import BatchFormat, Items
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.plan.config import RowsOf
+from support.tiers import crossings
 
 IMAGE, VIDEO, AUDIO, START = 90, 91, 92, 93
 FORMAT = BatchFormat.of(SimpleNamespace(image_token_id=IMAGE, video_token_id=VIDEO, audio_token_index=AUDIO))
@@ -187,8 +188,7 @@ def without_padding(batch: dict[str, Any], own: dict[str, Any]) -> dict[str, Any
     return {name: cut(x, own.get(name)) for name, x in batch.items()}
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", crossings(FORMATS, only=[], quick=["Patches"]))
 @settings(max_examples=60, deadline=None)
 @given(rows=rows_of, data=st.data())
 def test_a_part_is_what_the_rows_alone_are_collated_to(name: str, rows: list[Row], data: st.DataObject) -> None:
