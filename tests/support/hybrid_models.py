@@ -88,7 +88,6 @@ _NEXT = {
     "linear_num_value_heads": 4,
     "shared_expert_intermediate_size": 24,
 }
-_MAMBA1 = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 SHARED_BY_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta net, one key head": ("qwen3_5_text", {**FAMILIES["qwen3_5_text"], "linear_num_key_heads": 1}),
     "delta net, 3 heads": (
@@ -127,15 +126,6 @@ SHARED_BY_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_SIZES, "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "mamba_num_heads": 8, "head_dim": 8,
             "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 8,
-        },
-    ),
-    "mamba": ("mamba", _MAMBA1),
-    "falcon_mamba": ("falcon_mamba", _MAMBA1),
-    "jamba": (
-        "jamba",
-        {
-            **_SIZES, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 4,
-            "mamba_d_state": 4, "mamba_expand": 2, "experts_implementation": "eager",
         },
     ),
     "lfm2, biases": ("lfm2", {**FAMILIES["lfm2"], "conv_bias": True}),

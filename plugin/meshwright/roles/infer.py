@@ -130,7 +130,7 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
         if not name or name in roles or "parametrizations" in name.split(".") or _is_in(name, roles, Role.WHOLE):
             continue
         is_inside = any(name.startswith(block) for block in blocks)
-        if is_inside and _is_weightless_norm(module) and not _is_in(name, roles, Role.MIXER):
+        if is_inside and _is_weightless_norm(module):
             raise PlanError(
                 f"{name} of {type(layer).__name__} is a norm without weights inside a block: whether it norms each "
                 "head or the whole width, which is sharded, cannot be inferred; pass "

@@ -56,7 +56,7 @@ class Mixer(Block):
         self._local = {name: self._heads.rows(parts).local_size for name, parts in found.sizes.items()}
 
     def rows_of(self, name: str, role: Role, size: int) -> RowLayout:
-        if role.part in (BlockPart.ROW, BlockPart.SUM):
+        if role.part is BlockPart.ROW:
             return self._heads.rows(self.kind.reads)
         own = name.removeprefix(f"{self.name}.")
         key = self.kind.key_of(own)
@@ -110,7 +110,7 @@ def _roles(mixer: nn.Module, kind: MixerKind, hidden: int) -> dict[str, Role]:
         roles[name] = Role.MIXER_INPUT if reads_input else Role.MIXER_INNER
     if kind.group_norm is not None:
         roles[kind.group_norm] = Role.INNER_NORM
-    roles |= dict.fromkeys(kind.sums, Role.MIXER_SUM) | dict.fromkeys(kind.outputs, Role.MIXER_OUTPUT)
+    roles |= dict.fromkeys(kind.outputs, Role.MIXER_OUTPUT)
     return {name: role for name, role in roles.items() if _has_weights(attribute(mixer, name))}
 
 
