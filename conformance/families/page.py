@@ -20,7 +20,7 @@ _REMARKS = {
     "gpt-sw3": "GPT-2's class",
     "internlm3": "Llama's class",
     "iquestcoder": "Llama's class",
-    "lfm2": "with attention layers only: under tp its convolutions stay whole",
+    "lfm2": "with attention layers only; [hybrids.md](hybrids.md) has its convolutions",
     "stablelm": "without qk_layernorm, whose norms (one per head) are refused",
 }
 _DECODER_HALF = "the decoder of an encoder-decoder model; its cross-attention is sharded too"
@@ -62,10 +62,10 @@ def render(
         "",
         "Roles are inferred from the structure. Some facts cannot be inferred from the structure, such as the order of "
         "fused rows or the role of a single weight. `plugin/meshwright/roles/family_hints.py` lists them, in a line or "
-        "two per family. The same rules infer the roles of a class that is not in the table. If a parameter has no "
-        "clear role, "
-        "`to_distributed` raises an error that lists the names, before anything is changed. Most such classes need "
-        "only a hint:",
+        "two per family. The same rules infer the roles of a class that is not in the table. A module of a layer with "
+        "a parameter that has no clear role stays whole, and the log says which share of the weights is cut. With "
+        "experts, and outside of layers, `to_distributed` raises an error that lists the names, before anything is "
+        "changed. Most such classes need only a hint:",
         "",
         "<!-- given: mw, own_decoder as model -->",
         "```python",

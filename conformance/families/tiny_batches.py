@@ -99,6 +99,8 @@ class Batches:
         labels[1, :4] = -100
         if self.task == "sequence-classification":
             labels = torch.tensor([0, 1])
+            if isinstance(end := getattr(self.model.config, "eos_token_id", None), int):
+                ids[:, -1] = end  # some classify what is there
         batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
         if self.task == "seq2seq":
             reads_words = "decoder_input_ids" in self.names
@@ -124,7 +126,9 @@ class Batches:
         if kind == "image" and "image_attention_mask" in self.names:
             batch["image_attention_mask"] = torch.ones(ROWS, ids.shape[1], 1, dtype=torch.long)
         batch |= media
-        return {name: value for name, value in batch.items() if name in self.names}
+        if "actions" in batch:
+            del batch["labels"]
+        return {name: value for name, value in batch.items() if name in self.names or name == "labels"}
 
     def _word_of(self, kind: str) -> int | None:
         names = [

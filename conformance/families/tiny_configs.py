@@ -39,6 +39,8 @@ RULES: tuple[Rule, ...] = (
     (r"(^|_)vocab(_size)?($|_)", _at_most(VOCAB)),
     (r"index(er)?_top_?k|index_kpool|top_k_tokens", _at_most(8)),
     (r"experts_per_tok|top_?k($|_experts)|moe_k$|moe_topk|router_topk", _at_most(2)),
+    (r"^coordinate_size$", _at_most(WIDTH // 8)),
+    (r"^shape_size$", _at_most(WIDTH // 4)),
     (r"upsample_groups", _at_most(WIDTH)),
     (r"n_groups?$|ngroups$|num_expert_groups?$|^groups$", _at_most(2)),
     (r"topk_group", _at_most(1)),

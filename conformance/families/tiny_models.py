@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "granite4_vision": {
         "deepstack_layer_map": [(0, 0), (1, 1)], "spatial_target_layers": [1], "downsample_rate": "1/2",
     },
+    "lilt": {"hidden_size": 48},
     "llama4": {"vision_config.intermediate_size": 256},
     "muse_glimmer": {"vision_config.out_hidden_size": 256},
     "muse_spark": {"vision_config.out_hidden_size": 256},
@@ -115,7 +117,7 @@ def tiny(mapping: str, model_type: str) -> Tiny:
             config = Shrinker(words, *way, fields=fields).tiny(default) if way else _known(model_type)
             _prepare(config)
             with torch.device("meta"):
-                size = sum(parameter.numel() for parameter in kind(config).parameters())
+                size = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
             if size > _LARGEST:
                 raise ValueError(f"the tiny model has {size} parameters")
             with in_float64():
@@ -168,7 +170,7 @@ def _prepare(config: PretrainedConfig) -> None:
 
 def _build(kind: Any, config: PretrainedConfig) -> Any:
     torch.manual_seed(0)
-    model = kind(config).double()
+    model = kind(copy.deepcopy(config)).double()  # some models change their config
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

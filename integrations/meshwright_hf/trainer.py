@@ -292,6 +292,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         return stack
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        self.accelerator.unscale_gradients()
         return mw.clip_grad_norm_(self.model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:

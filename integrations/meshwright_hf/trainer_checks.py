@@ -104,8 +104,6 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
             f"dp_shard_size={sizes.dp_shard_size}) is a second plan beside meshwright=; leave it out and set "
             f"ParallelPlan(tp={sizes.tp_size}, ...)"
         )
-    if args.fp16:
-        yield "TrainingArguments.fp16=True needs a GradScaler, which is not available on shards; use bf16=True"
     if args.use_liger_kernel:
         yield (
             "TrainingArguments.use_liger_kernel=True replaces the head and its loss, which the plan shards; leave it "

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshwright.monitor.read_out import memory_of
     from meshwright.optim.attach_gradients import shard_optimizer
     from meshwright.optim.balance_experts import balance_experts, expert_counts
+    from meshwright.optim.chained import ChainedOptimizer
     from meshwright.optim.clip_grad_norm import clip_grad_norm_
     from meshwright.optim.gather_rows import gather_rows
     from meshwright.optim.global_mean import global_mean
@@ -86,6 +87,7 @@ _HOMES = {
     "monitor.held_memory": ("HeldMemory", "MemoryOfRanks"),
     "monitor.read_out": ("memory_of",),
     "optim.balance_experts": ("balance_experts", "expert_counts"),
+    "optim.chained": ("ChainedOptimizer",),
     "optim.clip_grad_norm": ("clip_grad_norm_",),
     "optim.gather_rows": ("gather_rows",),
     "optim.global_mean": ("global_mean",),
@@ -100,6 +102,7 @@ _HOME = {name: f"meshwright.{module}" for module, names in _HOMES.items() for na
 
 __all__ = [
     "AlreadyDistributedError",
+    "ChainedOptimizer",
     "Checkpoint",
     "CheckpointError",
     "DataParallel",

@@ -22,7 +22,7 @@ class ModelKind:
 
     Args:
         what: the kind, with the config field that shows it.
-        why: the reason why the planner and tensor parallelism do not support it.
+        why: the reason why the planner does not support it, or tensor parallelism only with a given plan.
         instead: what works instead, as code.
     """
 
@@ -48,8 +48,8 @@ def kind_of(config: object) -> ModelKind | None:
     if fields.get("is_encoder_decoder") or fields.get("model_type") in _ENCODER_DECODERS:
         return ModelKind(
             what=f"an encoder-decoder, not a decoder (model_type={fields.get('model_type')!r})",
-            why="cross-attention and the encoder have no role in a decoder's plan",
-            instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' if memory is short",
+            why="the planner has no estimate for an encoder beside the decoder",
+            instead="give a plan: plan='dp2', plan='dp2 zero3' if memory is short, or 'tp2+sp' if tp divides its heads",
         )
     if modality := next((name for name in _MODALITIES if fields.get(name)), None):
         return ModelKind(
@@ -63,8 +63,8 @@ def kind_of(config: object) -> ModelKind | None:
     if fields.get("model_type") in _ENCODERS:
         return ModelKind(
             what=f"an encoder, not a decoder (model_type={fields.get('model_type')!r})",
-            why="a sharding plan has roles for decoders only",
-            instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' if memory is short",
+            why="the planner has estimates for decoders only",
+            instead="give a plan: plan='dp2', plan='dp2 zero3' if memory is short, or 'tp2+sp' if tp divides its heads",
         )
     return None
 

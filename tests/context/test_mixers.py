@@ -36,7 +36,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp2 cp2, micro-batches": {"pp": 2, "cp": 2, "gradient_accumulation_steps": 2},
     "cp4(ulysses)": {"cp": 4, "context": "ulysses"},
 }  # fmt: skip
-CASES = [(family, plan) for family in FAMILIES for plan in PLANS]
+CASES = [*((family, plan) for family in FAMILIES for plan in PLANS), ("nemotron_h", "cp2")]
 ROWS = ("whole rows", "padding", "three tokens")
 
 

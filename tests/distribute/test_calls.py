@@ -279,7 +279,7 @@ SIZES = {
 def test_models_are_refused_by_what_they_are() -> None:
     """List B: "no role for 21 parameters", of a mixture of experts or an encoder."""
     with torch.device("meta"):
-        bert = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("bert", **SIZES))
+        xlm = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("xlm", emb_dim=64))
         of_layer, of_own_code = build_with_experts("gemma4_text"), build_with_experts("jetmoe")
     for model, said in (
         (
@@ -290,7 +290,7 @@ def test_models_are_refused_by_what_they_are() -> None:
             of_own_code,
             r"(?s)no role to 2 param.* JetMoe.* has experts, and runs without tp: plan='dp2 zero3' or plan='pp2'",
         ),
-        (bert, r"is an encoder, not a decoder \(model_type='bert'\): .* plan='dp2'"),
+        (xlm, r"is an encoder, not a decoder \(model_type='xlm'\): .* plan='dp2'.*2 stacks of layers"),
     ):
         with pytest.raises(PlanError) as raised:
             from meshwright.parallel.structure import describe as take_apart

@@ -164,3 +164,10 @@ def test_states_of_an_unknown_form_are_refused() -> None:
             model(**rows()[0])
     finally:
         del type(model)._is_stateful
+
+
+@pytest.mark.crossing
+def test_verify_keeps_documents_apart_on_one_device_too() -> None:
+    report = mw.verify(functools.partial(build, "lfm2"), "dp2 zero1")
+    assert report.ok, report
+    assert "Packed documents are kept apart on one device too" in str(report)

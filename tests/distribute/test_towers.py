@@ -172,6 +172,33 @@ def test_a_tower_that_reads_the_weight_of_another_module_is_refused(pool2: Any) 
     assert kind == "UnreadableTensorError" and "embed_positions" in said and "use zero_stage=2" in said
 
 
+def step_that_leaves_out_a_layer(*, has_images: bool) -> None:
+    """The first rank alone has images, or both have, and a layer attends to them."""
+    text = {**SIZES, "num_hidden_layers": 4, "cross_attention_layers": [2], "pad_token_id": 0}
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_global_layers": 1}
+    tower |= {"attention_heads": 2, "image_size": 8, "patch_size": 4, "max_num_tiles": 1, "vision_output_dim": 32}
+    config = transformers.MllamaConfig(
+        vision_config={**tower, "supported_aspect_ratios": [[1, 1]], "intermediate_layers_indices": [0]},
+        text_config={**text, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        image_token_index=IMAGE,
+    )
+    model = transformers.MllamaForConditionalGeneration(config)
+    model = mw.to_distributed(model, plan=mw.ParallelPlan(dp=2, zero_stage=3))[0].train()
+    ids = tokens(1, LENGTH, vocab_size=IMAGE)
+    batch = {"input_ids": ids, "labels": ids}
+    if has_images or torch.distributed.get_rank() == 0:
+        sizes = {"aspect_ratio_ids": torch.ones(1, 1).long(), "aspect_ratio_mask": torch.ones(1, 1, 1).long()}
+        seen = torch.ones(1, LENGTH, 1, 1).long()
+        batch |= {"pixel_values": torch.ones(1, 1, 1, 3, 8, 8), **sizes, "cross_attention_mask": seen}
+    model(**batch).loss.backward()
+
+
+def test_a_layer_that_only_some_ranks_would_gather_is_refused(pool2: Any) -> None:
+    pool2.run(step_that_leaves_out_a_layer, has_images=True)
+    said = pool2.run_expecting_error(step_that_leaves_out_a_layer, has_images=False)
+    assert said[1][0] == "PlanError" and "layers.2." in said[1][1] and "was left out" in said[1][1]
+
+
 class WithSegments(transformers.LlamaForCausalLM):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, segments: Tensor, **more: Any) -> Any:
         return super().forward(input_ids, attention_mask=attention_mask, **more)

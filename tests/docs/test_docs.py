@@ -36,6 +36,7 @@ PARSED_ONLY = {
     "benchmarks.compiled_layers": "takes minutes, and a quiet machine; tests/distribute/test_compile.py counts graphs",
     "conformance.families.context": "takes minutes; tests/context/test_context.py trains families under every method",
     "conformance.families.context_page": "reads what a sweep of minutes has written",
+    "conformance.families.reach": "takes an hour; tests/roles/test_reach.py compares some types",
     "conformance.families.static": "takes minutes; tests/spmd/test_spmd.py checks families in the same way",
     "conformance.families.stages": "takes minutes; tests/pipeline/test_pipeline.py trains three families",
     "conformance.families.stages_page": "reads what a sweep of minutes has written",

@@ -56,10 +56,19 @@ class Run:
             self.optimizer.zero_grad()
 
 
-def train_with_a_scaler(plan: dict[str, Any]) -> float:
+class OwnScaler(torch.amp.GradScaler):
+    """A program's own scaler, which looks at the gradients of its rank."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        return {found_inf.device: found_inf}
+
+
+def train_with_a_scaler(plan: dict[str, Any], kind: type = torch.amp.GradScaler) -> float:
     """Four steps, of which the third has an infinite gradient in one row of one weight, on the first rank."""
     run, steps = Run(plan), range(4)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler = kind("cpu", init_scale=256.0)
     infinite = iter([number == 2 and dist.get_rank() == 0 for number in steps])
     run.model.model.layers[0].self_attn.q_proj.weight.register_hook(
         lambda grad: grad.index_fill(0, torch.tensor([0]), torch.inf) if next(infinite) else grad
@@ -75,17 +84,18 @@ def train_with_a_scaler(plan: dict[str, Any]) -> float:
     return scaler.get_scale()
 
 
-def test_a_scaler_of_whole_gradients_works(pool2: Any) -> None:
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, OwnScaler])
+def test_a_scaler_of_whole_gradients_works(kind: type, pool2: Any) -> None:
     """Gradients are averaged before the scaler looks at them, so both ranks skip the step."""
-    assert pool2.run(train_with_a_scaler, DP2) == [128.0, 128.0]
+    assert pool2.run(train_with_a_scaler, DP2, kind) == [128.0, 128.0]
 
 
 @pytest.mark.parametrize("plan", [{**DP2, "zero_stage": 1}, {**DP2, "zero_stage": 3}, TP2], ids=str)
-def test_a_scaler_of_parts_is_named(plan: dict[str, Any], pool2: Any) -> None:
-    """Only the rank that has the row skips the step."""
-    for kind, message in pool2.run_expecting_error(train_with_a_scaler, plan):
+def test_a_programs_own_scaler_of_parts_is_named(plan: dict[str, Any], pool2: Any) -> None:
+    """Only the rank that has the row skips the step; with torch's scaler all do (tests/optim/test_grad_scaler.py)."""
+    for kind, message in pool2.run_expecting_error(train_with_a_scaler, plan, OwnScaler):
         assert kind in ("DivergenceError", "PeerFailedError"), message
-        assert "torch.amp.GradScaler, which looks for infinite gradients on its own rank" in message
+        assert "looks for infinite gradients in a way of its own" in message and "Use torch.amp.GradScaler" in message
 
 
 def flip(parameter: Tensor, element: int, bit: int) -> None:

@@ -214,6 +214,40 @@ def test_bf16_autocast_trains_as_in_one_process(plan: dict[str, Any], pool2: Any
         assert losses != pytest.approx(_train_in_float32(), rel=1e-7), "autocast was on"
 
 
+def train_in_fp16(plan: dict[str, Any] | None) -> tuple[list[float], list[bool], float]:
+    """Losses, which steps were skipped, and the last scale, with an overflow on the first rank in one step."""
+    with accelerator(mixed_precision="fp16") as accelerate:
+        accelerate.scaler, accelerate.native_amp = torch.amp.GradScaler("cpu", init_scale=256.0), True
+        model = build("llama")
+        objects = (model, make_optimizer(model, lr=1e-3), DataLoader(dataset(40), batch_size=4))
+        model, optimizer, loader = (
+            accelerate.prepare(*objects) if plan is None else prepare(accelerate, *objects, config=config(plan))
+        )
+        skipped: list[bool] = []
+        is_here = accelerate.process_index == 0
+        norm = model.model.layers[0].input_layernorm
+        norm.weight.register_hook(lambda g: g * torch.inf if is_here and len(skipped) == 3 else g)
+        losses = []
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerate.backward(loss)
+            accelerate.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            skipped.append(optimizer.step_was_skipped)
+        return losses, skipped, accelerate.scaler.get_scale()
+
+
+@pytest.mark.parametrize("plan", [TP2, crossing(PP2)], ids=["tp2", "pp2"])
+def test_fp16_skips_the_steps_of_one_process(plan: dict[str, Any], pool2: Any) -> None:
+    expected, *scaled = train_in_fp16(None)
+    for losses, *found in pool2.run(train_in_fp16, plan):
+        assert found == scaled == [[number == 3 for number in range(10)], 128.0]
+        # 1e-3: fp16 has 11 bits, so that products are rounded by up to 5e-4.
+        assert losses == pytest.approx(expected, rel=1e-3)
+
+
 def _train_in_float32() -> list[float]:
     model = build("llama")
     optimizer, losses = make_optimizer(model, lr=1e-3), []
@@ -433,10 +467,11 @@ class TestBadInput:
         with pytest.raises(PlanError, match=r"dp_replicate_size x dp_shard_size=2, but the plan has dp=1"):
             prepare(accelerate, build("llama"), config=config({}))
 
-    def test_a_grad_scaler(self, accelerate: Any) -> None:
-        accelerate.scaler = torch.amp.GradScaler("cpu")
-        with pytest.raises(PlanError, match="GradScaler"):
-            prepare(accelerate, build("llama"), config=config({}))
+    def test_float8(self) -> None:
+        with accelerator() as accelerate:
+            accelerate.state._mixed_precision = "fp8"
+            with pytest.raises(PlanError, match="mixed_precision='fp8'"):
+                prepare(accelerate, build("llama"), config=config({}))
 
     def test_dispatched_batches(self) -> None:
         with (

@@ -27,7 +27,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"parallelism_config": SimpleNamespace(tp_size=2, cp_size=1, dp_shard_size=2)},
         r"parallelism_config \(tp_size=2.*ParallelPlan\(tp=2",
     ),
-    "fp16": ({"fp16": True}, "fp16=True.*bf16=True"),
     "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True"),
     "sampling": ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.*group_by_length"),
     "split batches": (

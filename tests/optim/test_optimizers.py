@@ -285,16 +285,30 @@ def test_shard_optimizer_by_itself(pool2: Any) -> None:
         assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-class Adafactored(torch.optim.Optimizer):
-    """Not elementwise, and of no class that is known."""
+class OfOneNorm(torch.optim.Optimizer):
+    """Reads all gradients to update a parameter."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
 
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.sub_(p.grad / p.grad.norm())
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.data.sub_(p.grad / norm)
+
+
+class WithClosure(OfOneNorm):
+    """Steps only with a closure."""
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+class InBackward(OfOneNorm):
+    """Has changed the parameters before it steps, as LOMO."""
+
+    def step(self, closure: Any = None) -> None: ...
 
 
 def use_unknown_optimizer(plan: dict[str, Any], optimizer_class: type) -> None:
@@ -309,16 +323,23 @@ def use_unknown_optimizer(plan: dict[str, Any], optimizer_class: type) -> None:
 
 
 @pytest.mark.parametrize("plan", [ZERO, SP])
-@pytest.mark.parametrize("optimizer_class", [Adafactored, torch.optim.Adafactor, torch.optim.Muon])
-def test_optimizers_that_are_not_elementwise_are_refused_by_name(
-    plan: dict[str, Any], optimizer_class: type, pool2: Any
+@pytest.mark.parametrize(
+    ("optimizer_class", "why"),
+    [
+        (OfOneNorm, "changes with the other parameters"),
+        (WithClosure, "a trial step ended in TypeError"),
+        (InBackward, "changes nothing"),
+    ],
+)
+def test_optimizers_that_read_several_parameters_are_refused_by_name(
+    plan: dict[str, Any], optimizer_class: type, why: str, pool2: Any
 ) -> None:
     for kind, message in pool2.run_expecting_error(use_unknown_optimizer, plan, optimizer_class):
-        assert kind == "OptimizerMismatchError" and optimizer_class.__name__ in message
+        assert kind == "OptimizerMismatchError" and optimizer_class.__name__ in message and why in message
 
 
 def test_any_optimizer_works_where_nothing_is_sharded(pool2: Any) -> None:
-    pool2.run(use_unknown_optimizer, {"dp": 2}, Adafactored)
+    pool2.run(use_unknown_optimizer, {"dp": 2}, OfOneNorm)
 
 
 class Normalised(torch.optim.Optimizer):

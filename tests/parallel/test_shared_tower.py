@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.method_chain import add_step, find_step
-from meshwright.parallel.shared_tower import Images, SharedTower
+from meshwright.parallel.shared_tower import Images, SharedTower, _mapped
 from meshwright.roles.decoder import towers_of
 from support.exact import Float64
 from support.tiers import crossings
@@ -56,6 +56,16 @@ def test_images_of_a_call() -> None:
     assert part["return_dict"]
     assert Images.of({"pixel_values": torch.rand(3, 2, 2, 2), "mask": torch.ones(4)}) is None
     assert Images.of({"hidden_states": patches}) is None  # of how many images is not known
+
+
+def test_values_of_a_tuple_are_made_when_they_are_read() -> None:
+    made: list[Tensor] = []
+    values = _mapped(lambda x: made.append(x) or x + 1, (torch.zeros(1), torch.ones(1), torch.ones(1)))
+    assert len(values) == 3 and not made
+    assert values[-2] is values[1] and len(made) == 1
+    assert [int(x) for x in values] == [1, 2, 2] and len(values[1:]) == 2 and len(made) == 3
+    with pytest.raises(TypeError):
+        torch.stack(values)
 
 
 def images_seen(plan: dict[str, Any], family: str, counts: list[tuple[int, int]]) -> list[int]:

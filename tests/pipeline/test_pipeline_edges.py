@@ -299,7 +299,7 @@ WORDS = {
     "logits": "gather_logits=True",
     "loss on logits": "pp=1",
     "loss in eval mode": "pp=1",
-    "float16": "bfloat16",
+    "float16": "no error",
     "torch's clipping": "meshwright.clip_grad_norm_",
     "checkpointing": "gradient_checkpointing_disable",
     "reentrant": "{'use_reentrant': False}",

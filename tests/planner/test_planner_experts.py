@@ -227,13 +227,14 @@ def test_a_plan_that_cannot_spread_the_experts_is_refused(plan: Candidate, said:
         check_plan(QWEN, plan)
 
 
-def test_a_plan_under_which_mixers_stay_whole_has_no_estimate() -> None:
+def test_a_plan_under_which_mixers_are_cut_beside_experts_has_no_estimate() -> None:
     with torch.device("meta"):
         hybrid = build("qwen3_next")
     reason = against_tensor(hybrid)
-    assert reason == "model.layers.1.linear_attn stays whole under tp, which the planner does not estimate"
+    said = "is cut by heads under tp, which the planner does not estimate beside experts"
+    assert reason == f"model.layers.1.linear_attn {said}"
     space = Space(shape=QWEN, cluster=Cluster(device=device("h100-sxm"), gpus=2), job=JOB, no_tensor=reason)
-    with pytest.raises(PlanError, match="stays whole under tp"):
+    with pytest.raises(PlanError, match=said):
         weigh(space, None, [Candidate(tp=2, sequence_parallel=True, micro_batch=JOB.global_batch)])
 
 

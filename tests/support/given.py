@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 import meshwright as mw
 import meshwright_hf
 from meshwright.mesh.axes import Axis
-from support import anatomies, clm_script, vision_models, words
+from support import anatomies, clm_script, hybrid_models, vision_models, words
 from support.models import build
 
 __all__ = ["DataLoader", "DistributedConfig", "LlamaForCausalLM", "meshwright_hf", "mw", "torch"]
@@ -207,6 +207,10 @@ class Script:
     @cached_property
     def vision_loader(self) -> Any:
         return vision_models.loader("qwen3_vl", [(1, 1), (1, 1)])
+
+    @cached_property
+    def qwen3_5(self) -> nn.Module:
+        return hybrid_models.build("qwen3_5_text").float()
 
     @cached_property
     def deepseek(self) -> nn.Module:

@@ -36,12 +36,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {**_SIZES, **_DELTA, "linear_num_value_heads": 2},
 }  # fmt: skip
 
+# Recurrences without a convolution, which stay whole.
+RECURRENCES: dict[str, dict[str, Any]] = {
+    "rwkv": {
+        "vocab_size": 97, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 64,
+    },
+    "xlstm": {
+        "vocab_size": 97, "hidden_size": 32, "num_blocks": 2, "num_hidden_layers": 2, "num_heads": 4,
+    },
+    "minimax": {
+        **_SIZES, "layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "experts_implementation": "eager", "head_dim": 8,
+    },
+}  # fmt: skip
+
+
+def from_config(name: str, **values: Any) -> Any:
+    family, own = SHARED_BY_RANKS[name] if name in SHARED_BY_RANKS else (name, (FAMILIES | RECURRENCES)[name])
+    return transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family](**{**own, **values}))
+
 
 def build(name: str) -> Any:
     """A seeded model, of a family or of ``SHARED_BY_RANKS``, of which every parameter has a random value of its own."""
-    family, values = SHARED_BY_RANKS[name] if name in SHARED_BY_RANKS else (name, FAMILIES[name])
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[family](**values))
+    model = from_config(name)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -70,6 +88,7 @@ _NEXT = {
     "linear_num_value_heads": 4,
     "shared_expert_intermediate_size": 24,
 }
+_MAMBA1 = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 SHARED_BY_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta net, one key head": ("qwen3_5_text", {**FAMILIES["qwen3_5_text"], "linear_num_key_heads": 1}),
     "delta net, 3 heads": (
@@ -108,6 +127,15 @@ SHARED_BY_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_SIZES, "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "mamba_num_heads": 8, "head_dim": 8,
             "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 8,
+        },
+    ),
+    "mamba": ("mamba", _MAMBA1),
+    "falcon_mamba": ("falcon_mamba", _MAMBA1),
+    "jamba": (
+        "jamba",
+        {
+            **_SIZES, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 4,
+            "mamba_d_state": 4, "mamba_expand": 2, "experts_implementation": "eager",
         },
     ),
     "lfm2, biases": ("lfm2", {**FAMILIES["lfm2"], "conv_bias": True}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +21,33 @@ PAIRS: Counts = ((1, 1), (2, 0), (0, 0), (3, 1), (2, 0), (1, 0), (3, 0))
 FOURS: Counts = ((1, 0, 0, 2), (0, 0, 3, 1), (0, 0, 0, 0), (2, 2, 0, 0), (0, 1, 0, 0))
 
 
-def train(plan: Plan, family: str, counts: Counts = PAIRS, *, freezes_tower: bool = False, **config: Any) -> Any:
-    """Train a family on batches with these numbers of images; AdamW decays only weights that have a gradient."""
+def train(plan: Plan, family: str, counts: Counts = PAIRS, **options: Any) -> dict[str, Tensor]:
+    """Train a family on batches with these numbers of images; see :func:`train_on`."""
+    batches = [collate(family, samples(family, numbers)) for numbers in counts]
+    return train_on(plan, build(family), batches, **options)
+
+
+def train_on(
+    plan: Plan, model: Any, batches: Sequence[Any], *, prepare: Callable[[Any], object] = lambda model: None
+) -> dict[str, Tensor]:
+    """Train on ready batches, with an optimizer that decays only weights that have a gradient.
+
+    Args:
+        plan: None for one process.
+        model: the model.
+        batches: the batches.
+        prepare: changes the model before it is distributed.
+    """
     with Float64():
-        model = build(family, freezes_tower=freezes_tower)
+        prepare(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
-        batches = [collate(family, samples(family, numbers)) for numbers in counts]
-        return steps(plan, model, optimizer, batches, **config)
+        return _steps(plan, model, optimizer, batches)
 
 
-def steps(plan: Plan, model: Any, optimizer: Any, batches: Sequence[Any], **config: Any) -> dict[str, Tensor]:
+def _steps(plan: Plan, model: Any, optimizer: Any, batches: Sequence[Any]) -> dict[str, Tensor]:
     model.config.use_cache = False
-    model, optimizer, loader = distribute(plan, model, optimizer, batches, **config)
+    model, optimizer, loader = distribute(plan, model, optimizer, batches)
     found: dict[str, Tensor] = {}
     for step, batch in enumerate(loader):
         loss = model(**batch).loss
@@ -46,10 +60,7 @@ def steps(plan: Plan, model: Any, optimizer: Any, batches: Sequence[Any], **conf
     return found | {f"weight {name}": value for name, value in weights_of(model, plan).items()}
 
 
-@functools.cache
-def one_process(family: str, counts: Counts = PAIRS, *, freezes_tower: bool = False) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = train(None, family, counts, freezes_tower=freezes_tower)
-    return found
+one_process = functools.cache(functools.partial(train, None))
 
 
 def train_each(plan: Plan, families: Sequence[str], counts: Counts) -> dict[str, dict[str, Tensor]]:

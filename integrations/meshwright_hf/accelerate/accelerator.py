@@ -125,7 +125,10 @@ class PlannedAccelerator(Accelerator):
         model = self._model_of(parameters)
         if model is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        return mw.clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
+        if not self.sync_gradients:
+            return None
+        self.unscale_gradients()
+        return mw.clip_grad_norm_(model, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each element of the gradients; do nothing while gradients are being accumulated."""
@@ -134,6 +137,7 @@ class PlannedAccelerator(Accelerator):
         if model is None:
             super().clip_grad_value_(parameters, clip_value)
         elif self.sync_gradients:
+            self.unscale_gradients()
             runtime = runtime_of(model)
             runtime.gradients.check_synced()
             for gradient, _ in runtime.gradients.counted(runtime.mesh):

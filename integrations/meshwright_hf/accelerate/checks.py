@@ -63,12 +63,12 @@ def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
     """
     _check_engines(accelerator, plan)
     _check_sizes(accelerator, plan)
-    if accelerator.scaler is not None or accelerator.mixed_precision == "fp8":
+    if accelerator.mixed_precision == "fp8":
         raise PlanError(
-            f"Accelerator(mixed_precision={accelerator.mixed_precision!r}) is not available under a plan: its "
-            "GradScaler looks for overflow in one rank's shards only. Use mixed_precision='bf16'"
+            "Accelerator(mixed_precision='fp8') is not available under a plan: the scales of float8 would be those of "
+            "this rank's shards. Use mixed_precision='bf16'"
         )
-    if accelerator.mixed_precision == "fp16":
+    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         logger.warning("on this device mixed_precision='fp16' does nothing in accelerate; training is in float32")
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise PlanError(

@@ -14,6 +14,7 @@ from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.shapes import ModelShape, describe
 from meshwright.roles import ShardingPlan, find_decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.blocks import Mixer
 from meshwright.roles.blocks.experts import experts_of_own_code, has_experts
 
 
@@ -62,5 +63,8 @@ def against_tensor(model: nn.Module, sharding_plan: ShardingPlan | None = None) 
         found = describe_structure(decoder, sharding_plan or plan_for(decoder), tp=1, sequence_parallel=False)
     except PlanError as error:
         return str(error).splitlines()[0]
-    whole = found.whole if has_experts(decoder) else ()
-    return next((f"{name} stays whole under tp, which the planner does not estimate" for name in whole), None)
+    if not has_experts(decoder):
+        return None
+    if mixer := next((block for block in found.blocks if isinstance(block, Mixer)), None):
+        return f"{mixer.name} is cut by heads under tp, which the planner does not estimate beside experts"
+    return next((f"{name} stays whole under tp, which the planner does not estimate" for name in found.whole), None)

@@ -28,7 +28,7 @@ from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.faults.together import on_first_rank
 from meshwright.mesh.axis_sizes import AXES
 from meshwright.mesh.process_group import node_count, world_size
-from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.elementwise import check_reads, declared
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.recompute import can_recompute_some, check_recompute
@@ -172,8 +172,8 @@ def _refusals(
         check_adapted_experts(decoder, ep=plan.ep, etp=1, zero_stage=plan.zero_stage)
         if plan.recompute == "full":
             check_recompute(decoder, plan.recomputed)
-        if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage):
-            check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
+        if optimizer is not None:
+            check_reads(optimizer, reads=declared(config), plan=runnable)
         structure: Decoder | None = None
         if plan.tp > 1:
             sharding = config.sharding_plan or plan_for(decoder)

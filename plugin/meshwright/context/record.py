@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.context.attend import AttentionCall
 from meshwright.context.attention import attach_attention, detach_attention
 from meshwright.context.masks import ContextMask
-from meshwright.context.token_wise import is_of_experts
+from meshwright.context.token_wise import is_token_wise
 from meshwright.errors import PlanError
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.region_borders import RegionBorders
@@ -97,10 +97,10 @@ def record_context(decoder: Decoder) -> ContextRecord:
                 token_dims[layer][place] = dims[0]
         inside = set(layer.modules())
         has_known = any(module in inside for module in (*mixers.values(), *(site.module for site in first.sites)))
-        if not has_known and not is_of_experts(layer):
+        if not has_known and not is_token_wise(layer):
             raise PlanError(
                 f"{names[layer]} of {type(model).__name__} does not call transformers' attention interface, and it has "
-                f"more than norms and experts: it may have an attention of its own. Use {INSTEAD}"
+                f"more than norms, MLPs and experts: it may have an attention of its own. Use {INSTEAD}"
             )
     arguments = {layer: frozenset(shapes) for layer, shapes in first.shapes.items()}
     return ContextRecord(

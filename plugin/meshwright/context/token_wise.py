@@ -11,7 +11,7 @@ from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.roles import Decoder, Role, ShardingPlan
 from meshwright.roles.blocks import Mlp, has_attention, mixers_of
-from meshwright.roles.blocks.experts import is_experts, roles_of_experts, routed_modules
+from meshwright.roles.blocks.experts import is_experts, routed_modules
 from meshwright.roles.decoder import is_norm
 from meshwright.roles.projection import is_projection
 
@@ -53,16 +53,15 @@ def check_token_wise(decoder: Decoder, plan: ShardingPlan | None) -> None:
         )
 
 
-def is_of_experts(layer: nn.Module) -> bool:
-    """Return whether a layer has only norms and a module that owns experts, each of which takes each token by itself.
+def is_token_wise(layer: nn.Module) -> bool:
+    """Return whether a layer has only norms, MLPs and modules with experts, each of which takes each token by itself.
 
-    Another MLP inside of that module is a shared expert.
+    Another MLP inside of what owns experts is a shared expert.
     """
     sizes = {p.shape[0] for p in layer.parameters() if p.ndim == 1}
     known = set(_of_experts_in(layer))
-    for owner in (module for module in layer.modules() if roles_of_experts(module)):
-        mlps = ((m, size) for m in owner.modules() for size in sizes)
-        known |= {module.get_submodule(name) for module, size in mlps for name in Mlp.claim(module, size, {})}
+    for module in layer.modules():
+        known |= {module.get_submodule(name) for size in sizes for name in Mlp.claim(module, size, {})}
     own = [module for module in layer.modules() if list(module.parameters(recurse=False))]
     return bool(known) and all(module in known or is_norm(module, *sizes) for module in own)
 

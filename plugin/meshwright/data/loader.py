@@ -97,7 +97,14 @@ class DistributedLoader:
         else:
             readers = Peers((mesh.dp,)) if self._is_led else self._everyone
             self._reader = make_reader(
-                loader, mesh.dp, share, readers, self._options, keeps_samples=pads, format=format
+                loader,
+                mesh.dp,
+                share,
+                readers,
+                self._options,
+                keeps_samples=pads,
+                format=format,
+                needs_rows=self._has_dtensors,
             )
         self._steps = self._iterations = self._dropped = 0
         self._sizes: str | None = None  # the inputs' sizes and dtypes, which the ranks of dp compared last

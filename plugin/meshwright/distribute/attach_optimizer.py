@@ -12,7 +12,7 @@ from meshwright.choose.given_plan import given_plan
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.features.splits import split_batches
 from meshwright.optim.attach_gradients import install_gradient_sync
-from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.elementwise import check_reads, declared, whole_groups
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.added_parameters import check_none_added
@@ -87,7 +87,7 @@ def plan_to_complete(
     if optimizer is not None:
         check_ownership(model, optimizer)
         _check_unchanged(runtime, model)
-        check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise, plan=plan)
+        check_reads(optimizer, reads=declared(config), plan=plan)
         if plan.zero_stage > 0 and any(p.grad is not None for p in model.parameters()):
             raise PlanError(
                 f"ParallelPlan.zero_stage={plan.zero_stage} shards gradients, but the model already has some; call "
@@ -97,7 +97,11 @@ def plan_to_complete(
 
 
 def complete(
-    runtime: Runtime, model: nn.Module, optimizer: Optimizer | None, plan: ParallelPlan, *, bucket_bytes: int
+    runtime: Runtime,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    plan: ParallelPlan,
+    config: ToDistributedConfig,
 ) -> None:
     """Bind the optimizer to a distributed model's gradients, and install the plan's additions, without communication.
 
@@ -106,13 +110,20 @@ def complete(
         model: the distributed model.
         optimizer: the optimizer, checked by ``plan_to_complete``.
         plan: the plan that ``plan_to_complete`` returned.
-        bucket_bytes: the size of a gradient bucket.
+        config: the options of the call.
     """
     before, runtime.plan = runtime.plan, plan
     assert before is not None
     if optimizer is not None:
         with reading_shards():
-            install_gradient_sync(runtime, model, optimizer, zero_stage=plan.zero_stage, bucket_bytes=bucket_bytes)
+            install_gradient_sync(
+                runtime,
+                model,
+                optimizer,
+                zero_stage=plan.zero_stage,
+                bucket_bytes=int(config.bucket_size_mb * 2**20),
+                whole_groups=whole_groups(optimizer, reads=declared(config), plan=plan),
+            )
     decoder: nn.Module = without_wrappers(model)[1]
     if plan.has_micro_batches and not before.has_micro_batches:
         runtime.features.get(HookedModules).is_split = True

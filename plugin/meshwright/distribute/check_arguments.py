@@ -149,7 +149,10 @@ def _no_optimizer(optimizer: object, dataloader: object) -> str:
     if is_scaler(optimizer):
         return f"{must}, not a GradScaler; leave it out: {NO_SCALER}"
     if isinstance(optimizer, list | tuple):
-        return f"{must}, not a {type(optimizer).__name__} of {len(optimizer)}; pass one optimizer, with groups"
+        return (
+            f"{must}, not a {type(optimizer).__name__} of {len(optimizer)}; pass one optimizer, with groups, or "
+            "mw.ChainedOptimizer(first, second)"
+        )
     return f"{must}, not a {type(optimizer).__name__}; the order is {CALL}"
 
 

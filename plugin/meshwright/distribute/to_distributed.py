@@ -35,7 +35,7 @@ from meshwright.mesh.axes import Mesh
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
 from meshwright.monitor.monitor import Preparation, start_monitor
-from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.elementwise import check_reads, declared
 from meshwright.optim.gradients import Engine
 from meshwright.optim.runtime import Runtime, Watch, WholeLogits, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
@@ -152,7 +152,7 @@ def _distribute(
         plan = choose_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
     check_launch(plan)
     if optimizer is not None:
-        check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise, plan=plan)
+        check_reads(optimizer, reads=declared(config), plan=plan)
     check_embeddings(model, plan, config.engine)
     check_mixed_rows(model, plan)
     structure = structure_of(decoder, plan, config)
@@ -270,7 +270,7 @@ def _complete(
         loader.feeds_causal_lm = isinstance(loss, CausalLMLoss)
     shows = config.logging_steps is not None and runtime.features.find(Watch) is None
     shown = Preparation.make(model, config) if shows else None
-    complete(runtime, model, optimizer, plan, bucket_bytes=int(config.bucket_size_mb * 2**20))
+    complete(runtime, model, optimizer, plan, config)
     if optimizer is not None:
         _warn_of_float16(model)
     if shown is not None:

@@ -16,6 +16,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.document_rows import RowDocuments
+from meshwright.parallel.loss_scale import LossScale
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.shared_tower import SharedTower, shares_towers
 from meshwright.parallel.split_forward import SplitForward
@@ -24,6 +25,7 @@ from meshwright.parallel.tower_features import TowerFeatures
 from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.plan.config import ParallelPlan
+from meshwright.roles.decoder import embeds_tokens
 
 
 def part_tokens(build: Build) -> None:
@@ -81,10 +83,12 @@ def part_features(build: Build) -> None:
 
 def share_towers(build: Build) -> None:
     """Let the ranks of tp, and those of cp, share the images of each tower."""
-    if not shares_towers(build.plan, build.config.engine):
+    if build.structure is None or not shares_towers(build.plan, build.config.engine):
         return
+    embedding = build.structure.embedding
+    towers = [tower for tower in build.towers if not embeds_tokens(tower, embedding)]
     tp, cp = build.runtime.mesh.tp, build.runtime.mesh.cp
-    for tower, axis in itertools.product(build.towers, (tp, cp)):
+    for tower, axis in itertools.product(towers, (tp, cp)):
         if axis.size > 1:
             add_step(tower, SharedTower(tower, axis, (tp, cp), has_own_tokens=axis is cp))
 
@@ -98,6 +102,7 @@ def run_in_parts(build: Build) -> None:
             split_batches(build.decoder, build.runtime, build.plan)
         return
     runtime = build.runtime
+    runtime.features.add(LossScale(build.decoder))
     pipeline = Pipeline.open(build.cut, build.plan, runtime.mesh.pp, build.device)
     _set_timeouts(build)
     outputs = StageOutputs(
@@ -116,6 +121,7 @@ def split_batches(decoder: nn.Module, runtime: Runtime, plan: ParallelPlan) -> N
         syncs=runtime.gradients.syncs,
         loss=runtime.features.get(BatchLoss),
         guard=runtime.guard,
+        scale=runtime.features.add(LossScale(decoder)),
         format=runtime.features.get(BatchFormat),
         keeps_logits=runtime.logits.in_training,
     )

@@ -6,6 +6,7 @@ from meshwright.context.region import ContextRegion
 from meshwright.features.build import Build
 from meshwright.layout.tensor_layout import is_held
 from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradients_to_engine
+from meshwright.optim.elementwise import declared, whole_groups
 from meshwright.optim.shard_state import shard_state
 from meshwright.optim.step_watch import watch_steps
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
@@ -28,7 +29,7 @@ from meshwright.roles.blocks.experts import owners_of_experts
 def hold_shards(build: Build) -> None:
     """Cut the optimizer's state as the parameters are cut, and gather ZeRO's weights where layers run."""
     if build.optimizer is not None:
-        shard_state(build.optimizer)
+        shard_state(build.optimizer, whole=_whole_groups(build))
     if build.runtime.weights is not None:
         build.runtime.weights.attach(build.model)
 
@@ -45,8 +46,16 @@ def synchronise_gradients(build: Build) -> None:
         build.optimizer,
         zero_stage=build.plan.zero_stage,
         bucket_bytes=int(build.config.bucket_size_mb * 2**20),
+        whole_groups=_whole_groups(build),
     )
     watch_steps(runtime, is_trusted=build.config.optimizer_is_elementwise)
+
+
+def _whole_groups(build: Build) -> list[int]:
+    """Return the groups of the optimizer whose parameters are stepped whole."""
+    if build.optimizer is None or build.runtime.engine is not None:
+        return []
+    return whole_groups(build.optimizer, reads=declared(build.config), plan=build.plan)
 
 
 def average_loss(build: Build) -> None:

@@ -69,6 +69,14 @@ class TensorLayout:
         """Return the layout of the tensor of this name, as the rank with this place on a mesh sees it."""
         return dataclasses.replace(self, name=name, place=mesh.place)
 
+    def resized(self, shape: torch.Size) -> TensorLayout:
+        """Return the layout of a tensor of another shape that is whole on the ranks that have all of this one."""
+        assert self.flat is not None and not self.cuts
+        axis, rows = self.flat
+        size = shape.numel()
+        spans = tuple(((0, size if stop > start else 0),) for ((start, stop),) in rows.spans)
+        return dataclasses.replace(self, shape=shape, flat=(axis, RowLayout(0, size, spans)))
+
     def flattened(self, rows: RowLayout, axis: str = "tokens") -> TensorLayout:
         """Return the layout of this tensor if an axis cuts the flattened shards as ``rows`` says."""
         return dataclasses.replace(self, flat=(axis, rows))

@@ -154,7 +154,8 @@ class Mesh:
         """Return a rank's coordinate on each axis, from those on the factors, the outermost first."""
         place = dict(zip(reversed(_FACTORS), ranks, strict=True))
         place["dp"], place["cp"] = divmod(place["tokens"], self.cp.size)
-        rest, place["etp"] = divmod(place["tokens"] * self.tp.size + place["tp"], self.etp.size)
+        place["ranks"] = place["tokens"] * self.tp.size + place["tp"]  # of the stage
+        rest, place["etp"] = divmod(place["ranks"], self.etp.size)
         place["copies"], place["ep"] = divmod(rest, self.ep.size)
         return place
 

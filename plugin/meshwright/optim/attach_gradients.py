@@ -16,11 +16,15 @@ from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.process_group import ensure_process_group, world_size
 from meshwright.mesh.process_mesh import ProcessMesh
+from meshwright.optim.chained import members
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.gradients import Gradients
+from meshwright.optim.modes import follow_modes
+from meshwright.optim.overflow import share_overflow
 from meshwright.optim.runtime import Runtime, attach
 from meshwright.optim.state_dicts import guard_optimizer
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
+from meshwright.optim.whole_steps import WholeSteps
 from meshwright.optim.zero_optimizer import hook_optimizer
 from meshwright.parallel.guard_windows import StepWindow
 from meshwright.parallel.shared_rows import sum_copies_in_backward
@@ -34,6 +38,7 @@ def install_gradient_sync(
     *,
     zero_stage: int,
     bucket_bytes: int,
+    whole_groups: Sequence[int] = (),
 ) -> None:
     """Add the hooks that reduce gradients, and shard the optimizer's state if ``zero_stage`` is not 0.
 
@@ -44,27 +49,39 @@ def install_gradient_sync(
         zero_stage: the ZeRO stage, 0 to 3. On one data-parallel rank, stages 2 and 3 act as stage 1. For stage 3,
             ``runtime.weights`` must be attached.
         bucket_bytes: size of the buckets in which gradients are reduced.
+        whole_groups: the indices of the optimizer's groups whose parameters are stepped whole.
     """
     gradients = runtime.gradients
+    share_overflow()
     gradients.bucket_bytes = bucket_bytes
     gradients.syncs.clear()  # hooks of an earlier call refer to these weakly, and then do nothing
+    whole = WholeSteps(optimizer, whole_groups, runtime.mesh, gradients) if optimizer and whole_groups else None
     trained = TrainedParameters(model, optimizer, runtime, zero_stage=zero_stage, bucket_bytes=bucket_bytes)
     gradients.trained, gradients.parameters, gradients.zero = trained, trained.parameters, trained.zero
     if optimizer is not None:
         gradients.has_optimizer = True
         optimizer.register_step_pre_hook(gradients.check_synced)
         if runtime.comparison is not None:
-            runtime.comparison.watch(optimizer, is_sharded=zero_stage > 0)
-        if gradients.zero is not None and runtime.weights is None:
-            # Publishing the stepped weights is a collective, which hangs if one rank does not step.
+            runtime.comparison.watch(optimizer, is_sharded=zero_stage > 0 or whole is not None)
+        # Sending parameters to be stepped, or publishing stepped ones, is a collective, which hangs if a rank does not
+        # step.
+        if whole is not None:
+            optimizer.register_step_pre_hook(lambda *_: runtime.meet_all("optimizer step"))
+            whole.hook_end()
+        elif gradients.zero is not None and runtime.weights is None:
             optimizer.register_step_pre_hook(runtime.meet_before_publishing)
         if gradients.zero is not None:
             hook_optimizer(optimizer, gradients.zero)
+        if whole is not None:
+            whole.hook_begin()
+            gradients.whole = whole
         if runtime.weights is not None:
             optimizer.register_step_post_hook(runtime.weights.release)
         guard_optimizer(optimizer, runtime)
         StepWindow().over(optimizer)
-        attach(optimizer, runtime)
+        for each in {optimizer, *members(optimizer)}:
+            attach(each, runtime)
+            follow_modes(each, runtime)
 
 
 def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:

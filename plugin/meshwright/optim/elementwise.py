@@ -1,26 +1,22 @@
-"""Checks that an optimizer updates each element from that element alone, so that its steps are exact on shards."""
+"""Checks that ranks can step what they have of an optimizer's parameters as one device would."""
 
 from __future__ import annotations
 
-import torch
+from typing import Literal
+
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
-from meshwright.plan.config import ParallelPlan
+from meshwright.optim.chained import members
+from meshwright.optim.reads import ELEMENTWISE, Reads, reads_of
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
-_ELEMENTWISE = (
-    torch.optim.AdamW,
-    torch.optim.Adam,
-    torch.optim.SGD,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
+Declared = Literal["element", "parameter"] | None
+
+
+def declared(config: ToDistributedConfig) -> Declared:
+    """Return what the user says that the optimizer reads, if anything."""
+    return "element" if config.optimizer_is_elementwise else config.optimizer_reads
 
 
 def check_elementwise(optimizer: Optimizer, *, is_trusted: bool, plan: ParallelPlan | None = None) -> None:
@@ -33,19 +29,55 @@ def check_elementwise(optimizer: Optimizer, *, is_trusted: bool, plan: ParallelP
 
     Raises:
         OptimizerMismatchError: for factored, layer-wise or matrix updates (Adafactor, LAMB, Muon, ...),
-            and for optimizer classes that this version does not know.
+            and for optimizers that update an element in a way that cannot be found out.
     """
     whole = "zero_stage=0" if plan is None else _whole(plan)
-    if not whole or is_trusted or any(type(optimizer).step is known.step for known in _ELEMENTWISE):
+    if not whole or is_trusted or all(reads is Reads.ELEMENT for reads in reads_of(optimizer)):
         return
     raise OptimizerMismatchError(
-        f"{type(optimizer).__name__} is not known to update each element from that element alone, so its step "
+        f"{_name(optimizer)} is not known to update each element from that element alone, so its step "
         "on a shard may differ from its step on the whole tensor. Use one of "
-        f"{', '.join(known.__name__ for known in _ELEMENTWISE)}. If it is elementwise, pass "
+        f"{', '.join(known.__name__ for known in ELEMENTWISE)}; or pass the optimizer to to_distributed, which steps "
+        "parameters whole where an optimizer reads them whole. If it is elementwise, pass "
         f"ToDistributedConfig(optimizer_is_elementwise=True). Otherwise use a plan with {whole}"
     )
+
+
+def check_reads(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) -> None:
+    """Raise if neither the ranks' parts nor whole parameters, each on one rank, can be stepped as on one device.
+
+    Args:
+        optimizer: the user's optimizer.
+        reads: what the user says that it reads; see :func:`declared`.
+        plan: the plan; one that leaves each tensor whole takes any optimizer.
+
+    Raises:
+        OptimizerMismatchError: for updates that read several parameters at once (Prodigy), for steps inside of
+            backward (LOMO), and for optimizers whose update cannot be found out.
+    """
+    if reads is not None or not (whole := _whole(plan)):
+        return
+    if (unknown := next((text for text in reads_of(optimizer) if not isinstance(text, Reads)), None)) is not None:
+        raise OptimizerMismatchError(
+            f"{_name(optimizer)} can be stepped neither in shards nor one parameter at a time: {unknown}. If it "
+            "updates each element from that element alone, pass ToDistributedConfig(optimizer_reads='element'); if "
+            "it updates each parameter from that parameter alone, optimizer_reads='parameter'. Otherwise use a plan "
+            f"with {whole}, or one of {', '.join(known.__name__ for known in ELEMENTWISE)}"
+        )
+
+
+def whole_groups(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) -> list[int]:
+    """Return the indices of the groups whose parameters must be stepped whole, because a rank may have a part only."""
+    if not _whole(plan):
+        return []
+    found = reads_of(optimizer) if reads is None else [Reads(reads)] * len(optimizer.param_groups)
+    return [index for index, of_group in enumerate(found) if of_group is Reads.PARAMETER]
 
 
 def _whole(plan: ParallelPlan) -> str:
     """Return the fields of a plan that would leave each tensor whole on one rank; empty if all are."""
     return " and ".join([*(f"{axis}=1" for axis in plan.weight_axes), *(["zero_stage=0"] if plan.zero_stage else [])])
+
+
+def _name(optimizer: Optimizer) -> str:
+    return " and ".join(type(each).__name__ for each in members(optimizer))

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from meshwright.layout.tensor_layout import layout_of
+from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.ownership import stepped_over
 from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
@@ -25,6 +27,16 @@ class RequiresGrad(Protocol):
 
     def check(self) -> None:
         """Called before a step; raises ValueError if the gradient of a thawed parameter is this rank's own."""
+
+
+class StepsWhole(Protocol):
+    """Steps parameters whole, each on one rank."""
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is stepped whole."""
+
+    def part_of(self, parameter: nn.Parameter) -> tuple[TensorLayout, nn.Parameter | None]:
+        """Return where the state of a parameter is: its layout, and on the owner the key of the state."""
 
 
 @dataclass(eq=False)
@@ -51,6 +63,7 @@ class Gradients:
         zero: the ZeRO reduction with its sharded buckets, if any.
         trained: the object that tracks which parameters require a gradient.
         has_optimizer: whether an optimizer is bound to the parameters.
+        whole: what steps parameters whole, each on one rank, if the optimizer reads a parameter at a time.
         engine: the engine that handles the gradients; None if the runtime does so.
         bucket_bytes: the size of the buckets in which gradients are reduced, also those of a copy of the model.
     """
@@ -60,6 +73,7 @@ class Gradients:
     zero: ReduceScatter | None = None
     trained: RequiresGrad | None = None
     has_optimizer: bool = False
+    whole: StepsWhole | None = None
     engine: Engine | None = None
     bucket_bytes: int = int(BUCKET_MB * 2**20)
 
@@ -79,6 +93,29 @@ class Gradients:
             for sync in self.syncs:
                 stack.enter_context(sync.no_sync())
             yield
+
+    def part_of(self, parameter: nn.Parameter) -> tuple[TensorLayout, nn.Parameter | None]:
+        """Return which elements of a parameter each rank steps, and this rank's elements; None if it has none."""
+        bucket = None if self.zero is None else self.zero.bucket_of(parameter)
+        if bucket is None:
+            layout = layout_of(parameter)
+            return layout, parameter if layout.is_held else None
+        return bucket.layout(parameter), next((s.shard for s in bucket.slices if s.parameter is parameter), None)
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype in which a parameter is stepped: that of its float32 copy, if ZeRO keeps one."""
+        bucket = None if self.zero is None else self.zero.bucket_of(parameter)
+        return parameter.dtype if bucket is None else bucket.bucket.dtype
+
+    def are_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has any of the parameters."""
+        own = {id(p) for p in self.parameters}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def settle(self) -> None:
+        """Pass on to ZeRO's slices what the program has set or cleared among the parameters' gradients."""
+        if self.zero is not None:
+            self.zero.settle()
 
     def counted(self, mesh: Mesh) -> list[tuple[Tensor, Tensor | float]]:
         """Return this rank's gradients, each with the number of ranks that hold each of its elements."""

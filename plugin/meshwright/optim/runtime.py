@@ -19,6 +19,7 @@ from meshwright.compiling import without_compilation
 from meshwright.errors import AlreadyDistributedError, CheckpointError, PlanError
 from meshwright.faults.guard import Guard
 from meshwright.faults.together import attempt, raise_if_any, succeed_together
+from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.zero3_layers import ShardedWeights
@@ -136,6 +137,12 @@ class Runtime:
         """
         if self.engine is not None:
             raise ValueError(f"{what}: {self.engine} keeps this model's gradients and master weights; {instead}")
+
+    @property
+    def spreads_gradients(self) -> bool:
+        """Whether some rank has gradients that another one has not, once they are synchronised."""
+        layouts = (layout_of(parameter) for parameter in self.gradients.parameters)
+        return self.gradients.zero is not None or self.mesh.pp.size > 1 or any(layout.is_sharded for layout in layouts)
 
     def has_values(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter's values can be read without communication."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -34,9 +36,14 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def shard_state(optimizer: Optimizer) -> None:
-    """Shard the existing state of an optimizer in place. Its parameters must be shards, with layouts."""
-    for group in optimizer.param_groups:
+def shard_state(optimizer: Optimizer, *, whole: Sequence[int] = ()) -> None:
+    """Shard the existing state of an optimizer in place. Its parameters must be shards, with layouts.
+
+    Args:
+        optimizer: the optimizer.
+        whole: the indices of the groups whose parameters are stepped whole, so that their state stays as it is.
+    """
+    for group in (group for index, group in enumerate(optimizer.param_groups) if index not in whole):
         for parameter in group["params"]:
             if parameter in optimizer.state:
                 state = optimizer.state[parameter]

@@ -16,6 +16,7 @@ from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.engine_state import check_no_engine
+from meshwright.optim.gradients import Gradients
 from meshwright.optim.runtime import Runtime, find_runtime
 
 
@@ -24,14 +25,20 @@ class Part:
     """What this rank steps of one parameter.
 
     Args:
-        layout: which elements of the parameter each rank steps.
-        key: the tensor for this rank's elements in ``optimizer.state`` and the groups; None if it steps none.
-        has_master: whether ``key`` is a float32 copy, which is stepped in place of half-precision weights.
+        layout: the elements of the parameter of which each rank has the state.
+        key: the tensor of this rank's elements in ``optimizer.state``; None if it steps none.
+        has_master: whether float32 copies are stepped in place of half-precision weights.
+        masters: the elements of which each rank has the float32 copy.
+        master: this rank's elements of the float32 copy; None if it has none.
+        is_owned: whether one rank steps the whole parameter.
     """
 
     layout: TensorLayout
     key: Tensor | None
     has_master: bool
+    masters: TensorLayout
+    master: Tensor | None
+    is_owned: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -39,8 +46,10 @@ class Part:
         return not (self.layout.is_sharded or self.layout.is_staged)
 
     def layout_of_state(self, shape: Sequence[int]) -> TensorLayout:
-        """Return the layout of a tensor of the state, which is whole on each rank if it has a shape of its own."""
-        return self.layout if self.layout.shape == tuple(shape) else TensorLayout(shape=torch.Size(shape))
+        """Return the layout of a tensor of the state, which is not cut if it has a shape of its own."""
+        if self.layout.shape == tuple(shape):
+            return self.layout
+        return self.layout.resized(torch.Size(shape)) if self.is_owned else TensorLayout(shape=torch.Size(shape))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +88,6 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
         one.weights.take_over()
     groups = zero.groups if zero else [group["params"] for group in optimizer.param_groups]
     names = {id(p): name for name, p in model.named_parameters()}
-    shards = {id(piece.parameter): piece.shard for piece in (zero.slices if zero else ())}
     parts: dict[str, Part] = {}
     for parameter in (p for group in groups for p in group):
         name = names.get(id(parameter))
@@ -88,18 +96,26 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; pass the "
                 "model and the optimizer that to_distributed returned"
             )
-        layout, key = layout_if_any(parameter) or TensorLayout(shape=parameter.shape, name=name), parameter
-        bucket = zero.bucket_of(parameter) if zero else None
-        if bucket is not None:
-            layout = bucket.layout(parameter)
-            key = shards.get(id(parameter))
-        parts[name] = Part(
-            layout=layout,
-            key=key if layout.is_held else None,
-            has_master=bucket is not None and bucket.bucket.dtype != parameter.dtype,
-        )
+        parts[name] = _part(parameter, name, runtime.gradients)
     return OptimizerParts(
         optimizer=optimizer, runtime=runtime, parts=parts, groups=[[names[id(p)] for p in group] for group in groups]
+    )
+
+
+def _part(parameter: nn.Parameter, name: str, gradients: Gradients) -> Part:
+    if layout_if_any(parameter) is None:
+        layout = TensorLayout(shape=parameter.shape, name=name)
+        return Part(layout=layout, key=parameter, has_master=False, masters=layout, master=parameter)
+    masters, master = gradients.part_of(parameter)
+    whole = gradients.whole if gradients.whole is not None and gradients.whole.has(parameter) else None
+    layout, key = (masters, master) if whole is None else whole.part_of(parameter)
+    return Part(
+        layout=layout,
+        key=key,
+        has_master=gradients.dtype_of(parameter) != parameter.dtype,
+        masters=masters,
+        master=master,
+        is_owned=whole is not None,
     )
 
 

@@ -35,6 +35,7 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.flat_parameters import FlatShard
 from meshwright.optim.ownership import EqualSlices, sliced, stepped_over
+from meshwright.optim.read_weights import read_weights
 from meshwright.optim.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
@@ -70,6 +71,7 @@ class ShardedWeights:
         self.steps: list[_Step] = []
         for module, recurse in _modules(model):
             own = [p for p in module.parameters(recurse=recurse) if p.is_floating_point()]
+            own = list(dict.fromkeys([*own, *([] if recurse else read_weights(module))]))
             new = [p for p in own if id(p) not in self._place]
             flats = []
             for axis in dict.fromkeys(axis_of[id(p)] for p in new):
@@ -79,10 +81,14 @@ class ShardedWeights:
             # A tied parameter is in a FlatShard of its first module, and its other modules gather that shard too.
             needed = list(dict.fromkeys(self._place[id(p)][0] for p in own))
             if needed:
-                self.steps.append(_Step(self, module, needed, len(self.steps), is_beside=module in beside))
+                is_layer = recurse and module not in beside
+                step = _Step(self, module, needed, len(self.steps), is_beside=module in beside, is_layer=is_layer)
+                self.steps.append(step)
         self.flats = list(dict.fromkeys(flat for step in self.steps for flat in step.flats))
         self._task = -1
         self._current: _Step | None = None
+        self._is_uneven = False  # whether units beside the decoder are kept
+        self._last_layer: _Step | None = None
         self._gathered: list[FlatShard] = []  # by backward
         self._lent_again: list[FlatShard] = []
 
@@ -214,10 +220,29 @@ class ShardedWeights:
         for flat in kept:
             flat.full()
             flat.is_kept = True
+        self._is_uneven, self._last_layer = True, None
+
+    def enter_layer(self, step: _Step) -> None:
+        """Check that no layer is left out in a pass in which units beside the decoder are kept.
+
+        Raises:
+            PlanError: if this rank leaves out layers, such as the cross-attention to images, that others may run.
+        """
+        before, self._last_layer = self._last_layer, step
+        if before is None or not self._is_uneven:
+            return
+        left_out = [other for other in self.steps[before.index + 1 : step.index] if other.is_layer]
+        if left_out:
+            name = layout_of(left_out[0].flats[0].parameters[0]).name
+            raise PlanError(
+                f"the layer with {name} was left out in a pass in which only some data-parallel ranks have inputs of "
+                "towers, such as images. Under zero_stage=3 all ranks gather the weights of each layer together: give "
+                "each rank's rows at least one image, or use zero_stage=2"
+            )
 
     def release(self, *_: object) -> None:
         """Release all gathered weights, also those that are kept."""
-        self._current = None
+        self._current, self._is_uneven = None, False
         for flat in self.flats:
             flat.release()
 
@@ -273,13 +298,21 @@ class _Step:
         flats: the FlatShards of the parameters that the module needs.
         index: the module's place in the order of the model.
         is_beside: whether the module is beside the decoder, so that it may run on some ranks only.
+        is_layer: whether the module is a layer of the decoder.
     """
 
     def __init__(
-        self, weights: ShardedWeights, module: nn.Module, flats: list[FlatShard], index: int, *, is_beside: bool
+        self,
+        weights: ShardedWeights,
+        module: nn.Module,
+        flats: list[FlatShard],
+        index: int,
+        *,
+        is_beside: bool,
+        is_layer: bool,
     ):
         self.weights, self.module, self.flats, self.index = weights, module, flats, index
-        self.is_beside = is_beside
+        self.is_beside, self.is_layer = is_beside, is_layer
         self.is_awaited = False  # backward will need the weights
         self._entered: list[tuple[bool, list[FlatShard], list[int]]] = []
 
@@ -309,6 +342,8 @@ class _Step:
         if in_backward():
             self.weights.enter_backward(self)
         else:
+            if self.is_layer:
+                self.weights.enter_layer(self)
             for flat in self.flats:
                 with reading_shards():
                     flat.take_over()
@@ -379,7 +414,8 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
     The units are the members of the outermost module lists, and all other modules with parameters of their own. A
     container of parameters is never called, nor is the output projection of torch's attention, so its parameters belong
-    to the unit of its parent module, and what a parametrization computes a weight from belongs to the unit of the
+    to the unit of its parent module. What a module reads of its children is in its own unit too, which it shares with
+    theirs. What a parametrization computes a weight from belongs to the unit of the
     module with this weight.
     """
 
@@ -391,7 +427,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         if reads_children or any(map(_is_part_of_parent, module.children())):
             yield module, True
             return
-        if next(module.parameters(recurse=False), None) is not None:
+        if next(module.parameters(recurse=False), None) is not None or read_weights(module):
             yield module, False
         for child in module.children():
             yield from walk(child)

@@ -277,6 +277,12 @@ class ReduceScatter:
                 if all(id(p) in cleared for p in sharded.bucket.parameters):
                     sharded.unsynced = None
 
+    def publish(self, *_: object) -> None:
+        """Make the next forward pass use what an optimizer has made of the slices."""
+        self.num_steps += 1
+        for sharded in self.sharded:
+            sharded.weights.publish()
+
     def settle(self) -> None:
         """Clear or set the slices' gradients where the program cleared or set gradients of the model.
 
@@ -394,10 +400,8 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
     optimizer.register_step_pre_hook(prepare)
 
     def publish(*_: object) -> None:
-        reduction.num_steps += 1
         reduction.is_uneven = False
-        for sharded in reduction.sharded:
-            sharded.weights.publish()
+        reduction.publish()
 
     optimizer.register_step_post_hook(publish)
 

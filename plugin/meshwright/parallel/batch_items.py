@@ -23,7 +23,7 @@ from meshwright.plan.config import RowsOf
 
 RowDim = tuple[int, Sequence[int]]  # a dim, and where each row begins along it, and the last one ends
 
-_WORDS = {"image": ("image", "pixel"), "video": ("video",), "audio": ("audio", "feature", "speech")}
+_WORDS = {"video": ("video",), "image": ("image", "pixel"), "audio": ("audio", "feature", "speech")}
 _TYPES = {"image": 1, "video": 2, "audio": 3}  # of tokens, in ``mm_token_type_ids``
 # Parts of names of what is said of items, of their patches or of their frames, and not of tokens or rows.
 _OF_ITEMS = ("grid", "patch", "tile", "crop", "frame", "vision", "size", "pixel", "feature")
@@ -31,8 +31,7 @@ _OF_ITEMS = ("grid", "patch", "tile", "crop", "frame", "vision", "size", "pixel"
 
 def kind_of(name: str) -> str | None:
     """Return which kind of items an argument describes by its name: images, videos or sounds; None if none."""
-    found = [kind for kind, words in _WORDS.items() if any(word in name for word in words)]
-    return found[-1] if found else None
+    return next((kind for kind, words in _WORDS.items() if any(word in name for word in words)), None)
 
 
 @dataclass(frozen=True, kw_only=True)

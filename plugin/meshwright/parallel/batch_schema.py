@@ -135,6 +135,12 @@ class BatchSchema:
         parts = {name: self._part(name, x, own, take) for name, x in self.batch.items()}
         return {name: x for name, x in parts.items() if x is not _LEFT_OUT}
 
+    def without_rows(self) -> list[str]:
+        """Return the names of the tensors whose parts do not have the rows along their first dim."""
+        dims = {name: self.row_dim(name, x) for name, x in self.tensors.items()}
+        rows = (0, list(range(self.rows + 1)))
+        return [name for name, dim in dims.items() if dim is not None and (dim[0], list(dim[1])) != rows]
+
     def row_counts(self, count: int) -> list[int]:
         """Return the number of rows of each of ``count`` micro-batches."""
         rows = self.rows
@@ -173,9 +179,7 @@ class BatchSchema:
             return take(x, own) if len(x) == self.rows else x
         dim = self.row_dim(name, x) if is_dense else None
         if dim is None:
-            # A plain list may be anything; a tensor with one entry belongs to every row.
-            is_plain = not is_tensor and kind_of(name) is None and next(_tensors_in(x), None) is None
-            if is_plain or (is_described and self.format.dims[name] is None) or (is_tensor and len(x) == 1):
+            if self._is_of_every_row(name, x):
                 return x
             raise PlanError(self._refusal(name, x))
         along, starts = dim
@@ -185,6 +189,15 @@ class BatchSchema:
         if name in self.batch and not is_empty and (first == last or not has_some):
             return _LEFT_OUT
         return x.narrow(along, first, last - first) if is_tensor else x[first:last]
+
+    def _is_of_every_row(self, name: str, x: Any) -> bool:
+        """Return whether an argument without rows is known to be one that each row needs."""
+        if name in self.format.dims:
+            return self.format.dims[name] is None
+        if isinstance(x, Tensor):
+            is_of_positions = x.ndim == 1 and self.has_tokens and len(x) == self.tokens.shape[1]
+            return len(x) == 1 or is_of_positions
+        return kind_of(name) is None and next(_tensors_in(x), None) is None  # a plain list may be anything
 
     def _is_nested(self, name: str, x: Sequence[Any]) -> bool:
         """Return whether a list holds tensors that have the rows, rather than a value for each row."""

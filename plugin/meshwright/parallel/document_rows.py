@@ -23,7 +23,7 @@ from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch_schema import TOKENS
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step, arguments
 from meshwright.parallel.replay import Replay
-from meshwright.roles.blocks import has_attention
+from meshwright.roles.blocks import has_attention, keeps_states
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class RowDocuments:
     @classmethod
     def over(cls, model: nn.Module, mixers: Mapping[str, nn.Module], *, is_told: bool) -> RowDocuments | None:
         """Add the steps to a model and its mixers; return None if attention alone mixes its tokens."""
-        if not (mixers or _keeps_states(model)):
+        if not (mixers or keeps_states(model)):
             return None
         documents = cls(model, mixers, is_told=is_told)
         add_step(model, FindDocuments(model, documents))
@@ -220,21 +220,19 @@ class DocumentsAsRows(ChainStep):
         shape = hidden.shape[:2]
         groups, back = documents.as_rows(shape[1], hidden.device)
         outputs = [self._run(places, shape, args, given) for places in groups]
-        joined = torch.cat([x.flatten(0, 1) for x, _ in outputs])[back].view(*shape, -1)
-        others = outputs[0][1]
-        return joined if others is None else (joined, *others)
+        joined = torch.cat([_first_of(x).flatten(0, 1) for x in outputs])[back].view(*shape, -1)
+        # Of several documents there is no last state, which follows the hidden states in some models.
+        return (joined, *(None for _ in outputs[0][1:])) if isinstance(outputs[0], tuple) else joined
 
-    def _run(
-        self, places: Tensor, shape: torch.Size, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[Tensor, tuple[None, ...] | None]:
+    def _run(self, places: Tensor, shape: torch.Size, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         own_args, own_kwargs = tree_map_only(
             Tensor, lambda x: _rows_of(x, places, shape) if is_of_tokens(x, shape) else x, (args, kwargs)
         )
         output = self.method(*own_args, **own_kwargs)
-        x, *others = output if isinstance(output, tuple) else (output,)
-        if not isinstance(x, Tensor) or x.shape[:2] != places.shape or any(other is not None for other in others):
-            raise self._refusal(f"returns {type(output).__name__} beside hidden states")
-        return x, tuple(others) if isinstance(output, tuple) else None
+        x = _first_of(output)
+        if not isinstance(x, Tensor) or x.shape[:2] != places.shape:
+            raise self._refusal(f"returns {type(output).__name__} without hidden states")
+        return output
 
     def _refusal(self, what: str) -> PlanError:
         return PlanError(
@@ -243,10 +241,8 @@ class DocumentsAsRows(ChainStep):
         )
 
 
-def _keeps_states(model: nn.Module) -> bool:
-    """Return whether a model of transformers says that it keeps states, such as those of recurrences."""
-    types = getattr(getattr(model, "config", None), "layer_types", None) or ()
-    return bool(getattr(model, "_is_stateful", False)) or "linear_attention" in types
+def _first_of(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _rows_of(x: Tensor, places: Tensor, shape: torch.Size) -> Tensor:

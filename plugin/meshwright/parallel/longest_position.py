@@ -106,8 +106,10 @@ def _depends(module: nn.Module, options: dict[str, object]) -> bool:
     def near(*positions: int) -> list[Tensor]:
         with torch.no_grad():
             output = copy.deepcopy(module)(x, position_ids=torch.tensor([positions], device=device), **options)
-        values = output if isinstance(output, tuple | list) else (output,)
-        return [value[..., :2, :] for value in values if isinstance(value, Tensor)]
+        values = [x for x in (output if isinstance(output, tuple | list) else (output,)) if isinstance(x, Tensor)]
+        if any(value.shape[-2] != len(positions) for value in values):
+            raise ValueError("its input is not one row of positions: the places of an image's patches, for example")
+        return [value[..., :2, :] for value in values]
 
     try:
         return any(not torch.equal(one, other) for one, other in zip(near(0, 1), near(0, 1, FAR), strict=True))

@@ -20,9 +20,9 @@ from meshwright.parallel.shard_reads import MODULES, Values, describe, plain_nam
 from meshwright.parallel.stand_in import FACTS, SHAPE, StandIn, become
 
 SCALER = (
-    "The program uses a torch.amp.GradScaler, which looks for infinite gradients on its own rank. This rank has a part "
-    "of the gradients, so the ranks skip different steps and change their scales differently. Train in bfloat16, which "
-    "needs no scaler: torch.autocast(device, dtype=torch.bfloat16)"
+    "The program looks for infinite gradients in a way of its own, on its own rank. This rank has a part of the "
+    "gradients, so the ranks skip different steps and change their scales differently. Use torch.amp.GradScaler, which "
+    "finds those of all ranks, or train in bfloat16, which needs no scaler: torch.autocast(device, torch.bfloat16)"
 )
 
 _MORE_FACTS = """

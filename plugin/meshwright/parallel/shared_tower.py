@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from meshwright.autograd import Node, TensorFunction
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.collectives import gather_rows, largest, share, unsplit_rows
 from meshwright.parallel.method_chain import ChainStep, arguments
 from meshwright.plan.config import ParallelPlan
@@ -141,10 +142,10 @@ class SharedTower(ChainStep):
 
     def _agrees(self, images: Images, whole: object) -> bool:
         """Return whether the parts of a result on all images are those of the images alone, on every rank."""
-        count, expected, differs = len(images.rows), tree_leaves(whole), 0
+        count, expected, differs = len(images.rows), list(tensors_in(whole)), 0
         for low, high in ((0, count // 2), (count // 2, count)):
             with torch.no_grad():
-                found = tree_leaves(self.method(**images.part(low, high)))
+                found = list(tensors_in(self.method(**images.part(low, high))))
             share = (
                 Fraction(sum(images.rows[:low]), sum(images.rows)),
                 Fraction(sum(images.rows[:high]), sum(images.rows)),
@@ -156,10 +157,8 @@ class SharedTower(ChainStep):
         return not differs
 
 
-def _is_part(part: object, whole: object, share: tuple[Fraction, Fraction]) -> bool:
+def _is_part(part: Tensor, whole: Tensor, share: tuple[Fraction, Fraction]) -> bool:
     """Return whether a tensor has the rows of another between two shares of them."""
-    if not isinstance(part, Tensor) or not isinstance(whole, Tensor):
-        return type(part) is type(whole)
     low, high = (end * len(whole) if whole.ndim else Fraction(1, 2) for end in share)
     if low.denominator != 1 or high.denominator != 1:
         return False
@@ -174,26 +173,30 @@ def _is_part(part: object, whole: object, share: tuple[Fraction, Fraction]) -> b
 
 
 def _mapped(change: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """Return an output with ``change(tensor)`` for each tensor, made when it is read if it is one of several."""
+    """Return an output with ``change(tensor)`` for each tensor; those of a tuple are made when they are read."""
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, dict):
         return type(output)(**{name: _mapped(change, value) for name, value in output.items()})
-    return _WhenRead(change, output) if type(output) in (tuple, list) else output
+    if isinstance(output, list):
+        return [_mapped(change, value) for value in output]
+    return _WhenRead(change, output) if isinstance(output, tuple) else output
 
 
 class _WhenRead(tuple[Any, ...]):
     """Values of which each is changed when it is first read, on all ranks alike.
 
-    A model may ask its tower for the hidden states of all layers, and use those of one.
+    A model may ask its tower for the hidden states of all layers, and use those of one. To code that reads tuples by
+    another way than Python's, such as ``torch.stack``, all values are None, which is an error there.
     """
 
     _change: Callable[[Tensor], Tensor]
+    _values: tuple[Any, ...]
     _changed: dict[int, Any]
 
-    def __new__(cls, change: Callable[[Tensor], Tensor], values: Sequence[Any]) -> _WhenRead:
-        found = super().__new__(cls, values)
-        found._change, found._changed = change, {}
+    def __new__(cls, change: Callable[[Tensor], Tensor], values: tuple[Any, ...]) -> _WhenRead:
+        found = super().__new__(cls, [None] * len(values))
+        found._change, found._values, found._changed = change, values, {}
         return found
 
     def __getitem__(self, index: Any) -> Any:
@@ -201,7 +204,7 @@ class _WhenRead(tuple[Any, ...]):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         index = range(len(self))[index]
         if index not in self._changed:
-            self._changed[index] = _mapped(self._change, super().__getitem__(index))
+            self._changed[index] = _mapped(self._change, self._values[index])
         return self._changed[index]
 
     def __iter__(self) -> Iterator[Any]:

@@ -23,6 +23,7 @@ from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import largest
 from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.gradient_sync import GradientSync
+from meshwright.parallel.loss_scale import LossScale
 from meshwright.parallel.method_chain import BatchStep, StepOrder
 from meshwright.parallel.micro_batch_outputs import Pieces
 from meshwright.parallel.output_loss import loss_of
@@ -42,6 +43,7 @@ class SplitForward(BatchStep):
             synchroniser, which reduces these gradients.
         loss: the model's loss, which is made to divide by the counts of the whole batch.
         guard: the guard, by which all ranks raise if forward writes state in each micro-batch; None on one process.
+        scale: the scale of the losses of inner micro-batches, if they are in float16.
         format: what the arguments of the model mean.
         keeps_logits: whether the outputs of all micro-batches are kept, so that they can be read.
     """
@@ -57,12 +59,13 @@ class SplitForward(BatchStep):
         syncs: list[GradientSync],
         loss: BatchLoss,
         guard: Guard | None,
+        scale: LossScale,
         format: BatchFormat,
         keeps_logits: bool = False,
     ):
         super().__init__(model)
         self.plan, self.dp, self.syncs, self.loss, self.format = plan, dp, syncs, loss, format
-        self.keeps_logits = keeps_logits
+        self.scale, self.keeps_logits = scale, keeps_logits
         self.writes = WritesPerPiece(model, guard)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -83,18 +86,26 @@ class SplitForward(BatchStep):
         whole = all(sync.reduction.can_wait for sync in self.syncs)
         gradients = _WholeGradients(self.model, self.syncs) if whole else _ReducedGradients(self.syncs)
         total: Tensor | None = None
+        scale: Tensor | float | None = None
         self.writes.start()
         for batch, rows in zip(inner, pieces.rows, strict=False):
             output = self._forward(batch, rows)
             pieces.add(output)
             loss = loss_of(output)
             assert loss is not None
-            gradients.add_from(loss)
+            scale = self.scale.of(loss.device) if total is None else scale
+            gradients.add_from(loss if scale is None else loss * scale)
             total = loss.detach() if total is None else total + loss.detach()
             del output, loss
         output = self._forward(last, pieces.rows[-1])
         self.writes.finish()
-        return output if total is None else pieces.whole(output, gradients.attach(loss_of(output), total))
+        if total is None:
+            return output
+        loss = loss_of(output)
+        if scale is None:
+            return pieces.whole(output, gradients.attach(loss, total))
+        assert loss is not None
+        return pieces.whole(output, gradients.attach(loss * scale, total * scale) / scale)
 
     def _forward(self, batch: dict[str, object], rows: int) -> object:
         with cut(is_filler=rows == 0):

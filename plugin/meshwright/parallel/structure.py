@@ -20,7 +20,7 @@ from meshwright.roles import Decoder, find_decoder, written_plan
 from meshwright.roles.blocks import BLOCKS, Block
 from meshwright.roles.blocks.block import OVER_TP, cut_over_tp
 from meshwright.roles.blocks.mixer import keep_undivided
-from meshwright.roles.decoder import towers_beside
+from meshwright.roles.decoder import embeds_tokens, towers_beside
 from meshwright.roles.projection import weight_of
 from meshwright.roles.roled_model import RoledModel
 from meshwright.roles.sharding_plan import Role, ShardingPlan
@@ -99,7 +99,9 @@ def describe(
             elif role in (Role.EXPERTS, Role.ROUTER, Role.NORM, Role.FINAL_NORM, Role.WHOLE):
                 is_partial = role is not Role.WHOLE and has_own_tokens(name)
                 layouts[full_name] = TensorLayout.whole(parameter, tp, addends=OVER_TP if is_partial else frozenset())
-    of_towers = {p for tower in parts.towers for p in tower.parameters()} if shares_towers and tp > 1 else set()
+    # A tower with the embedding of tokens, which is cut, has no images to share.
+    shared = [x for x in parts.towers if shares_towers and tp > 1 and not embeds_tokens(x, embedding)]
+    of_towers = {p for tower in shared for p in tower.parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in of_towers:
             layouts[name] = replace(layouts[name], addends=OVER_TP)

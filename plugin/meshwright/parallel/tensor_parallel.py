@@ -24,7 +24,7 @@ from meshwright.parallel.block_boundary import BlockHooks, SharedDropout, hidden
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.guard_windows import OnShards, Window
 from meshwright.parallel.method_chain import ChainStep, add_step
-from meshwright.parallel.mixer_kernels import WithoutTrainingKernel
+from meshwright.parallel.mixer_hooks import SummedForChannels, WithoutTrainingKernel
 from meshwright.parallel.partial_gradients import ModelWindow
 from meshwright.parallel.region_borders import RegionBorders
 from meshwright.parallel.second_inputs import SecondInputs
@@ -150,6 +150,8 @@ def install_tensor_parallel(
     for norm, (rows, groups) in of_norms.items():
         WideNorm(norm, rows, axis) if groups is None else GroupedNorm(norm, rows, axis, groups)
     for block in structure.blocks:
+        for projection in block.sums:
+            SummedForChannels(projection, axis)
         if isinstance(block, Mixer) and block.kind.has_training_kernel:
             WithoutTrainingKernel(block.module)
     if sequence is None:

@@ -64,6 +64,7 @@ class Step:
         keep: called with each output of the last stage, in the order of the micro-batches.
         look: called after a stage's forward on each micro-batch, to find state that the forward has written.
         is_refused: returns whether such state will be an error of all ranks at the end of the step.
+        scale: the factor of the losses in float16; None for no factor.
         fillers: the micro-batches without rows of their own, which only keep this rank in step.
     """
 
@@ -77,6 +78,7 @@ class Step:
     keep: Callable[[Any], None]
     look: Callable[[], None]
     is_refused: Callable[[], bool]
+    scale: Tensor | float | None = None
     fillers: frozenset[int] = frozenset()
     total: Tensor | None = None
     _receivers: dict[int, Receiver] = field(default_factory=dict)
@@ -130,7 +132,7 @@ class Step:
             loss = loss_of(output)
             if loss is not None:
                 self.total = loss.detach() if self.total is None else self.total + loss.detach()
-            output = loss, None
+            output = loss if loss is None or self.scale is None else loss * self.scale, None
         else:
             hidden, numbers = output
             self.boundaries.seen[stage + 1] = hidden.dtype

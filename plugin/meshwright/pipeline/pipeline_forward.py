@@ -22,6 +22,7 @@ from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.forward_writes import WritesPerPiece
 from meshwright.parallel.load_balancing import LoadBalancing
+from meshwright.parallel.loss_scale import LossScale
 from meshwright.parallel.method_chain import BatchStep, StepOrder, find_step
 from meshwright.parallel.router_record import RouterRecord
 from meshwright.parallel.shard_reads import reading_shards
@@ -187,12 +188,6 @@ class PipelineForward(BatchStep):
                 "torch.autograd.grad(), which reentrant checkpoints refuse. Write "
                 "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
             )
-        if torch.float16 in self._precision(batch):
-            raise PlanError(
-                "training in float16 under ParallelPlan.pp > 1: the gradients are computed inside the model's forward, "
-                "before a GradScaler can scale the loss, so small ones would be lost. Use bfloat16, which needs no "
-                "scaler: torch.autocast(device, dtype=torch.bfloat16)"
-            )
 
     def _train(self, batch: dict[str, Any], targets: Tensor) -> object:
         runtime, loss = self.runtime, self.loss
@@ -215,6 +210,7 @@ class PipelineForward(BatchStep):
         schema = BatchSchema(batch, self.format)
         row_counts = schema.row_counts(count)
         step = self._step(schema.split(count), loss, operations, of_stages)
+        step.scale = scale = runtime.features.get(LossScale).of(targets.device)
         step.fillers = frozenset(i for i, held in enumerate(row_counts) if held == 0)
         self.writes.start()
         with loss.mean.divided_by(divisors, count), cut(), self.hooked.running():
@@ -227,7 +223,8 @@ class PipelineForward(BatchStep):
         # A stage whose own weights are all frozen runs backward too, if another stage trains.
         trained = any(p.requires_grad for p in self.model.parameters())
         root = torch.zeros_like(total, requires_grad=trained)
-        return self.outputs.of_batch(loss.mean.watched(sums.attach(root, total)), balance, row_counts)
+        whole = sums.attach(root, total) if scale is None else sums.attach(root, total * scale) / scale
+        return self.outputs.of_batch(loss.mean.watched(whole), balance, row_counts)
 
     def _operations(self, count: int) -> tuple[Operation, ...]:
         """Return what this rank does with ``count`` micro-batches, in order."""

@@ -353,7 +353,10 @@ class ToDistributedConfig:
             that do not show it: the dim that has the rows, None if it belongs to every row, or a callable that takes
             the batch as a dict and returns how many entries along the first dim each row has; see docs/vision.md.
         optimizer_is_elementwise: whether the optimizer updates each element from that element alone. Set it to True
-            for such an optimizer if Meshwright does not know its class.
+            for such an optimizer if Meshwright does not find this out.
+        optimizer_reads: what the optimizer reads to update an element: "element", as optimizer_is_elementwise; or
+            "parameter", all of the element's parameter, so that each parameter is stepped whole, by one rank. None
+            (the default) finds this out in trial steps; see docs/optimizers.md.
         token_dispatcher: how tokens reach the ranks of their experts, if ep > 1: "all_to_all" (one copy for each rank
             with experts of the token), "all_gather" (every token to every rank, without a wait of the host for its
             device), or a name that ``register_dispatcher`` was given.
@@ -394,6 +397,7 @@ class ToDistributedConfig:
     loss_averages_over: AveragesOver | None = None
     batch_dims: Mapping[str, RowsOf] | None = None
     optimizer_is_elementwise: bool = False
+    optimizer_reads: Literal["element", "parameter"] | None = None
     token_dispatcher: str = "all_to_all"
     bucket_size_mb: float = BUCKET_MB
     compile: Literal["layers"] | None = None
@@ -459,6 +463,7 @@ _CHECKS: dict[str, Callable[[str, str, object], None]] = {
     "loss_averages_over": _check_averages_over,
     "batch_dims": _check_dims,
     "optimizer_is_elementwise": check_bool,
+    "optimizer_reads": partial(check_choice, choices=(None, "element", "parameter")),
     "token_dispatcher": partial(check_type, kinds=str, what="the name of a dispatcher, such as 'all_to_all'"),
     "bucket_size_mb": check_number,
     "compile": partial(check_choice, choices=(None, "layers")),

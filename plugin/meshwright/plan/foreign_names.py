@@ -108,8 +108,8 @@ _WRAPPED = (
 )
 _DDP = "device_ids output_device find_unused_parameters static_graph gradient_as_bucket_view broadcast_buffers"
 NO_SCALER = (
-    "a GradScaler would look for overflow in this rank's shards alone; train in bfloat16, which needs none: "
-    "model.bfloat16(), or torch.autocast('cuda', dtype=torch.bfloat16)"
+    "a GradScaler stays as it is: scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); or train in "
+    "bfloat16, which needs none: model.bfloat16(), or torch.autocast('cuda', dtype=torch.bfloat16)"
 )
 # Keywords of other frameworks' calls that make a model parallel -> what to write in ``to_distributed``.
 CALL_NAMES: dict[str, str] = {

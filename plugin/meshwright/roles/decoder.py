@@ -36,6 +36,12 @@ class Decoder:
     towers: tuple[nn.Module, ...]
 
 
+def embeds_tokens(tower: nn.Module, embedding: nn.Module) -> bool:
+    """Return whether a tower embeds tokens with the decoder's weight, as the encoder of an encoder-decoder does."""
+    weight = embedding._parameters.get("weight")
+    return weight is not None and any(module._parameters.get("weight") is weight for module in tower.modules())
+
+
 def find_decoder(model: nn.Module) -> Decoder:
     """Find the parts of a decoder by its structure and, if it is one of transformers' models, by its getters.
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.roles.adapters import is_adapted
-from meshwright.roles.blocks import BLOCKS, KINDS, Experts
+from meshwright.roles.blocks import BLOCKS, KINDS, Experts, keeps_states, recurrences
 from meshwright.roles.decoder import Decoder, find_decoder, hidden_size, is_norm, is_stack, layer_stack
 from meshwright.roles.sharding_plan import BlockPart, Role, ShardingPlan
 
@@ -36,7 +36,10 @@ def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> Sha
     assert isinstance(decoder.embedding, nn.Embedding)
     hidden = hidden_size(layers, decoder.embedding)
     roles = {f"{layers_name}.*": Role.LAYER} | _outer_roles(decoder)
-    roles |= _common_roles(layers_name, [(layer, _layer_roles(layer, hidden, hints or {})) for layer in layers])
+    of_layers = [(layer, _layer_roles(layer, hidden, hints or {})) for layer in layers]
+    if keeps_states(model):
+        of_layers = [(layer, _with_recurrences(layer, hidden, own)) for layer, own in of_layers]
+    roles |= _common_roles(layers_name, of_layers)
     return ShardingPlan(roles=roles, source=f"the plan inferred from the structure of {type(model).__name__}")
 
 
@@ -127,7 +130,7 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
         if not name or name in roles or "parametrizations" in name.split(".") or _is_in(name, roles, Role.WHOLE):
             continue
         is_inside = any(name.startswith(block) for block in blocks)
-        if is_inside and _is_weightless_norm(module):
+        if is_inside and _is_weightless_norm(module) and not _is_in(name, roles, Role.MIXER):
             raise PlanError(
                 f"{name} of {type(layer).__name__} is a norm without weights inside a block: whether it norms each "
                 "head or the whole width, which is sharded, cannot be inferred; pass "
@@ -136,6 +139,14 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
         if not is_inside and is_norm(module, hidden):
             roles[name] = Role.NORM
     return roles
+
+
+def _with_recurrences(layer: nn.Module, hidden: int, roles: dict[str, Role]) -> dict[str, Role]:
+    """Return the roles of a layer's modules, in which those that may be recurrences stay whole."""
+    whole = tuple(recurrences(layer, hidden))
+    inside = tuple(f"{name}." for name in whole)
+    others = {name: role for name, role in roles.items() if not f"{name}.".startswith(inside)}
+    return others | dict.fromkeys(whole, Role.WHOLE)
 
 
 def _block_roles(name: str, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:

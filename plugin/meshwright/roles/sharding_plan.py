@@ -16,6 +16,7 @@ class BlockPart(enum.Enum):
     ROW = "output projection: each rank reads the channels that it has computed"
     INNER = "weights that belong to the channels between the projections"
     WIDE_NORM = "norm over all channels between the projections, of which each rank has some"
+    SUM = "projection of these channels to values that all of them use: each rank computes an addend"
     COPY = "weights that every rank has whole and applies to its channels"
 
 
@@ -55,6 +56,7 @@ class Role(enum.Enum):
     MIXER = "mixer block", BlockPart.BLOCK
     MIXER_INPUT = "input projection of a mixer, of parts that are each cut", BlockPart.COLUMN
     MIXER_INNER = "weights of a mixer that belong to its heads or channels", BlockPart.INNER
+    MIXER_SUM = "projection of a mixer's channels to values that all of its channels use", BlockPart.SUM
     MIXER_OUTPUT = "mixer output projection", BlockPart.ROW
     # Any block.
     INNER_NORM = "norm over the width that the block's output projection reads", BlockPart.WIDE_NORM

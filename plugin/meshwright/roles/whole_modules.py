@@ -32,7 +32,7 @@ def leave_whole(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     inside = {role for name, role in roles.items() if name.startswith(tuple(f"{layer}." for layer in layers))}
     is_cut = any(role.part in (BlockPart.COLUMN, BlockPart.INNER) for role in inside)
     tokens_meet = any(role is Role.WHOLE or (role.part is BlockPart.BLOCK and role is not Role.MLP) for role in inside)
-    if None in whole or not (is_cut and tokens_meet):
+    if None in whole or not tokens_meet or (whole and not is_cut):
         return ShardingPlan(roles=_with_whole(roled.roles, list(_inside(layers))), source=plan.source)
     return ShardingPlan(roles=roles, source=plan.source) if whole else plan
 

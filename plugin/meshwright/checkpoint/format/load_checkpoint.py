@@ -241,8 +241,9 @@ class _SavedState:
     def read_over(self, found: OptimizerParts) -> None:
         """From now on, read into the memory of an optimizer's state where it has the right form."""
         for name, part in found.parts.items():
+            if part.master is not None:
+                self._present[master_key(name)] = part.master.detach()
             if part.key is not None:
-                self._present[master_key(name)] = part.key.detach()
                 state = found.optimizer.state.get(part.key, {})
                 self._present |= {state_key(name, key): x for key, x in state.items() if isinstance(x, Tensor)}
 

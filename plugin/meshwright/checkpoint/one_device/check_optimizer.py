@@ -82,7 +82,7 @@ def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedStat
         for key in manifest.tensors.get(name, ()):
             form = saved_state.form(state_key(name, key))
             shape = form[1] if form else ()
-            if shape != part.layout.shape and not part.is_whole:
+            if shape != part.layout.shape and not (part.is_whole or part.is_owned):
                 raise CheckpointError(
                     f"the state {key!r} of {name} has the shape {list(shape)}, not that of the parameter, so it cannot "
                     "be cut into shards; load it under a plan with tp=pp=ep=etp=1 and zero_stage=0"

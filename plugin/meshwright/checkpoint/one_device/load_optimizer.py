@@ -91,7 +91,9 @@ def set_state(found: OptimizerParts, manifest: OptimizerManifest, loaded: ReadSt
         for key in group["params"]
     }
     for name, (state, master) in loaded.items():
-        key = found.parts[name].key
+        key, to = found.parts[name].key, found.parts[name].master
+        if master is not None and to is not None:
+            to.data.copy_(master)
         if key is None:
             continue
         found.optimizer.state.pop(key, None)
@@ -100,8 +102,6 @@ def set_state(found: OptimizerParts, manifest: OptimizerManifest, loaded: ReadSt
             found.optimizer.state[key] = {
                 k: v.to(key.device) if isinstance(v, Tensor) and (v.ndim or on_device) else v for k, v in state.items()
             }
-        if master is not None:
-            key.data.copy_(master)
     # As in torch's own load_state_dict: the class brings the state of an older torch up to date.
     found.optimizer.__setstate__({"state": found.optimizer.state, "param_groups": found.optimizer.param_groups})
     if found.runtime.weights is not None:
@@ -129,17 +129,20 @@ def _read_part(
     name: str, part: Part, manifest: OptimizerManifest, masters: set[str], saved: SavedState
 ) -> tuple[dict[str, object], Tensor | None]:
     """Return this rank's state of one parameter, on the CPU, and the parameter's master weight, if any."""
+    master = None
+    if part.has_master and name in masters and part.master is not None:
+        master = saved.read(master_key(name), part.master.dtype, part.masters)
     if part.key is None:
-        return {}, None
+        return {}, master
     state: dict[str, object] = {key: decode(value) for key, value in manifest.values.get(name, {}).items()}
     for key in manifest.tensors.get(name, ()):
         form = saved.form(state_key(name, key))
         assert form is not None
         # State takes its parameter's dtype, as in torch's own load_state_dict.
         dtype = part.key.dtype if form[0].is_floating_point else form[0]
-        state[key] = saved.read(state_key(name, key), dtype, part.layout_of_state(form[1]))
-    has_master = part.has_master and name in masters
-    return state, saved.read(master_key(name), part.key.dtype, part.layout) if has_master else None
+        value = saved.read(state_key(name, key), dtype, part.layout_of_state(form[1]))
+        state[key] = value.view(form[1]) if part.is_owned else value
+    return state, master
 
 
 def _set_options(group: dict[str, Any], saved: dict[str, Any]) -> None:

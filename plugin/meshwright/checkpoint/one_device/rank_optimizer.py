@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshwright.checkpoint.one_device.optimizer_manifest import (
     OptimizerManifest,
@@ -75,10 +76,10 @@ class RankOptimizer:
         """
         found, state, values = parts_of(model, optimizer), {}, {}
         for name, part in found.parts.items():
+            if part.has_master and part.master is not None:
+                values[master_key(name)] = part.master.detach
             if part.key is None:
                 continue
-            if part.has_master:
-                values[master_key(name)] = part.key.detach
             if part.key in found.optimizer.state:
                 state[name] = {k: _described(name, k, v, part) for k, v in found.optimizer.state[part.key].items()}
             for key, described in state.get(name, {}).items():
@@ -114,8 +115,9 @@ class RankOptimizer:
             if part.has_master:
                 forms[master_key(name)] = (torch.float32, part.layout.shape)
             for key, (dtype, shape) in forms.items():
-                values = self.values.get(key) or functools.partial(_new_state, part, dtype, device)
-                tensors[key] = RankTensor(dtype=dtype, layout=part.layout_of_state(shape), values=values)
+                layout = part.masters if key == master_key(name) else part.layout_of_state(shape)
+                values = self.values.get(key) or functools.partial(_new_state, layout, dtype, device)
+                tensors[key] = RankTensor(dtype=dtype, layout=layout, values=values)
         return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
     def manifest(self, weight_map: dict[str, str]) -> OptimizerManifest:
@@ -177,12 +179,14 @@ def _merged(states: Iterable[State]) -> State:
 def _described(name: str, key: str, value: object, part: Part) -> object:
     what = f"the optimizer's state {key!r} of {name}"
     assert part.key is not None
+    if is_traceable_wrapper_subclass(value):
+        raise CheckpointError(f"{what} is a {type(value).__name__}, which cannot be saved; plain tensors can")
     # Adam's step count is a 0-d tensor like a scalar parameter's moments, but it is not one value per element.
     if not isinstance(value, Tensor) or (not value.ndim and (part.key.ndim or key == "step")):
         return encode(value, what)
     if value.shape == part.key.shape:
         return "cut", value.dtype, tuple(part.layout.shape)
-    if part.is_whole:
+    if part.is_whole or part.is_owned:
         return "whole", value.dtype, tuple(value.shape)
     raise CheckpointError(
         f"{what} has the shape {list(value.shape)}, not that of the parameter, so the shards of "
@@ -203,12 +207,12 @@ def _count(value: object) -> float:
     return number if isinstance(number, int | float) else 0
 
 
-def _new_state(part: Part, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _new_state(layout: TensorLayout, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the state where a rank has none: of no element, or of a slice that never had a gradient.
 
     One device would have zeros.
     """
-    return torch.zeros(part.layout.local_numel, dtype=dtype, device=device)
+    return torch.zeros(layout.local_numel, dtype=dtype, device=device)
 
 
 def _encoded_groups(found: OptimizerParts) -> list[ParameterGroup]:

@@ -49,10 +49,11 @@ def make_reader(
     *,
     keeps_samples: bool = False,
     format: BatchFormat | None = None,
+    needs_rows: bool = False,
 ) -> Reader:
     """Return the reader that fits a loader; its portions hold their samples if ``keeps_samples``.
 
-    ``format`` says what the inputs of ready batches mean.
+    ``format`` and ``needs_rows`` are for ready batches; see ``WholeReader``.
 
     Raises:
         ValueError: an empty dataset, one that is split already, or options that do not fit it.
@@ -63,7 +64,15 @@ def make_reader(
             "plain DataLoader, or call shard_dataloader(..., is_dataset_splitted=True)"
         )
     return _reader_of_whole(
-        loader, dp, share, readers, options, may_stream=True, keeps_samples=keeps_samples, format=format
+        loader,
+        dp,
+        share,
+        readers,
+        options,
+        may_stream=True,
+        keeps_samples=keeps_samples,
+        format=format,
+        needs_rows=needs_rows,
     )
 
 
@@ -77,6 +86,7 @@ def _reader_of_whole(
     may_stream: bool,
     keeps_samples: bool,
     format: BatchFormat | None = None,
+    needs_rows: bool = False,
 ) -> Reader:
     name = options.fingerprint
     if may_stream and has_shards(loader):
@@ -95,4 +105,13 @@ def _reader_of_whole(
             "dataset.shuffle(), and select rows before streaming",
             stage,
         )
-    return WholeReader(loader, dp, share, readers=readers, name=name, keeps_samples=keeps_samples, format=format)
+    return WholeReader(
+        loader,
+        dp,
+        share,
+        readers=readers,
+        name=name,
+        keeps_samples=keeps_samples,
+        format=format,
+        needs_rows=needs_rows,
+    )

@@ -51,6 +51,7 @@ class WholeReader(Reader):
         name: a name for the dataset, instead of its fingerprint.
         keeps_samples: whether portions hold their samples.
         format: what the inputs of a ready batch mean.
+        needs_rows: whether each rank must get its rows of each tensor, which a DTensor of all rows consists of.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class WholeReader(Reader):
         name: str | None = None,
         keeps_samples: bool = False,
         format: BatchFormat | None = None,
+        needs_rows: bool = False,
     ):
-        self.position, self._format = Position(), format
+        self.position, self._format, self._needs_rows = Position(), format, needs_rows
         self._loader, self._dp, self._share, self._readers = loader, dp, share, readers
         self._dataset: Any = getattr(loader, "dataset", loader)
         self._name, self._keeps_samples = name, keeps_samples
@@ -206,6 +208,11 @@ class WholeReader(Reader):
         share = self._share(schema.rows, self._dp)
         if self._dp.size == 1:
             return Portion.of(share, batch, schema.rows)
+        if self._needs_rows and (others := schema.without_rows()):
+            raise PlanError(
+                f"{others[0]} of a ready batch has something else along its first dim than the {schema.rows} rows, so "
+                "the ranks' parts are no DTensor of the whole: pass output='local' to shard_dataloader"
+            )
         try:
             own = schema.part(slice(share.low, share.high), take_rows)
         except PlanError as error:

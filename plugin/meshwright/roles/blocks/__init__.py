@@ -3,7 +3,7 @@
 from meshwright.roles.blocks.attention import Attention
 from meshwright.roles.blocks.block import Block, BlockKind
 from meshwright.roles.blocks.experts import Experts
-from meshwright.roles.blocks.mixer import Mixer, has_attention, mixers_of
+from meshwright.roles.blocks.mixer import Mixer, has_attention, keeps_states, mixers_of, recurrences
 from meshwright.roles.blocks.mlp import Mlp
 from meshwright.roles.sharding_plan import Role
 
@@ -17,7 +17,9 @@ __all__ = [
     "Mixer",
     "Mlp",
     "has_attention",
+    "keeps_states",
     "mixers_of",
+    "recurrences",
 ]
 
 # By the role of the module that owns a block. A layer may own the projections of an MLP directly.

@@ -60,6 +60,7 @@ class Block(BlockKind):
         heads: how heads are divided over the ranks, if the channels are those of heads.
         wide_norms: the norms whose mean square is of channels on several ranks, each with the rows of its weight that
             each rank holds.
+        sums: the projections between channels, whose results are summed over the ranks.
         groups: the groups of heads over whose channels the wide norms take a mean square; None for all channels.
 
     Raises:
@@ -98,6 +99,7 @@ class Block(BlockKind):
                 "projection"
             )
         self.row = rows[0]
+        self.sums = having(BlockPart.SUM)
         self.width = in_features(self.row)
         self.reader = self.module if kind is Role.LAYER else self._reader()
         self.entries = columns if kind is Role.LAYER else (self.reader,)
@@ -171,7 +173,7 @@ class Block(BlockKind):
     def _rows(self, name: str, role: Role, full_name: str, parameter: nn.Parameter) -> RowLayout:
         """Return which rows of a parameter each rank holds, along the dim that is cut."""
         rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, self.tp)
-        is_row = role.part is BlockPart.ROW
+        is_row = role.part in (BlockPart.ROW, BlockPart.SUM)
         suffix = full_name.removeprefix(f"{name}.")
         if is_row and suffix.startswith("lora_B.") and suffix.endswith(".bias"):
             raise PlanError(
@@ -221,7 +223,7 @@ def cut_over_tp(parameter: nn.Parameter, rows: RowLayout, *, has_addends: bool =
 
 def _check(source: str, name: str, role: Role, module: nn.Module) -> None:
     """Raise if a module's class does not fit its role."""
-    if role.part in (BlockPart.COLUMN, BlockPart.ROW) and not is_projection(module):
+    if role.part in (BlockPart.COLUMN, BlockPart.ROW, BlockPart.SUM) and not is_projection(module):
         raise PlanError(
             f"{source} gives {name!r} the role {role.value}, but it is a {type(module).__name__}. Only nn.Linear "
             "projections can be sharded, alone or with LoRA; merge quantised layers first"

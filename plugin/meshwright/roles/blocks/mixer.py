@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout
 from meshwright.roles.blocks.block import Block
-from meshwright.roles.blocks.experts import roles_of_experts
+from meshwright.roles.blocks.experts import Experts, roles_of_experts
 from meshwright.roles.blocks.head_layout import HeadLayout
 from meshwright.roles.blocks.mixer_kinds import MixerHeads, MixerKind, attribute, kind_of_mixer
+from meshwright.roles.blocks.mlp import Mlp
 from meshwright.roles.decoder import Decoder, hidden_size, layer_stack, token_embedding
 from meshwright.roles.projection import in_features, is_projection, out_features
 from meshwright.roles.roled_model import RoledModel
@@ -55,7 +56,7 @@ class Mixer(Block):
         self._local = {name: self._heads.rows(parts).local_size for name, parts in found.sizes.items()}
 
     def rows_of(self, name: str, role: Role, size: int) -> RowLayout:
-        if role.part is BlockPart.ROW:
+        if role.part in (BlockPart.ROW, BlockPart.SUM):
             return self._heads.rows(self.kind.reads)
         own = name.removeprefix(f"{self.name}.")
         key = self.kind.key_of(own)
@@ -109,7 +110,7 @@ def _roles(mixer: nn.Module, kind: MixerKind, hidden: int) -> dict[str, Role]:
         roles[name] = Role.MIXER_INPUT if reads_input else Role.MIXER_INNER
     if kind.group_norm is not None:
         roles[kind.group_norm] = Role.INNER_NORM
-    roles |= dict.fromkeys(kind.outputs, Role.MIXER_OUTPUT)
+    roles |= dict.fromkeys(kind.sums, Role.MIXER_SUM) | dict.fromkeys(kind.outputs, Role.MIXER_OUTPUT)
     return {name: role for name, role in roles.items() if _has_weights(attribute(mixer, name))}
 
 
@@ -137,7 +138,8 @@ def mixers_of(model: nn.Module, decoder: Decoder | None = None) -> dict[str, nn.
         model: the whole model, with all of its weights.
         decoder: its parts; None to find its layers here.
     """
-    if not any(isinstance(module, nn.Conv1d) for module in model.modules()):
+    has_states = keeps_states(model)
+    if not (has_states or any(isinstance(module, nn.Conv1d) for module in model.modules())):
         return {}
     if decoder is None:
         try:
@@ -151,7 +153,34 @@ def mixers_of(model: nn.Module, decoder: Decoder | None = None) -> dict[str, nn.
         return {}
     hidden = hidden_size(layers, embedding)
     found = {mixer for layer in layers for mixer in _outermost(layer, hidden)}
+    if has_states:
+        found |= {mixer for layer in layers for mixer in recurrences(layer, hidden).values()}
     return {name: module for name, module in model.named_modules() if module in found}
+
+
+def keeps_states(model: nn.Module) -> bool:
+    """Return whether a model of transformers says that it keeps states, such as those of recurrences."""
+    types = getattr(getattr(model, "config", None), "layer_types", None) or ()
+    return bool(getattr(model, "_is_stateful", False)) or "linear_attention" in types
+
+
+def recurrences(layer: nn.Module, hidden: int) -> dict[str, nn.Module]:
+    """Return the modules of a layer that may mix tokens without a convolution, in a model that keeps states, by name.
+
+    These have projections from and to the width of the hidden states, and are no attention with a mask, MLP or experts.
+    """
+    return {name: child for name, child in layer.named_children() if _may_recur(child, hidden)}
+
+
+def _may_recur(module: nn.Module, hidden: int) -> bool:
+    modules = list(module.modules())
+    projections = [] if is_projection(module) else [m for m in modules if is_projection(m)]
+    return (
+        any(in_features(m) == hidden for m in projections)
+        and any(out_features(m) == hidden for m in projections)
+        and not has_attention(module)
+        and not any(kind.claim(m, hidden, {}) for m in modules for kind in (Mixer, Mlp, Experts))
+    )
 
 
 def has_attention(mixer: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from meshwright.layout.row_layout import RowLayout, Span
+from meshwright.roles.adapters import projection
 from meshwright.roles.blocks.head_layout import HeadLayout
 from meshwright.roles.projection import in_features, is_projection, out_features
 
@@ -40,8 +41,9 @@ class MixerKind:
         rows_by_group: the same for weights in which all parts of a group follow each other.
         outputs: the possible names of the output projection.
         reads: the parts of the channels that the output projection reads.
+        sums: the projections of the channels to values that all heads share; a mixer of the kind has each of them.
         shared: the projections of the input to values that all heads share.
-        norms: the norms of one head, whose weights all heads share.
+        norms: the norms of one head, or of values that all heads share, whose weights all heads share.
         group_norm: the norm over the channels of each group, or of all groups.
         sizes: the attributes that count something that is cut, by its parts.
         has_training_kernel: whether its code, in training mode, may call a kernel that contains the norm and the
@@ -56,6 +58,7 @@ class MixerKind:
     rows_by_group: Mapping[str, Parts] = field(default_factory=dict)
     outputs: frozenset[str]
     reads: Parts
+    sums: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     norms: frozenset[str] = frozenset()
     group_norm: str | None = None
@@ -64,7 +67,7 @@ class MixerKind:
 
     def key_of(self, name: str) -> str | None:
         """Return under which name the kind lists a weight of a mixer, or the module around it; None if it does not."""
-        listed = (*self.rows, *self.rows_by_group, *self.outputs, *self.shared, *self.norms)
+        listed = (*self.rows, *self.rows_by_group, *self.outputs, *self.sums, *self.shared, *self.norms)
         return next((key for key in listed if f"{name}.".startswith(f"{key}.")), None)
 
     def output_of(self, mixer: nn.Module) -> str | None:
@@ -155,6 +158,8 @@ def _is_of_kind(mixer: nn.Module, kind: MixerKind) -> bool:
         return False
     if in_features(mixer.get_submodule(output)) != heads.rows(kind.reads).size:
         return False
+    if any(not _is_summed(attribute(mixer, name), heads.rows(kind.reads).size) for name in kind.sums):
+        return False
     if any(kind.key_of(name) is None for name, _ in mixer.named_parameters()):
         return False
     weights = (*kind.rows.items(), *kind.rows_by_group.items())
@@ -162,6 +167,13 @@ def _is_of_kind(mixer: nn.Module, kind: MixerKind) -> bool:
         return False
     counts = ((attribute(mixer, name), parts) for name, parts in kind.sizes.items())
     return all(count is None or count == heads.rows(parts).size for count, parts in counts)
+
+
+def _is_summed(found: object, size: int) -> bool:
+    """Return whether a module is a projection of this many channels without a bias, which each rank would add."""
+    if not isinstance(found, nn.Module) or not is_projection(found) or in_features(found) != size:
+        return False
+    return projection(found)._parameters.get("bias") is None
 
 
 def _has_rows(found: object, size: int) -> bool:
@@ -260,6 +272,18 @@ _MAMBA2 = MixerKind(
     has_training_kernel=True,
 )
 
+# Gu and Dao 2023, arXiv:2312.00752; a channel is a head here.
+_MAMBA = MixerKind(
+    heads="intermediate_size",
+    rows={"in_proj": ("head", "head"), **dict.fromkeys(("conv1d", "dt_proj", "A_log", "D"), ("head",))},
+    outputs=frozenset({"out_proj"}),
+    reads=("head",),
+    sums=frozenset({"x_proj"}),
+    norms=frozenset({"dt_layernorm", "b_layernorm", "c_layernorm"}),
+    sizes={"intermediate_size": ("head",)},
+    has_training_kernel=True,
+)
+
 # A gated convolution, in which each channel is by itself.
 _SHORT_CONVOLUTION = MixerKind(
     heads="conv.in_channels",
@@ -282,4 +306,4 @@ _REAL_GATED_LRU = MixerKind(
     sizes={"lru_width": ("channel",), "rg_lru.num_attention_heads": ("head",)},
 )
 
-MIXER_KINDS = (_GATED_DELTA_NET, _DELTA_ATTENTION, _MAMBA2, _SHORT_CONVOLUTION, _REAL_GATED_LRU)
+MIXER_KINDS = (_GATED_DELTA_NET, _DELTA_ATTENTION, _MAMBA2, _MAMBA, _SHORT_CONVOLUTION, _REAL_GATED_LRU)

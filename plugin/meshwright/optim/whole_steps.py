@@ -1,0 +1,282 @@
+"""Steps parameters whole, each on one rank, for optimizers whose update of a parameter reads all of it.
+
+Between steps the optimizer has the parts of the parameters that ranks have under any plan: shards, or slices of them
+under ZeRO. Norms, clipping, accumulation and masters are those of any optimizer. For a step, every parameter and its
+gradient are sent whole to its owner, whose optimizer has the whole parameter in the place of the part, and its state.
+The ranks then get their parts of the result::
+
+    backward -> parts of gradients -> [ owners: whole parameters, whole gradients, step ] -> parts of the parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.layout.blocks import StridedBlock, numel
+from meshwright.layout.row_layout import RowLayout
+from meshwright.layout.tensor_layout import TensorLayout, layout_of
+from meshwright.mesh.axes import Axis, Mesh
+from meshwright.optim.chained import members
+from meshwright.optim.gradients import Gradients
+from meshwright.optim.overrides import follow_overrides
+from meshwright.parallel.collectives import start_all_to_all_uneven
+from meshwright.parallel.shard_reads import reading_shards
+
+Blocks = list[StridedBlock]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Move:
+    """What ranks have of one parameter.
+
+    Args:
+        parameter: the model's parameter.
+        owner: the rank that steps it.
+        sent: what each rank sends to the owner: together each element at least once.
+        held: what each rank has.
+    """
+
+    parameter: nn.Parameter
+    owner: int
+    sent: dict[int, Blocks]
+    held: dict[int, Blocks]
+
+
+class WholeSteps:
+    """The steps of an optimizer's groups whose parameters are stepped whole.
+
+    Args:
+        optimizer: the optimizer, whose state of these parameters is that of one device, if it has any.
+        groups: the indices of the groups.
+        mesh: the ranks.
+        gradients: the model's gradients, which are complete before the first step.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: Sequence[int], mesh: Mesh, gradients: Gradients):
+        self._optimizer, self._groups, self._mesh, self._gradients = optimizer, list(groups), mesh, gradients
+        self._of_group = [list(optimizer.param_groups[index]["params"]) for index in groups]
+        self._parameters = [p for parameters in self._of_group for p in parameters]
+        self._owners = _owners(self._parameters, mesh)
+        state = optimizer.state
+        self._given = {id(p): state.pop(p) for p in self._parameters if p in state}
+        self._wholes: dict[int, nn.Parameter] = {}  # by the id of the parameter, those that this rank owns
+        self._parts: list[list[nn.Parameter]] = []  # what each group has between steps
+        self._moves: dict[tuple[int, ...], list[_Move]] = {}
+
+    def hook_end(self) -> None:
+        """Add the hook that ends a step, before those that publish what was stepped."""
+        self._optimizer.register_step_post_hook(self._close)
+
+    def hook_begin(self) -> None:
+        """Add the hook that begins a step, after those that settle the gradients; the parts are known by now."""
+        self._optimizer.register_step_pre_hook(self._open)
+        for parameter in self._parameters:
+            if self._owners.get(id(parameter)) == self._mesh.index:
+                key = self._gradients.part_of(parameter)[1]
+                dtype = self._gradients.dtype_of(parameter) if key is None else key.dtype
+                whole = nn.Parameter(torch.empty((), dtype=dtype, device=parameter.device), requires_grad=True)
+                whole.data = _without_memory(whole, layout_of(parameter).shape)
+                self._wholes[id(parameter)] = whole
+                for each in members(self._optimizer):
+                    follow_overrides(each, parameter, whole)
+                if id(parameter) in self._given:
+                    self._optimizer.state[whole] = {
+                        name: _as_state(value, whole) for name, value in self._given[id(parameter)].items()
+                    }
+        self._given = {}
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is stepped whole."""
+        return id(parameter) in self._owners
+
+    def part_of(self, parameter: nn.Parameter) -> tuple[TensorLayout, nn.Parameter | None]:
+        """Return where the state of a parameter is: its layout, and on the owner the key of the state."""
+        layout = layout_of(parameter)
+        size, owner = layout.shape.numel(), self._mesh.places[self._owners[id(parameter)]]["ranks"]
+        ranks = self._mesh.tokens.size * self._mesh.tp.size
+        spans = tuple(((0, size if rank == owner else 0),) for rank in range(ranks))
+        flat = TensorLayout(shape=layout.shape, stages=layout.stages, name=layout.name, place=layout.place)
+        return flat.flattened(RowLayout(0, size, spans), "ranks"), self._wholes.get(id(parameter))
+
+    def _open(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if any(callable(argument) for argument in (*args, *kwargs.values())):
+            raise ValueError(
+                f"{type(optimizer).__name__}.step(closure) computes gradients inside of the step, but parameters are "
+                "sent to the ranks that step them before it. Call loss.backward(), and then optimizer.step()"
+            )
+        with torch.no_grad(), reading_shards():
+            self._gather()
+        self._parts = [optimizer.param_groups[index]["params"] for index in self._groups]
+        for index, parameters in zip(self._groups, self._of_group, strict=True):
+            own = (self._wholes.get(id(p)) for p in parameters)
+            optimizer.param_groups[index]["params"] = [whole for whole in own if whole is not None and whole.numel()]
+
+    def _close(self, optimizer: Optimizer, *_: object) -> None:
+        for index, parts in zip(self._groups, self._parts, strict=True):
+            optimizer.param_groups[index]["params"] = parts
+        with torch.no_grad(), reading_shards():
+            self._scatter()
+
+    def _gather(self) -> None:
+        """Fill the parameters that this rank owns, and their gradients."""
+        rank = self._mesh.index
+        for dtype, moves in self._by_dtype().items():
+            messages: list[list[Tensor]] = [[] for _ in range(self._mesh.size)]
+            for move in moves:
+                if rank in move.sent:
+                    messages[move.owner] += self._contribution(move, dtype)
+            received = self._exchange(
+                messages,
+                [sum(2 * numel(m.sent[r]) + 1 for m in moves if m.owner == rank and r in m.sent) for r in self._ranks],
+                dtype,
+            )
+            self._fill([move for move in moves if move.owner == rank], received)
+
+    def _contribution(self, move: _Move, dtype: torch.dtype) -> list[Tensor]:
+        """Return this rank's elements of a parameter and of its gradient, and whether it has a gradient."""
+        key = self._gradients.part_of(move.parameter)[1]
+        assert key is not None
+        blocks, gradient = move.sent[self._mesh.index], key.grad
+        size = numel(blocks)
+        values = [view.reshape(-1) for view in _views(key.detach().reshape(-1), blocks)]
+        if gradient is None:
+            return [*values, values[0].new_zeros(size + 1)]
+        own = [view.reshape(-1).to(dtype) for view in _views(gradient.reshape(-1), blocks)]
+        return [*values, *own, values[0].new_ones(1)]
+
+    def _fill(self, moves: list[_Move], received: list[Tensor]) -> None:
+        offsets = [0] * len(received)
+        marks: list[list[Tensor]] = []
+        gradients = []
+        for move in moves:
+            whole = self._wholes[id(move.parameter)]
+            size = whole.shape.numel()
+            both = torch.zeros(2, size, dtype=whole.dtype, device=whole.device)
+            marks.append([])
+            for rank, blocks in move.sent.items():
+                count, message, start = numel(blocks), received[rank], offsets[rank]
+                for row, target in enumerate(both):
+                    part = message[start + row * count : start + (row + 1) * count]
+                    _put(_views(target, [block.swapped() for block in blocks]), part)
+                marks[-1].append(message[start + 2 * count])
+                offsets[rank] = start + 2 * count + 1
+            values, gradient = both.view(2, *whole.shape)
+            whole.data = values
+            gradients.append(gradient)
+        # One read for all of them, since reading makes the host wait for CUDA.
+        found = torch.stack([torch.stack(each).amax() for each in marks]).tolist() if marks else []
+        for move, gradient, has_one in zip(moves, gradients, found, strict=True):
+            self._wholes[id(move.parameter)].grad = gradient if has_one else None
+
+    def _scatter(self) -> None:
+        """Give every rank its parts of the stepped parameters, and free the whole ones."""
+        rank = self._mesh.index
+        for dtype, moves in self._by_dtype().items():
+            messages: list[list[Tensor]] = [[] for _ in range(self._mesh.size)]
+            for move in moves:
+                if move.owner == rank:
+                    whole = self._wholes[id(move.parameter)]
+                    values = whole.detach().reshape(-1)
+                    for other, blocks in move.held.items():
+                        swapped = [block.swapped() for block in blocks]
+                        messages[other] += [view.reshape(-1) for view in _views(values, swapped)]
+                    whole.grad = None
+            received = self._exchange(
+                messages,
+                [sum(numel(m.held[rank]) for m in moves if m.owner == r and rank in m.held) for r in self._ranks],
+                dtype,
+            )
+            offsets = [0] * len(received)
+            for move in moves:
+                if rank in move.held:
+                    key = self._gradients.part_of(move.parameter)[1]
+                    assert key is not None
+                    count, start = numel(move.held[rank]), offsets[move.owner]
+                    _put(_views(key.detach().view(-1), move.held[rank]), received[move.owner][start : start + count])
+                    offsets[move.owner] = start + count
+        for whole in self._wholes.values():
+            whole.data = _without_memory(whole, whole.shape)
+
+    def _exchange(self, messages: list[list[Tensor]], sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+        """Send each rank its message, and return those of all ranks, which have these sizes."""
+        device = self._parameters[0].device
+        flat = [torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device) for parts in messages]
+        if self._mesh.size == 1:
+            return flat
+        axis = Axis("ranks", size=self._mesh.size, rank=self._mesh.index, group=dist.group.WORLD)
+        wait = start_all_to_all_uneven(torch.cat(flat), [part.numel() for part in flat], sizes, axis)
+        return list(wait().split(sizes))
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._mesh.size)
+
+    def _by_dtype(self) -> dict[torch.dtype, list[_Move]]:
+        """Return the moves of the parameters that are trained, by the dtype in which they are stepped."""
+        trained = {id(p) for p in self._gradients.parameters}
+        parameters = [p for p in self._parameters if id(p) in trained and self.has(p)]
+        key = tuple(map(id, parameters))
+        if key not in self._moves:
+            self._moves = {key: [self._move(parameter) for parameter in parameters]}
+        moves: dict[torch.dtype, list[_Move]] = {}
+        for move in self._moves[key]:
+            moves.setdefault(self._gradients.dtype_of(move.parameter), []).append(move)
+        return dict(sorted(moves.items(), key=lambda item: str(item[0])))
+
+    def _move(self, parameter: nn.Parameter) -> _Move:
+        owner, places = self._owners[id(parameter)], self._mesh.places
+        layout, _ = self._gradients.part_of(parameter)
+        stage = [rank for rank, place in enumerate(places) if place["pp"] == self._mesh.pp.rank]
+        held = {rank: blocks for rank in stage if (blocks := layout.blocks(places[rank]))}
+        # Of the ranks that have the same elements, the one nearest to the owner sends them.
+        near = sorted(held, key=lambda rank: sum(places[rank][a] != places[owner][a] for a in ("tp", "tokens")))
+        sent: dict[int, Blocks] = {}
+        for rank in near:
+            if held[rank] not in sent.values():
+                sent[rank] = held[rank]
+        return _Move(parameter=parameter, owner=owner, sent=dict(sorted(sent.items())), held=held)
+
+
+def _owners(parameters: Iterable[nn.Parameter], mesh: Mesh) -> dict[int, int]:
+    """Return the rank that steps each parameter, so that ranks of a stage step about equally many elements."""
+    held = [p for p in parameters if layout_of(p).is_held]
+    ranks = [rank for rank, place in enumerate(mesh.places) if place["pp"] == mesh.pp.rank]
+    load = dict.fromkeys(ranks, 0)
+    owners: dict[int, int] = {}
+    for parameter in sorted(held, key=lambda p: (not p.requires_grad, -layout_of(p).shape.numel())):
+        owner = min(ranks, key=lambda rank: load[rank])
+        owners[id(parameter)] = owner
+        load[owner] += layout_of(parameter).shape.numel()
+    return owners
+
+
+def _views(flat: Tensor, blocks: Blocks) -> Iterator[Tensor]:
+    """Yield the elements of a 1-d tensor that are at the storage positions of blocks."""
+    for block in blocks:
+        stride = (block.local_stride, 1)
+        yield flat.as_strided((block.count, block.length), stride, flat.storage_offset() + block.local)
+
+
+def _put(views: Iterable[Tensor], values: Tensor) -> None:
+    """Copy a 1-d tensor into views, one after the other."""
+    start = 0
+    for view in views:
+        view.copy_(values[start : start + view.numel()].view(view.shape))
+        start += view.numel()
+
+
+def _without_memory(like: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape))
+
+
+def _as_state(value: object, whole: nn.Parameter) -> object:
+    """Return a value of a state that was made before the call, on the device and in the dtype of what is stepped."""
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    return value.to(whole.device, whole.dtype if value.is_floating_point() else value.dtype)
