@@ -30,7 +30,8 @@ class KnownValues(TorchDispatchMode):
 
     Example:
         >>> from torch._subclasses.fake_tensor import FakeTensorMode
-        >>> with FakeTensorMode(allow_non_fake_inputs=True), KnownValues({"ids": torch.tensor([1, 0, 2])}) as known:
+        >>> batch = {"ids": torch.tensor([1, 0, 2])}
+        >>> with FakeTensorMode(allow_non_fake_inputs=True), KnownValues(batch) as known:
         ...     x = torch.ones(3, 4)[known.batch["ids"] > 0]
         >>> x.shape
         torch.Size([2, 4])

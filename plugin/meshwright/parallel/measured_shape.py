@@ -27,7 +27,7 @@ Held = tuple[tuple[tuple[int, bool], tuple[tuple[int, int], ...]], ...]
 
 
 @dataclasses.dataclass
-class _Pass:
+class _MeasuredPass:
     """What a pass without values has shown of one layer's modules: the bytes that each saves, and its peaks."""
 
     saved: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -68,19 +68,19 @@ class _Meter:
     """
 
     def __init__(self, layers: tuple[nn.Module, ...], memory: LiveBytes, *, skips: bool):
-        self.memory, self.found = memory, dict[nn.Module, _Pass]()
+        self.memory, self.found = memory, dict[nn.Module, _MeasuredPass]()
         firsts: dict[object, nn.Module] = {}
         self._like = {layer: firsts.setdefault(_kind(layer), layer) if skips else layer for layer in layers}
         self._outputs: dict[nn.Module, bool] = {}
         for layer, like in self._like.items():
             if like is layer:
-                self.found[layer] = _Pass()
+                self.found[layer] = _MeasuredPass()
             else:  # fake_values undoes what is set in a module
                 layer.forward = _skips(layer, like, self._outputs)
-        self._running: tuple[_Pass, str, int] | None = None  # in backward
+        self._running: tuple[_MeasuredPass, str, int] | None = None  # in backward
         self._handles = [handle for layer in self.found for handle in self._watch(layer)]
 
-    def of(self, layer: nn.Module) -> _Pass:
+    def of(self, layer: nn.Module) -> _MeasuredPass:
         """Return what was found of a layer, or of the first one of its kind."""
         return self.found[self._like[layer]]
 
@@ -104,7 +104,7 @@ class _Meter:
             handles += self._watch_child(found, name, child)
         return handles
 
-    def _watch_child(self, found: _Pass, name: str, child: nn.Module) -> list[Any]:
+    def _watch_child(self, found: _MeasuredPass, name: str, child: nn.Module) -> list[Any]:
         start = [0]
 
         def enter(*_: Any) -> None:
@@ -121,7 +121,7 @@ class _Meter:
 
         return [child.register_forward_pre_hook(enter), child.register_forward_hook(leave)]
 
-    def _begin_backward(self, found: _Pass, name: str) -> None:
+    def _begin_backward(self, found: _MeasuredPass, name: str) -> None:
         self._end_backward()
         self._running = found, name, self.memory.now
         self.memory.restart_peak()
@@ -207,7 +207,7 @@ def _row(images: ExampleImages | None, length: int, dtype: torch.dtype) -> dict[
     return {name: x for name, x in row.items() if name != "labels"}
 
 
-def _run(model: nn.Module, decoder: Decoder, row: dict[str, Tensor], *, saves: bool = True) -> list[_Pass]:
+def _run(model: nn.Module, decoder: Decoder, row: dict[str, Tensor], *, saves: bool = True) -> list[_MeasuredPass]:
     embedded: list[Tensor] = []
     with (
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -14,7 +14,7 @@ from meshwright.plan.context_methods import group_sizes, local_tokens
 from meshwright.planner.candidate import Candidate, Logits
 from meshwright.planner.context_cost import exchanged_keys, runs_flash
 from meshwright.planner.head_memory import saved_by_head
-from meshwright.planner.measured import Share, TowerShape
+from meshwright.planner.measured import RankShare, TowerShape
 from meshwright.planner.shapes import LayerShape, ModelShape
 
 _ROUTED = 8  # bytes that the router keeps for each token and expert: scores in 32 bits, and their softmax
@@ -152,9 +152,9 @@ def _saved_by_layer(
     return SavedByLayer(count=layer.count, layer=attention + mlp, attention=attention, kept=n * hidden * b)
 
 
-def measured_share(layer: LayerShape, plan: Candidate, seq_len: int, element_bytes: int) -> Share:
+def measured_share(layer: LayerShape, plan: Candidate, seq_len: int, element_bytes: int) -> RankShare:
     """Return the share that a rank has of what was measured of a layer."""
-    return Share(
+    return RankShare(
         element_bytes=element_bytes, length=local_tokens(seq_len, plan.cp), tp=plan.tp, own_tokens=1 / plan.sp,
         cuts_scores=layer.traits.keeps_scores,
     )  # fmt: skip

@@ -26,7 +26,7 @@ class PerToken:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankShare:
     """The dtype and the row of a pass, and the shares of its bytes that a rank has.
 
     Args:
@@ -62,7 +62,7 @@ class MeasuredPart:
     forward: PerToken
     backward: PerToken
 
-    def of_rank(self, sizes: PerToken, share: Share) -> float:
+    def of_rank(self, sizes: PerToken, share: RankShare) -> float:
         """Return the bytes per token on a rank."""
         each = sizes.of(share.element_bytes, 0)
         longer = sizes.of(share.element_bytes, share.length) - each
@@ -81,7 +81,7 @@ class MeasuredLayer:
     def blocks(self) -> list[MeasuredPart]:
         return [part for part in self.parts if not part.is_norm]
 
-    def saved(self, share: Share, hidden: int) -> tuple[float, float]:
+    def saved(self, share: RankShare, hidden: int) -> tuple[float, float]:
         """Return the bytes per token that forward saves for the last block, and for the others and the norms."""
         last = self.blocks[-1] if len(self.blocks) > 1 else None
         found = [0.0, self.between.of(share.element_bytes, share.length) * share.own_tokens]
@@ -92,7 +92,7 @@ class MeasuredLayer:
             found[part is not last] += part.of_rank(part.saved, share) + gathered
         return found[0], found[1]
 
-    def working(self, share: Share) -> tuple[float, float, float]:
+    def working(self, share: RankShare) -> tuple[float, float, float]:
         """Return the temporary bytes per token of forward, and of the backward of the last block and of the others."""
         forward = [part.of_rank(part.forward, share) for part in self.blocks]
         backward = [part.of_rank(part.backward, share) for part in self.blocks]
