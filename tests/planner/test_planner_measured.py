@@ -22,6 +22,7 @@ from meshwright.planner.hardware import Cluster, device
 from meshwright.planner.memory import stage_memory
 from meshwright.planner.notes import notes
 from meshwright.planner.own_plan import weigh
+from meshwright.planner.page.words import plan_command
 from meshwright.planner.shapes import ModelShape, describe
 from meshwright.planner.space import Space
 from meshwright.tracing.trace import trace_step
@@ -117,6 +118,9 @@ def test_the_answer_says_what_it_rests_on() -> None:
     found = weigh(space, None, [Candidate(tp=2, sequence_parallel=True, micro_batch=8)])
     text = "\n".join(notes(found))
     assert "2 x an image of 448 x 448 pixels per sequence, 196 tokens each" in text
+    assert "--images-per-row 2" in plan_command(found, "m")
+    with pytest.raises(PlanError, match="--images-per-row=-1 must be"):
+        Job(seq_len=8, global_batch=8, images=-1)
     assert "the time of the tower is not estimated" in text and "torch's own kernels" in text
 
 

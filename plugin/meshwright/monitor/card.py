@@ -35,6 +35,7 @@ class Card:
         unknown_peak: why the devices' peak, which MFU needs, is not known; empty if it is.
         unused_profile: why the profile that the run names is not used; empty if it is, or if there is none.
         is_cpu: whether the devices are CPUs.
+        notes: what the estimate rests on and leaves out, for a model with mixers or towers.
     """
 
     model: str
@@ -50,6 +51,7 @@ class Card:
     unused_profile: str = ""
     is_cpu: bool = False
     active: int | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def tokens_per_pass(self) -> int | None:
@@ -81,6 +83,7 @@ class Card:
                 f"  memory  {_memory(self.estimate, is_cpu=self.is_cpu)}; measured after step 1",
                 f"  time    {seconds(self.estimate.time.total)} per step estimated, ±{self.estimate.band:.0%} "
                 f"({self.basis})",
+                *(f"    {note}" for note in self.notes),
             ]
         if self.unused_profile:
             lines.append(f"  profile not used: {self.unused_profile}")

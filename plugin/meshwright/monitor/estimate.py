@@ -19,6 +19,7 @@ from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, Job, Logits
 from meshwright.planner.hardware import Cluster, HardwareProfile
 from meshwright.planner.memory import Memory, stage_memory
+from meshwright.planner.notes import measured_notes
 from meshwright.planner.own_plan import check_expert_ranks
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.time import StepModel
@@ -77,6 +78,11 @@ class Machine:
             unused_profile=unused,
             logits=logits_in_training(model, config),
         )
+
+    def notes(self, batch: tuple[int, int]) -> tuple[str, ...]:
+        """Return what the estimate of a model with mixers or towers rests on, for rows and tokens per row."""
+        rows, length = batch
+        return tuple(measured_notes(self.shape, Job(seq_len=max(1, length), global_batch=max(1, rows))))
 
     @property
     def per_node(self) -> int:

@@ -277,6 +277,7 @@ class Monitor(Watch):
             unknown_peak=machine if isinstance(machine, str) else machine.unknown_peak,
             unused_profile="" if isinstance(machine, str) else machine.unused_profile,
             is_cpu=self._device.type == "cpu",
+            notes=() if isinstance(machine, str) or batch is None else machine.notes(batch),
             active=None if isinstance(machine, str) or not machine.shape.experts else machine.shape.active_parameters,
         )
 

@@ -73,6 +73,8 @@ class Job:
                 raise PlanError(f"--{name.replace('_', '-')}={value!r} must be a positive integer")
         if self.precision not in get_args(Precision):
             raise PlanError(f"--precision={self.precision!r} must be 'bf16', 'fp8' or 'fp4'")
+        if not 0 <= self.images < float("inf"):
+            raise PlanError(f"--images-per-row={self.images:g} must be a number of images, zero or more")
         if not 1 <= self.expert_load < float("inf"):
             raise PlanError(
                 f"--expert-load={self.expert_load:g} must be at least 1: it is the rows of the rank with the fullest "

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.cost import tokens_text
 from meshwright.planner.search import Choice, Search
+from meshwright.planner.shapes import ModelShape
 
 # Tokens per step of the largest batches of published training runs of dense models (Llama 3: 4 M, later 16 M).
 LARGEST_BATCH = 2**24
@@ -77,30 +78,30 @@ def without_repetitions(found: Search, top: int) -> Search:
     )
 
 
-def _measured(found: Search) -> Iterator[str]:
+def measured_notes(shape: ModelShape, job: Job) -> Iterator[str]:
     """Yield what the estimates of mixers and towers rest on, and what they leave out."""
-    towers, images = found.shape.towers, found.job.images
+    towers, images = shape.towers, job.images
     if towers is not None and towers.image:
         weights = f"the {towers.elements / 1e6:,.1f} M parameters beside the decoder are whole on every rank of tp"
         if towers.saved is None:
             yield f"{weights}; memory and time have none of their activations: {towers.image}"
         else:
-            if images * towers.tokens > found.job.seq_len:
+            if images * towers.tokens > job.seq_len:
                 yield (
-                    f"a sequence of {found.job.seq_len} tokens cannot hold {images:g} x {towers.image}, which takes "
+                    f"a sequence of {job.seq_len} tokens cannot hold {images:g} x {towers.image}, which takes "
                     f"{towers.tokens:,} tokens each: use a longer --seq-len, or fewer --images-per-row"
                 )
             yield (
                 f"{weights}; memory counts {images:g} x {towers.image} per sequence, {towers.tokens:,} tokens each, "
                 "and their tower; the time of the tower is not estimated"
             )
-    if any(run.measured is not None for run in found.shape.runs):
+    if any(run.measured is not None for run in shape.runs):
         yield "the memory of layers was measured in a pass without values, with torch's own kernels"
 
 
 def notes(found: Search) -> Iterator[str]:
     """Yield the notes on the first choices: a precision that cannot run, merged plans, and other numerics of ties."""
-    yield from _measured(found)
+    yield from measured_notes(found.shape, found.job)
     if not found.job.trains_today:
         yield f"this version cannot train in {found.job.precision} yet: it would run these plans in bf16, and slower"
     for number, (choice, rest) in enumerate(zip(found.choices, found.repetitions, strict=False), 1):

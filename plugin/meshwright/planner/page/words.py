@@ -63,6 +63,7 @@ def plan_command(found: Search, model: str) -> str:
     in_node = "" if cluster.gpus_per_node == 8 else f" --gpus-per-node {cluster.gpus_per_node}"
     precision = "" if job.precision == "bf16" else f" --precision {job.precision}"
     options = "" if job.expert_load == 1 else f" --expert-load {job.expert_load:g}"
+    options += "" if job.images == 1 else f" --images-per-row {job.images:g}"
     share = found.budget / cluster.device.memory
     options += "" if abs(share - 0.9) < 1e-9 else f" --memory {share:.4g}"
     options += " --allow-future" if found.allow_future else ""
