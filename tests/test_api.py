@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 PUBLIC = {
     "AlreadyDistributedError",
+    "ChainedOptimizer",
     "Checkpoint",
     "CheckpointError",
     "DataParallel",
