@@ -63,6 +63,7 @@ class WholeSteps:
         self._optimizer, self._groups, self._mesh, self._gradients = optimizer, list(groups), mesh, gradients
         self._of_group = [list(optimizer.param_groups[index]["params"]) for index in groups]
         self._parameters = [p for parameters in self._of_group for p in parameters]
+        self._known = set(map(id, self._parameters))
         self._owners = _owners(self._parameters, mesh)
         state = optimizer.state
         self._given = {id(p): state.pop(p) for p in self._parameters if p in state}
@@ -91,12 +92,14 @@ class WholeSteps:
         self._given = {}
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is stepped whole."""
-        return id(parameter) in self._owners
+        """Return whether a parameter is stepped whole, by a rank of this or of another stage."""
+        return id(parameter) in self._known
 
     def part_of(self, parameter: nn.Parameter) -> tuple[TensorLayout, nn.Parameter | None]:
         """Return where the state of a parameter is: its layout, and on the owner the key of the state."""
         layout = layout_of(parameter)
+        if not layout.is_held:
+            return layout, None
         size, owner = layout.shape.numel(), self._mesh.places[self._owners[id(parameter)]]["ranks"]
         ranks = self._mesh.tokens.size * self._mesh.tp.size
         spans = tuple(((0, size if rank == owner else 0),) for rank in range(ranks))
@@ -219,7 +222,7 @@ class WholeSteps:
     def _by_dtype(self) -> dict[torch.dtype, list[_Move]]:
         """Return the moves of the parameters that are trained, by the dtype in which they are stepped."""
         trained = {id(p) for p in self._gradients.parameters}
-        parameters = [p for p in self._parameters if id(p) in trained and self.has(p)]
+        parameters = [p for p in self._parameters if id(p) in trained and id(p) in self._owners]
         key = tuple(map(id, parameters))
         if key not in self._moves:
             self._moves = {key: [self._move(parameter) for parameter in parameters]}
