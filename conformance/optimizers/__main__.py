@@ -1,4 +1,4 @@
-"""``python -m conformance.optimizers``: check the Trainer's optimizers and write the table of docs/optimizers.md."""
+"""``python -m conformance.optimizers``: check the Trainer's optimizers by name, and print a table of what was found."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ import typer
 from conformance.families.markdown import table
 from conformance.optimizers.check import PLANS, Record
 from conformance.optimizers.sweep import read
-from harness.torchrun import ROOT, torchrun
-
-PAGE = ROOT / "docs" / "optimizers.md"
-BEGIN, END = "<!-- table: python -m conformance.optimizers -->", "<!-- end of the table -->"
+from harness.torchrun import torchrun
 
 
 def main(
-    only: Annotated[
-        list[str] | None, typer.Option(help="a name; may be given several times; then no page is written")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="a name; may be given several times")] = None,
 ) -> None:
     """Compare the optimizers that ``TrainingArguments.optim`` can name, on two ranks, with one device.
 
@@ -37,9 +32,7 @@ def main(
         if torchrun(2, "conformance.optimizers.sweep", str(path), *(only or ())):
             raise typer.Exit(1)
         records = read(path)
-    if not only:
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text("\n".join([f"{before}{BEGIN}", "", *rows(records), "", END]) + rest.split(END)[1])
+    print("\n".join(rows(records)))
     raise typer.Exit(0 if all(record.passes for record in records) else 1)
 
 

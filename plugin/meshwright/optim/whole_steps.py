@@ -26,6 +26,7 @@ from meshwright.optim.chained import members
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.overrides import follow_overrides
 from meshwright.parallel.collectives import start_all_to_all_uneven
+from meshwright.parallel.gradient_buckets import flat_dtype
 from meshwright.parallel.shard_reads import reading_shards
 
 Blocks = list[StridedBlock]
@@ -62,6 +63,7 @@ class WholeSteps:
         self._optimizer, self._groups, self._mesh, self._gradients = optimizer, list(groups), mesh, gradients
         self._of_group = [list(optimizer.param_groups[index]["params"]) for index in groups]
         self._parameters = [p for parameters in self._of_group for p in parameters]
+        self._known = set(map(id, self._parameters))
         self._owners = _owners(self._parameters, mesh)
         state = optimizer.state
         self._given = {id(p): state.pop(p) for p in self._parameters if p in state}
@@ -78,9 +80,7 @@ class WholeSteps:
         self._optimizer.register_step_pre_hook(self._open)
         for parameter in self._parameters:
             if self._owners.get(id(parameter)) == self._mesh.index:
-                key = self._gradients.part_of(parameter)[1]
-                dtype = self._gradients.dtype_of(parameter) if key is None else key.dtype
-                whole = nn.Parameter(torch.empty((), dtype=dtype, device=parameter.device), requires_grad=True)
+                whole = nn.Parameter(torch.empty((), dtype=self._dtype(parameter), device=parameter.device))
                 whole.data = _without_memory(whole, layout_of(parameter).shape)
                 self._wholes[id(parameter)] = whole
                 for each in members(self._optimizer):
@@ -92,12 +92,14 @@ class WholeSteps:
         self._given = {}
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is stepped whole."""
-        return id(parameter) in self._owners
+        """Return whether a parameter is stepped whole, by a rank of this or of another stage."""
+        return id(parameter) in self._known
 
     def part_of(self, parameter: nn.Parameter) -> tuple[TensorLayout, nn.Parameter | None]:
         """Return where the state of a parameter is: its layout, and on the owner the key of the state."""
         layout = layout_of(parameter)
+        if not layout.is_held:
+            return layout, None
         size, owner = layout.shape.numel(), self._mesh.places[self._owners[id(parameter)]]["ranks"]
         ranks = self._mesh.tokens.size * self._mesh.tp.size
         spans = tuple(((0, size if rank == owner else 0),) for rank in range(ranks))
@@ -220,14 +222,17 @@ class WholeSteps:
     def _by_dtype(self) -> dict[torch.dtype, list[_Move]]:
         """Return the moves of the parameters that are trained, by the dtype in which they are stepped."""
         trained = {id(p) for p in self._gradients.parameters}
-        parameters = [p for p in self._parameters if id(p) in trained and self.has(p)]
+        parameters = [p for p in self._parameters if id(p) in trained and id(p) in self._owners]
         key = tuple(map(id, parameters))
         if key not in self._moves:
             self._moves = {key: [self._move(parameter) for parameter in parameters]}
-        moves: dict[torch.dtype, list[_Move]] = {}
-        for move in self._moves[key]:
-            moves.setdefault(self._gradients.dtype_of(move.parameter), []).append(move)
-        return dict(sorted(moves.items(), key=lambda item: str(item[0])))
+        # A dtype of which only other stages of a pipeline have parameters counts too, since all ranks communicate.
+        dtypes = sorted({self._dtype(parameter) for parameter in self._parameters}, key=str)
+        return {d: [move for move in self._moves[key] if self._dtype(move.parameter) == d] for d in dtypes}
+
+    def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype in which a parameter is stepped, which does not depend on whether this rank has it."""
+        return parameter.dtype if self._gradients.zero is None else flat_dtype(parameter.dtype)
 
     def _move(self, parameter: nn.Parameter) -> _Move:
         owner, places = self._owners[id(parameter)], self._mesh.places
