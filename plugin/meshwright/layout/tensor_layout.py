@@ -85,7 +85,7 @@ class TensorLayout:
     # The next properties are computed once: they are read for every gradient of every step.
     @functools.cached_property
     def is_held(self) -> bool:
-        """Whether a pipeline stage of this rank holds the tensor. If not, zeros without memory are in its place."""
+        """Whether a pipeline stage of this rank holds the tensor. If not, NaN without memory is in its place."""
         return self._has(self.place)
 
     def _has(self, place: Place) -> bool:

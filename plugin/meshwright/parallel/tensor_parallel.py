@@ -62,8 +62,9 @@ def make_shards(
             layout = layouts[name] if name in layouts else TensorLayout.whole(parameter, mesh.tp.size)
             layout = layout.placed(name, mesh)
             if not layout.is_held:
-                # Zeros without memory: modules before the layers run on every stage, and their result is not used.
-                absent = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+                # Without memory. Modules before the layers run on every stage; NaN shows where their result is used.
+                empty = torch.nan if parameter.dtype.is_floating_point else 0
+                absent = torch.full((), empty, dtype=parameter.dtype, device=device).expand(parameter.shape)
                 shards[id(parameter)] = absent, layout
                 continue
             shard = source(parameter, layout)

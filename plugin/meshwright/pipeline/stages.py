@@ -8,12 +8,15 @@ the stage's result. All other layers outside the stage return what they were giv
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.errors import PlanError
+from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.load_balancing import LoadBalancing
@@ -60,6 +63,7 @@ class Stages:
         self._length = 0
         self._active: int | None = None
         self._received: Tensor | None = None
+        self._checked: set[tuple[int, str]] = set()  # layers and the names of what they were given
         self._checkpointed = [
             [module for module in layer.modules() if hasattr(module, "gradient_checkpointing")] for layer in cut.layers
         ]
@@ -137,6 +141,8 @@ class Stages:
                 "model that to_distributed returned"
             )
         span = self.cut.spans[self._active]
+        if index in span and self._active:
+            self._check_beside(index, args, kwargs)
         if index == span.start and self.region is not None:
             return self.region.run_first(own, args, kwargs, length=None if self._active == 0 else self._length)
         if index in span:
@@ -151,6 +157,27 @@ class Stages:
             x = self._received
         size = self.cut.order.tuple_sizes[index]
         return (x, *[None] * (size - 1)) if size else x
+
+    def _check_beside(self, index: int, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Raise if a layer is given what this stage computed from a weight that another stage has, which reads as NaN.
+
+        The host waits for the device when a layer is given an input of this name for the first time.
+        """
+        hidden, _ = hidden_states(args, dict(kwargs))
+        layer = self.cut.layers[index]
+        named = {**dict(zip(inspect.signature(layer.forward).parameters, args, strict=False)), **kwargs}
+        beside = {n: [x for x in tensors_in(value) if x is not hidden] for n, value in named.items()}
+        new = [name for name, tensors in beside.items() if tensors and (index, name) not in self._checked]
+        self._checked |= {(index, name) for name in new}
+        for name in new:
+            if any(
+                x.is_floating_point() and not isinstance(x, FakeTensor) and bool(x.isnan().any()) for x in beside[name]
+            ):
+                raise PlanError(
+                    f"layer {index} ({type(layer).__name__}) is given {name} beside its hidden states, and the model "
+                    "computes it from weights outside of the layers, which only the first stage has. Use "
+                    "ParallelPlan(pp=1)"
+                )
 
 
 class _LayerForward(ChainStep):
