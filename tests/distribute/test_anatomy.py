@@ -449,9 +449,10 @@ def refusal(make: Callable[[], Any], **plan: Any) -> str:
 
 def test_a_refusal_speaks_of_the_axis_at_hand() -> None:
     assert "plan='pp2'" in refusal(MODELS["llava"], tp=3)
-    recurrent = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)
-    said = refusal(lambda: transformers.MambaForCausalLM(recurrent), cp=2)
-    assert "conv1d.weight" in said and "takes each token by itself" in said
+    mixing = llama()
+    mixing.model.layers[0].mix = torch.nn.Conv1d(32, 32, 3)
+    said = refusal(lambda: mixing, cp=2)
+    assert "mix.weight" in said and "takes each token by itself" in said
     assert not re.search(r"\btp\b|ensor parallel", said)
 
 
