@@ -76,8 +76,8 @@ def test_a_published_checkpoint_is_read_by_slices_and_written_back(
     """The files have the names in which the family is published, such as language_model.model for Llava."""
     stock = build(family)
     stock.save_pretrained(tmp_path / "stock")
-    for weights in pool2.run(load_and_save, family, plan, how, tmp_path / "stock", tmp_path / "ours"):
-        assert_equal(weights, dict(factory(family).from_pretrained(tmp_path / "stock").state_dict()))
+    weights = pool2.run(load_and_save, family, plan, how, tmp_path / "stock", tmp_path / "ours")[0]
+    assert_equal(weights, dict(factory(family).from_pretrained(tmp_path / "stock").state_dict()))
     [file] = (tmp_path / "stock").glob("*.safetensors")
     assert_equal(load_file(tmp_path / "ours" / file.name), load_file(file))
 
@@ -103,7 +103,6 @@ def resume(family: str, plan: str, folder: Path) -> dict[str, torch.Tensor]:
 def test_a_run_resumes_under_another_plan(family: str, pool2: Any, tmp_path: Path) -> None:
     saved = pool2.run(save, family, "tp2+sp", tmp_path)
     for plan in ("dp2 zero3", "pp2 mb1"):
-        for weights in pool2.run(resume, family, plan, tmp_path):
-            assert_equal(weights, saved[0])
+        assert_equal(pool2.run(resume, family, plan, tmp_path)[0], saved[0])
     held = inspect_checkpoint(tmp_path)
     assert not held.damages
