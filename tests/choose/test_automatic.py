@@ -20,6 +20,7 @@ from meshwright.planner.footprint import footprint
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.shapes import describe
 from support.models import build, tokens
+from support.optimizers import OfOneNorm
 from support.short_programs import losses_of
 
 ROWS, LENGTH = 8, 32
@@ -180,8 +181,10 @@ def test_a_stream_tells_no_length(pool2: Any) -> None:
 
 
 def test_an_optimizer_that_may_not_be_sharded_decides_too(pool2: Any) -> None:
-    plan, _ = pool2.run(picked, {}, torch.optim.Adafactor)[0]
+    plan, _ = pool2.run(picked, {}, OfOneNorm)[0]
     assert (plan["tp"], plan["zero_stage"]) == (1, 0)
+    plan, _ = pool2.run(picked, {}, torch.optim.Adafactor)[0]  # one rank steps each parameter whole
+    assert (plan["tp"], plan["zero_stage"]) == (1, 1)
 
 
 def test_a_saved_plan(tmp_path: Path, pool2: Any) -> None:

@@ -18,6 +18,7 @@ from meshwright.optim.ownership import EqualSlices, Ownership
 from meshwright.plan.flat_offsets import flat_offsets
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
+from support.optimizers import OfOneNorm
 from support.reference import make_optimizer
 from support.tiers import crossing, crossings
 
@@ -283,19 +284,6 @@ def test_shard_optimizer_by_itself(pool2: Any) -> None:
     for actual in pool2.run(shard_alone):
         # 1e-5: float32, another order of sums.
         assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-class OfOneNorm(torch.optim.Optimizer):
-    """Reads all gradients to update a parameter."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
-        for p in parameters:
-            p.data.sub_(p.grad / norm)
 
 
 class WithClosure(OfOneNorm):

@@ -24,6 +24,7 @@ from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.live_bytes import LiveBytes
 from support.exact import Float64, relative_difference
 from support.models import FAMILIES, SIZES, build, labels_for, tokens
+from support.optimizers import OfOneNorm
 from support.parity import TOLERANCE, largest_differences, pool_for, reference
 from support.reference import train_family
 from support.tiers import crossing, crossings
@@ -361,9 +362,8 @@ def test_bad_input() -> None:
     model = build("llama")
     for stage in (2, 3):  # on one rank as in stage 1
         config = mw.ToDistributedConfig(plan=mw.ParallelPlan(zero_stage=stage))
-        with pytest.raises(OptimizerMismatchError, match="Muon"):
-            matrices = [p for p in model.parameters() if p.ndim == 2]
-            mw.to_distributed(model, torch.optim.Muon(matrices), config=config)
+        with pytest.raises(OptimizerMismatchError, match="OfOneNorm"):
+            mw.to_distributed(model, OfOneNorm(model.parameters()), config=config)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -143,7 +143,7 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
 
 def _with_recurrences(layer: nn.Module, hidden: int, roles: dict[str, Role]) -> dict[str, Role]:
     """Return the roles of a layer's modules, in which those that may be recurrences stay whole."""
-    whole = tuple(recurrences(layer, hidden))
+    whole = tuple(name for name in recurrences(layer, hidden) if roles.get(name) is not Role.MLP)  # a hint may say so
     inside = tuple(f"{name}." for name in whole)
     others = {name: role for name, role in roles.items() if not f"{name}.".startswith(inside)}
     return others | dict.fromkeys(whole, Role.WHOLE)

@@ -1,0 +1,20 @@
+"""Optimizers that tests pass to the library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class OfOneNorm(torch.optim.Optimizer):
+    """Reads all gradients to update a parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.data.sub_(p.grad / norm)
