@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -186,7 +186,7 @@ def says_of_items(name: str) -> bool:
     return any(word in name for word in _OF_ITEMS)
 
 
-def is_size(x: Any) -> bool:
+def is_size(x: object) -> TypeGuard[Tensor]:
     """Return whether an argument may be the sizes of items in patches, ``[items, 2 or 3]``."""
     if not isinstance(x, Tensor) or x.ndim != 2:
         return False
