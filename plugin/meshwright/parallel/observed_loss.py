@@ -62,7 +62,14 @@ def observe_loss(model: nn.Module) -> ObservedLoss | None:
     """
     if "labels" not in inspect.signature(model.forward).parameters:
         return None
-    return _observe(model, _LossCalls) or _observe_end(model)
+    inner = [module for module in model.modules() if module is not model]
+    for watch, parts in ((_LossCalls, []), (_LossCallsAtEnd, inner)):
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(_passes_through(part))
+            with contextlib.suppress(PlanError):
+                return _observe(model, watch)
+    return None
 
 
 def _observe(model: nn.Module, watch: Callable[[], _LossCalls]) -> ObservedLoss | None:
@@ -77,16 +84,7 @@ def _observe(model: nn.Module, watch: Callable[[], _LossCalls]) -> ObservedLoss 
             except PlanError:
                 continue
             return calls.explain(loss_of(output), labels)
-    return None
-
-
-def _observe_end(model: nn.Module) -> ObservedLoss | None:
-    """Return what the end of a forward shows, if parts of the model before it need values, such as experts."""
-    parts = [module for module in model.modules() if module is not model]
-    with contextlib.ExitStack() as stack:
-        for part in parts:
-            stack.enter_context(_passes_through(part))
-        return _observe(model, _LossCallsAtEnd)
+    raise PlanError(f"{type(model).__name__} could not be run on tensors without values")
 
 
 @contextlib.contextmanager
