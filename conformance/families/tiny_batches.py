@@ -213,6 +213,9 @@ class Batches:
         ]
         if (pooled := self._in_configs("pooling_kernel_size", 1)) > 1:
             formats.append((_random(ROWS, high * high, length * pooled**2), formats[2][1]))
+        if "target_sizes" in self.names:  # the patches of all images side by side
+            wide = _random(1, channels, patch, patch * ROWS * high * high)
+            formats.insert(0, (wide, torch.ones(1, ROWS * high * high, dtype=torch.long)))
         if {"image_grid_thw", "grid_thw", "image_grid_hw"} & self.names:
             formats.insert(0, formats[3])
         for pixels, mask in formats:

@@ -48,6 +48,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "lilt": {"hidden_size": 48},
     "llama4": {"vision_config.intermediate_size": 256},
+    # The tower halves the sizes of images at this layer, which it must have.
+    "minicpmv4_6": {"insert_layer_id": 0},
+    "minicpmv4_7": {"insert_layer_id": 0},
     "muse_glimmer": {"vision_config.out_hidden_size": 256},
     "muse_spark": {"vision_config.out_hidden_size": 256},
     "nemotron_h_omni": {"vision_config.video_temporal_patch_size": 2},

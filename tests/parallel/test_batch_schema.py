@@ -123,6 +123,23 @@ class Sized(Patches):
         }
 
 
+class Wide(Patches):
+    """Patches of all images side by side, beside their sizes in patches, as MiniCPM's processor lists them."""
+
+    def of_row(self, row: Row) -> dict[str, Any]:
+        ids = placeholders(row["image"], IMAGE, lambda size: size[1] * size[2])
+        return {"ids": ids, "images": [new(3, 2, 8 * h * w) for _, h, w in row["image"]], "sizes": row["image"]}
+
+    @staticmethod
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = batch_of([row["ids"] for row in rows])
+        sizes = [(2 * h, 2 * w) for row in rows for _, h, w in row["sizes"]]
+        if not sizes:
+            return batch
+        wide = torch.cat([x for row in rows for x in row["images"]], -1).unsqueeze(0)
+        return {**batch, "pixel_values": wide, "target_sizes": torch.tensor(sizes)}
+
+
 class Sounds(Patches):
     """Sounds of several lengths, beside a mask of their frames, whose number of features no proportion tells."""
 
@@ -155,7 +172,7 @@ class OfRows(Patches):
         return {**batch, **nested, **images}
 
 
-FORMATS = {kind.__name__: kind() for kind in (Patches, Alike, Padded, Sized, Sounds, OfRows)}
+FORMATS = {kind.__name__: kind() for kind in (Patches, Alike, Padded, Sized, Wide, Sounds, OfRows)}
 sizes = st.lists(st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3)), max_size=3)
 rows_of = st.lists(st.fixed_dictionaries({"image": sizes, "video": sizes, "audio": sizes}), min_size=1, max_size=5)
 
@@ -226,6 +243,21 @@ def test_what_cannot_be_assigned_is_refused_with_its_cure() -> None:
     batch = {**images(4, 4), "pixel_values": new(48, 3), "image_grid_thw": torch.tensor([[1, 4, 4]] * 3)}
     with pytest.raises(PlanError, match=r"pixel_values has shape \(48, 3\)"):
         BatchSchema(batch, FORMAT).split(2)
+
+
+def test_patches_side_by_side_that_their_sizes_do_not_explain_are_refused() -> None:
+    sizes = torch.tensor([[2, 2], [2, 4], [2, 2]])
+    batch = {**images(3, 1), "pixel_values": new(1, 3, 2, 32), "target_sizes": sizes}
+    parts = BatchSchema(batch, FORMAT).split(2)
+    assert [part["pixel_values"].shape[-1] for part in parts] == [24, 8]
+    others: list[dict[str, Any]] = [images(2, 2), {"pixel_values": new(1, 3, 2, 34)}, {"target_sizes": sizes[:2]}]
+    for other in others:  # tokens, patches or sizes that contradict the others
+        with pytest.raises(PlanError, match=r"(pixel_values|target_sizes) has .*batch_dims"):
+            BatchSchema({**batch, **other}, FORMAT).split(2)
+    # Nothing but the sizes of these shapes [images, 2] tells that the second row has no image.
+    batch = {**images(3, 0), "pixel_values": new(2, 8, 3), "spatial_shapes": sizes[:2]}
+    first, second = BatchSchema(batch, FORMAT).split(2)
+    assert len(first["spatial_shapes"]) == len(first["pixel_values"]) == 2 and "spatial_shapes" not in second
 
 
 def test_the_program_says_where_the_rows_are() -> None:

@@ -13,6 +13,8 @@ from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForMultipleChoice,
+    BlipConfig,
+    BlipForConditionalGeneration,
     DistilBertConfig,
     DistilBertForMaskedLM,
     GPT2Config,
@@ -23,11 +25,19 @@ from transformers import (
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     PreTrainedModel,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
 
+import meshwright as mw
+from meshwright.distribute.check_arguments import check_router_loss
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.head_losses import LossKind, OutputLoss, find_loss
+from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.observed_loss import ObservedLoss, observe_loss
+from meshwright.parallel.output_loss import with_loss
 from support.exact import Float64, relative_difference
 from support.models import SIZES, tokens
 from support.short_programs import Plan, train
@@ -203,6 +213,69 @@ def test_what_a_loss_averages_over_is_observed(way: str, expected: ObservedLoss 
         blind = ObservedLoss(ignore_index=-100, is_shifted=True)
         wrong = sum(model(**part)["loss"] * blind.count(part) for part in parts) / blind.count(batch)
         assert (wrong - whole).abs() > 1e-3
+
+
+def switch() -> PreTrainedModel:
+    sizes = {"vocab_size": 97, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2}
+    sizes |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4}
+    options = {"dropout_rate": 0.0, "decoder_start_token_id": 1, "pad_token_id": 0, "router_jitter_noise": 0.0}
+    return SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes, **options)).double()
+
+
+def blip() -> PreTrainedModel:
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = {**tower, "vocab_size": 97, "encoder_hidden_size": 32, "hidden_dropout_prob": 0.0, "bos_token_id": 1}
+    config = BlipConfig(text_config=text, vision_config={**tower, "image_size": 8, "patch_size": 4})
+    return BlipForConditionalGeneration(config).double().eval()
+
+
+@pytest.mark.parametrize(("build", "part"), [(switch, None), (blip, "text_decoder")])
+def test_the_loss_of_a_model_that_needs_values_or_images_is_known(build: Any, part: str | None) -> None:
+    """Row 17: experts that route by values do not hide the loss, and a decoder's own loss is that of the model."""
+    torch.manual_seed(0)
+    with Float64():
+        model = build()
+        before = [{name: id(x) for name, x in vars(module).items()} for module in model.modules()]
+        kind = find_loss(model)
+        assert [{name: id(x) for name, x in vars(module).items()} for module in model.modules()] == before
+        assert kind is not None and kind.part == part
+        batch = {**make_batch("tokens", 4), "labels": make_batch("tokens", 4)["input_ids"].clone()}
+        batch["labels"][0, :7] = -100
+        if part is not None:
+            batch["pixel_values"] = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+        whole = model(**batch).loss
+        parts = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
+        losses = [model(**rows).loss for rows in parts]
+        mean = sum(loss * kind.counts(rows) for loss, rows in zip(losses, parts, strict=True)) / kind.counts(batch)
+    assert relative_difference(mean, whole) < 1e-10  # one sum in another order
+    assert relative_difference(sum(losses) / 2, whole) > 1e-6  # the mean of means would be another
+
+
+def test_another_loss_than_that_of_the_part_is_an_error() -> None:
+    """Row 17: a loss that the model has changed after its decoder has returned it is not taken for the decoder's."""
+    model = blip()
+    kind = find_loss(model)
+    assert kind is not None
+    loss = OutputLoss(kind, GlobalMean(Axis("dp")))
+    loss.watch(model)
+    batch = {**make_batch("tokens", 2), "labels": make_batch("tokens", 2)["input_ids"]}
+    batch["pixel_values"] = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    assert model(**batch).loss.isfinite()
+    model.text_decoder.register_forward_hook(lambda module, args, output: with_loss(output, output.loss * 2))
+    with pytest.raises(ValueError, match="another loss than its text_decoder"):
+        model(**batch)
+
+
+def test_a_router_loss_of_ones_own_is_refused_where_ranks_have_parts() -> None:
+    """Row 17: a product of means over all tokens is no mean of what the ranks have."""
+    model = switch()
+    kind = LossKind(counts=lambda batch: torch.ones(1), is_observed=True)
+    check_router_loss(model, mw.ParallelPlan(dp=2), kind)
+    model.config.output_router_logits = True
+    check_router_loss(model, mw.ParallelPlan(tp=2), kind)
+    for plan in (mw.ParallelPlan(dp=2), mw.ParallelPlan(gradient_accumulation_steps=2)):
+        with pytest.raises(mw.PlanError, match=r"Set model\.config\.output_router_logits = False"):
+            check_router_loss(model, plan, kind)
 
 
 class Labelled(Dataset):

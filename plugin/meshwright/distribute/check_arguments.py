@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from meshwright.data.nested import why_no_batch
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
+from meshwright.parallel.head_losses import LossKind
+from meshwright.parallel.router_record import OPTION
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.foreign_names import NO_SCALER
 from meshwright.roles.blocks.adapted_experts import adapted_experts
@@ -189,4 +192,27 @@ def _check_loader(loader: object) -> None:
     if isinstance(loader, Sampler):
         raise PlanError(
             f"{must}, but it is a {kind.__name__}; pass it to a loader: DataLoader(dataset, batch_sampler=...)"
+        )
+
+
+def check_router_loss(model: nn.Module, plan: ParallelPlan, loss: LossKind | None) -> None:
+    """Raise if the config asks for a load-balancing loss that would be computed from a part of the batch.
+
+    Args:
+        model: the model, without adapters around it.
+        plan: the plan.
+        loss: the kind of the model's loss; None if it is not known.
+
+    Raises:
+        PlanError: if the model's forward computes it in its own way, so that the loss of all tokens is not known.
+    """
+    is_wanted = getattr(getattr(model, "config", None), OPTION, False)
+    if not is_wanted or OPTION not in inspect.signature(model.forward).parameters:
+        return
+    has_parts = plan.dp * plan.cp * plan.pp > 1 or plan.has_micro_batches
+    if has_parts and (loss is None or not loss.is_function):
+        raise PlanError(
+            f"model.config.{OPTION}=True: {type(model).__name__} adds a load-balancing loss to its loss, which is a "
+            "product of means over all tokens of the batch, and computes it from the tokens that it has. Set "
+            f"model.config.{OPTION} = False, or use dp=1, cp=1 and pp=1 without micro-batches"
         )

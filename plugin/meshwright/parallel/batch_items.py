@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ RowDim = tuple[int, Sequence[int]]  # a dim, and where each row begins along it,
 _WORDS = {"video": ("video",), "image": ("image", "pixel"), "audio": ("audio", "feature", "speech")}
 _TYPES = {"image": 1, "video": 2, "audio": 3}  # of tokens, in ``mm_token_type_ids``
 # Parts of names of what is said of items, of their patches or of their frames, and not of tokens or rows.
-_OF_ITEMS = ("grid", "patch", "tile", "crop", "frame", "vision", "size", "pixel", "feature")
+_OF_ITEMS = ("grid", "patch", "tile", "crop", "frame", "vision", "size", "shape", "pixel", "feature")
 
 
 def kind_of(name: str) -> str | None:
@@ -84,9 +84,30 @@ class Items:
         self.of_row: list[int] | None = None if places is None else places.sum(1).tolist()
         if self.of_row is not None and not any(self.of_row):
             self.of_row = None
-        self._sizes = [x for x in inputs.values() if isinstance(x, Tensor) and x.ndim == 2 and _is_size(x)]
+        self._sizes = [x for x in inputs.values() if is_size(x)]
         values = [x for x in inputs.values() if not isinstance(x, Tensor) or x.is_floating_point()]
         self.count = len(next(iter([*self._sizes, *values, *inputs.values()])))
+
+    def measured_by(self, sizes: Tensor) -> bool:
+        """Return whether sizes in patches are those of the items: an input has as many patches, or as many items."""
+        patches = int(sizes.prod(-1).sum())
+        of_items = (x for x in self.inputs.values() if isinstance(x, Tensor) and x.is_floating_point())
+        return not self._sizes and any(len(x) in (len(sizes), patches) or _row_of(x, patches) for x in of_items)
+
+    def packed(self, x: Tensor) -> RowDim | None:
+        """Return where each row begins in the patches of all items, side by side in one entry; None if it has none.
+
+        ::
+
+            sizes [2, 2] in patches of 14    pixel_values [1, 3, 14, 14 * patches]
+        """
+        items = self.of_items
+        for sizes in self._sizes if items is not None and len(x) == 1 else ():
+            ends = [0, *accumulate(sizes.prod(-1).tolist())]
+            if len(sizes) == self.count and _row_of(x, ends[-1]):
+                assert items is not None
+                return x.ndim - 1, [ends[item] * x.shape[-2] for item in items]
+        return None
 
     def starts(self, length: int) -> Sequence[int] | None:
         """Return where each row begins in an argument with ``length`` entries; None if that is unknown."""
@@ -105,6 +126,11 @@ class Items:
         if self.count == self.rows and self._is_by_row():
             return range(self.rows + 1)
         return next(filter(None, self._guesses()), None)
+
+    @property
+    def are_several(self) -> bool:
+        """Return whether there are several items, or several rows with placeholders, in one entry or more."""
+        return self.count > 1 or (self.of_row is not None and sum(map(bool, self.of_row)) > 1)
 
     def has_some(self, low: int, high: int) -> bool:
         """Return whether the rows from ``low`` to ``high - 1`` have items."""
@@ -160,8 +186,16 @@ def says_of_items(name: str) -> bool:
     return any(word in name for word in _OF_ITEMS)
 
 
-def _is_size(x: Tensor) -> bool:
+def is_size(x: object) -> TypeGuard[Tensor]:
+    """Return whether an argument may be the sizes of items in patches, ``[items, 2 or 3]``."""
+    if not isinstance(x, Tensor) or x.ndim != 2:
+        return False
     return x.shape[1] in (2, 3) and x.dtype in (torch.int32, torch.int64)
+
+
+def _row_of(x: Tensor, patches: int) -> bool:
+    """Return whether a tensor with one entry is this number of square patches in a row."""
+    return x.ndim > 3 and len(x) == 1 and patches > 0 and x.shape[-1] == patches * x.shape[-2]
 
 
 def _is_blank(value: Any) -> bool:

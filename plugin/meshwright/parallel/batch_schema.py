@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import PlanError
-from meshwright.parallel.batch_items import BatchFormat, Items, RowDim, kind_of, says_of_items
+from meshwright.parallel.batch_items import BatchFormat, Items, RowDim, is_size, kind_of, says_of_items
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 
 Batch = Mapping[str, object]  # the arguments by name
@@ -31,7 +31,8 @@ class BatchSchema:
         [rows, ...]               tokens, labels, one image per row
         [3 or 4, rows, tokens]    positions in time, height and width
         [images, ...]             any number of images per row, which the rows' tokens tell; see ``Items``
-        [patches, ...]            patches of these images, beside the images' sizes [images, 3] in patches
+        [patches, ...]            patches of these images, beside the images' sizes [images, 2 or 3] in patches
+        [1, ..., patches]         these patches side by side in one wide image
 
     A list has a value for each row or for each image. Numbers, texts and tensors with one entry belong to each row.
 
@@ -94,7 +95,13 @@ class BatchSchema:
         for name, x in self.batch.items():
             if (kind := kind_of(name)) is not None and self._may_be_of_items(name, x):
                 inputs.setdefault(kind, {})[name] = x
-        return {kind: Items(given, self._places(kind, inputs), self.rows) for kind, given in inputs.items()}
+        places = {kind: self._places(kind, inputs) for kind in inputs}
+        for name, x in self.batch.items():  # sizes whose name does not say of what kind of items they are
+            if kind_of(name) is None and says_of_items(name) and is_size(x) and self._may_be_of_items(name, x):
+                measured = [kind for kind in inputs if Items(inputs[kind], places[kind], self.rows).measured_by(x)]
+                for kind in measured if len(measured) == 1 else ():
+                    inputs[kind][name] = x
+        return {kind: Items(given, places[kind], self.rows) for kind, given in inputs.items()}
 
     def row_dim(self, name: str, x: Any) -> RowDim | None:
         """Return along which dim an argument has the rows, and where each begins; None if it has none, or is unknown.
@@ -110,6 +117,8 @@ class BatchSchema:
             return 1, range(rows + 1)
         if self._may_be_of_items(name, x):
             own = kind_of(name)
+            if own in self.items and isinstance(x, Tensor) and (packed := self.items[own].packed(x)) is not None:
+                return packed
             kinds = [kind for kind in self.items if own in (None, kind)]
             # An argument without the name of a kind may have a value for each row instead.
             kinds = kinds if own or length != rows or says_of_items(name) else []
@@ -196,7 +205,9 @@ class BatchSchema:
             return self.format.dims[name] is None
         if isinstance(x, Tensor):
             is_of_positions = x.ndim == 1 and self.has_tokens and len(x) == self.tokens.shape[1]
-            return len(x) == 1 or is_of_positions
+            items = self.items.get(kind_of(name) or "")
+            is_of_several = items is not None and x.is_floating_point() and items.are_several
+            return (len(x) == 1 and not is_of_several) or is_of_positions
         return kind_of(name) is None and next(_tensors_in(x), None) is None  # a plain list may be anything
 
     def _is_nested(self, name: str, x: Sequence[Any]) -> bool:

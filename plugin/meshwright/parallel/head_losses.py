@@ -7,6 +7,7 @@ pass on fake tensors.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -38,6 +39,7 @@ class LossKind:
         is_causal_lm: whether the loss is the causal-LM loss, which works on logits sharded over the vocabulary.
         has_positions: whether the loss is the average of two means, over start positions and over end positions.
         is_observed: whether a pass on fake tensors has shown the kind; a call may ask for more than that pass did.
+        part: the name of the child module that computes the loss, which the model is to return unchanged.
     """
 
     counts: Callable[[Batch], Tensor]
@@ -45,6 +47,7 @@ class LossKind:
     is_causal_lm: bool = False
     has_positions: bool = False
     is_observed: bool = False
+    part: str | None = None
 
 
 def find_loss(model: nn.Module, averages_over: AveragesOver | None = None) -> LossKind | None:
@@ -59,7 +62,7 @@ def find_loss(model: nn.Module, averages_over: AveragesOver | None = None) -> Lo
     """
     kind = _of_function(model) or _of_class(model)
     if averages_over is None:
-        return kind or _of_pass(model)
+        return kind or _of_pass(model) or _of_part(model)
     if kind is not None:
         raise PlanError(
             f"ToDistributedConfig.loss_averages_over={averages_over!r}: the loss that {type(model).__name__} returns "
@@ -101,6 +104,24 @@ def _of_pass(model: nn.Module) -> LossKind | None:
         return None
     observed = observe_loss(model)
     return None if observed is None else LossKind(counts=observed.count, is_observed=True)
+
+
+def _of_part(model: nn.Module) -> LossKind | None:
+    """Return the loss kind of a model that passes its labels to a child, such as a decoder after a tower, or None."""
+    forward = next(vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    is_stock = getattr(forward, "__module__", "").startswith("transformers.models.")
+    if code is None or not is_stock or "labels" not in code.co_varnames or "loss" not in code.co_names:
+        return None
+    stored = [step.argval for step in dis.get_instructions(code) if step.opname.startswith("STORE_")]
+    if any("labels" in (name if isinstance(name, tuple) else (name,)) for name in stored):
+        return None  # the child gets other labels
+    children = [(name, child) for name, child in model.named_children() if name in code.co_names]
+    heads = [(name, child) for name, child in children if "labels" in inspect.signature(child.forward).parameters]
+    kind = find_loss(heads[0][1]) if len(heads) == 1 else None
+    if kind is None or kind.has_positions:
+        return None
+    return LossKind(counts=kind.counts, is_observed=True, part=heads[0][0])
 
 
 def _names_read(kind: type) -> set[str]:
@@ -226,16 +247,26 @@ class OutputLoss(BatchLoss):
 
     def __init__(self, kind: LossKind, mean: GlobalMean):
         self.kind, self.mean = kind, mean
+        self._of_part: Tensor | None = None  # the loss that the child has returned last
         self.is_done = False  # whether the output that the hook sees next already has the global loss
 
     def watch(self, model: nn.Module) -> None:
         """From now on, replace the loss in every output of the model."""
         self._signature = inspect.signature(model.forward)
+        if self.kind.part is not None:
+            model.get_submodule(self.kind.part).register_forward_hook(self._keep)
         model.register_forward_hook(self._replace, with_kwargs=True)
+
+    def _keep(self, _: nn.Module, args: object, output: object) -> None:
+        self._of_part = loss_of(output)
 
     def _replace(self, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
         was_done, self.is_done = self.is_done, False
-        return output if was_done else self._global(arguments(self._signature, args, kwargs), output)
+        if was_done:
+            return output
+        if self.mean.dp.size > 1:
+            self._check_nothing_added(output)
+        return self._global(arguments(self._signature, args, kwargs), output)
 
     def counts(self, batch: Batch) -> Tensor:
         """See BatchLoss."""
@@ -244,11 +275,36 @@ class OutputLoss(BatchLoss):
     def of_output(self, batch: Batch, output: object) -> object:
         """See BatchLoss."""
         self.is_global()
+        self._check_nothing_added(output)
         return self._global(batch, output)
 
     def is_global(self) -> None:
         """See BatchLoss."""
         self.is_done = True
+
+    def _check_part(self, batch: Batch, own: Tensor) -> None:
+        of_part, self._of_part = self._of_part, None
+        if own is not of_part:
+            raise ValueError(
+                f"the model returns another loss than its {self.kind.part}, so it is not known what it averages over. "
+                "Set ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch"
+            )
+        if batch.get("num_items_in_batch") is not None:
+            raise ValueError(
+                f"the loss of the model's {self.kind.part} was divided by num_items_in_batch, but only its mean over "
+                "this rank's labels can become the mean over the global batch. Leave the argument out; in a Trainer, "
+                "set trainer.model_accepts_loss_kwargs = False"
+            )
+
+    def _check_nothing_added(self, output: object) -> None:
+        own = loss_of(output)
+        grad_fn = None if own is None else own.grad_fn
+        if self.kind.is_observed and grad_fn is not None and grad_fn.name() == "AddBackward0":
+            raise ValueError(
+                "the model's forward adds something to its loss that it does not add in a plain call, such as a "
+                "load-balancing loss, which is not the mean of what parts of the batch have. Leave out what asks for "
+                "it: pass output_router_logits=False, or set model.config.output_router_logits = False"
+            )
 
     def _global(self, batch: Batch, output: object) -> object:
         own = loss_of(output)
@@ -259,11 +315,8 @@ class OutputLoss(BatchLoss):
                 f"the model returned a loss of shape {tuple(own.shape)}, but only a scalar mean can "
                 "become the mean over the global batch. Return loss.mean()"
             )
-        if self.kind.is_observed and own.grad_fn is not None and own.grad_fn.name() == "AddBackward0":
-            raise ValueError(
-                "the model's forward adds something to its loss that it does not add in a plain call, such as a "
-                "load-balancing loss. Leave out the argument that asks for it (output_router_logits)"
-            )
+        if self.kind.part is not None:
+            self._check_part(batch, own)
         if self.kind.has_positions:
             values = output[1:3] if isinstance(output, tuple | list) else ()
             logits = output if isinstance(output, Mapping) else dict(zip(_SPAN_LOGITS, values, strict=True))

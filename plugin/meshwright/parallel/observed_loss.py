@@ -6,8 +6,10 @@ function's targets show which labels count: all of them, all but the first of ea
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,6 +24,7 @@ from meshwright.parallel.batch_loss import Batch
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.mean_over_ranks import valid_labels
 from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.router_record import OPTION
 
 _ROWS, _LENGTH, _INSTEAD = 2, 8, "a plan without micro-batches"
 _LOSSES = (F.cross_entropy, F.nll_loss)
@@ -59,9 +62,20 @@ def observe_loss(model: nn.Module) -> ObservedLoss | None:
     """
     if "labels" not in inspect.signature(model.forward).parameters:
         return None
+    inner = [module for module in model.modules() if module is not model]
+    for watch, parts in ((_LossCalls, []), (_LossCallsAtEnd, inner)):
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(_passes_through(part))
+            with contextlib.suppress(PlanError):
+                return _observe(model, watch)
+    return None
+
+
+def _observe(model: nn.Module, watch: Callable[[], _LossCalls]) -> ObservedLoss | None:
     for labels in ((_ROWS, _LENGTH), (_ROWS,)):  # of tokens or of rows
         for options in _options(model):
-            calls = _LossCalls()
+            calls = watch()
             try:
                 with calls:
                     output = run_without_values(
@@ -70,7 +84,33 @@ def observe_loss(model: nn.Module) -> ObservedLoss | None:
             except PlanError:
                 continue
             return calls.explain(loss_of(output), labels)
-    return None
+    raise PlanError(f"{type(model).__name__} could not be run on tensors without values")
+
+
+@contextlib.contextmanager
+def _passes_through(part: nn.Module) -> Iterator[None]:
+    """Let a part return its input where it cannot run without values; the innermost part that can do so does it."""
+    own = vars(part).get("forward")
+    forward = part.forward
+
+    @functools.wraps(forward)
+    def run(*args: object, **kwargs: object) -> object:
+        try:
+            return forward(*args, **kwargs)
+        except Exception:  # whatever a module raises without values
+            hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            if hidden is None or not hidden.is_floating_point() or hidden.ndim < 2:
+                raise
+            return hidden.clone()
+
+    vars(part)["forward"] = run
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(part)["forward"]
+        else:
+            vars(part)["forward"] = own
 
 
 def _options(model: nn.Module) -> Iterator[dict[str, object]]:
@@ -81,12 +121,13 @@ def _options(model: nn.Module) -> Iterator[dict[str, object]]:
     parameters = inspect.signature(model.forward).parameters
     ones: dict[str, object] = {"attention_mask": torch.ones(_ROWS, _LENGTH, dtype=torch.int64)}
     mask = ones if "attention_mask" in parameters else {}
+    plain: dict[str, object] = {OPTION: False} if OPTION in parameters else {}  # the loss without those of routers
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     if "encoder_outputs" in parameters and isinstance(width, int):
         dtype = next(model.parameters()).dtype
-        yield {"encoder_outputs": _EncoderOutput(torch.zeros(_ROWS, _LENGTH, width, dtype=dtype))}
-    yield mask
-    yield {}
+        yield {"encoder_outputs": _EncoderOutput(torch.zeros(_ROWS, _LENGTH, width, dtype=dtype)), **plain}
+    yield {**mask, **plain}
+    yield plain
 
 
 class _EncoderOutput(tuple[Tensor]):
@@ -111,12 +152,13 @@ class _LossCalls(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[inspect.BoundArguments, object]] = []
-        self._is_masked = False
+        self._is_masked = self._is_padded = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype is torch.bool:
             self._is_masked |= not args[0].is_floating_point()
             return args[0].flatten(0, args[1].ndim - 1)
+        self._is_padded |= func is F.pad and not args[0].is_floating_point()
         result = func(*args, **(kwargs or {}))
         if func in _LOSSES:
             call = inspect.signature(func).bind(*args, **(kwargs or {}))
@@ -129,8 +171,19 @@ class _LossCalls(TorchFunctionMode):
         call = next((call.arguments for call, result in self._calls if loss is not None and result is loss), None)
         if call is None or call["reduction"] != "mean" or call["weight"] is not None:
             return None
+        if self._is_padded:  # labels moved by a place, of which the call does not show the first
+            return None
         found = call["target"].numel()
         is_shifted = found == labels[0] * (labels[-1] - 1) and len(labels) > 1
         if found != prod(labels) and not is_shifted:
             return None
         return ObservedLoss(ignore_index=call["ignore_index"], is_shifted=is_shifted, is_masked=self._is_masked)
+
+
+class _LossCallsAtEnd(_LossCalls):
+    """The calls in a pass in which parts may have stopped midway, so that their masks say nothing of the labels."""
+
+    def explain(self, loss: Tensor | None, labels: tuple[int, ...]) -> ObservedLoss | None:
+        """See _LossCalls."""
+        found = super().explain(loss, labels)
+        return None if found is None or found.is_masked else found

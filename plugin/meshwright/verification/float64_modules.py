@@ -51,6 +51,7 @@ class Float64:
             mock.patch.object(Tensor, "to", _keep_float64(Tensor.to)),
             mock.patch.object(Tensor, "type", _keep_float64(Tensor.type)),
             mock.patch.object(torch, "zeros_like", _keep_float64(torch.zeros_like)),
+            mock.patch.object(torch, "sum", _keep_float64(torch.sum)),
             mock.patch.object(torch.nn.functional, "softmax", _keep_float64(torch.nn.functional.softmax)),
         ]
         for patch in self._patches:
