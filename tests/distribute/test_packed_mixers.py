@@ -154,6 +154,17 @@ def test_it_is_said_once_and_what_cannot_be_kept_apart_is_refused(caplog: pytest
         model(**batch)
 
 
+def test_an_attention_whose_mask_has_no_documents_is_refused() -> None:
+    """GraniteMoeHybrid makes its mask without positions, so documents would be apart in some of its layers only."""
+    model = build("granitemoehybrid")
+    model.config.use_cache = False
+    mw.to_distributed(model, plan=mw.ParallelPlan())
+    with pytest.raises(
+        mw.PlanError, match=r"\(GraniteMoeHybridAttention\) lets them see each other.*leave out Packing"
+    ):
+        model(**rows()[0])
+
+
 def test_states_of_an_unknown_form_are_refused() -> None:
     model = build("lfm2")
     model.model.layers = torch.nn.ModuleList([model.model.layers[1]])  # one with attention

@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.errors import PlanError
@@ -119,6 +121,7 @@ class RowDocuments:
     def __init__(self, model: nn.Module, mixers: Mapping[str, nn.Module], *, is_told: bool):
         self.now: Documents | None = None
         self.mixers, self._is_told, self._is_known = mixers, is_told, False
+        self._checked: set[str] = set()  # the attentions whose masks have been looked at
         self._name = type(model).__name__
 
     @classmethod
@@ -130,7 +133,35 @@ class RowDocuments:
         add_step(model, FindDocuments(model, documents))
         for name, mixer in mixers.items():
             add_step(mixer, DocumentsAsRows(name, documents))
+        inside = {module for mixer in mixers.values() for module in mixer.modules()}
+        for name, module in model.named_modules():
+            if hasattr(module, "is_causal") and module not in inside:
+                module.register_forward_pre_hook(partial(documents.check_attention, name), with_kwargs=True)
         return documents
+
+    def check_attention(self, name: str, attention: nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
+        """Raise if an attention lets the documents see each other, as where a model makes its mask without positions.
+
+        Flash kernels take the positions themselves, and masks in other forms are functions of them.
+        """
+        if self.now is None or name in self._checked:
+            return
+        self._checked.add(name)
+        kernel = str(getattr(getattr(attention, "config", None), "_attn_implementation", None))
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, FakeTensor) or (mask is None and kernel not in ("sdpa", "eager")):
+            return
+        row, start = next((row, start) for row, start, _ in self.now.spans if start)
+        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] == mask.shape[-2] == self.now.length:
+            seen = mask[min(row, len(mask) - 1), 0, start, start - 1]
+            leaks = bool(seen if mask.dtype is torch.bool else seen == 0)
+        else:
+            leaks = mask is None
+        if leaks:
+            raise PlanError(
+                f"the rows have several documents, and the mask of {name} ({type(attention).__name__}) lets them see "
+                f"each other, since {self._name} makes it without position_ids. {_CURE}"
+            )
 
     def begin(self) -> None:
         """Note that a batch has several documents in a row.

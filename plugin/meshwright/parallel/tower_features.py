@@ -121,7 +121,8 @@ def _in(value: object) -> list[Tensor]:
 
 
 def _has_reals(value: object) -> bool:
-    return any(x.is_floating_point() for x in _in(value))
+    # A number, such as a count of labels, is no feature.
+    return any(x.is_floating_point() and x.ndim for x in _in(value))
 
 
 def _mask(given: Mapping[str, object], features: list[Tensor]) -> tuple[str, Tensor | None]:
