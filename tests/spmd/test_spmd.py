@@ -102,7 +102,8 @@ def forgotten(tensor: Any, tp: int = 1, **_: Any) -> TensorLayout:
 
 
 def bias_stays(self: BlockHooks, module: nn.Module, args: Any) -> None:
-    self._pass.is_reduced, self._bias = True, self._row._parameters["bias"]
+    self._pass.projections += 1
+    self._bias = self._row._parameters["bias"]
 
 
 def shifted(self: HeadLayout) -> RowLayout:

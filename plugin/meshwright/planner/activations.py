@@ -6,7 +6,6 @@ runtime's own loss and sequence parallelism. ``meshwright plan --trace`` measure
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,14 +121,12 @@ def saved_activations(
 def _tower(towers: TowerShape | None, plan: Candidate, b: int, images: float) -> float:
     """Return the bytes that towers save for a micro-batch; recompute of layers is also that of their layers.
 
-    The ranks of tp and cp share several images, and each of them has all pixels.
+    The ranks of tp and cp share several images, but the first pass runs all of them on every rank to try that.
     """
     if towers is None or towers.saved is None:
         return 0.0
     saved = towers.saved if plan.recompute == "none" else towers.kept
-    count = plan.micro_batch * images
-    own = math.ceil(count / (plan.tp * plan.cp)) if count > 1 else count
-    return saved[b >= 4] * own + towers.pixels[b >= 4] * count
+    return (saved[b >= 4] + towers.pixels[b >= 4]) * plan.micro_batch * images
 
 
 def _saved_by_layer(
