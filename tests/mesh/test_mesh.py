@@ -217,6 +217,7 @@ def test_a_mesh_knows_the_place_of_every_rank(dims, shared):
             "tokens": group.index(rank),
             "ep": 0,
             "etp": 0,
+            "ranks": group.index(rank) * dims.tp + tp,
             "copies": group.index(rank) * dims.tp + tp,
         }
         assert mesh.without_groups() == mesh
