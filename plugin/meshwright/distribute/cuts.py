@@ -18,7 +18,7 @@ from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.shared_tower import shares_towers
-from meshwright.parallel.structure import describe, outline
+from meshwright.parallel.structure import DecoderStructure, describe, outline
 from meshwright.parallel.token_dispatchers import check_dispatcher
 from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
@@ -26,7 +26,7 @@ from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks import mixers_of
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts
-from meshwright.roles.blocks.experts import check_experts
+from meshwright.roles.blocks.experts import check_experts, is_experts
 
 
 def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig) -> Decoder | None:
@@ -48,6 +48,7 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
             roles = config.sharding_plan or plan_for(decoder)
             sp, shares = plan.sequence_parallel, shares_towers(plan, config.engine)
             found: Decoder = describe(decoder, roles, tp=plan.tp, sequence_parallel=sp, shares_towers=shares)
+            _check_whole_experts(found, plan)
         else:
             instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
             found = outline(decoder, config.sharding_plan, instead=instead)
@@ -58,6 +59,17 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
         if (shown := explained(error, decoder, axes)) is error:
             raise
         raise shown from error
+
+
+def _check_whole_experts(found: Decoder, plan: ParallelPlan) -> None:
+    """Raise if ranks would share experts inside of a module that each of them runs for all tokens."""
+    assert isinstance(found, DecoderStructure)
+    for name, module in found.whole.items() if plan.ep * plan.etp > 1 else ():
+        if any(map(is_experts, module.modules())):
+            raise PlanError(
+                f"{name} ({type(module).__name__}) stays whole under tp={plan.tp}, so each rank would send all tokens "
+                "to the experts inside of it. Use ParallelPlan(ep=1, etp=1), or ParallelPlan(tp=1)"
+            )
 
 
 def cut_of(decoder: nn.Module, structure: Decoder | None, plan: ParallelPlan, rank: int) -> Cut | None:
