@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from conformance.families.tiny_configs import FRAMES, IMAGE, PATCH, Words
+from meshwright.parallel.example_images import number_in_configs
 
 ROWS, TEXT = 2, 14  # rows of a batch, and words of a row besides those of images and of sound
 PLAIN = 60  # words below it may have no meaning
@@ -254,16 +255,7 @@ class Batches:
                 yield {**({main: features} if main else {}), **others}
 
     def _in_configs(self, name: str, default: int) -> int:
-        """Return a number that the model's config has, or the first config in it that has it."""
-        configs = [self.model.config]
-        for config in configs:
-            value = vars(config).get(name)
-            if isinstance(value, list | tuple) and value:
-                value = value[0]
-            if isinstance(value, int) and value > 0:
-                return value
-            configs += [v for v in vars(config).values() if hasattr(v, "to_dict")]
-        return default
+        return number_in_configs(self.model, name) or default
 
 
 _EDGES = ("start", "end")

@@ -96,7 +96,6 @@ def test_equals_separate_documents(family: str, plan_name: str, request: pytest.
 
 def logits(family: str, *, plan: mw.ParallelPlan | None, ids: Tensor, **batch: Tensor) -> Tensor:
     model = build(family)
-    model.config.use_cache = False
     if plan is not None:
         mw.to_distributed(model, plan=plan)
     with Float64(), torch.no_grad():
@@ -157,12 +156,27 @@ def test_it_is_said_once_and_what_cannot_be_kept_apart_is_refused(caplog: pytest
 def test_an_attention_whose_mask_has_no_documents_is_refused() -> None:
     """GraniteMoeHybrid makes its mask without positions, so documents would be apart in some of its layers only."""
     model = build("granitemoehybrid")
-    model.config.use_cache = False
     mw.to_distributed(model, plan=mw.ParallelPlan())
     with pytest.raises(
         mw.PlanError, match=r"\(GraniteMoeHybridAttention\) lets them see each other.*leave out Packing"
     ):
         model(**rows()[0])
+
+
+def test_an_attention_may_get_its_mask_by_position() -> None:
+    def by_position(module: Any, args: Any, given: dict[str, Any]) -> Any:
+        names = ("hidden_states", "position_embeddings", "attention_mask")
+        return tuple(given.pop(name) for name in names), given
+
+    losses = []
+    for is_by_position in (False, True):
+        model = build("lfm2")
+        for layer in model.model.layers:
+            if is_by_position and layer.is_attention_layer:
+                layer.self_attn.register_forward_pre_hook(by_position, with_kwargs=True)
+        mw.to_distributed(model, plan=mw.ParallelPlan())
+        losses.append(model(**rows()[0]).loss)
+    assert torch.equal(*losses)
 
 
 def test_states_of_an_unknown_form_are_refused() -> None:

@@ -85,11 +85,8 @@ class Alike(Patches):
         return {**batch, **({"pixel_values": torch.stack(images)} if images else {})}
 
 
-class Padded(Patches):
+class Padded(Alike):
     """As many images in each row as in the row with most of them, black where it has fewer, as Idefics' processor."""
-
-    def of_row(self, row: Row) -> dict[str, Any]:
-        return Alike.of_row(Alike(), row)
 
     @staticmethod
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -158,11 +155,8 @@ class Sounds(Patches):
         return {**batch, **features}
 
 
-class OfRows(Patches):
+class OfRows(Alike):
     """A list of the images of each row, and a value of each row in a nested input."""
-
-    def of_row(self, row: Row) -> dict[str, Any]:
-        return Alike.of_row(Alike(), row)
 
     @staticmethod
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The stages of a model with a tower: the first alone holds it, and has fewer layers for it."""
+"""The stages of a model with a tower, or other weights before its layers: the first alone holds them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import RoFormerConfig, RoFormerForCausalLM
 
 import meshwright as mw
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.pipeline.cut import cut_decoder
 from meshwright.roles import find_decoder
 from support.exact import Float64
+from support.models import SIZES, tokens
 from support.tiers import crossings
 from support.vision_models import build, loader
 
@@ -120,3 +122,24 @@ def test_the_first_stage_has_the_layers_that_add_features() -> None:
         layers(pp=4)
     with pytest.raises(mw.PlanError, match=r"stages=\(1, 3\) has 1 layers on the first stage.*stages=\(2, 2\)"):
         layers(pp=2, stages=(1, 3))
+
+
+def step_with_positions_from_weights(*, are_complex: bool) -> None:
+    """RoFormer gives each layer a table of positions, which is a weight that the first stage alone has."""
+    sizes = {name: x for name, x in SIZES.items() if name != "num_key_value_heads"}
+    model = RoFormerForCausalLM(RoFormerConfig(**sizes, is_decoder=True))
+
+    def as_complex(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return *args[:2], torch.complex(args[2], torch.zeros_like(args[2])), *args[3:]
+
+    model = mw.to_distributed(model, plan=mw.ParallelPlan(pp=2))[0]
+    if are_complex:  # what the layer of the second stage is given
+        model.roformer.encoder.layer[1].register_forward_pre_hook(as_complex)
+    ids = tokens(2, 8)
+    model(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("are_complex", [False, True])
+def test_a_layer_that_is_given_weights_of_the_first_stage_is_refused(are_complex: bool, pool2: Any) -> None:
+    kind, said = pool2.run_expecting_error(step_with_positions_from_weights, are_complex=are_complex)[1]
+    assert kind == "PlanError" and "layer 1 (RoFormerLayer) is given sinusoidal_pos" in said and "pp=1" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright.faults.memory_digest import bytes_digest, is_plain
 from meshwright.parallel.batch_schema import leaves as leaves
+from meshwright.parallel.batch_schema import tensors_of as tensors_of
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -63,11 +64,6 @@ def why_no_batch(value: object) -> str | None:
         if isinstance(ids, list | tuple) and ids and isinstance(ids[0], int):
             return f"{name} is a list of {len(ids)} numbers, and a batch's would be a tensor; {wrap}"
     return None
-
-
-def tensors_of(value: object) -> Iterator[Tensor]:
-    """Return the tensors of a structure."""
-    return (leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def to_device(value: object, device: torch.device) -> Any:

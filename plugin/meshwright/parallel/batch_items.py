@@ -81,12 +81,20 @@ class Items:
 
     def __init__(self, inputs: Mapping[str, Any], places: Tensor | None, rows: int):
         self.inputs, self.places, self.rows = inputs, places, rows
-        self.of_row: list[int] | None = None if places is None else places.sum(1).tolist()
-        if self.of_row is not None and not any(self.of_row):
-            self.of_row = None
         self._sizes = [x for x in inputs.values() if is_size(x)]
-        values = [x for x in inputs.values() if not isinstance(x, Tensor) or x.is_floating_point()]
-        self.count = len(next(iter([*self._sizes, *values, *inputs.values()])))
+        self._values = [x for x in inputs.values() if not isinstance(x, Tensor) or x.is_floating_point()]
+        self.count = len(next(iter([*self._sizes, *self._values, *inputs.values()])))
+
+    @functools.cached_property
+    def of_row(self) -> list[int] | None:
+        """The number of placeholders of each row; None if that is unknown, or no row has any."""
+        found: list[int] = [] if self.places is None else self.places.sum(1).tolist()
+        return found if any(found) else None
+
+    @functools.cached_property
+    def _ends(self) -> list[list[int]]:
+        """For each input with sizes: where each item begins in the patches of all, and the last one ends."""
+        return [[0, *accumulate(sizes.prod(-1).tolist())] for sizes in self._sizes if len(sizes) == self.count]
 
     def measured_by(self, sizes: Tensor) -> bool:
         """Return whether sizes in patches are those of the items: an input has as many patches, or as many items."""
@@ -101,24 +109,18 @@ class Items:
 
             sizes [2, 2] in patches of 14    pixel_values [1, 3, 14, 14 * patches]
         """
-        items = self.of_items
-        for sizes in self._sizes if items is not None and len(x) == 1 else ():
-            ends = [0, *accumulate(sizes.prod(-1).tolist())]
-            if len(sizes) == self.count and _row_of(x, ends[-1]):
-                assert items is not None
-                return x.ndim - 1, [ends[item] * x.shape[-2] for item in items]
-        return None
+        if len(x) != 1 or (items := self.of_items) is None:
+            return None
+        found = next((ends for ends in self._ends if _row_of(x, ends[-1])), None)
+        return None if found is None else (x.ndim - 1, [found[item] * x.shape[-2] for item in items])
 
     def starts(self, length: int) -> Sequence[int] | None:
         """Return where each row begins in an argument with ``length`` entries; None if that is unknown."""
         items = self.of_items
         if items is None or length == self.count:
             return items
-        for sizes in self._sizes:
-            ends = [0, *accumulate(sizes.prod(-1).tolist())]
-            if len(sizes) == self.count and ends[-1] == length:
-                return [ends[item] for item in items]
-        return None
+        found = next((ends for ends in self._ends if ends[-1] == length), None)
+        return None if found is None else [found[item] for item in items]
 
     @functools.cached_property
     def of_items(self) -> Sequence[int] | None:
@@ -143,10 +145,8 @@ class Items:
         if self.of_row is None or all(self.of_row):
             return True
         without = [row for row, tokens in enumerate(self.of_row) if not tokens]
-        values = [x for x in self.inputs.values() if not isinstance(x, Tensor) or x.is_floating_point()]
-        return any(len(x) == self.rows for x in values) and all(
-            _is_blank(x[row]) for x in values if len(x) == self.rows for row in without
-        )
+        values = [x for x in self._values if len(x) == self.rows]
+        return bool(values) and all(_is_blank(x[row]) for x in values for row in without)
 
     def _guesses(self) -> Iterator[list[int] | None]:
         """Yield what the arguments show; a guess counts if no row begins inside of an item."""
@@ -157,22 +157,20 @@ class Items:
             if is_count and int(x.sum()) == self.count:
                 ends = [0, *accumulate(x.tolist())]
                 yield ends if all((n > 0) == (t > 0) for n, t in zip(x.tolist(), self.of_row, strict=True)) else None
-        for sizes in self._sizes:
-            if len(sizes) == self.count:
-                yield self._in_proportion(sizes.prod(-1).tolist())
+        yield from map(self._in_proportion, self._ends)
         if self._are_alike():
-            yield self._in_proportion([1] * self.count)
+            yield self._in_proportion(range(self.count + 1))
         assert self.places is not None
         begins = self.places & ~torch.nn.functional.pad(self.places, (1, 0))[:, :-1]
         runs = [0, *accumulate(begins.sum(1).tolist())]
         yield runs if runs[-1] == self.count else None
 
-    def _in_proportion(self, weights: Sequence[int]) -> list[int] | None:
-        """Return where each row begins if an item has as many tokens as its weight says, up to a common factor."""
+    def _in_proportion(self, ends: Sequence[int]) -> list[int] | None:
+        """Return where each row begins if items have tokens in proportion to their patches, which end at ``ends``."""
         assert self.of_row is not None
-        total, tokens = sum(weights), sum(self.of_row)
-        ends = {end * tokens: item for item, end in enumerate([0, *accumulate(weights)])}
-        found = [ends.get(end * total) for end in [0, *accumulate(self.of_row)]]
+        total, tokens = ends[-1], sum(self.of_row)
+        items = {end * tokens: item for item, end in enumerate(ends)}
+        found = [items.get(end * total) for end in [0, *accumulate(self.of_row)]]
         return None if None in found else [item for item in found if item is not None]
 
     def _are_alike(self) -> bool:

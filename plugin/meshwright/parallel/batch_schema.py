@@ -208,11 +208,11 @@ class BatchSchema:
             items = self.items.get(kind_of(name) or "")
             is_of_several = items is not None and x.is_floating_point() and items.are_several
             return (len(x) == 1 and not is_of_several) or is_of_positions
-        return kind_of(name) is None and next(_tensors_in(x), None) is None  # a plain list may be anything
+        return kind_of(name) is None and next(tensors_of(x), None) is None  # a plain list may be anything
 
     def _is_nested(self, name: str, x: Sequence[Any]) -> bool:
         """Return whether a list holds tensors that have the rows, rather than a value for each row."""
-        inner = list(_tensors_in(x))
+        inner = list(tensors_of(x))
         return bool(inner) and kind_of(name) is None and all(leaf.ndim and len(leaf) == self.rows for leaf in inner)
 
     def _may_be_of_items(self, name: str, x: Any) -> bool:
@@ -281,7 +281,8 @@ def leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name or "batch", value
 
 
-def _tensors_in(value: object) -> Iterator[Tensor]:
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """Yield the tensors of a structure."""
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))
 
 

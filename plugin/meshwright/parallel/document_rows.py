@@ -8,6 +8,7 @@ run in one call, so that at most half of a row is padding.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,17 @@ class Documents:
             spans += ((row, start, stop) for start, stop in pairwise(borders))
         return cls(len(tokens), length, tuple(spans))
 
+    def are_joined_by(self, mask: Tensor) -> bool:
+        """Return whether a mask of attention for all tokens, ``[B, heads, L, L]``, lets a document see another one.
+
+        The host waits for the device here.
+        """
+        if mask.ndim != 4 or mask.shape[-2:] != (self.length, self.length):
+            return False
+        row, start = next((row, start) for row, start, _ in self.spans if start)
+        seen = mask[min(row, len(mask) - 1), 0, start, start - 1]
+        return bool(seen if mask.dtype is torch.bool else seen == 0)
+
     def as_rows(self, length: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """Return where the tokens of each document lie among those of all rows, and the way back.
 
@@ -136,27 +148,33 @@ class RowDocuments:
         inside = {module for mixer in mixers.values() for module in mixer.modules()}
         for name, module in model.named_modules():
             if hasattr(module, "is_causal") and module not in inside:
-                module.register_forward_pre_hook(partial(documents.check_attention, name), with_kwargs=True)
+                check = partial(documents.check_attention, name, inspect.signature(module.forward))
+                module.register_forward_pre_hook(check, with_kwargs=True)
         return documents
 
-    def check_attention(self, name: str, attention: nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
+    def check_attention(
+        self,
+        name: str,
+        signature: inspect.Signature,
+        attention: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> None:
         """Raise if an attention lets the documents see each other, as where a model makes its mask without positions.
 
         Flash kernels take the positions themselves, and masks in other forms are functions of them.
         """
         if self.now is None or name in self._checked:
             return
-        self._checked.add(name)
-        kernel = str(getattr(getattr(attention, "config", None), "_attn_implementation", None))
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, FakeTensor) or (mask is None and kernel not in ("sdpa", "eager")):
+        mask = arguments(signature, args, kwargs).get("attention_mask")
+        if isinstance(mask, FakeTensor):
             return
-        row, start = next((row, start) for row, start, _ in self.now.spans if start)
-        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] == mask.shape[-2] == self.now.length:
-            seen = mask[min(row, len(mask) - 1), 0, start, start - 1]
-            leaks = bool(seen if mask.dtype is torch.bool else seen == 0)
+        self._checked.add(name)
+        if mask is None:
+            kernel = getattr(getattr(attention, "config", None), "_attn_implementation", None)
+            leaks = kernel in ("sdpa", "eager")
         else:
-            leaks = mask is None
+            leaks = isinstance(mask, Tensor) and self.now.are_joined_by(mask)
         if leaks:
             raise PlanError(
                 f"the rows have several documents, and the mask of {name} ({type(attention).__name__}) lets them see "
@@ -219,12 +237,19 @@ class FindDocuments(BatchStep):
     def __init__(self, model: nn.Module, packed: RowDocuments):
         super().__init__(model)
         self.packed = packed
+        config, parameters = getattr(model, "config", None), self.signature.parameters
+        has_cache = hasattr(getattr(config, "get_text_config", lambda: config)(), "use_cache")
+        takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+        self._takes_cache = "use_cache" in parameters or (takes_any and has_cache)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        if (documents := Documents.of(arguments(self.signature, args, kwargs))) is not None:
+        batch = self.batch_of(args, kwargs)
+        if (documents := Documents.of(batch)) is not None:
             self.packed.begin()
+            if self._takes_cache:  # by default a model makes one, which would get the states of single documents
+                batch["use_cache"] = False
         with temporarily(self.packed, now=documents):
-            return self.method(*args, **kwargs)
+            return self.method(**batch)
 
 
 class DocumentsAsRows(ChainStep):

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from meshwright.autograd import Node, TensorFunction
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.autograd_graph import tensors_in
+from meshwright.parallel.autograd_graph import scale_gradient, tensors_in
 from meshwright.parallel.collectives import gather_rows, largest, share, unsplit_rows
 from meshwright.parallel.method_chain import ChainStep, arguments
 from meshwright.plan.config import ParallelPlan
@@ -136,9 +135,9 @@ class SharedTower(ChainStep):
 
     def _counted_once(self, output: object) -> object:
         """Let the first rank alone have the gradient of what every rank has computed, whose gradients are summed."""
-        if self.has_own_tokens:
+        if self.has_own_tokens or self.axis.rank == 0:
             return output
-        return tree_map_only(Tensor, lambda x: _Once.apply(x, self.axis) if x.requires_grad else x, output)
+        return tree_map_only(Tensor, lambda x: scale_gradient(x, 0.0) if x.requires_grad else x, output)
 
     def _agrees(self, images: Images, whole: object) -> bool:
         """Return whether the parts of a result on all images are those of the images alone, on every rank."""
@@ -148,20 +147,19 @@ class SharedTower(ChainStep):
         for low, high in ((0, count // 2), (count // 2, count)):
             with torch.no_grad():
                 found = list(tensors_in(self.method(**images.part(low, high))))
-            share = (
-                Fraction(sum(images.rows[:low]), sum(images.rows)),
-                Fraction(sum(images.rows[:high]), sum(images.rows)),
-            )
+            ends = [Fraction(sum(images.rows[:end]), sum(images.rows)) for end in (low, high)]
             differs |= len(found) != len(expected)
-            differs |= not all(_is_part(x, y, share) for x, y in zip(found, expected, strict=False))
+            differs |= not all(_is_part(x, y, *ends) for x, y in zip(found, expected, strict=False))
         for axis in self.peers:
             differs = largest(int(differs), axis)
         return not differs
 
 
-def _is_part(part: Tensor, whole: Tensor, share: tuple[Fraction, Fraction]) -> bool:
+def _is_part(part: Tensor, whole: Tensor, begin: Fraction, end: Fraction) -> bool:
     """Return whether a tensor has the rows of another between two shares of them."""
-    low, high = (end * len(whole) if whole.ndim else Fraction(1, 2) for end in share)
+    if not whole.ndim:
+        return False
+    low, high = begin * len(whole), end * len(whole)
     if low.denominator != 1 or high.denominator != 1:
         return False
     expected = whole.detach()[int(low) : int(high)]
@@ -209,16 +207,3 @@ class _WhenRead(tuple[Any, ...]):
 
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
-
-
-class _Once(TensorFunction):
-    """Passes a tensor through; backward passes the gradient through on the first rank, and zeros on the others."""
-
-    @staticmethod
-    def forward(ctx: Node, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Node, grad: Tensor) -> tuple[Tensor, None]:
-        return grad if ctx.axis.rank == 0 else torch.zeros_like(grad), None

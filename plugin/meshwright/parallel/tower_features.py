@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.errors import PlanError
 from meshwright.parallel.collectives import share
+from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.sequence_parts import Parted
 from meshwright.roles import Decoder
@@ -49,7 +50,7 @@ class TowerFeatures:
         owner = next(module for module in modules if layers in set(module.children()))
         # What a layer itself is given, such as the result of an encoder, each rank of tp shares (SecondInputs).
         self._of_layers = set(inspect.signature(first.forward).parameters) if axis == "tp" else set()
-        self._owner, self._names = type(owner).__name__, tuple(inspect.signature(owner.forward).parameters)
+        self._owner, self._signature = type(owner).__name__, inspect.signature(owner.forward)
         owner.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def end_stage(self) -> None:
@@ -69,7 +70,7 @@ class TowerFeatures:
         self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._added = []
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given = arguments(self._signature, args, kwargs)
         features = {
             n: value for n, value in given.items() if n not in {*_BEFORE_LAYERS, *self._of_layers} and _has_reals(value)
         }
@@ -90,7 +91,7 @@ class TowerFeatures:
             if self.is_staged:
                 changed[n] = _Features(changed[n])
                 self._added.append(changed[n])
-        positional = tuple(changed.get(n, x) for n, x in zip(self._names, args, strict=False))
+        positional = tuple(changed.get(n, x) for n, x in zip(self._signature.parameters, args, strict=False))
         return positional, {n: changed.get(n, x) for n, x in kwargs.items()}
 
     def _own(self, places: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.load_balancing import LoadBalancing
-from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step, arguments
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.parallel.tower_features import TowerFeatures
 from meshwright.pipeline.cut import Cut
@@ -63,6 +63,7 @@ class Stages:
         self._length = 0
         self._active: int | None = None
         self._received: Tensor | None = None
+        self._signatures = [inspect.signature(layer.forward) for layer in cut.layers]
         self._checked: set[tuple[int, str]] = set()  # layers and the names of what they were given
         self._checkpointed = [
             [module for module in layer.modules() if hasattr(module, "gradient_checkpointing")] for layer in cut.layers
@@ -158,25 +159,23 @@ class Stages:
         size = self.cut.order.tuple_sizes[index]
         return (x, *[None] * (size - 1)) if size else x
 
-    def _check_beside(self, index: int, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def _check_beside(self, index: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Raise if a layer is given what this stage computed from a weight that another stage has, which reads as NaN.
 
         The host waits for the device when a layer is given an input of this name for the first time.
         """
-        hidden, _ = hidden_states(args, dict(kwargs))
-        layer = self.cut.layers[index]
-        named = {**dict(zip(inspect.signature(layer.forward).parameters, args, strict=False)), **kwargs}
-        beside = {n: [x for x in tensors_in(value) if x is not hidden] for n, value in named.items()}
-        new = [name for name, tensors in beside.items() if tensors and (index, name) not in self._checked]
-        self._checked |= {(index, name) for name in new}
-        for name in new:
-            if any(
-                x.is_floating_point() and not isinstance(x, FakeTensor) and bool(x.isnan().any()) for x in beside[name]
-            ):
+        hidden, _ = hidden_states(args, kwargs)
+        for name, value in arguments(self._signatures[index], args, kwargs).items():
+            if (index, name) in self._checked:
+                continue
+            beside = [x for x in tensors_in(value) if x is not hidden and not isinstance(x, FakeTensor)]
+            if beside:
+                self._checked.add((index, name))
+            if any((x.is_floating_point() or x.is_complex()) and bool(x.isnan().any()) for x in beside):
                 raise PlanError(
-                    f"layer {index} ({type(layer).__name__}) is given {name} beside its hidden states, and the model "
-                    "computes it from weights outside of the layers, which only the first stage has. Use "
-                    "ParallelPlan(pp=1)"
+                    f"layer {index} ({type(self.cut.layers[index]).__name__}) is given {name} beside its hidden "
+                    "states, and the model computes it from weights outside of the layers, which only the first stage "
+                    "has. Use ParallelPlan(pp=1)"
                 )
 
 
