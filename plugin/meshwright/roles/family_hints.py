@@ -175,10 +175,12 @@ def layers_with_features(config: object) -> int:
 
 
 # Families that no sharding plan shards correctly, although roles may be inferred for them.
+_RESHAPED = "its attention reshapes its heads to the width of its input"
 _REFUSALS = {
     "diffllama": "its heads work in pairs, the first half of them with the second",
     "doge": "its attention mask is computed from the values of all heads (self_attn.dt_proj)",
-    "trocr": "its attention reshapes its heads to the width of its input",
+    "led": _RESHAPED,
+    "trocr": _RESHAPED,
 }
 
 
