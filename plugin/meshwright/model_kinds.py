@@ -22,8 +22,8 @@ class ModelKind:
 
     Args:
         what: the kind, with the config field that shows it.
-        why: the reason why the planner does not support it, or tensor parallelism only with a given plan.
-        instead: what works instead, as code.
+        why: the reason why the planner does not support it.
+        instead: what works instead of a picked plan, as code.
     """
 
     what: str
@@ -54,7 +54,7 @@ def kind_of(config: object) -> ModelKind | None:
     if modality := next((name for name in _MODALITIES if fields.get(name)), None):
         return ModelKind(
             what=f"a multimodal model ({modality})",
-            why="its config does not show the sizes of its towers, and tp needs a role for each weight of its decoder",
+            why="its config does not show the sizes of its towers",
             instead=(
                 "give a plan: plan='tp2+sp', plan='dp2 zero3' or plan='pp2'; or train its language model alone: "
                 "AutoModelForCausalLM.from_config(config.get_text_config())"

@@ -298,6 +298,7 @@ def test_models_are_refused_by_what_they_are() -> None:
             take_apart(model, plan_for(model), tp=2, sequence_parallel=False)
         with pytest.raises(PlanError, match=said):
             raise explained(raised.value, model, ["tp"])
+        assert "give a plan" not in str(explained(raised.value, model, ["tp"]))  # which the user has done
     llama: Any = build("llama")
     error = PlanError("its heads do not divide")
     assert explained(error, llama, ["tp"]) is error

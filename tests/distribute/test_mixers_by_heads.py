@@ -21,7 +21,7 @@ from meshwright.distribute.cuts import structure_of
 from meshwright.layout.row_layout import RowLayout
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.wide_norms import GroupedNorm
-from meshwright.roles.blocks import Mixer
+from meshwright.roles.blocks import Mixer, mixers_of
 from meshwright.roles.blocks.mixer_kinds import MixerHeads
 from support.exact import Float64
 from support.hybrid_models import FAMILIES, SHARED_BY_RANKS, build, loader
@@ -119,3 +119,11 @@ def test_each_rank_has_its_share_of_the_weights(name: str, tp: int) -> None:
                 assert any(word in own for word in ("qkv", "ba", "k_proj", "q_proj", "in_proj", "conv1d"))
             else:
                 assert layout.over("tp").local_size * tp == layout.over("tp").size, own
+
+
+def test_an_mlp_that_a_hint_names_is_no_mixer() -> None:
+    """Row 90: ranks of cp would compute it for all tokens, although its fused projection alone hides what it is."""
+    model = build("granitemoehybrid")
+    assert {name.rpartition(".")[2] for name in mixers_of(model)} == {"mamba"}
+    model.config.model_type = "a family without hints"
+    assert {name.rpartition(".")[2] for name in mixers_of(model)} == {"mamba", "shared_mlp"}

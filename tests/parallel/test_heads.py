@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.observed_loss import ObservedLoss, observe_loss
 from meshwright.parallel.output_loss import with_loss
 from support.exact import Float64, relative_difference
+from support.logs import logged
 from support.models import SIZES, tokens
 from support.short_programs import Plan, train
 from support.tiers import crossing
@@ -158,6 +160,17 @@ def test_heads_over_tensor_parallel_ranks(plan: dict[str, Any], pool2: Any) -> N
     """A head for sequences, tokens or spans is one small layer, which each rank has whole."""
     heads = [head for head in MODELS if head not in ("choices", "translations", "masked words")]
     assert_equal(pool2.run(run, plan, heads, timeout=300), run(None, heads))
+
+
+def warnings_of(plan: Plan, heads: list[str]) -> list[str]:
+    with logged(level=logging.WARNING) as said:
+        run(plan, heads)
+    return [message for message in said if "unknown kind" in message]
+
+
+def test_no_warning_calls_a_known_loss_unknown(pool2: Any) -> None:
+    """Row 17: batches of 3, 1 and 4 rows over two ranks are uneven, which a loss of the global batch allows for."""
+    assert pool2.run(warnings_of, {"dp": 2}, list(MODELS), timeout=300) == [[], []]
 
 
 class OwnLoss(torch.nn.Module):

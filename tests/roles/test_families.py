@@ -159,6 +159,15 @@ def test_what_is_no_dense_decoder_is_refused_by_name(family: str) -> None:
     assert not IS_THE_PAGES or family in EXPERTS or ROWS[family][0] == found.kind
 
 
+def test_an_encoder_decoder_with_such_an_attention_is_refused_by_name() -> None:
+    """LED's decoder, which ended in an error of torch about shapes."""
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 97}
+    with torch.device("meta"):
+        model = transformers.LEDForConditionalGeneration(transformers.LEDConfig(**sizes))
+    with pytest.raises(mw.PlanError, match=f"led cannot be sharded .* {REFUSED['trocr']}"):
+        plan_for(model)
+
+
 @pytest.mark.parametrize(
     ("family", "overrides", "name"),
     [

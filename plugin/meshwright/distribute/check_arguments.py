@@ -107,7 +107,12 @@ def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanEr
         cure = f"{type(model).__name__} has experts, and runs without tp: {shared}plan='{sharded}' or plan='pp2'"
         return PlanError(f"{str(error).removesuffix('.')}. {cure}")
     kind = kind_of(getattr(model, "config", None))
-    return error if kind is None else PlanError(f"{type(model).__name__} is {kind} ({error})")
+    if kind is None:
+        return error
+    return PlanError(
+        f"{type(model).__name__} is {kind.what}: this tp cannot cut it. Leave tp out of the plan: plan='dp2', or "
+        f"plan='dp2 zero3' if memory is short ({error})"
+    )
 
 
 def is_quantised(model: nn.Module) -> bool:

@@ -255,7 +255,8 @@ class OutputLoss(BatchLoss):
         self._signature = inspect.signature(model.forward)
         if self.kind.part is not None:
             model.get_submodule(self.kind.part).register_forward_hook(self._keep)
-        model.register_forward_hook(self._replace, with_kwargs=True)
+        # The loss of spans is made from logits, not from the model's own loss: hooks are to see the one that is used.
+        model.register_forward_hook(self._replace, with_kwargs=True, prepend=self.kind.has_positions)
 
     def _keep(self, _: nn.Module, args: object, output: object) -> None:
         self._of_part = loss_of(output)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from meshwright.roles.sharding_plan import Role
 
 
@@ -122,8 +124,37 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
 }
 
 
-def hints_for(config: object) -> dict[str, Role]:
-    """Return the family's hints that apply to a config: end of a name inside a layer -> role."""
+def hints_of(model: nn.Module) -> dict[str, Role]:
+    """Return the hints for a model's family and for that of its decoder: end of a name inside a layer -> role."""
+    config = getattr(model, "config", None)
+    return _hints_for(decoder_config(config)) | _hints_for(config)
+
+
+def decoder_config(config: object) -> object:
+    """Return the config of the decoder beside towers; the config itself if it has no such part."""
+    find = getattr(config, "get_text_config", None)
+    return find(decoder=True) if callable(find) else config
+
+
+def hinted_roles(layer: nn.Module, hints: Mapping[str, Role]) -> dict[str, Role]:
+    """Return the hinted roles of a layer's modules and parameters, by name."""
+    ends = {name: [role for end, role in hints.items() if f".{name}".endswith(f".{end}")] for name in named_in(layer)}
+    return {name: roles[0] for name, roles in ends.items() if roles}
+
+
+def roles_inside(name: str, roles: Mapping[str, Role]) -> dict[str, Role]:
+    """Return the roles inside of a module of a layer, by name in that module; of "", the layer itself, all roles."""
+    prefix = f"{name}." if name else ""
+    return {inner.removeprefix(prefix): role for inner, role in roles.items() if inner.startswith(prefix)}
+
+
+def named_in(layer: nn.Module) -> list[str]:
+    """Return the names of a layer's modules and parameters."""
+    modules = (name for name, _ in layer.named_modules(remove_duplicate=False) if name)
+    return [*modules, *(name for name, _ in layer.named_parameters(remove_duplicate=False))]
+
+
+def _hints_for(config: object) -> dict[str, Role]:
     hints: dict[str, Role] = {}
     for hint in _HINTS.get(getattr(config, "model_type", ""), ()):
         if all(getattr(config, key, None) == value for key, value in hint.when.items()):
@@ -144,10 +175,12 @@ def layers_with_features(config: object) -> int:
 
 
 # Families that no sharding plan shards correctly, although roles may be inferred for them.
+_RESHAPED = "its attention reshapes its heads to the width of its input"
 _REFUSALS = {
     "diffllama": "its heads work in pairs, the first half of them with the second",
     "doge": "its attention mask is computed from the values of all heads (self_attn.dt_proj)",
-    "trocr": "its attention reshapes its heads to the width of its input",
+    "led": _RESHAPED,
+    "trocr": _RESHAPED,
 }
 
 

@@ -14,6 +14,7 @@ from meshwright.errors import PlanError
 from meshwright.roles.adapters import is_adapted
 from meshwright.roles.blocks import BLOCKS, KINDS, Experts, keeps_states, recurrences
 from meshwright.roles.decoder import Decoder, find_decoder, hidden_size, is_norm, is_stack, layer_stack
+from meshwright.roles.family_hints import hinted_roles, named_in, roles_inside
 from meshwright.roles.sharding_plan import BlockPart, Role, ShardingPlan
 
 
@@ -38,7 +39,7 @@ def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> Sha
     roles = {f"{layers_name}.*": Role.LAYER} | _outer_roles(decoder)
     of_layers = [(layer, _layer_roles(layer, hidden, hints or {})) for layer in layers]
     if keeps_states(model):
-        of_layers = [(layer, _with_recurrences(layer, hidden, own)) for layer, own in of_layers]
+        of_layers = [(layer, _with_recurrences(layer, hidden, hints or {}, own)) for layer, own in of_layers]
     roles |= _common_roles(layers_name, of_layers)
     return ShardingPlan(roles=roles, source=f"the plan inferred from the structure of {type(model).__name__}")
 
@@ -93,7 +94,7 @@ def _tied_to(embedding: nn.Module, model: nn.Module) -> list[nn.Module]:
 
 def _common_roles(layers_name: str, layers: list[tuple[nn.Module, dict[str, Role]]]) -> dict[str, Role]:
     """Merge the layers' roles: a wildcard for a name with the same role in all layers that have it, else all names."""
-    named = [(set(_named(layer)), roles) for layer, roles in layers]
+    named = [(set(named_in(layer)), roles) for layer, roles in layers]
     common: dict[str, Role] = {}
     for name in dict.fromkeys(name for _, roles in layers for name in roles):
         found = {roles.get(name) for names, roles in named if name in names}
@@ -104,18 +105,9 @@ def _common_roles(layers_name: str, layers: list[tuple[nn.Module, dict[str, Role
     return common
 
 
-def _named(layer: nn.Module) -> list[str]:
-    """Return the names of a layer's modules and parameters."""
-    modules = (name for name, _ in layer.named_modules(remove_duplicate=False) if name)
-    return [*modules, *(name for name, _ in layer.named_parameters(remove_duplicate=False))]
-
-
 def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> dict[str, Role]:
-    def hint(name: str) -> Role | None:
-        return next((role for end, role in hints.items() if f".{name}".endswith(f".{end}")), None)
-
     modules = dict(layer.named_modules(remove_duplicate=False))
-    hinted = {name: role for name in _named(layer) if (role := hint(name)) is not None}
+    hinted = hinted_roles(layer, hints)
     roles: dict[str, Role] = {}
     for name, module in modules.items():  # an MLP inside of what experts claim comes later, and is an MLP
         if not _is_in(name, roles, Role.WHOLE, Role.MIXER):
@@ -141,9 +133,11 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
     return roles
 
 
-def _with_recurrences(layer: nn.Module, hidden: int, roles: dict[str, Role]) -> dict[str, Role]:
+def _with_recurrences(
+    layer: nn.Module, hidden: int, hints: Mapping[str, Role], roles: dict[str, Role]
+) -> dict[str, Role]:
     """Return the roles of a layer's modules, in which those that may be recurrences stay whole."""
-    whole = tuple(name for name in recurrences(layer, hidden) if roles.get(name) is not Role.MLP)  # a hint may say so
+    whole = tuple(recurrences(layer, hidden, hints))
     inside = tuple(f"{name}." for name in whole)
     others = {name: role for name, role in roles.items() if not f"{name}.".startswith(inside)}
     return others | dict.fromkeys(whole, Role.WHOLE)
@@ -156,7 +150,7 @@ def _block_roles(name: str, module: nn.Module, hidden: int, hinted: Mapping[str,
         name: the name of the module in the layer; "" for the layer itself, which may own an MLP or experts.
     """
     prefix = f"{name}." if name else ""
-    own_hints = {end.removeprefix(prefix): role for end, role in hinted.items() if end.startswith(prefix)}
+    own_hints = roles_inside(name, hinted)
     roles: dict[str, Role] = {}
     for kind in KINDS if name else (BLOCKS[Role.LAYER], Experts):  # a layer may own both
         claimed = kind.claim(module, hidden, own_hints)

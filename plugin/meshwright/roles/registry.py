@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.roles import llama
-from meshwright.roles.family_hints import hints_for, reason_to_refuse
+from meshwright.roles.family_hints import decoder_config, hints_of, reason_to_refuse
 from meshwright.roles.infer import infer_plan
 from meshwright.roles.sharding_plan import Role, ShardingPlan
 from meshwright.roles.task_heads import fitted
@@ -48,14 +48,12 @@ def plan_for(model: nn.Module) -> ShardingPlan:
     """
     if (written := written_plan(model)) is not None:
         return written
-    config = getattr(model, "config", None)
-    find = getattr(config, "get_text_config", None)
-    text = find(decoder=True) if callable(find) else config  # that of the decoder beside towers
+    text = decoder_config(getattr(model, "config", None))
     if reason := reason_to_refuse(text):
         raise PlanError(
             f"{getattr(text, 'model_type', '')} cannot be sharded over tp: {reason}. Use ParallelPlan(tp=1)"
         )
-    return leave_whole(infer_plan(model, hints_for(text) | hints_for(config)), model)
+    return leave_whole(infer_plan(model, hints_of(model)), model)
 
 
 def written_plan(model: nn.Module) -> ShardingPlan | None:

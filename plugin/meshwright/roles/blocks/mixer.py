@@ -15,6 +15,7 @@ from meshwright.roles.blocks.head_layout import HeadLayout
 from meshwright.roles.blocks.mixer_kinds import MixerHeads, MixerKind, attribute, kind_of_mixer
 from meshwright.roles.blocks.mlp import Mlp
 from meshwright.roles.decoder import Decoder, hidden_size, layer_stack, token_embedding
+from meshwright.roles.family_hints import hinted_roles, hints_of, roles_inside
 from meshwright.roles.projection import in_features, is_projection, out_features
 from meshwright.roles.roled_model import RoledModel
 from meshwright.roles.sharding_plan import BlockPart, Role, ShardingPlan
@@ -154,7 +155,8 @@ def mixers_of(model: nn.Module, decoder: Decoder | None = None) -> dict[str, nn.
     hidden = hidden_size(layers, embedding)
     found = {mixer for layer in layers for mixer in _outermost(layer, hidden)}
     if has_states:
-        found |= {mixer for layer in layers for mixer in recurrences(layer, hidden).values()}
+        hints = hints_of(model)
+        found |= {mixer for layer in layers for mixer in recurrences(layer, hidden, hints).values()}
     return {name: module for name, module in model.named_modules() if module in found}
 
 
@@ -164,21 +166,24 @@ def keeps_states(model: nn.Module) -> bool:
     return bool(getattr(model, "_is_stateful", False)) or "linear_attention" in types
 
 
-def recurrences(layer: nn.Module, hidden: int) -> dict[str, nn.Module]:
+def recurrences(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> dict[str, nn.Module]:
     """Return the modules of a layer that may mix tokens without a convolution, in a model that keeps states, by name.
 
     These have projections from and to the width of the hidden states, and are no attention with a mask, MLP or experts.
     """
-    return {name: child for name, child in layer.named_children() if _may_recur(child, hidden)}
+    hinted = hinted_roles(layer, hints)
+    named = layer.named_children()
+    return {name: child for name, child in named if _may_recur(child, hidden, roles_inside(name, hinted))}
 
 
-def _may_recur(module: nn.Module, hidden: int) -> bool:
+def _may_recur(module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> bool:
     modules = list(module.modules())
     projections = [] if is_projection(module) else [m for m in modules if is_projection(m)]
     return (
         any(in_features(m) == hidden for m in projections)
         and any(out_features(m) == hidden for m in projections)
         and not has_attention(module)
+        and not Mlp.claim(module, hidden, hinted)
         and not any(kind.claim(m, hidden, {}) for m in modules for kind in (Mixer, Mlp, Experts))
     )
 

@@ -89,11 +89,11 @@ class MixerHeads:
         self._of_heads = {"head": 1} | {part: _count(mixer, name) for part, name in kind.per_head.items()}
         self._of_groups = {"group": 1} | {part: _count(mixer, name) for part, name in kind.per_group.items()}
 
-    def rows(self, parts: Parts, *, by_group: bool = False, dim: int = 0) -> RowLayout:
+    def rows(self, parts: Parts, *, by_group: bool = False) -> RowLayout:
         """Return which of the rows of these parts each rank holds."""
         find = self._by_group if by_group else self._by_part
         spans = [tuple(_joined(find(parts, rank))) for rank in range(self.layout.tp)]
-        return RowLayout(dim, sum(map(self._size, parts)), tuple(spans))
+        return RowLayout(0, sum(map(self._size, parts)), tuple(spans))
 
     def _size(self, part: str) -> int:
         if part in self._of_heads:
@@ -268,14 +268,15 @@ _SHORT_CONVOLUTION = MixerKind(
     reads=("head",),
 )
 
+_GATES = ("input", "recurrent")
+
 # De et al. 2024, arXiv:2402.19427; the gates are block-diagonal, and a block is a head here.
 _REAL_GATED_LRU = MixerKind(
     heads="rg_lru.num_attention_heads",
     per_head={"channel": "rg_lru.block_width"},
     rows={
         **dict.fromkeys(("linear_x", "linear_y", "conv_1d", "rg_lru.recurrent_param"), ("channel",)),
-        **dict.fromkeys((f"rg_lru.{gate}_gate_weight" for gate in ("input", "recurrent")), ("head",)),
-        **dict.fromkeys((f"rg_lru.{gate}_gate_bias" for gate in ("input", "recurrent")), ("head",)),
+        **dict.fromkeys((f"rg_lru.{gate}_gate_{of}" for gate in _GATES for of in ("weight", "bias")), ("head",)),
     },
     outputs=frozenset({"linear_out"}),
     reads=("channel",),
