@@ -277,6 +277,11 @@ class ReduceScatter:
                 if all(id(p) in cleared for p in sharded.bucket.parameters):
                     sharded.unsynced = None
 
+    def take_over(self) -> None:
+        """Before the slices are read, use in them the values that the program wrote into the parameters, if any."""
+        for sharded in self.sharded:
+            sharded.weights.take_over()
+
     def publish(self, *_: object) -> None:
         """Make the next forward pass use what an optimizer has made of the slices."""
         self.num_steps += 1
@@ -393,8 +398,7 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
     """Make the steps of a bound optimizer use the reduced gradients and update the model."""
 
     def prepare(*_: object) -> None:
-        for sharded in reduction.sharded:
-            sharded.weights.take_over()
+        reduction.take_over()
         reduction.settle()
 
     optimizer.register_step_pre_hook(prepare)
