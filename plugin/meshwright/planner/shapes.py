@@ -26,7 +26,7 @@ from meshwright.planner.family_traits import (
     traits_of,
 )
 from meshwright.planner.hub_cache import config_path
-from meshwright.planner.measured import MeasuredLayer, TowerShape
+from meshwright.planner.measured import Held, MeasuredLayer, TowerShape
 
 _NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # families whose code ignores the config's window
 _STATES = re.compile(r"conv_kernel|conv_dim|conv1d|d_conv|conv_L_cache|lru_width|ssm_|state_size|linear_num_key")
@@ -81,7 +81,7 @@ class LayerShape:
     experts: ExpertShape | None = None
     projections: int | None = None
     measured: MeasuredLayer | None = None
-    held: tuple[tuple[tuple[int, bool], tuple[tuple[int, int], ...]], ...] = ()
+    held: Held = ()
 
     def held_by(self, tp: int, sequence_parallel: bool) -> tuple[tuple[int, int], ...]:
         """Return the weights of a rank.
