@@ -18,7 +18,7 @@ from meshwright.optim.ownership import EqualSlices, Ownership
 from meshwright.plan.flat_offsets import flat_offsets
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
-from support.optimizers import OfOneNorm
+from support.optimizers import OfOneNorm, TrustRatio
 from support.reference import make_optimizer
 from support.tiers import crossing, crossings
 
@@ -330,20 +330,6 @@ def test_any_optimizer_works_where_nothing_is_sharded(pool2: Any) -> None:
     pool2.run(use_unknown_optimizer, {"dp": 2}, OfOneNorm)
 
 
-class Normalised(torch.optim.Optimizer):
-    """A step of one length for each parameter, which needs the whole parameter."""
-
-    def __init__(self, params: Any, lr: float = 1e-2):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad.as_subclass(torch.Tensor)
-                parameter.sub_(group["lr"] * gradient / gradient.norm())
-
-
 class WholeParameters(Ownership):
     """Each rank steps as many consecutive parameters of a bucket, none of which another rank steps."""
 
@@ -357,12 +343,12 @@ class WholeParameters(Ownership):
 
 def train_with(ownership: type[Ownership], plan: dict[str, Any]) -> dict[str, torch.Tensor]:
     with mock.patch.object(thawing, "EqualSlices", ownership):
-        return train(plan, Normalised, config={"optimizer_is_elementwise": True, "bucket_size_mb": 0.03})
+        return train(plan, TrustRatio, config={"optimizer_is_elementwise": True, "bucket_size_mb": 0.03})
 
 
 @pytest.mark.quick
 def test_an_ownership_of_whole_parameters_steps_them_as_one_device(pool2: Any) -> None:
-    expected = train(None, Normalised)
+    expected = train(None, TrustRatio)
     for ownership, is_equal in ((WholeParameters, True), (EqualSlices, False)):
         actual = pool2.run(train_with, ownership, {"dp": 2, "zero_stage": 1})[0]
         worst = max(relative_difference(actual[name], weight) for name, weight in expected.items())

@@ -16,6 +16,7 @@ from meshwright.optim.reads import Reads
 from support.anatomies import mixtral
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
+from support.optimizers import TrustRatio
 from support.tiers import crossings
 
 SP = {"tp": 2, "sequence_parallel": True}
@@ -34,21 +35,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp4 ep2 zero1": {"dp": 4, "ep": 2, "zero_stage": 1},
 }
 FOUR = {"dp2 tp2+sp", "dp2 tp2+sp zero1", "dp2 tp2 zero3", "pp2 dp2 zero1", "dp4 ep2 zero1"}
-
-
-class TrustRatio(torch.optim.Optimizer):
-    """A step as long as the parameter, with a momentum of the gradient: LAMB and LARS without their other terms."""
-
-    def __init__(self, params: Any, lr: float = 1e-2):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    kept = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.5)
-                    p.sub_(kept * (group["lr"] * (1e-3 + p.norm()) / kept.norm()))
 
 
 def make(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:

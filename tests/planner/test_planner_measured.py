@@ -16,15 +16,17 @@ import meshwright as mw
 from meshwright.choose.model_sizes import against_tensor, describe_model
 from meshwright.errors import PlanError
 from meshwright.parallel.example_images import example_images
-from meshwright.planner.candidate import Candidate, Job
+from meshwright.pipeline.cut import cut_decoder
+from meshwright.planner.candidate import Candidate, Job, stage_layers
 from meshwright.planner.footprint import footprint
 from meshwright.planner.hardware import Cluster, device
 from meshwright.planner.memory import stage_memory
 from meshwright.planner.notes import notes
-from meshwright.planner.own_plan import weigh
+from meshwright.planner.own_plan import check_plan, weigh
 from meshwright.planner.page.words import plan_command
 from meshwright.planner.shapes import ModelShape, describe
 from meshwright.planner.space import Space
+from meshwright.roles import find_decoder
 from meshwright.tracing.trace import trace_step
 from support import hybrid_models, vision_models
 from support.tiers import crossings
@@ -110,6 +112,27 @@ def test_a_tower_is_on_the_first_stage_and_whole_on_each_rank_of_tp() -> None:
     assert last.weights < first.weights
     whole, half = (footprint(shape, Candidate(tp=tp), seq_len=64, element_bytes=4).parameters for tp in (1, 2))
     assert half > whole / 2 + 4 * shape.towers.elements / 2
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_stages_are_those_of_the_runtime(is_frozen: bool) -> None:
+    """A tower takes layers from the first stage, fewer if it is frozen; the layers that add its features stay there."""
+    config = vision_models.config_of("qwen3_vl")
+    config.text_config.num_hidden_layers = 8
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config).train()
+    parts = find_decoder(model)
+    for tower in parts.towers:
+        tower.requires_grad_(not is_frozen)
+    shape = describe_model(model, mw.ToDistributedConfig())
+    cuts = [cut_decoder(model, parts, mw.ParallelPlan(pp=pp), rank=0).spans for pp in (2, 4)]
+    stages = [stage_layers(Candidate(pp=pp), shape) for pp in (2, 4)]
+    assert stages == [tuple(map(len, spans)) for spans in cuts]
+    assert stages[0][0] == (3 if is_frozen else 2)  # without the tower it would be 4
+    most = shape.layers - len(config.vision_config.deepstack_visual_indexes) + 1
+    check_plan(shape, Candidate(pp=most))
+    with pytest.raises(PlanError, match="of which the first stage needs 2"):
+        check_plan(shape, Candidate(pp=shape.layers))
 
 
 def test_the_answer_says_what_it_rests_on() -> None:

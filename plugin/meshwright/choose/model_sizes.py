@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import nn
 
 from meshwright.errors import PlanError
@@ -16,6 +18,7 @@ from meshwright.roles import ShardingPlan, find_decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks import Mixer
 from meshwright.roles.blocks.experts import experts_of_own_code, has_experts
+from meshwright.roles.decoder import load_of_towers
 
 
 def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
@@ -28,7 +31,9 @@ def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
     if hasattr(getattr(model, "config", None), "to_dict"):
         decoder = without_wrappers(model)[1]
         if shows_more_than_its_config(decoder):
-            return routed_shape(on_meta(decoder), name=name)
+            shape = routed_shape(on_meta(decoder), name=name)
+            # What the program has frozen is trained in a new model.
+            return dataclasses.replace(shape, tower_layers=load_of_towers(find_decoder(decoder)))
         return describe(model.config, name=name)
     try:
         return shape_of(model, config.sharding_plan or plan_for(model))

@@ -217,7 +217,7 @@ class PlanQuestion:
         options: the options about the job.
         settings: the settings that may have several values; the first value of each counts.
         shape: the model.
-        no_tensor: why a model with experts has no estimate under tp; None if it has, or if the model is dense.
+        no_tensor: why the planner has no estimate for the model under tp; None if it has.
         measured: the profile; None for the catalogue.
         search_options: which plans to show.
         budget: the tokens and the price; None without a number of tokens.

@@ -22,10 +22,10 @@ from meshwright.optim.gradients import Gradients
 from meshwright.optim.modes import follow_modes
 from meshwright.optim.overflow import share_overflow
 from meshwright.optim.runtime import Runtime, attach
+from meshwright.optim.sliced_optimizer import hook_optimizer
 from meshwright.optim.state_dicts import guard_optimizer
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.whole_steps import WholeSteps
-from meshwright.optim.zero_optimizer import hook_optimizer
 from meshwright.parallel.guard_windows import StepWindow
 from meshwright.parallel.shared_rows import sum_copies_in_backward
 from meshwright.plan.flat_offsets import BUCKET_MB

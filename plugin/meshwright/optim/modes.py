@@ -23,10 +23,9 @@ def follow_modes(optimizer: Optimizer, runtime: Runtime) -> None:
 
 def _switch(method: Callable[[], object], optimizer: Optimizer, runtime: Runtime) -> None:
     zero, window = runtime.gradients.zero, StepWindow()
-    sharded = [] if zero is None else zero.sharded
     runtime.meet_all("optimizer.train() or eval()")
-    for one in sharded:
-        one.weights.take_over()
+    if zero is not None:
+        zero.take_over()
     window.open(optimizer)
     try:
         method()

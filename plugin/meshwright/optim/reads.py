@@ -71,7 +71,7 @@ def _reads(optimizer: Optimizer) -> Iterator[Reads | str]:
         if options not in known:
             try:
                 known[options] = _Trial(optimizer, group).reads()
-            except Exception as error:
+            except Exception as error:  # of any optimizer's own code
                 known[options] = f"a trial step ended in {type(error).__name__}: {error}"
         yield known[options]
 
@@ -110,22 +110,24 @@ class _Trial:
             return "its step() changes nothing, so it does not step the parameters that it has"
         if not alone.parameter.isfinite().all():
             return "its trial steps gave numbers that are not finite"
-        if all(self._steps_slices_alike(values[i], [step[i] for step in gradients]) for i in (0, 2)):
-            return Reads.ELEMENT
+        if self._steps_slices_alike(values[0], [step[0] for step in gradients], alone):
+            (large,) = self._stepped(values[2:], [step[2:] for step in gradients])
+            if self._steps_slices_alike(values[2], [step[2] for step in gradients], large):
+                return Reads.ELEMENT
         together = self._stepped(values[:2], [step[:2] for step in gradients])
         (other,) = self._stepped(values[1:2], [step[1:2] for step in gradients], starts=self.starts[1:])
         if all(one.is_like(another) for one, another in zip(together, (alone, other), strict=True)):
             return Reads.PARAMETER
         return "the update of a parameter changes with the other parameters that it has"
 
-    def _steps_slices_alike(self, value: Tensor, gradients: list[Tensor]) -> bool:
-        (whole,) = self._stepped([value], [[gradient] for gradient in gradients])
+    def _steps_slices_alike(self, value: Tensor, gradients: list[Tensor], whole: _Stepped) -> bool:
+        """Return whether two slices of a parameter are stepped as the whole parameter was."""
         parts: list[_Stepped] = []
         cut = 2 * value.numel() // 3 + 3  # at no border of rows or blocks
         for own in (slice(None, cut), slice(cut, None)):
             try:
                 parts += self._stepped([value.flatten()[own]], [[gradient.flatten()[own]] for gradient in gradients])
-            except Exception:
+            except Exception:  # of its own code, which has stepped the whole before: it refuses the slice
                 return False
         if whole.has_more or not all(whole.numbers == part.numbers for part in parts):
             return False

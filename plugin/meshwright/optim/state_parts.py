@@ -84,8 +84,8 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
     optimizer = unwrapped(optimizer)
     runtime = _common_runtime(model, optimizer)
     zero = runtime.gradients.zero
-    for one in zero.sharded if zero else ():
-        one.weights.take_over()
+    if zero is not None:
+        zero.take_over()
     groups = zero.groups if zero else [group["params"] for group in optimizer.param_groups]
     names = {id(p): name for name, p in model.named_parameters()}
     parts: dict[str, Part] = {}

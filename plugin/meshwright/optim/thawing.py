@@ -13,7 +13,8 @@ from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.ownership import EqualSlices, stepped_over
 from meshwright.optim.runtime import Runtime
-from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, bind_optimizer, lay_out, step_slices
+from meshwright.optim.sliced_optimizer import bind_optimizer, step_slices
+from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, lay_out
 from meshwright.parallel.gradient_buckets import make_buckets
 from meshwright.parallel.gradient_sync import AllReduce, GradientSync
 from meshwright.parallel.shard_reads import reading_shards

@@ -28,7 +28,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
@@ -36,6 +35,7 @@ from meshwright.mesh.axes import Mesh
 from meshwright.optim.flat_parameters import FlatShard
 from meshwright.optim.ownership import EqualSlices, sliced, stepped_over
 from meshwright.optim.read_weights import read_weights
+from meshwright.optim.units import units_of
 from meshwright.optim.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
@@ -69,7 +69,7 @@ class ShardedWeights:
         axis_of = {key: stepped_over(layout, mesh) for key, layout in of.items()}
         self._place: dict[int, tuple[FlatShard, int]] = {}
         self.steps: list[_Step] = []
-        for module, recurse in _modules(model):
+        for module, recurse in units_of(model):
             own = [p for p in module.parameters(recurse=recurse) if p.is_floating_point()]
             own = list(dict.fromkeys([*own, *([] if recurse else read_weights(module))]))
             new = [p for p in own if id(p) not in self._place]
@@ -407,42 +407,6 @@ class _Step:
             return flat.full().as_strided(size, stride, offset)
 
         return view
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield the module of each unit, in order, and whether the modules inside it belong to the unit.
-
-    The units are the members of the outermost module lists, and all other modules with parameters of their own. A
-    container of parameters is never called, nor is the output projection of torch's attention, so its parameters belong
-    to the unit of its parent module. What a module reads of its children is in its own unit too, which it shares with
-    theirs. What a parametrization computes a weight from belongs to the unit of the
-    module with this weight.
-    """
-
-    def walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-        if isinstance(module, nn.ModuleList):
-            yield from ((member, True) for member in module)
-            return
-        reads_children = is_parametrized(module) or isinstance(module, nn.MultiheadAttention)
-        if reads_children or any(map(_is_part_of_parent, module.children())):
-            yield module, True
-            return
-        if next(module.parameters(recurse=False), None) is not None or read_weights(module):
-            yield module, False
-        for child in module.children():
-            yield from walk(child)
-
-    seen: set[int] = set()
-    for module, recurse in walk(model):
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield module, recurse
-
-
-def _is_part_of_parent(module: nn.Module) -> bool:
-    if isinstance(module, nn.ModuleList):
-        return next(module.parameters(recurse=False), None) is not None
-    return isinstance(module, nn.ParameterDict | nn.ParameterList)
 
 
 def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

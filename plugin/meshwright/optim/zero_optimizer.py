@@ -1,11 +1,11 @@
 """ZeRO: each data-parallel rank keeps the optimizer state of its share of every bucket of parameters.
 
-The user's optimizer object stays, and its parameters become this rank's slices. Gradients are
-reduce-scattered in buckets during backward, and the optimizer steps the slices. In stages 1 and 2 every
-rank holds all parameters, which are all-gathered after the step. In stage 3 a rank keeps only its
-share of the parameters (see :mod:`meshwright.optim.zero3_layers`). Passes under ``no_sync`` and micro-batches leave
-whole gradients in stage 1, and reduced shards in stages 2 and 3. Half-precision parameters have float32
-master slices and float32 gradients.
+The user's optimizer object stays, and its parameters become this rank's slices (see
+:mod:`meshwright.optim.sliced_optimizer`). Gradients are reduce-scattered in buckets during backward, and the optimizer
+steps the slices. In stages 1 and 2 every rank holds all parameters, which are all-gathered after the step. In stage 3 a
+rank keeps only its share of the parameters (see :mod:`meshwright.optim.zero3_layers`). Passes under ``no_sync`` and
+micro-batches leave whole gradients in stage 1, and reduced shards in stages 2 and 3. Half-precision parameters have
+float32 master slices and float32 gradients.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
@@ -13,16 +13,13 @@ Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Pa
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.optim.ownership import Ownership, sliced
 from meshwright.optim.whole_weights import WholeWeights
@@ -277,6 +274,11 @@ class ReduceScatter:
                 if all(id(p) in cleared for p in sharded.bucket.parameters):
                     sharded.unsynced = None
 
+    def take_over(self) -> None:
+        """Before the slices are read, use in them the values that the program wrote into the parameters, if any."""
+        for sharded in self.sharded:
+            sharded.weights.take_over()
+
     def publish(self, *_: object) -> None:
         """Make the next forward pass use what an optimizer has made of the slices."""
         self.num_steps += 1
@@ -347,72 +349,6 @@ def lay_out(parameters: Iterable[nn.Parameter], ownership: Ownership, bucket_byt
     """
     buckets = make_buckets(parameters, max_bytes=bucket_bytes, accumulate_in_float32=True, pack=ownership.pack)
     return [ShardedBucket(bucket, ownership, WholeWeights(bucket, ownership)) for bucket in buckets]
-
-
-def bind_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
-    """Empty an optimizer's groups, so that :func:`step_slices` can put slices in the place of the parameters.
-
-    Args:
-        optimizer: the optimizer, which is changed in place.
-        reduction: the reduction, which stores the optimizer's groups.
-    """
-    reduction.groups = [list(group["params"]) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = []
-
-
-def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[ShardedBucket]) -> None:
-    """Put this rank's slices of new parameters into their groups, with the state that the parameters already have.
-
-    Args:
-        optimizer: an optimizer bound by :func:`bind_optimizer`, which is changed in place.
-        reduction: the reduction, which stores the optimizer's groups.
-        new: buckets of parameters that were not stepped before.
-    """
-    pieces = [piece for sharded in new for piece in sharded.slices]
-    for group, parameters in zip(optimizer.param_groups, reduction.groups, strict=True):
-        members = {id(p) for p in parameters}
-        for piece in pieces:
-            if id(piece.parameter) in members:
-                group["params"].append(piece.shard)
-                if piece.parameter in optimizer.state:
-                    state = optimizer.state[piece.parameter].items()
-                    optimizer.state[piece.shard] = {key: _slice_state(value, piece) for key, value in state}
-    for sharded in new:
-        for parameter in sharded.bucket.parameters:
-            optimizer.state.pop(parameter, None)
-
-
-def _slice_state(value: object, piece: Slice) -> object:
-    if torch.is_tensor(value) and value.shape == piece.parameter.shape and value.ndim:
-        return piece.layout.own(value).to(piece.shard.dtype).clone()
-    return value.clone() if torch.is_tensor(value) else value
-
-
-def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
-    """Make the steps of a bound optimizer use the reduced gradients and update the model."""
-
-    def prepare(*_: object) -> None:
-        for sharded in reduction.sharded:
-            sharded.weights.take_over()
-        reduction.settle()
-
-    optimizer.register_step_pre_hook(prepare)
-
-    def publish(*_: object) -> None:
-        reduction.is_uneven = False
-        reduction.publish()
-
-    optimizer.register_step_post_hook(publish)
-
-    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        reduction.clear((p for group in reduction.groups for p in group), set_to_none=set_to_none)
-
-    def add_param_group(self: Optimizer, param_group: dict[str, object]) -> None:
-        raise OptimizerMismatchError("parameters cannot be added to a sharded optimizer; add them before sharding it")
-
-    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
-    optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
 
 
 def slice_copies(piece: Slice) -> Tensor | float:

@@ -17,13 +17,12 @@ from meshwright.parallel.fake_pass import fake_values
 from meshwright.parallel.known_values import KnownValues
 from meshwright.parallel.live_bytes import LiveBytes
 from meshwright.parallel.structure import describe
-from meshwright.planner.measured import MeasuredLayer, MeasuredPart, PerToken, TowerShape
+from meshwright.planner.measured import Held, MeasuredLayer, MeasuredPart, PerToken, TowerShape
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.decoder import is_stack
 
 _DTYPES = (torch.bfloat16, torch.float32)
-SIZES_OF_TP = (1, 2, 4, 8, 16)
-Held = tuple[tuple[tuple[int, bool], tuple[tuple[int, int], ...]], ...]
+_SIZES_OF_TP = (2, 4, 8, 16)
 
 
 @dataclasses.dataclass
@@ -224,7 +223,7 @@ def _run(model: nn.Module, decoder: Decoder, row: dict[str, Tensor], *, saves: b
                 torch.autograd.grad(output.logits.sum(), embedded)
         except PlanError:
             raise
-        except Exception as error:
+        except Exception as error:  # of any model's own forward, for which tensors without values may not do
             raise PlanError(
                 f"{type(model).__name__} could not be run on tensors without values, which shows the memory of its "
                 f"layers ({type(error).__name__}: {error}). Pass a plan: plan='dp2'"
@@ -238,7 +237,7 @@ def _run(model: nn.Module, decoder: Decoder, row: dict[str, Tensor], *, saves: b
 def _held(model: nn.Module, decoder: Decoder) -> dict[tuple[int, bool], dict[int, tuple[int, int]]]:
     """Return (elements, elements of the whole if its gradient is a sum over tp) by tp, sp and the weight's id."""
     found: dict[tuple[int, bool], dict[int, tuple[int, int]]] = {(1, False): {}}
-    for tp in SIZES_OF_TP[1:]:
+    for tp in _SIZES_OF_TP:
         for sp in (False, True):
             try:
                 structure = describe(model, plan_for(model), tp=tp, sequence_parallel=sp)

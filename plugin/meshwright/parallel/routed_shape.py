@@ -1,7 +1,8 @@
-"""Read the sizes of a model with experts from its modules and from a pass without values.
+"""Read the sizes of a model with experts, mixers or towers from its modules and from passes without values.
 
 The names of an expert's width, of the layers with experts and of the MLP that every token takes differ from config to
-config. The modules show them: ``roles.blocks.experts`` says which of them are experts.
+config. The modules show them: ``roles.blocks.experts`` says which of them are experts. For the memory of mixers and
+towers there are no formulas, so ``measured_shape`` measures it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from meshwright.planner.experts import ExpertShape
 from meshwright.planner.family_traits import traits_of
 from meshwright.planner.shapes import LayerShape, ModelShape
 from meshwright.roles.blocks.experts import has_experts, is_experts
-from meshwright.roles.decoder import find_decoder
+from meshwright.roles.decoder import find_decoder, load_of_towers
+from meshwright.roles.family_hints import layers_with_features
 from meshwright.roles.projection import weight_of
 
 _ROWS, _LENGTH = 2, 11
@@ -40,7 +42,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def routed_shape(model: nn.Module, *, name: str) -> ModelShape:
-    """Return the sizes of a model with experts.
+    """Return the sizes of a model with experts, mixers or towers.
 
     Args:
         model: a decoder whose weights are whole, with or without memory.
@@ -76,7 +78,10 @@ def routed_shape(model: nn.Module, *, name: str) -> ModelShape:
             ]
     runs = _runs(layers, windows)
     tied = decoder.head is not None and weight_of(decoder.head) is words
-    shape = ModelShape(name=name, runs=runs, vocab=vocab, tied=tied, towers=towers)
+    shape = ModelShape(
+        name=name, runs=runs, vocab=vocab, tied=tied, towers=towers, tower_layers=load_of_towers(decoder),
+        least_on_first=max(1, layers_with_features(config)),
+    )  # fmt: skip
     rest = sum(p.numel() for p in model.parameters()) - shape.parameters
     return dataclasses.replace(shape, positions=max(0, rest) // hidden)
 

@@ -16,6 +16,7 @@ from meshwright.plan.config import ParallelPlan
 from meshwright.plan.partition import check_stages, even_stages
 from meshwright.plan.schedule import rank_of_stage, stages_of_rank
 from meshwright.roles import Decoder
+from meshwright.roles.decoder import load_of_towers
 from meshwright.roles.family_hints import layers_with_features
 
 
@@ -132,26 +133,11 @@ def _sizes(plan: ParallelPlan, structure: Decoder, count: int) -> Sequence[int]:
     try:
         if plan.stages is not None:
             return check_stages(plan.stages, layers, count, least=least)
-        return even_stages(layers, count, first=_load_of_towers(structure), least=least)
+        return even_stages(layers, count, first=load_of_towers(structure), least=least)
     except ValueError as error:
         most = layers // plan.stages_per_rank
         cure = f". {type(structure.model).__name__} has {layers} layers: set pp={most} or less"
         raise PlanError(f"ParallelPlan.pp={plan.pp}: {error}{cure if count > layers else ''}") from None
-
-
-def _load_of_towers(structure: Decoder) -> float:
-    """Return how many layers have as much work as the towers, if these see as many patches as the layers see tokens.
-
-    Each weight works once in forward, once for the gradient of its input and once for its own gradient. A tower that is
-    frozen has no backward.
-    """
-
-    def work(module: nn.Module, *, has_backward: bool) -> int:
-        return sum(p.numel() * (1 + has_backward + p.requires_grad) for p in module.parameters())
-
-    towers = sum(work(m, has_backward=any(p.requires_grad for p in m.parameters())) for m in structure.towers)
-    layers = sum(work(layer, has_backward=True) for layer in structure.layers)
-    return towers * len(structure.layers) / layers if layers else 0.0
 
 
 def _stages_of(

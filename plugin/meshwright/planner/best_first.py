@@ -166,7 +166,7 @@ class BestFirst:
         """Return the fitting plan that recomputes the fewest layers, if a plan that recomputes all of them fits."""
         if plan.recompute != "full" or not self.space.recomputes_some or not self._fits(plan):
             return plan
-        low, high, best = 0, max(rank_layers(plan, self.space.shape.layers)), plan
+        low, high, best = 0, max(rank_layers(plan, self.space.shape)), plan
         while high - low > 1:
             middle = (low + high) // 2
             trial = replace(plan, recomputed=middle)

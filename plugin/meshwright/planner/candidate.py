@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 
 from meshwright.errors import PlanError
 from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES, AxisSizes
-from meshwright.plan.partition import even_stages
 from meshwright.plan.schedule import SPLIT_BACKWARD, check, chunks_of, stages_of_rank
 from meshwright.plan.text import format_plan
+from meshwright.planner.shapes import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp8", "fp4"]
@@ -324,47 +324,47 @@ class Candidate(AxisSizes):
         return format_plan(self.fields(), accumulation=self.accumulation)
 
 
-def stage_layers(candidate: Candidate, layers: int) -> tuple[int, ...]:
+def stage_layers(candidate: Candidate, shape: ModelShape) -> tuple[int, ...]:
     """Return the number of layers of each virtual stage.
 
     Example:
-        >>> stage_layers(Candidate(pp=2, schedule="interleaved", chunks=2), 8)
+        >>> sizes = dict(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
+        >>> stage_layers(Candidate(pp=2, schedule="interleaved", chunks=2), ModelShape.of(name="m", layers=8, **sizes))
         (2, 2, 2, 2)
     """
-    return candidate.stages or even_stages(layers, candidate.pp * candidate.chunks)
+    return candidate.stages or shape.even_stages(candidate.pp * candidate.chunks)
 
 
-def rank_layers(candidate: Candidate, layers: int) -> tuple[int, ...]:
+def rank_layers(candidate: Candidate, shape: ModelShape) -> tuple[int, ...]:
     """Return the number of layers of each rank of the pipeline.
 
     Example:
-        >>> rank_layers(Candidate(pp=2, schedule="zbv", chunks=2, stages=(1, 2, 3, 4)), 10)
+        >>> plan = Candidate(pp=2, schedule="zbv", chunks=2, stages=(1, 2, 3, 4))
+        >>> sizes = dict(hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
+        >>> rank_layers(plan, ModelShape.of(name="m", layers=10, **sizes))
         (5, 5)
     """
-    return tuple(map(sum, rank_runs(candidate, (layers,))))
+    return tuple(map(sum, rank_runs(candidate, shape)))
 
 
-def stage_runs(candidate: Candidate, runs: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return how many layers of each run of a model each virtual stage holds.
-
-    Args:
-        candidate: the plan.
-        runs: the number of layers of each run.
-
-    Example:
-        >>> stage_runs(Candidate(pp=2), (5, 3))
-        ((4, 0), (1, 3))
-    """
-    return _stage_runs(stage_layers(candidate, sum(runs)), runs)
+def stage_runs(candidate: Candidate, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
+    """Return how many layers of each run of a model each virtual stage holds."""
+    return _stage_runs(stage_layers(candidate, shape), shape.counts)
 
 
-def rank_runs(candidate: Candidate, runs: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def rank_runs(candidate: Candidate, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
     """Return how many layers of each run of a model each rank of the pipeline holds."""
-    return _rank_runs(candidate.schedule, candidate.pp, candidate.chunks, stage_runs(candidate, runs))
+    return _rank_runs(candidate.schedule, candidate.pp, candidate.chunks, stage_runs(candidate, shape))
 
 
 @lru_cache(maxsize=1024)
 def _stage_runs(stages: tuple[int, ...], runs: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return how many layers of each run each stage holds, by the layers of each stage and of each run.
+
+    Example:
+        >>> _stage_runs((4, 4), (5, 3))
+        ((4, 0), (1, 3))
+    """
     ends, last = list(accumulate(runs)), list(accumulate(stages))
     return tuple(
         tuple(max(0, min(stop, end) - max(stop - size, end - run)) for run, end in zip(runs, ends, strict=True))
@@ -390,7 +390,7 @@ def count_recomputed(candidate: Candidate, held: int) -> int:
     return held if candidate.recomputed is None else min(held, candidate.recomputed)
 
 
-def recomputed_share(candidate: Candidate, layers: int) -> float:
+def recomputed_share(candidate: Candidate, shape: ModelShape) -> float:
     """Return the share of a rank's layers for which backward repeats what ``candidate.recompute`` says."""
-    held = max(rank_layers(candidate, layers))
+    held = max(rank_layers(candidate, shape))
     return count_recomputed(candidate, held) / held if candidate.recompute == "full" else 1.0

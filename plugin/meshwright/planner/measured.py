@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Sizes = tuple[float, float]  # the bytes in 16 and in 32 bits
+# By (tp, sp), each weight of a layer: its elements on a rank, and those of the whole weight if its gradient is a sum.
+Held = tuple[tuple[tuple[int, bool], tuple[tuple[int, int], ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ def least_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """
     saved = _saved(shape, plan, job)
     # If stages are even, ``peak_memory`` includes the first rank, but may leave out the rank of the longest stage.
-    held = stage_runs(plan, shape.counts)[plan.stages.index(max(plan.stages)) if plan.stages else 0]
+    held = stage_runs(plan, shape)[plan.stages.index(max(plan.stages)) if plan.stages else 0]
     if plan.recompute != "full":
         return sum(saved.held(held, 0))
     again = min(run.layer - run.kept for run in saved.runs) if plan.recomputed is None else 0.0
@@ -129,13 +129,13 @@ def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int) ->
         >>> [value / held[-1] for value in held]
         [4.0, 3.0, 2.0, 1.0]
     """
-    counts = rank_runs(plan, shape.counts)[rank]
+    counts = rank_runs(plan, shape)[rank]
     held = _saved(shape, plan, job).held(counts, count_recomputed(plan, sum(counts)))
     each = [size / max(1, count) for size, count in zip(held, counts, strict=True)]  # no layer beside the embedding
     if plan.pp == 1:
         return sum(count * size for count, size in zip(counts, each, strict=True))
     pending = [pending_weight_grads(run, plan, job) if plan.splits_backward else 0.0 for run in shape.runs]
-    stages = stage_runs(plan, shape.counts)
+    stages = stage_runs(plan, shape)
     own = [stages[stage] for stage in stages_of_rank(plan.schedule, rank, plan.pp, plan.chunks)]
     return max(
         sum(
@@ -201,7 +201,7 @@ class _Stage:
     @property
     def counts(self) -> tuple[int, ...]:
         """The number of layers of each run that the rank holds."""
-        return rank_runs(self.plan, self.shape.counts)[self.rank]
+        return rank_runs(self.plan, self.shape)[self.rank]
 
     @property
     def is_last(self) -> bool:

@@ -21,12 +21,15 @@ def check_plan(shape: ModelShape, plan: Candidate) -> None:
         raise PlanError(f"{plan.label}: {uneven} of {shape.name} is not divisible by tp={plan.tp}")
     check_expert_ranks(shape, plan)
     count = plan.pp * plan.chunks
-    if count > shape.layers:
-        raise PlanError(f"{plan.label}: {count} stages are more than the {shape.layers} layers of {shape.name}")
+    if count > shape.most_stages:
+        first = f", of which the first stage needs {shape.least_on_first}" if shape.least_on_first > 1 else ""
+        raise PlanError(f"{plan.label}: {count} stages are more than the {shape.layers} layers of {shape.name}{first}")
     if plan.stages is not None and (len(plan.stages) != count or sum(plan.stages) != shape.layers):
         raise PlanError(
             f"{plan.label}: the stages must be {count} and hold the {shape.layers} layers of {shape.name} together"
         )
+    if plan.stages is not None and plan.stages[0] < shape.least_on_first:
+        raise PlanError(f"{plan.label}: the first stage of {shape.name} needs {shape.least_on_first} layers")
     if plan.cp > 1:
         if plan.context not in shape.traits.context:
             raise PlanError(f"{plan.label}: the attention of {shape.name} cannot use context={plan.context!r}")

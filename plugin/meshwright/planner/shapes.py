@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from meshwright.errors import PlanError
 from meshwright.model_kinds import kind_of
+from meshwright.plan.partition import even_stages
 from meshwright.planner.experts import ExpertShape
 from meshwright.planner.family_traits import (
     LEARNED_POSITIONS,
@@ -25,7 +26,7 @@ from meshwright.planner.family_traits import (
     traits_of,
 )
 from meshwright.planner.hub_cache import config_path
-from meshwright.planner.measured import MeasuredLayer, TowerShape
+from meshwright.planner.measured import Held, MeasuredLayer, TowerShape
 
 _NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # families whose code ignores the config's window
 _STATES = re.compile(r"conv_kernel|conv_dim|conv1d|d_conv|conv_L_cache|lru_width|ssm_|state_size|linear_num_key")
@@ -80,7 +81,7 @@ class LayerShape:
     experts: ExpertShape | None = None
     projections: int | None = None
     measured: MeasuredLayer | None = None
-    held: tuple[tuple[tuple[int, bool], tuple[tuple[int, int], ...]], ...] = ()
+    held: Held = ()
 
     def held_by(self, tp: int, sequence_parallel: bool) -> tuple[tuple[int, int], ...]:
         """Return the weights of a rank.
@@ -192,6 +193,8 @@ class ModelShape:
         tied: whether embedding and head are one matrix.
         positions: rows of a learned position table; 0 for rotary positions or ALiBi.
         towers: the weights beside the decoder, such as an encoder of images; None if there are none.
+        tower_layers: how many layers have as much work as the towers, which are on the first stage of a pipeline.
+        least_on_first: number of layers that the first stage must have.
 
     Raises:
         PlanError: a size is below one, or heads is not divisible by kv_heads.
@@ -209,6 +212,8 @@ class ModelShape:
     tied: bool = False
     positions: int = 0
     towers: TowerShape | None = None
+    tower_layers: float = 0.0
+    least_on_first: int = 1
 
     @classmethod
     def of(cls, *, name: str, layers: int, vocab: int, tied: bool = False, positions: int = 0, **sizes: Any) -> Self:
@@ -251,6 +256,15 @@ class ModelShape:
     def counts(self) -> tuple[int, ...]:
         """The number of layers of each run."""
         return tuple(run.count for run in self.runs)
+
+    @property
+    def most_stages(self) -> int:
+        """The largest number of virtual stages into which the layers can be cut."""
+        return self.layers - self.least_on_first + 1
+
+    def even_stages(self, count: int) -> tuple[int, ...]:
+        """Return the number of layers of each of ``count`` virtual stages, as the runtime cuts the model."""
+        return even_stages(self.layers, count, first=self.tower_layers, least=self.least_on_first)
 
     def uneven(self, tp: int) -> Iterator[str]:
         """Yield the sizes of layers that ``tp`` ranks cannot share evenly, as in "heads=6"."""

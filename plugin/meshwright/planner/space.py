@@ -223,7 +223,7 @@ class Space:
             return None
         if self.no_stages is not None:
             return self.no_stages
-        if pp > self.shape.layers:
+        if pp > self.shape.most_stages:
             return f"more stages than the {self.shape.layers} layers"
         # Uneven stages are legal, but all stages wait for the longest. Allow them if little time is idle.
         longest = -(-self.shape.layers // pp)
@@ -238,10 +238,11 @@ class Space:
             return [("1f1b", 1)]
         self.pruned.setdefault("schedule=gpipe", "takes as long as 1f1b and holds the activations of every micro-batch")
         found = [("1f1b", 1), ("zb-h1", 1)]
-        if self.shape.layers >= 2 * pp:
+        if self.shape.most_stages >= 2 * pp:
             found.append(("zbv", 2))
         if self.shape.layers % pp == 0 and pp > 2 and rows % pp == 0:
-            chunks = [v for v in divisors(self.shape.layers // pp) if 1 < v <= _CHUNKS]
+            most = min(_CHUNKS, self.shape.most_stages // pp)
+            chunks = [v for v in divisors(self.shape.layers // pp) if 1 < v <= most]
             found += [("interleaved", v) for v in chunks]
         return found
 

@@ -40,8 +40,8 @@ class StepModel(LayerModel):
     def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float]]:
         """Return the seconds of each virtual stage's forward and backward."""
         layers, head = self.layers(plan, job), self.head(plan, job)
-        repeated = 1 - recomputed_share(plan, self.shape.layers)
-        held = stage_runs(plan, self.shape.counts)
+        repeated = 1 - recomputed_share(plan, self.shape)
+        held = stage_runs(plan, self.shape)
         forward = _weighted(held, [layer.forward for layer in layers])
         backward = _weighted(held, [layer.backward - layer.recompute * repeated for layer in layers])
         forward[-1] += head.forward
@@ -51,7 +51,7 @@ class StepModel(LayerModel):
     def pipeline(self, plan: Candidate, job: Job) -> SimulatedPipeline:
         """Return what is simulated: the schedule and the seconds of its virtual stages."""
         forward, backward = self.stages(plan, job)
-        held = stage_runs(plan, self.shape.counts)
+        held = stage_runs(plan, self.shape)
         weight = _weighted(held, [layer.weight_grad for layer in self.layers(plan, job)])
         weight[-1] += self.head(plan, job).weight_grad
         transfer = self.transfer(plan, job) if plan.pp > 1 else 0.0
@@ -69,16 +69,19 @@ class StepModel(LayerModel):
         """Return the plan with fewer layers on the head's stage; None if its slowest stage would not be faster."""
         both, head = [layer.forward + layer.backward for layer in self.layers(plan, job)], self.head(plan, job)
         counts, count = self.shape.counts, plan.pp * plan.chunks
-        # The head's share of a layer is rounded, so that few partitions are computed.
+        # The shares of a layer of the head and of the towers are rounded, so that few partitions are computed.
         last = round((head.forward + head.backward) / both[0] * 8) / 8
+        towers = round(self.shape.tower_layers * 8) / 8
         units = [seconds / both[0] for seconds in both]
         each = [unit for unit, layers in zip(units, counts, strict=True) for _ in range(layers)]
-        stages = balanced_stages(each, count, last=last)
+        stages = balanced_stages(each, count, first=towers, last=last)
 
         def slowest(plan: Candidate) -> float:
-            *others, final = _weighted(stage_runs(plan, counts), units)
-            return max(*others, final + last)
+            first, *others, final = _weighted(stage_runs(plan, self.shape), units)
+            return max(first + towers, *others, final + last)
 
+        if stages[0] < self.shape.least_on_first:
+            return None
         balanced = replace(plan, stages=stages)
         return None if slowest(balanced) >= slowest(replace(plan, stages=None)) else balanced
 
@@ -90,7 +93,7 @@ class StepModel(LayerModel):
         slowest = max(range(plan.pp), key=lambda i: forward[i] + backward[i])
         busy = m * (forward[slowest] + backward[slowest])
         piped = pipeline_time(self.pipeline(plan, job), m) if plan.pp > 1 else busy
-        held = rank_runs(plan, self.shape.counts)[slowest]
+        held = rank_runs(plan, self.shape)[slowest]
 
         def of(kind: str) -> float:
             return float(sum(m * count * getattr(layer, kind) for count, layer in zip(held, layers, strict=True)))
@@ -104,7 +107,7 @@ class StepModel(LayerModel):
             matmul=of("matmul") + tail * head.matmul,
             attention=of("attention"),
             elementwise=of("elementwise") + tail * head.elementwise,
-            recompute=of("recompute") * recomputed_share(plan, self.shape.layers),
+            recompute=of("recompute") * recomputed_share(plan, self.shape),
             tensor=of("tensor"),
             context=of("context"),
             experts=of("experts"),
@@ -155,7 +158,7 @@ class StepModel(LayerModel):
         """
         shape = self.shape
         ends = shape.embedding_parameters + (shape.head_parameters if _last_rank(plan) == 0 else 0)
-        held = rank_runs(plan, shape.counts)
+        held = rank_runs(plan, shape)
         each = [run.rank_parameters(plan.tp, plan.ep) for run in shape.runs]
         dense, experts = (_weighted(held, values) for values in zip(*each, strict=True))
         largest = max(range(plan.pp), key=lambda rank: dense[rank] + experts[rank])

@@ -36,6 +36,21 @@ class Decoder:
     towers: tuple[nn.Module, ...]
 
 
+def load_of_towers(decoder: Decoder) -> float:
+    """Return how many layers have as much work as the towers, if these see as many patches as the layers see tokens.
+
+    Each weight works once in forward, once for the gradient of its input and once for its own gradient. A tower that is
+    frozen has no backward.
+    """
+
+    def work(module: nn.Module, *, has_backward: bool) -> int:
+        return sum(p.numel() * (1 + has_backward + p.requires_grad) for p in module.parameters())
+
+    towers = sum(work(m, has_backward=any(p.requires_grad for p in m.parameters())) for m in decoder.towers)
+    layers = sum(work(layer, has_backward=True) for layer in decoder.layers)
+    return towers * len(decoder.layers) / layers if layers else 0.0
+
+
 def embeds_tokens(tower: nn.Module, embedding: nn.Module) -> bool:
     """Return whether a tower embeds tokens with the decoder's weight, as the encoder of an encoder-decoder does."""
     weight = embedding._parameters.get("weight")

@@ -111,7 +111,7 @@ def _plan(found: Search, listed: Listed) -> dict[str, object]:
         "context": plan.context if plan.ulysses is None else f"{plan.context}-{plan.ulysses}",
         "schedule": plan.schedule,
         "chunks": plan.chunks,
-        "stages": stage_layers(plan, found.shape.layers),
+        "stages": stage_layers(plan, found.shape),
         "held": [stages_of_rank(plan.schedule, rank, plan.pp, plan.chunks) for rank in range(plan.pp)],
         "zero": plan.zero_stage,
         "rounds": found.job.rounds_updates(plan),

@@ -220,7 +220,7 @@ def merged(stages: Sequence[Memory]) -> list[tuple[int, int, Memory]]:
 def stage_work(model: StepModel, plan: Candidate, job: Job) -> StageWork:
     """Return what the timeline of a plan shows."""
     layer, head = model.layer(plan, job), model.head(plan, job)
-    share = recomputed_share(plan, model.shape.layers)
+    share = recomputed_share(plan, model.shape)
     backward = layer.backward - (1 - share) * layer.recompute
     forwards, backwards = model.stages(plan, job)
     slowest = max(range(len(forwards)), key=lambda stage: forwards[stage] + backwards[stage])
