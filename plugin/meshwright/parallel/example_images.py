@@ -73,7 +73,7 @@ def example_images(model: nn.Module) -> ExampleImages:
         except Exception as error:  # of many kinds, where the tower takes another format
             why = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             continue
-        word = _in_configs(model, "image_token_id") or _in_configs(model, "image_token_index")
+        word = in_configs(model, "image_token_id") or in_configs(model, "image_token_index")
         if word is None:
             why = "its config has no image_token_id"
             break
@@ -110,23 +110,23 @@ def _features(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
 def _formats(model: nn.Module) -> Iterator[tuple[dict[str, Tensor], str]]:
     """Yield one image in the formats of processors, the likeliest first, and what it is."""
     names = inspect.signature(model.forward).parameters
-    stated, patch = _in_configs(model, "image_size"), _in_configs(model, "patch_size") or 1
-    merged = patch * (_in_configs(model, "spatial_merge_size") or 1)
+    stated, patch = in_configs(model, "image_size"), in_configs(model, "patch_size") or 1
+    merged = patch * (in_configs(model, "spatial_merge_size") or 1)
     side = stated or _SIDE // merged * merged
-    high, channels = side // patch, _in_configs(model, "in_channels") or _in_configs(model, "num_channels") or 3
+    high, channels = side // patch, in_configs(model, "in_channels") or in_configs(model, "num_channels") or 3
     text = f"an image of {side} x {side} pixels"
     image, grid = torch.zeros(1, channels, side, side), torch.tensor([[1, high, high]])
     others = {name: grid for name in _GRIDS if name in names}
     if "image_sizes" in names:
         others["image_sizes"] = torch.tensor([[side, side]])
-    length = channels * patch * patch * (_in_configs(model, "temporal_patch_size") or 1)
+    length = channels * patch * patch * (in_configs(model, "temporal_patch_size") or 1)
     patches = torch.zeros(high * high, length)
     for pixels in (patches, image, image[:, None]) if others.keys() & set(_GRIDS) else (image, image[:, None], patches):
         yield {"pixel_values": pixels + 0.5, **others}, text
         yield {"pixel_values": pixels + 0.5, **{name: x for name, x in others.items() if name != "image_sizes"}}, text
 
 
-def _in_configs(model: Any, name: str) -> int | None:
+def in_configs(model: Any, name: str) -> int | None:
     """Return a number that the model's config has, or the first config inside of it that has it."""
     configs = [model.config]
     for config in configs:
