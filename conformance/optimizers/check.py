@@ -59,11 +59,11 @@ def check(name: str) -> Record:
         record.kind = f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}"
         found = {reads for reads in reads_of(optimizer) if isinstance(reads, Reads)}
         record.reads = Reads.PARAMETER if Reads.PARAMETER in found else Reads.ELEMENT if found else ""
-    except Exception as error:
+    except Exception as error:  # of any type: the library is missing, or the Trainer or the optimizer refuses a setting
         return dataclasses.replace(record, missing=_short(error))
     try:
         expected: dict[str, Tensor] | str = _train(model, optimizer)
-    except Exception as error:
+    except Exception as error:  # of any type: the optimizer cannot step on this machine
         expected = _short(error)
     for plan in PLANS:
         record.cells[plan] = _cell(name, plan, expected)
