@@ -8,6 +8,7 @@ import io
 import re
 import tempfile
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,9 +97,9 @@ def _model() -> nn.Module:
 
 
 def _optimizer(name: str, model: nn.Module) -> Optimizer:
-    low_rank = {"optim_target_modules": _TARGETS} if "galore" in name or "apollo" in name else {}
+    low_rank: dict[str, Any] = {"optim_target_modules": _TARGETS} if "galore" in name or "apollo" in name else {}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        args = TrainingArguments(output_dir=folder, optim=name, use_cpu=True, report_to=[], **low_rank)  # type: ignore[arg-type]
+        args = TrainingArguments(output_dir=folder, optim=name, use_cpu=True, report_to=[], **low_rank)
         made: Optimizer = Trainer(model=model, args=args).create_optimizer()
     return made
 
