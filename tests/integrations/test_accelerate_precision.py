@@ -1,7 +1,9 @@
-"""Autocast in half precision by an Accelerator: the losses and the skipped steps are those of one process."""
+"""Autocast in half precision by accelerate and the Trainer: losses and skipped steps are those of one process."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from support.accelerated import accelerator, dataset
 from support.models import build
 from support.reference import make_optimizer
 from support.tiers import crossing
+from support.trainers import Rows, arguments, fresh_accelerate, make_trainer
 
 TP2 = {"tp": 2}
 PP2 = {"pp": 2, "gradient_accumulation_steps": 2}
@@ -79,6 +82,44 @@ def test_fp16_skips_the_steps_of_one_process(plan: dict[str, Any], pool2: Any) -
         assert found == scaled == [[number == 3 for number in range(10)], 128.0]
         # 1e-3: fp16 has 11 bits, so that products are rounded by up to 5e-4.
         assert losses == pytest.approx(expected, rel=1e-3)
+
+
+def trainer_in_fp16(folder: Path, plan: dict[str, Any] | None, max_grad_norm: float) -> tuple[list[Any], float]:
+    """What a Trainer logs in four steps, and the last scale, with an overflow on the first rank in the second step."""
+    with fresh_accelerate():
+        args = arguments(
+            folder,
+            (plan or {}).get("dp", 1),
+            max_steps=4,
+            fp16=True,
+            max_grad_norm=max_grad_norm,
+            save_strategy="steps",
+            save_steps=4,
+        )
+        trainer: Any = make_trainer(args, plan, data={"train_dataset": Rows(37)})
+        accelerate = trainer.accelerator
+        accelerate.scaler, accelerate.native_amp = torch.amp.GradScaler("cpu", init_scale=256.0), True
+        is_here = accelerate.process_index == 0
+        norm = trainer.model.model.layers[0].input_layernorm
+        norm.weight.register_hook(lambda g: g * torch.inf if is_here and trainer.state.global_step == 1 else g)
+        trainer.train()
+        logs = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+        return logs, accelerate.scaler.get_scale()
+
+
+@pytest.mark.parametrize("max_grad_norm", [crossing(0.5), 0.0], ids=["clipped", "not clipped"])
+def test_fp16_in_the_trainer_logs_the_norms_of_one_process(max_grad_norm: float, pool2: Any, tmp_path: Path) -> None:
+    """The norms are those of gradients without the scale, also if the Trainer does not clip."""
+    expected, scale = trainer_in_fp16(tmp_path / "one", None, max_grad_norm)
+    assert scale == 128.0 and [math.isfinite(norm) for _, norm in expected] == [True, False, True, True]
+    for logs, found in pool2.run(trainer_in_fp16, tmp_path, TP2, max_grad_norm):
+        assert found == scale
+        for (loss, norm), (wanted, wanted_norm) in zip(logs, expected, strict=True):
+            # As above; norms of small gradients keep fewer digits. A norm with the scale is 128 times as large.
+            assert loss == pytest.approx(wanted, rel=1e-3)
+            assert norm == pytest.approx(wanted_norm, rel=2e-2) or not (
+                math.isfinite(norm) or math.isfinite(wanted_norm)
+            )
 
 
 def _train_in_float32() -> list[float]:
