@@ -156,8 +156,10 @@ verify: $(INSTALLED)
 families: $(INSTALLED)
 	$(BIN)/python -m conformance.families.static
 	$(BIN)/python -m conformance.families
-	-$(BIN)/python -m conformance.families.reach --results reach.jsonl
-	$(BIN)/python -m conformance.families.reach_page reach.jsonl
+	mkdir -p build
+	-$(BIN)/python -m conformance.families.reach --results build/reach.jsonl
+	$(BIN)/python -m conformance.families.reach_page build/reach.jsonl
+	rm build/reach.jsonl
 
 random-kills: $(INSTALLED)
 	$(BIN)/python -m conformance.random_kills

@@ -44,7 +44,7 @@ def render(
         "# Families",
         "",
         "```bash",
-        "make families    # runs the sweeps and writes this page (two processes, a few minutes)",
+        "make families    # runs all sweeps of families and writes this page; two hours on 2 cores",
         "```",
         "",
         f"**{passed} families pass**, of all {len(model_types())} types that `AutoModelForCausalLM` knows in "
@@ -94,10 +94,11 @@ def render(
         "",
         *accepted_section(accepted),
         "",
-        "## Refused",
+        "## Refused, or not tried",
         "",
         f"These are {len(refusals)} types. `to_distributed` with tp above 1 raises a `PlanError` that gives the "
-        "reason; with only data parallelism and ZeRO these types run. A pipeline needs only their embedding, layers, "
+        "reason, or transformers builds no model from the default config, so that nothing was tried. With only data "
+        "parallelism and ZeRO types of the first kind run. A pipeline needs only their embedding, layers, "
         "final norm and head, and context parallelism only attention that calls transformers' interface.",
         "",
         "| family | what it is | first reason given |",
@@ -112,9 +113,9 @@ def accepted_section(accepted: Mapping[str, str]) -> list[str]:
     return [
         "## Accepted, and not compared here",
         "",
-        f"These are {len(accepted)} types whose towers, or mixers with a convolution over tokens, stay whole under tp. "
-        "`tests/distribute/test_vision.py` and `tests/distribute/test_hybrids.py` compare some of them. Compare the "
-        "others once, with [`meshwright verify`](verify.md).",
+        f"These are {len(accepted)} types with other structures than those above, such as encoders, models with towers "
+        "and hybrids, for which tp has a plan. [models.md](models.md) says which of them equal one device under "
+        "`tp2+sp`.",
         "",
         "| family | what it is |",
         "|---|---|",

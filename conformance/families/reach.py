@@ -132,7 +132,7 @@ def _run_rank(rank: int, port: int, model: Tiny, plans: Sequence[str], output: P
             except mw.PlanError as error:
                 report(plan, Cell("refused", reason=_first_line(error)))
                 return  # not every rank need have raised it
-            except BaseException as error:
+            except BaseException as error:  # any error of a model, or of a process that ends, is the result
                 report(plan, _crash(error))
                 return
             report(plan, cell)
@@ -148,7 +148,7 @@ def run_type(mapping: str, model_type: str, plans: Sequence[str]) -> dict[str, C
     signal.alarm(_TO_BUILD)
     try:
         model = tiny(mapping, model_type)
-    except UnbuiltError as error:
+    except (UnbuiltError, _TooLongError) as error:
         return {plan: Cell("unbuilt", reason=_first_line(error)) for plan in plans}
     finally:
         signal.alarm(0)
@@ -157,8 +157,12 @@ def run_type(mapping: str, model_type: str, plans: Sequence[str]) -> dict[str, C
     return found
 
 
+class _TooLongError(BaseException):
+    """No ``Exception``, so that the search for a model does not take it for a config's error and go on."""
+
+
 def _too_slow(*_: object) -> None:
-    raise TimeoutError(f"no model and batch within {_TO_BUILD} s")
+    raise _TooLongError(f"no model and batch within {_TO_BUILD} s")
 
 
 def _run_ranks(model: Tiny, plans: Sequence[str]) -> dict[str, Cell]:
@@ -181,7 +185,7 @@ def _run_ranks(model: Tiny, plans: Sequence[str]) -> dict[str, Cell]:
         if len(of_ranks) == RANKS and all(cell.status == of_ranks[0].status for cell in of_ranks):
             found[plan] = of_ranks[0]
             continue
-        faults = [cell for cell in of_ranks if cell.status not in ("equal",)]
+        faults = [cell for cell in of_ranks if cell.status != "equal"]
         faults.sort(key=lambda cell: "PeerFailed" in cell.reason)
         if len(of_ranks) == RANKS and faults[0].status in ("equal", "differs"):
             found[plan] = of_ranks[0]
@@ -201,7 +205,7 @@ def _fork(rank: int, port: int, model: Tiny, plans: Sequence[str], folder: Path)
             os.dup2(errors.fileno(), 2)
             os.dup2(errors.fileno(), 1)
         _run_rank(rank, port, model, plans, folder / f"rank{rank}.jsonl")
-    except BaseException:
+    except BaseException:  # nothing may leave a forked process but by os._exit
         traceback.print_exc()
     finally:
         sys.stderr.flush()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import transformers
@@ -41,13 +41,13 @@ class Row:
     cells: Mapping[str, Cell]
 
 
-def rows_of(results: Mapping[str, Mapping[str, object]]) -> list[Row]:
+def rows_of(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """Return a row for each type of each mapping, from the lines of a results file."""
     rows = []
     for mapping in MAPPINGS:
         for name in types_of(mapping):
             found = {plan: results.get(f"{mapping}: {name}: {plan}") for plan in PLANS}
-            cells = {plan: Cell(**cell) for plan, cell in found.items() if cell is not None}  # type: ignore[arg-type]
+            cells = {plan: Cell(**cell) for plan, cell in found.items() if cell is not None}
             rows.append(Row(mapping, name, cells))
     return rows
 
@@ -102,7 +102,7 @@ def render(versions: Mapping[str, str], rows: list[Row]) -> str:
             "# All models of transformers",
             "",
             "```bash",
-            "make families    # runs the sweep and writes this page; two cores take about an hour",
+            "make families    # runs all sweeps of families and writes this page; two hours on 2 cores",
             "python -m conformance.families.reach --only llava --plan tp2+sp    # one program",
             "```",
             "",

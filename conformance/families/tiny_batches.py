@@ -17,8 +17,8 @@ from meshwright.parallel.example_images import number_in_configs
 ROWS, TEXT = 2, 14  # rows of a batch, and words of a row besides those of images and of sound
 PLAIN = 60  # words below it may have no meaning
 Batch = dict[str, Any]
+_EDGES = ("start", "end")
 _COUNTS = (4, 16, 1, 8, 2, 17, 5, 32, 0)  # words of an image or a sound that are tried if the model does not tell
-_SIDE = IMAGE // PATCH
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Batches:
                 rows = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in parts)
                 if rows % ROWS == 0:
                     return rows // ROWS
-            except Exception:  # the method reads something else, so counts are tried
+            except Exception:  # of any type, as the method reads something else; then counts are tried
                 continue
         return None
 
@@ -220,9 +220,7 @@ class Batches:
         if {"image_grid_thw", "grid_thw", "image_grid_hw"} & self.names:
             formats.insert(0, formats[3])
         for pixels, mask in formats:
-            for name in ("pixel_attention_mask", "image_attention_mask", "pixel_mask"):
-                if name in self.names and name != "image_attention_mask":
-                    others[name] = mask
+            others |= {name: mask for name in ("pixel_attention_mask", "pixel_mask") if name in self.names}
             yield {main: pixels, **others}
             if "image_sizes" in others:
                 yield {main: pixels, **{name: value for name, value in others.items() if name != "image_sizes"}}

@@ -26,8 +26,8 @@ _NAMES = {
     "audio-text": "MULTIMODAL_LM",
 }
 MAPPINGS = tuple(_NAMES)
-# Facts that a type's default config lacks and its structure does not show.
 _IMAGE_WORDS = [f"IMGIMG{'ABCDEFGHIJ'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z" for i in range(16)]
+# Facts that a type's default config lacks and its structure does not show.
 FIELDS: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "chameleon": {
@@ -114,7 +114,7 @@ def tiny(mapping: str, model_type: str) -> Tiny:
         fields = FIELDS.get(model_type, {})
         if not isinstance(default, CONFIG_MAPPING[model_type]):  # the decoder's config alone
             fields = {name.removeprefix("text_config."): value for name, value in fields.items()}
-    except Exception as error:
+    except Exception as error:  # the defaults of some configs cannot be built, for reasons of any type
         raise UnbuiltError(_words(error)) from error
     for way in (*_WAYS, None):
         words = Words()

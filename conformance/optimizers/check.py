@@ -8,6 +8,7 @@ import io
 import re
 import tempfile
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +60,11 @@ def check(name: str) -> Record:
         record.kind = f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}"
         found = {reads for reads in reads_of(optimizer) if isinstance(reads, Reads)}
         record.reads = Reads.PARAMETER if Reads.PARAMETER in found else Reads.ELEMENT if found else ""
-    except Exception as error:
+    except Exception as error:  # of any type: the library is missing, or the Trainer or the optimizer refuses a setting
         return dataclasses.replace(record, missing=_short(error))
     try:
         expected: dict[str, Tensor] | str = _train(model, optimizer)
-    except Exception as error:
+    except Exception as error:  # of any type: the optimizer cannot step on this machine
         expected = _short(error)
     for plan in PLANS:
         record.cells[plan] = _cell(name, plan, expected)
@@ -96,9 +97,9 @@ def _model() -> nn.Module:
 
 
 def _optimizer(name: str, model: nn.Module) -> Optimizer:
-    low_rank = {"optim_target_modules": _TARGETS} if "galore" in name or "apollo" in name else {}
+    low_rank: dict[str, Any] = {"optim_target_modules": _TARGETS} if "galore" in name or "apollo" in name else {}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        args = TrainingArguments(output_dir=folder, optim=name, use_cpu=True, report_to=[], **low_rank)  # type: ignore[arg-type]
+        args = TrainingArguments(output_dir=folder, optim=name, use_cpu=True, report_to=[], **low_rank)
         made: Optimizer = Trainer(model=model, args=args).create_optimizer()
     return made
 

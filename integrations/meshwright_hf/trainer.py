@@ -292,11 +292,14 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         return stack
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        self.accelerator.unscale_gradients()
-        return mw.clip_grad_norm_(self.model, self.args.max_grad_norm)
+        return self._unscaled_norm(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
-        return mw.clip_grad_norm_(self.model, math.inf) if grad_norm is None else grad_norm
+        return self._unscaled_norm(math.inf) if grad_norm is None else grad_norm
+
+    def _unscaled_norm(self, max_norm: float) -> Tensor:
+        self.accelerator.unscale_gradients()
+        return mw.clip_grad_norm_(self.model, max_norm)
 
     def log(self, logs: dict[str, Any], *args: object, **kwargs: object) -> None:
         """Add throughput, memory and the slowest rank to a log of the training loss, and log it as the Trainer does."""

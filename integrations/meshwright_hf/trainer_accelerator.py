@@ -37,8 +37,10 @@ class TrainerAccelerator(Accelerator):
             return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Return the optimizer as it is: the plan has bound it to the model's gradients."""
-        return optimizer
+        """Return the optimizer as it is, since the plan has bound it to the model's gradients; a scaler steps it."""
+        if self.scaler is None:
+            return optimizer
+        return super().prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_data_loader(self, data_loader: DataLoader[object], *_: object, **__: object) -> Any:
         """Return a loader on the plan's mesh."""

@@ -32,9 +32,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "cp2 x tp2+sp": {"cp": 2, "tp": 2, "sequence_parallel": True},
     "cp2, ulysses": {"cp": 2, "context": "ulysses"},
     "cp2, ring": {"cp": 2, "context": "ring"},
+    "cp4, hybrid": {"cp": 4, "context": "hybrid", "ulysses": 2},
 }
 SEES_AHEAD = ("gemma3", "paligemma")  # the tokens of an image, or of all before the answer, see those that follow
-CASES = [(f, p) for f in FAMILIES for p in PLANS if not p.startswith("cp2, ") or f in SEES_AHEAD]
+CASES = [(f, p) for f in FAMILIES for p in PLANS if "context" not in PLANS[p] or f in SEES_AHEAD]
 MAIN = [("gemma3", "tp2+sp"), ("qwen3_vl", "tp2+sp"), ("qwen3_vl", "cp2"), ("gemma3", "cp2, ring")]
 
 

@@ -29,7 +29,6 @@ from meshwright_hf.accelerate import activate, deactivate, prepare
 from support.accelerated import accelerator, dataset, forget
 from support.models import build, tokens
 from support.reference import make_optimizer
-from support.tiers import crossing
 
 TP2, DP2 = {"tp": 2}, {"dp": 2}
 PP2 = {"pp": 2, "gradient_accumulation_steps": 2}
@@ -186,78 +185,6 @@ def test_weights_unwrapping_and_later_prepares(pool2: Any, tmp_path: Any) -> Non
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(saved[name], expected[name]) for name in expected), "accelerator.save_model"
     assert rest == [torch.float32, torch.float32, 2], "bf16 inside, float32 outside, as in accelerate"
-
-
-def train_in_bf16(plan: dict[str, Any] | None) -> list[float]:
-    with accelerator(mixed_precision="bf16") as accelerate:
-        model = build("llama")
-        objects = (model, make_optimizer(model, lr=1e-3), DataLoader(dataset(40), batch_size=4))
-        model, optimizer, loader = (
-            accelerate.prepare(*objects) if plan is None else prepare(accelerate, *objects, config=config(plan))
-        )
-        losses = []
-        for batch in loader:
-            loss = model(**batch).loss
-            accelerate.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-
-@pytest.mark.parametrize("plan", [crossing({"tp": 2, "sequence_parallel": True}), PP2], ids=["tp2", "pp2"])
-def test_bf16_autocast_trains_as_in_one_process(plan: dict[str, Any], pool2: Any) -> None:
-    # 5e-3: bf16 has 8 bits, so that products are rounded by up to 4e-3, and other sums round in another place.
-    losses, expected = pool2.run(train_in_bf16, plan)[0], train_in_bf16(None)
-    assert losses == pytest.approx(expected, rel=5e-3)
-    with accelerator():
-        assert losses != pytest.approx(_train_in_float32(), rel=1e-7), "autocast was on"
-
-
-def train_in_fp16(plan: dict[str, Any] | None) -> tuple[list[float], list[bool], float]:
-    """Losses, which steps were skipped, and the last scale, with an overflow on the first rank in one step."""
-    with accelerator(mixed_precision="fp16") as accelerate:
-        accelerate.scaler, accelerate.native_amp = torch.amp.GradScaler("cpu", init_scale=256.0), True
-        model = build("llama")
-        objects = (model, make_optimizer(model, lr=1e-3), DataLoader(dataset(40), batch_size=4))
-        model, optimizer, loader = (
-            accelerate.prepare(*objects) if plan is None else prepare(accelerate, *objects, config=config(plan))
-        )
-        skipped: list[bool] = []
-        is_here = accelerate.process_index == 0
-        norm = model.model.layers[0].input_layernorm
-        norm.weight.register_hook(lambda g: g * torch.inf if is_here and len(skipped) == 3 else g)
-        losses = []
-        for batch in loader:
-            loss = model(**batch).loss
-            accelerate.backward(loss)
-            accelerate.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            skipped.append(optimizer.step_was_skipped)
-        return losses, skipped, accelerate.scaler.get_scale()
-
-
-@pytest.mark.parametrize("plan", [TP2, crossing(PP2)], ids=["tp2", "pp2"])
-def test_fp16_skips_the_steps_of_one_process(plan: dict[str, Any], pool2: Any) -> None:
-    expected, *scaled = train_in_fp16(None)
-    for losses, *found in pool2.run(train_in_fp16, plan):
-        assert found == scaled == [[number == 3 for number in range(10)], 128.0]
-        # 1e-3: fp16 has 11 bits, so that products are rounded by up to 5e-4.
-        assert losses == pytest.approx(expected, rel=1e-3)
-
-
-def _train_in_float32() -> list[float]:
-    model = build("llama")
-    optimizer, losses = make_optimizer(model, lr=1e-3), []
-    for batch in DataLoader(dataset(40), batch_size=4):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def save_with_hooks(plan: dict[str, Any], directory: str) -> list[str]:

@@ -23,6 +23,13 @@ from conformance.families.reach import run_type
 with mock.patch.object(Bucket, "average_copies", lambda self, flat, tp: None):
     print(run_type("causal-lm", "llama", ["tp2+sp"])["tp2+sp"].status)
 """
+SLOW = """
+import time
+from conformance.families import reach
+from conformance.families.tiny_batches import Batches
+reach._TO_BUILD, Batches.first = 1, lambda batches: time.sleep(3)
+print(reach.run_type("causal-lm", "llama", ["pp2"])["pp2"].reason)
+"""
 # A dense decoder, one with two kinds of layers, a model with images, a classifier and a plan that is refused.
 SOME = [
     ("causal-lm", "qwen3", PLANS, "equal"),
@@ -72,3 +79,10 @@ def test_sweep_finds_a_planted_fault() -> None:
     """A fault: under sp the gradients of norms are not summed over the ranks."""
     found = subprocess.run([sys.executable, "-c", FAULT], capture_output=True, text=True, check=True)
     assert found.stdout.split()[-1] == "differs", found
+
+
+@pytest.mark.crossing
+def test_search_for_a_batch_that_takes_too_long_ends() -> None:
+    """An error of a config lets the search go on with another one; the alarm, which comes once, must end it."""
+    found = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "no model and batch within 1 s", found

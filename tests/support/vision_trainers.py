@@ -23,19 +23,6 @@ TAKEN += ("max_grad_norm", "max_steps", "logging_steps", "report_to", "disable_t
 TAKEN += ("dataloader_pin_memory", "save_strategy", "eval_strategy", "eval_steps", "logging_nan_inf_filter")
 
 
-class Indices(torch.utils.data.Dataset[int]):
-    """Rows that only the collator turns into tokens and images."""
-
-    def __init__(self, count: int):
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def rows(kind: str) -> Any:
     """A dataset of TRL, with an image in each row."""
     from datasets import Dataset
@@ -76,7 +63,7 @@ def make(kind: str, folder: Path, plan: dict[str, Any] | None, *, of_text: bool 
     given: dict[str, Any] = {"processing_class": processor}
     stock: Any = Trainer
     if kind == "trainer":
-        given |= {"data_collator": Collator(processor), "train_dataset": Indices(ROWS), "eval_dataset": Indices(7)}
+        given |= {"data_collator": Collator(processor), "train_dataset": range(ROWS), "eval_dataset": range(7)}
         args.label_names = ["labels"]
     else:
         import trl
@@ -109,7 +96,7 @@ def run_accelerated(plan: dict[str, Any] | None) -> list[float]:
     model: Any = make_model(processor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     size = 8 // (plan or {}).get("dp", 1)
-    loader: Any = DataLoader(Indices(ROWS), batch_size=size, collate_fn=Collator(processor))
+    loader: Any = DataLoader(range(ROWS), batch_size=size, collate_fn=Collator(processor))
     found = []
     with accelerator() as accelerate:
         objects = (model, optimizer, loader)
