@@ -256,8 +256,5 @@ class Batches:
         return number_in_configs(self.model, name) or default
 
 
-_EDGES = ("start", "end")
-
-
 def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
