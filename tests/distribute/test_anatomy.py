@@ -448,7 +448,7 @@ def refusal(make: Callable[[], Any], **plan: Any) -> str:
 
 
 def test_a_refusal_speaks_of_the_axis_at_hand() -> None:
-    assert "plan='pp2'" in refusal(MODELS["llava"], tp=3)
+    assert "Leave tp out of the plan: plan='dp2'" in refusal(MODELS["llava"], tp=3)
     mixing = llama()
     mixing.model.layers[0].mix = torch.nn.Conv1d(32, 32, 3)
     said = refusal(lambda: mixing, cp=2)
