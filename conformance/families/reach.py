@@ -40,6 +40,7 @@ from conformance.families.one_device import Step, own_groups
 from conformance.families.parity import TOLERANCE
 from conformance.families.tiny_models import MAPPINGS, Tiny, UnbuiltError, tiny, types_of
 from meshwright.mesh.process_group import start_process_group
+from meshwright.parallel.head_losses import find_loss
 from meshwright.plan.text import parse_plan
 from meshwright.verification.float64_modules import in_float64
 from support.exact import gradient_differences
@@ -72,7 +73,10 @@ def compare(model: Tiny, plan: str) -> Cell:
     given: Any = parse_plan(plan)
     with in_float64():
         built: Any = model.build()
-        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**given), timeout_s=_PATIENCE)
+        averages_over = None if find_loss(built) else "labels" if "labels" in model.batch else "rows"
+        config = mw.ToDistributedConfig(
+            plan=mw.ParallelPlan(**given), timeout_s=_PATIENCE, loss_averages_over=averages_over
+        )
         try:
             built, _, batches = mw.to_distributed(built, None, [model.batch], config=config)
         except mw.PlanError as error:
