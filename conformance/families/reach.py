@@ -13,6 +13,7 @@ where it ended.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -75,7 +76,10 @@ def compare(model: Tiny, plan: str) -> Cell:
         built: Any = model.build()
         averages_over = None if find_loss(built) else "labels" if "labels" in model.batch else "rows"
         config = mw.ToDistributedConfig(
-            plan=mw.ParallelPlan(**given), timeout_s=_PATIENCE, loss_averages_over=averages_over
+            plan=mw.ParallelPlan(**given),
+            timeout_s=_PATIENCE,
+            loss_averages_over=averages_over,
+            gather_logits=model.gathers_logits,
         )
         try:
             built, _, batches = mw.to_distributed(built, None, [model.batch], config=config)
@@ -157,7 +161,11 @@ def run_type(mapping: str, model_type: str, plans: Sequence[str]) -> dict[str, C
     finally:
         signal.alarm(0)
     while left := [plan for plan in plans if plan not in found]:
-        found |= _run_ranks(model, left)
+        cells = _run_ranks(model, left)
+        for plan, cell in cells.items():
+            if cell.status == "crashes" and "gather_logits=True" in cell.reason:  # the line that the error names
+                cells |= _run_ranks(dataclasses.replace(model, gathers_logits=True), [plan])
+        found |= cells
     return found
 
 
