@@ -1,6 +1,7 @@
-"""An error for parameters that a program adds to a distributed model, such as adapters, before they are trained.
+"""Errors for what is added to a distributed model, such as adapters, or replaced in it.
 
-No rank would reduce their gradients, and under ZeRO no rank would step them: the ranks' copies would drift apart.
+No rank would reduce the gradients of added parameters, and under ZeRO no rank would step them: the ranks' copies would
+drift apart.
 """
 
 from __future__ import annotations
@@ -50,6 +51,34 @@ def check_none_added(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
             "the ranks' copies would drift apart. Add adapters and layers first, and distribute the model with them: "
             "model = get_peft_model(model, config); model, optimizer, loader = to_distributed(model, optimizer, loader)"
         )
+
+
+class KeptModules:
+    """Raises in a layer's first pass if the model's forward has replaced modules in it, which have lost their hooks.
+
+    BigBird's forward chooses an attention by the number of tokens.
+
+    Args:
+        layer: a layer whose modules have hooks.
+    """
+
+    def __init__(self, layer: nn.Module):
+        self._modules = dict(layer.named_modules())
+        self._handle = layer.register_forward_pre_hook(self._check)
+
+    def _check(self, layer: nn.Module, args: object) -> None:
+        now = set(layer.modules())
+        lost = [(name, module) for name, module in self._modules.items() if module not in now]
+        if lost:
+            name, module = lost[0]
+            raise PlanError(
+                f"{name} of {type(layer).__name__}, a {type(module).__name__}, was replaced after the model was "
+                "distributed, so tp no longer cuts it. Replace it before to_distributed; if the model's forward does "
+                "so, as for short rows, choose the module in the config, such as "
+                "config.attention_type='original_full', or use ParallelPlan(tp=1)"
+            )
+        self._handle.remove()
+        self._modules = {}
 
 
 class _Registrations:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,10 +49,15 @@ def run_without_values(
         if labels is not None and "labels" in signature.parameters:
             inputs["labels"] = torch.zeros(labels, dtype=torch.int64)
         why: Exception | None = None
-        for images in _required_images(model, signature, rows):
+        for images, types in itertools.product(list(_required_images(model, signature, rows)), (False, True)):
+            # Some models ask for the types of tokens in training only.
+            asked = [n for n in signature.parameters if n.endswith("token_type_ids") and n in str(why)] if types else []
+            if types and not asked:
+                continue
+            zeros = {name: torch.zeros(rows, length, dtype=torch.int64) for name in asked}
             try:
                 with torch.enable_grad():
-                    return model(**inputs, **images, **(options or {}))
+                    return model(**{**inputs, **images, **zeros, **(options or {})})
             except PlanError:
                 raise
             except Exception as error:

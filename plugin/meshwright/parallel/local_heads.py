@@ -36,4 +36,4 @@ class HeadInputs:
 
 
 _HEAD_BIASES = ("alibi", "position_bias")
-PER_HEAD = ("attention_mask", *_HEAD_BIASES)
+PER_HEAD = ("attention_mask", *_HEAD_BIASES, "rel_pos", "rel_2d_pos")

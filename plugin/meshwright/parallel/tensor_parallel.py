@@ -19,6 +19,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
+from meshwright.parallel.added_parameters import KeptModules
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.block_boundary import BlockHooks, SharedDropout, hidden_states, share_output_projections
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
@@ -142,6 +143,8 @@ def install_tensor_parallel(
             add_step(owner, OwnTokens(owner, in_routed, streams))
     if structure.blocks:
         SecondInputs(structure.layers, structure.blocks, structure.whole.values(), axis)
+    for layer in structure.layers:
+        KeptModules(layer)
     for block in structure.blocks:
         block.localise(axis.rank)
     share_output_projections(blocks)

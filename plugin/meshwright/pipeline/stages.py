@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import tensors_in
+from meshwright.parallel.batch_items import kind_of
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.load_balancing import LoadBalancing
-from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step, arguments
+from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step, arguments
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.parallel.tower_features import TowerFeatures
 from meshwright.pipeline.cut import Cut
@@ -52,7 +53,7 @@ class Stages:
     def __init__(
         self,
         cut: Cut,
-        step: ChainStep,
+        step: BatchStep,
         region: SequenceRegion | None,
         cp: int = 1,
         balancing: LoadBalancing | None = None,
@@ -63,6 +64,7 @@ class Stages:
         self._length = 0
         self._active: int | None = None
         self._received: Tensor | None = None
+        self._optional = {x.name for x in step.signature.parameters.values() if x.default is not x.empty}
         self._signatures = [inspect.signature(layer.forward) for layer in cut.layers]
         self._checked: set[tuple[int, str]] = set()  # layers and the names of what they were given
         self._checkpointed = [
@@ -104,7 +106,8 @@ class Stages:
         with self.active(stage), self._after(numbers):
             self._received, self._length = hidden, local_tokens(schema.tokens.shape[1], self.cp)
             # Features of images are in the embeddings, which the first stage alone has.
-            unread = schema.of_towers if stage and self.cut.has_towers else ()
+            beside = [name for name in schema.of_towers if self.cut.has_towers or kind_of(name) is not None]
+            unread = self._optional.intersection(beside) if stage else ()
             try:
                 return self.step.method(**{name: value for name, value in batch.items() if name not in unread})
             except StageEnd as end:

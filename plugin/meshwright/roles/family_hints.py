@@ -99,6 +99,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "longcat_flash": (Hint("self_attn.0", Role.ATTENTION), Hint("self_attn.1", Role.ATTENTION), *_LATENT[1:]),
     "mimo_v2_flash": (Hint("self_attn.sinks", Role.PER_HEAD),),
     "minicpm3": _LATENT,
+    "mistral4": _LATENT,
     "minimax_m3_vl_text": (
         Hint("mlp.gate_up_proj", Role.GATE_UP),
         Hint("shared_experts.gate_up_proj", Role.GATE_UP),
@@ -113,6 +114,12 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
         Hint("mlp.fc1", Role.GATE_UP),
     ),
     "mpt": (Hint("attn.Wqkv", Role.QKV),),
+    "muse_glimmer_text": (*_OUTPUT_GATE, Hint("self_attn.qk_norm", Role.HEAD_NORM)),
+    "muse_spark_text": (
+        *_OUTPUT_GATE,
+        Hint("self_attn.qk_norm", Role.HEAD_NORM),
+        Hint("self_attn.o_norm", Role.HEAD_NORM),
+    ),
     "nanochat": (Hint("q_norm", Role.HEAD_NORM), Hint("k_norm", Role.HEAD_NORM)),
     "openai-gpt": (Hint("attn.c_attn", Role.QKV),),
     "persimmon": (Hint("query_key_value", Role.QKV_BY_GROUP),),
@@ -120,6 +127,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "qwen3_5_moe_text": _GATED,
     "qwen3_5_text": _GATED,
     "qwen3_next": _GATED,
+    "step3p5": (Hint("self_attn.g_proj", Role.PER_HEAD),),
     "youtu": _LATENT,
 }
 

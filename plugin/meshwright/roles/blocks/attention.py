@@ -107,9 +107,20 @@ class Attention(Block):
         if parts and (len(roles) != len(by_role) or len(roles) != len(parts)):
             return {}
         readers = {n.partition(".")[0] for n, role in roles.items() if role is not Role.O}
+        if query is not None and _counts_by_another_name(module, out_features(query)):
+            return {}
         roles |= _biases_of_heads(module)
         norms = _norms_beside(module, readers, hidden) if parts else _query_key_norms(module, by_role)
         return {"": Role.ATTENTION} | roles | norms
+
+
+def _counts_by_another_name(attention: nn.Module, query_width: int) -> bool:
+    """Return whether an attention has its heads in an attribute that is not known, which a cut would not change."""
+    own = vars(attention)
+    dim = own.get("head_dim")
+    named = {name: x for name, x in own.items() if "heads" in name and isinstance(x, int)}
+    counts = {name for name, x in named.items() if isinstance(dim, int) and x * dim == query_width}
+    return bool(counts) and counts.isdisjoint(QUERY_HEADS)
 
 
 def _biases_of_heads(attention: nn.Module) -> dict[str, Role]:
