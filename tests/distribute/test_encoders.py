@@ -6,7 +6,9 @@ of AdamW divide tiny differences by tiny moments.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,9 +20,13 @@ import meshwright as mw
 from meshwright.distribute.cuts import structure_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.read_weights import read_weights
+from meshwright.optim.units import units_of
 from meshwright.parallel import second_inputs
+from meshwright.parallel.added_parameters import KeptModules
 from meshwright.parallel.second_inputs import SecondInputs
 from meshwright.parallel.structure import DecoderStructure
+from meshwright.roles import Role
+from meshwright.roles.blocks import Attention
 from support.encoder_models import MODELS, build, loader
 from support.exact import Float64, gradient_differences
 from support.parity import pool_for
@@ -151,6 +157,83 @@ def test_weights_that_a_module_reads_itself_are_found() -> None:
     module = Table()
     (found,) = read_weights(module)
     assert found is module.positions.weight
+
+
+class Shifted(nn.Embedding):
+    """A table with a method beside forward, as ProphetNet's."""
+
+    def shifted(self, ids: Tensor) -> Tensor:
+        return super().forward(ids + 1)
+
+
+class TwoStreams(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Shifted(5, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.positions(ids) + self.positions.shifted(ids)
+
+
+@pytest.mark.quick
+def test_weights_of_a_child_whose_other_method_runs_are_found() -> None:
+    module = TwoStreams()
+    assert read_weights(module) == [module.positions.weight]
+
+
+@pytest.mark.quick
+def test_containers_in_lists_are_no_units() -> None:
+    """Florence-2's blocks are lists of lists, and Chameleon's hold their parts in plain modules."""
+    holder = nn.Module()
+    holder.inner = nn.ModuleList([nn.Linear(2, 2)])
+    layers = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), holder, nn.Sequential(nn.Linear(2, 2))])
+    found = dict(units_of(layers))
+    assert found == {layers[0][0]: True, layers[0][1]: True, holder.inner[0]: True, layers[2]: True}  # type: ignore[index]
+
+
+@pytest.mark.quick
+def test_an_attention_with_heads_of_an_unknown_name_is_not_cut() -> None:
+    """ProphetNet's num_attn_heads, which ended in an error of torch about shapes."""
+    attention = nn.Module()
+    for name in ("query_proj", "key_proj", "value_proj", "out_proj"):
+        setattr(attention, name, nn.Linear(8, 8))
+    attention.head_dim, attention.num_heads = 4, 2  # type: ignore[assignment]
+    assert Attention.claim(attention, 8, {})[""] is Role.ATTENTION
+    del attention.num_heads
+    attention.num_attn_heads = 2  # type: ignore[assignment]
+    assert Attention.claim(attention, 8, {}) == {}
+
+
+@pytest.mark.quick
+def test_a_module_that_forward_replaces_is_named() -> None:
+    """BigBird chooses an attention by the number of tokens, which ended in an error of torch about shapes."""
+    layer = nn.Sequential(nn.Linear(2, 2))
+    KeptModules(layer)
+    layer[0] = nn.Linear(2, 2)
+    with pytest.raises(mw.PlanError, match=r"0 of Sequential, a Linear, was replaced .*attention_type"):
+        layer(torch.zeros(1, 2))
+
+
+class Cache:
+    """Keys and values of another decoder."""
+
+    def __init__(self, needs_gradient: bool):
+        self.layers = [SimpleNamespace(keys=torch.zeros(1, requires_grad=needs_gradient), values=None)]
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_a_cache_that_is_trained_is_refused(needs_gradient: bool) -> None:
+    """PI0's action decoder reads the keys and values of its language model."""
+
+    class Reader(nn.Module):
+        def forward(self, hidden_states: Tensor, past_key_values: Cache) -> Tensor:
+            return hidden_states
+
+    layer = Reader()
+    SecondInputs((layer,), (), (), Axis("tp"))
+    refused = pytest.raises(mw.PlanError, match="Reader is given past_key_values beside its hidden states")
+    with refused if needs_gradient else contextlib.nullcontext():
+        layer(torch.zeros(1, 2, 4, requires_grad=True), past_key_values=Cache(needs_gradient))
 
 
 class Layer(nn.Module):
