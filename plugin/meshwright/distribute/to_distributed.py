@@ -19,7 +19,13 @@ from meshwright.construct.initial_weights import InitialWeights
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
-from meshwright.distribute.check_arguments import check_arguments, check_model, check_reduction, check_router_loss
+from meshwright.distribute.check_arguments import (
+    check_arguments,
+    check_model,
+    check_offload,
+    check_reduction,
+    check_router_loss,
+)
 from meshwright.distribute.check_launch import check_agreement, check_devices, check_launch
 from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
@@ -159,6 +165,7 @@ def _distribute(
     _check_passes(plan, loss is not None, decoder, config.engine)
     check_router_loss(decoder, plan, loss)
     check_reduction(model, plan, config.engine)
+    check_offload(plan, config.engine)
     check_compile(layers_of(decoder, structure), plan, config)
     cut = cut_of(decoder, structure, plan, rank=0)
     context = context_of(structure, plan)

@@ -301,7 +301,8 @@ class _Stage:
         if self.rank == 0:
             activations += saved.towers * min(plan.accumulation, plan.pp)
         working, logits, unsharded = self.working(saved), self.logits(), self.unsharded()
-        step = 4 * self.kept(1)  # the 32-bit update of one step, when the activations are already freed
+        # The 32-bit update of one step, when the activations are already freed; with offload the host has it.
+        step = 0 if plan.offload is not None else 4 * self.kept(1)
         buckets = 2 * BUCKET_BYTES if plan.data_ranks > 1 else 0
         communication = 0.0 if job.on_cpu else _groups(plan) * _GROUP + buckets
         # The backward of the head, the backward of the last layer and the optimizer step peak at different times.
@@ -377,6 +378,8 @@ def _groups(plan: Candidate) -> int:
 
 def _optimizer_bytes(plan: Candidate, job: Job) -> int:
     """Return the optimizer's bytes per weight; this runtime has 32-bit copies of 16-bit weights only under ZeRO."""
+    if plan.offload is not None:
+        return 0
     if not job.own_runtime:
         return job.optimizer_bytes
     return 2 * job.weight_bytes if plan.zero_stage == 0 else 8 if job.weight_bytes == 4 else 12
