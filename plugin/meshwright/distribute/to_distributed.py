@@ -48,6 +48,7 @@ from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
+from meshwright.parallel.flash_rows import check_package
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.mixed_rows import check_embeddings, check_mixed_rows
 from meshwright.parallel.recompute import check_recompute
@@ -178,6 +179,7 @@ def _distribute(
     if guard is not None:
         guard.set_coordinates(mesh.coordinates)
         set_timeouts(config.timeout_s)  # also for the groups just made
+    succeed_together(lambda: check_package(model))
     source = settled(config.weights)
     weights = succeed_together(lambda: InitialWeights.find(model, source))
     if weights.equalise(model, mesh, device):
