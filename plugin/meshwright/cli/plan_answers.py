@@ -205,7 +205,7 @@ def answer_days(question: PlanQuestion, outputs: TableOutputs, days: float) -> N
     def find(cluster: Cluster, job: Job) -> Search:
         return question.search(dataclasses.replace(space, cluster=cluster, job=job), top=1)
 
-    flops = question.shape.flops(space.job.seq_len)
+    flops = question.shape.flops(space.job.seq_len, lora=space.job.lora)
     rows = smallest_cluster(find, space.cluster, space.job, question.budget, days, flops)
     if not is_met(rows, days):
         tried = f"up to {rows[-1].value:,} devices" if rows else "at the devices' peak rate"
