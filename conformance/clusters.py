@@ -75,7 +75,7 @@ def emitted(folder: Path, slurm: Slurm) -> Path:
     command = [
         sys.executable, "-m", "meshwright.cli", "plan", "weigh", "--model", str(folder / "config.json"),
         "--gpu", "cpu", "--gpus", str(NODES * PER_NODE), "--gpus-per-node", str(PER_NODE), "--seq-len", "12",
-        "--global-batch", "4", "--precision", "fp32", "--plan", PLAN, "--emit", "slurm",
+        "--global-batch", "4", "--plan", PLAN, "--emit", "slurm",
     ]  # fmt: skip
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -91,11 +91,12 @@ def disturbed(run: Run, number: int) -> tuple[list[bool], str | None]:
     job = run.submit()
     went_on = []
     rank = number % (NODES * PER_NODE)
+    alone = signal.SIGUSR1 if rank % 2 else signal.SIGTERM
     for disturb in (
         lambda: run.kill(rank, launcher=number % 2 == 1),
-        lambda: run.announce_end(job) if number % 3 else run.signal_rank(rank, (signal.SIGUSR1, signal.SIGTERM)[rank % 2]),
+        lambda: run.announce_end(job) if number % 3 else run.signal_rank(rank, alone),
         lambda: run.requeue(job),
-    ):  # fmt: skip
+    ):
         if run.train_on(job, LEAST):
             disturb()
         went_on.append(run.train_on(job, LEAST))

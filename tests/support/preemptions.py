@@ -102,6 +102,6 @@ class Run:
         self.disturbances.append("SIGUSR1 to the batch script")
 
     def requeue(self, job: str) -> None:
-        """Preempt the job as a job of higher priority does under PreemptMode=REQUEUE: SIGTERM, then again in the queue."""
+        """Preempt the job as one of higher priority does under PreemptMode=REQUEUE: by SIGTERM, and into the queue."""
         self.slurm.call("scontrol", "requeue", job)
         self.disturbances.append("requeued by Slurm")

@@ -26,7 +26,8 @@ export FIRST PORT=$((20000 + SLURM_JOB_ID % 10000))
 
 # Each node's launcher may end up to a minute after the first one, since all of them save.
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --wait=60 bash -c '
-    exec {launch} "$@"' launcher "$@" &
+    exec {launch} \\
+        "$@"' launcher "$@" &
 step=$!
 trap 'scancel --signal=USR1 "$SLURM_JOB_ID"' USR1  # {grace} s before the end, or by scancel --batch --signal=USR1
 wait "$step"
