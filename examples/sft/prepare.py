@@ -31,11 +31,12 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with a token for each number and word, and a chat template."""
-    words = ["<|pad|>", "<|unknown|>", "<|end|>", "<|user|>", "<|assistant|>", "Count", "on:", *map(str, range(NUMBERS))]
+    special = ["<|pad|>", "<|unknown|>", "<|end|>", "<|user|>", "<|assistant|>"]
+    words = [*special, "Count", "on:", *map(str, range(NUMBERS))]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unknown|>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    special = {"pad_token": "<|pad|>", "unk_token": "<|unknown|>", "eos_token": "<|end|>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **special)
+    roles = {"pad_token": "<|pad|>", "unk_token": "<|unknown|>", "eos_token": "<|end|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **roles)
 
 
 def conversation(start: int) -> dict[str, list[dict[str, str]]]:

@@ -68,6 +68,12 @@ class LaunchOptions:
         "calls load_checkpoint needs no option.",
         "resume",
     )
+    job_id: str | None = _option(
+        "Name of a job that a scheduler starts again, the same each time. SIGTERM and SIGUSR1 then reach the script, "
+        "which saves on all ranks and ends with exit code 75, and the job started again goes on from there. "
+        "MeshwrightTrainer does both by itself; another script uses meshwright.Preemption and load_checkpoint.",
+        "job_id",
+    )
     oversubscribe: bool = _option(
         "Allow more CPU processes on this machine than the limit: 8, or two per core if that is more.",
         "oversubscribe",
