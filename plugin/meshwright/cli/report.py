@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from meshwright.cli.failures import failures_of
 from meshwright.cli.pages import check_pages
 
 
@@ -44,7 +44,7 @@ def report(
       meshwright report runs/first runs/second --output both.html
       meshwright report runs --serve
     """
-    try:
+    with failures_of("report", json=json):
         check_pages()
         # Imported here so that --help is fast.
         from meshwright.monitor.report import figures_of, write_report
@@ -57,9 +57,6 @@ def report(
             path = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
             write_report(runs, path)
             typer.echo(f"wrote {path}")
-    except ValueError as error:
-        typer.echo(f"meshwright report: {error}", err=True)
-        sys.exit(2)
 
 
 def _serve(runs: list[Path], port: int, every: float) -> None:

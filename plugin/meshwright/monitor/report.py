@@ -13,7 +13,7 @@ from markupsafe import Markup
 from meshwright.errors import PlanError
 from meshwright.monitor import report_tables as tables
 from meshwright.monitor.report_data import report_data
-from meshwright.monitor.run_folders import Run, find_runs
+from meshwright.monitor.run_folders import LoggedRun, find_runs
 from meshwright.monitor.still_plots import still_plots
 from meshwright.planner.page.data import as_script
 from meshwright.planner.page.render import fragment, render, write_whole
@@ -72,7 +72,7 @@ def report(*paths: RunPath) -> str:
     return page_of(find_runs(paths))
 
 
-def page_of(runs: Sequence[Run], *, live: float | None = None) -> str:
+def page_of(runs: Sequence[LoggedRun], *, live: float | None = None) -> str:
     """Return the page of runs.
 
     Args:
@@ -92,7 +92,7 @@ def page_of(runs: Sequence[Run], *, live: float | None = None) -> str:
     )
 
 
-def news_of(runs: Sequence[Run], *, live: float) -> dict[str, Any]:
+def news_of(runs: Sequence[LoggedRun], *, live: float) -> dict[str, Any]:
     """Return what an open page asks for: the figures, the tiles and the tables of now."""
     return {
         **_drawn(runs, live),
@@ -120,11 +120,11 @@ def write_report(runs: Sequence[RunPath] | RunPath, path: RunPath) -> None:
         raise PlanError(f"--output {path} cannot be written ({error.strerror}); choose another file") from None
 
 
-def _drawn(runs: Sequence[Run], live: float | None) -> dict[str, Any]:
+def _drawn(runs: Sequence[LoggedRun], live: float | None) -> dict[str, Any]:
     return {"runs": report_data(runs), "charts": _CHARTS, "live": live}
 
 
-def _details(runs: Sequence[Run]) -> Markup:
+def _details(runs: Sequence[LoggedRun]) -> Markup:
     return fragment(
         _PAGE / "details.html.j2",
         estimates=tables.estimates(runs),

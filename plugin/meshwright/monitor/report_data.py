@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.monitor.figures import PARTS
 from meshwright.monitor.records import RunRecords
-from meshwright.monitor.run_folders import Run
+from meshwright.monitor.run_folders import LoggedRun
 
 _GIB = 2**30
 _RANKS = 8  # ranks with a line of their own; of more ranks, the two at the ends have one
@@ -22,7 +22,7 @@ _FEWEST = 0.1  # of the loss that a spike is above their mean
 Data = dict[str, Any]  # what JSON can hold, by name
 
 
-def report_data(runs: Sequence[Run]) -> list[Data]:
+def report_data(runs: Sequence[LoggedRun]) -> list[Data]:
     """Return the figures of each run."""
     columns = [_columns(run.records.steps) for run in runs]
     total = sum(len(run.records.steps) * len(found) for run, found in zip(runs, columns, strict=True))
@@ -96,7 +96,7 @@ def _shown(lines: Sequence[Mapping[int, float]]) -> list[int]:
     return sorted(order if len(order) <= _RANKS else (order[0], order[-1]))
 
 
-def _run_data(run: Run, columns: Mapping[str, Sequence[float | None]], size: int) -> Data:
+def _run_data(run: LoggedRun, columns: Mapping[str, Sequence[float | None]], size: int) -> Data:
     steps, records = run.records.steps, run.records
     times = [number(step.get("time")) for step in steps]
     since = min((time for time in [*times, *(number(one.get("time")) for one in records.runs)] if time), default=None)

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from meshwright.errors import PlanError
 from meshwright.monitor.report import news_of, page_of
-from meshwright.monitor.run_folders import Run, find_runs
+from meshwright.monitor.run_folders import LoggedRun, find_runs
 
 _HOST = "127.0.0.1"
 
@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(404, "text/plain", f"there is only {self.server.address}")
 
-    def _answer_from(self, kind: str, content: Callable[[Sequence[Run]], str]) -> None:
+    def _answer_from(self, kind: str, content: Callable[[Sequence[LoggedRun]], str]) -> None:
         try:
             text = content(find_runs(self.server.paths))
         except PlanError as error:  # for example a log that was removed meanwhile

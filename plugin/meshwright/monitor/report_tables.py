@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.monitor.line import clock
 from meshwright.monitor.records import RunRecords
 from meshwright.monitor.report_data import alerts, by_rank, estimated_memory, number
-from meshwright.monitor.run_folders import Run
+from meshwright.monitor.run_folders import LoggedRun
 from meshwright.plan.text import format_plan
 from meshwright.planner.formatting import memory, seconds
 
@@ -20,7 +20,7 @@ _TIMES = "\u00d7"
 _NO_SETTINGS = {"output_dir", "logging_dir", "run_name", "report_to", "optim_args"}
 
 
-def header(runs: Sequence[Run]) -> dict[str, Any]:
+def header(runs: Sequence[LoggedRun]) -> dict[str, Any]:
     """Return the title, the plan and the tiles of the run that has logged last."""
     newest = max(runs, key=lambda run: _last_time(run.records))
     found = newest.records
@@ -77,7 +77,7 @@ def plan_words(plan: object) -> str:
     return str(plan or "no plan in its log")
 
 
-def stragglers(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+def stragglers(runs: Sequence[LoggedRun]) -> list[tuple[str, str, str]]:
     """Return (rank, how often it was the slowest, by how much on average), most often first."""
     rows = []
     for run in runs:
@@ -93,7 +93,7 @@ def stragglers(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def estimates(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+def estimates(runs: Sequence[LoggedRun]) -> list[tuple[str, str, str]]:
     """Return (what, estimated, measured) of the last comparison of each run, and of all of its lines."""
     rows: list[tuple[str, str, str]] = []
     for run in runs:
@@ -128,7 +128,7 @@ def _of_all_lines(found: RunRecords) -> list[tuple[str, str, str]]:
     return [(f"time per step of {len(measured)} lines", seconds(time), words)]
 
 
-def events(runs: Sequence[Run]) -> dict[str, Any] | None:
+def events(runs: Sequence[LoggedRun]) -> dict[str, Any] | None:
     """Return the table of restarts and alerts; None if there are none."""
     rows = []
     for run in runs:
@@ -139,7 +139,7 @@ def events(runs: Sequence[Run]) -> dict[str, Any] | None:
     return {"head": ("event", "what", "at"), "rows": rows} if rows else None
 
 
-def faults(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def faults(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
     """Return (step, what) of the faults that ranks have had."""
     return [
         (_of(runs, run, str(fault.get("step", ""))), str(fault.get("what", "")))
@@ -148,7 +148,7 @@ def faults(runs: Sequence[Run]) -> list[tuple[str, str]]:
     ]
 
 
-def facts(runs: Sequence[Run]) -> dict[str, Any]:
+def facts(runs: Sequence[LoggedRun]) -> dict[str, Any]:
     """Return the table of what each run is: its plan, its code and its settings, and which rows differ."""
     own = [_facts(run.records) | {"log": str(run.path)} for run in runs]
     names = list(dict.fromkeys(name for found in own for name in found))
@@ -159,7 +159,7 @@ def facts(runs: Sequence[Run]) -> dict[str, Any]:
     return {"names": [run.name for run in runs], "rows": rows}
 
 
-def footer(runs: Sequence[Run]) -> str:
+def footer(runs: Sequence[LoggedRun]) -> str:
     """Return the last line of the page."""
     torn = sum(run.records.torn for run in runs)
     lines, starts = (sum(len(getattr(run.records, name)) for run in runs) for name in ("steps", "runs"))
@@ -191,7 +191,7 @@ def _start_words(start: Mapping[str, Any]) -> str:
     return f"the program went on from this step under {plan_words(start.get('plan'))}"
 
 
-def _of(runs: Sequence[Run], run: Run, what: str) -> str:
+def _of(runs: Sequence[LoggedRun], run: LoggedRun, what: str) -> str:
     return what if len(runs) == 1 else f"{run.name}: {what}"
 
 

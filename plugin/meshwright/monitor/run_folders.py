@@ -13,7 +13,7 @@ from meshwright.monitor.records import FILE, RunRecords, read_records
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class LoggedRun:
     """The log of one run.
 
     Args:
@@ -27,7 +27,7 @@ class Run:
     records: RunRecords
 
 
-def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
+def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[LoggedRun]:
     """Return the runs in folders, the runs of each folder in the order of their names.
 
     A folder has one run if it has a log of Meshwright or a Trainer's state, itself or in a checkpoint of the Trainer;
@@ -44,7 +44,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
         for source, read in _sources(path):
             found.setdefault(source.resolve(), read(source))
     names = _names(list(found))
-    return [Run(name=names[path], path=path, records=records) for path, records in found.items()]
+    return [LoggedRun(name=names[path], path=path, records=records) for path, records in found.items()]
 
 
 _Source = tuple[Path, Callable[[Path], RunRecords]]
