@@ -185,7 +185,7 @@ def _distribute(
     if weights.equalise(model, mesh, device):
         logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
 
-    shown = None if config.logging_steps is None else Preparation.make(model, config)
+    shown = None if config.logging_steps is None else Preparation.make(model, config, optimizer=optimizer)
 
     format = BatchFormat.of(getattr(decoder, "config", None), config.batch_dims)
     loader = None if dataloader is None else _make_loader(dataloader, mesh, device, config, format)
@@ -279,7 +279,7 @@ def _complete(
         loader = _make_loader(dataloader, runtime.mesh, device_of(model), config, format)
         loader.feeds_causal_lm = isinstance(loss, CausalLMLoss)
     shows = config.logging_steps is not None and runtime.features.find(Watch) is None
-    shown = Preparation.make(model, config) if shows else None
+    shown = Preparation.make(model, config, optimizer=optimizer) if shows else None
     complete(runtime, model, optimizer, plan, config)
     if optimizer is not None:
         _warn_of_float16(model)
