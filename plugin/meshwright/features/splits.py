@@ -16,6 +16,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.document_rows import RowDocuments
+from meshwright.parallel.flash_rows import FlashRows
 from meshwright.parallel.loss_scale import LossScale
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.mixed_rows import POSITIONS, PositionsOfRows, splits_rows
@@ -66,10 +67,11 @@ def check_positions(build: Build) -> None:
 
 
 def separate_documents(build: Build) -> None:
-    """Run mixers on each document of a packed row as a row of its own."""
+    """Run mixers on each document of a packed row as a row of its own, and tell flash kernels where documents begin."""
     documents = RowDocuments.over(build.decoder, build.mixers, is_told=build.runtime.mesh.is_first)
     if documents is not None:
         build.runtime.features.add(documents)
+    FlashRows.over(build.decoder, is_told=build.runtime.mesh.is_first)
 
 
 def part_features(build: Build) -> None:
