@@ -25,6 +25,10 @@ from meshwright.plan.config import ParallelPlan
 
 logger = logging.getLogger(__name__)
 
+# Relative differences of a loss: of the same kernels, which may sum in another order, and of kernels for another number
+# of rows, which may round in 16 bits. A contrastive loss grows by log(2), and a sum to twice its value.
+_ROUNDING, _OTHER_SHAPES = 1e-5, 1e-2
+
 
 def has_stock_loss(model: nn.Module) -> bool:
     """Return whether a model runs a forward of transformers, whose passes without gradients change nothing."""
@@ -66,17 +70,19 @@ class CoupledRows(BatchStep):
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             try:
                 self.model.eval()
-                alone = self._loss(batch)
-                if alone is None:
+                if (alone := self._loss(batch)) is None or alone.numel() != 1:
                     return
-                if not _is_close(self._loss(batch, seed=1), alone):
-                    self._tell_of_draws()
-                    return
+                # Every rank runs all passes, whatever it finds, since they may gather weights.
+                again = self._loss(batch, seed=1)
                 twice = self._loss({name: _twice(schema, name, x) for name, x in batch.items()})
             finally:
                 for module in parts:
                     module.training = True
-        if not _is_close(twice, alone):
+        if not alone.isfinite():
+            return
+        if not torch.allclose(again, alone, rtol=_ROUNDING):
+            self._tell_of_draws()
+        elif not torch.allclose(twice, alone, rtol=_OTHER_SHAPES, atol=1e-3):
             raise PlanError(
                 f"the loss that {type(self.model).__name__} returns is {alone.item():.4g} for this rank's rows and "
                 f"{twice.item():.4g} for the same rows twice: it compares rows with each other, or is a sum, so the "
@@ -88,19 +94,15 @@ class CoupledRows(BatchStep):
     def _tell_of_draws(self) -> None:
         if self.is_told:
             logger.warning(
-                "the forward of %s draws random numbers, and the ranks of dp=%d draw others than one device, so its "
-                "losses are not those of one device, though none is better than the other. To compare the two, pass "
-                "the numbers to the model, if it takes them (such as noise and timestep)",
+                "the forward of %s draws random numbers, and the ranks of dp=%d draw others than one device, so the "
+                "losses are not those of one device, but as good. To compare the two, pass the numbers to the model, "
+                "if it takes them (such as noise and timestep)",
                 type(self.model).__name__, self.plan.dp,
             )  # fmt: skip
 
     def _loss(self, batch: dict[str, Any], seed: int = 0) -> Any:
         torch.manual_seed(seed)
         return loss_of(self.method(**batch))
-
-
-def _is_close(loss: Tensor, other: Tensor) -> bool:
-    return torch.allclose(loss, other, rtol=torch.finfo(other.dtype).eps ** 0.5, atol=1e-6)
 
 
 def _twice(schema: BatchSchema, name: str, x: Any) -> Any:
