@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.layout.packed_weights import Packing, cut_statistics
+from meshwright.layout.packed_weights import PackedMatrix, cut_statistics
 from meshwright.layout.row_layout import RowLayout
 from meshwright.roles.blocks.block import cut_over_tp
 from support.exact import relative_difference
@@ -113,7 +113,7 @@ def test_other_statistics_would_show() -> None:
 def test_a_cut_inside_of_a_block(shape: tuple[int, int], rows: RowLayout, said: str) -> None:
     weight: Any = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
     weight.quant_state = bnb.functional.QuantState(None, shape=torch.Size(shape), blocksize=64, quant_type="nf4")
-    assert Packing.of(weight) is not None
+    assert PackedMatrix.of(weight) is not None
     with pytest.raises(mw.PlanError, match=rf"(?s)layer\.weight is a quantised .*{said}.*skip_modules"):
         cut_over_tp(weight, rows, "layer.weight")
 

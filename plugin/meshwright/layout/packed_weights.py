@@ -20,7 +20,7 @@ from meshwright.layout.row_layout import RowLayout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing:
+class PackedMatrix:
     """How a weight is stored.
 
     Args:
@@ -34,15 +34,15 @@ class Packing:
     block: int
 
     @staticmethod
-    def of(weight: Tensor | None) -> Packing | None:
+    def of(weight: Tensor | None) -> PackedMatrix | None:
         """Return how a weight is stored; None if its elements are its values."""
         own = getattr(weight, "__dict__", {})
         state = own.get("quant_state")
         if state is not None and len(state.shape) == 2:
             assert weight is not None
-            return Packing(shape=torch.Size(state.shape), values=2 * weight.element_size(), block=state.blocksize)
+            return PackedMatrix(shape=torch.Size(state.shape), values=2 * weight.element_size(), block=state.blocksize)
         if weight is not None and "SCB" in own and weight.dtype == torch.int8:
-            return Packing(shape=weight.shape, values=1, block=1)
+            return PackedMatrix(shape=weight.shape, values=1, block=1)
         return None
 
     @property
@@ -110,7 +110,7 @@ def _scaled(rows: RowLayout, factor: int, divisor: int) -> RowLayout:
 
 def matrix_shape(weight: Tensor) -> torch.Size:
     """Return the shape of a weight's values."""
-    packing = Packing.of(weight)
+    packing = PackedMatrix.of(weight)
     return weight.shape if packing is None else packing.shape
 
 
@@ -119,14 +119,14 @@ def stored_shape(weight: Tensor) -> torch.Size:
 
     bitsandbytes itself stores a column of elements, and takes any shape.
     """
-    packing = Packing.of(weight)
+    packing = PackedMatrix.of(weight)
     return (None if packing is None else packing.stored_shape) or weight.shape
 
 
-def packed_modules(model: nn.Module) -> Iterator[tuple[str, Any, Packing]]:
+def packed_modules(model: nn.Module) -> Iterator[tuple[str, Any, PackedMatrix]]:
     """Yield the modules with a packed weight: the name, the module, and how its weight is stored."""
     for name, module in model.named_modules():
-        packing = Packing.of(module._parameters.get("weight"))
+        packing = PackedMatrix.of(module._parameters.get("weight"))
         if packing is not None:
             yield name, module, packing
 
@@ -149,7 +149,7 @@ def state_without_packed(model: nn.Module) -> dict[str, Tensor]:
     These are frozen, and belong to the checkpoint that they were loaded from.
     """
     packed = {f"{name}.".lstrip(".") for name, _, _ in packed_modules(model)}
-    own = {id(p) for p in model.parameters() if Packing.of(p) is None}
+    own = {id(p) for p in model.parameters() if PackedMatrix.of(p) is None}
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if not packed:
         return state
@@ -171,18 +171,18 @@ def cut_statistics(model: nn.Module) -> None:
             _cut_4_bit(weight, packing)
 
 
-def _cut_8_bit(module: Any, packing: Packing) -> None:
+def _cut_8_bit(module: Any, packing: PackedMatrix) -> None:
     weight, state, layout = module.weight, module.state, module.weight.meshwright
     if weight.SCB is None:  # the first forward pass has moved them
         weight.SCB, state.SCB, state.CB = state.SCB, None, None
     weight.CB = weight.data
     if layout.is_held:
-        whole = Packing(shape=layout.shape, values=1, block=1)
+        whole = PackedMatrix(shape=layout.shape, values=1, block=1)
         for axis, rows in layout.cuts:
             weight.SCB = whole.statistics(weight.SCB, rows, layout.rank(axis))
 
 
-def _cut_4_bit(weight: Any, packing: Packing) -> None:
+def _cut_4_bit(weight: Any, packing: PackedMatrix) -> None:
     state, layout = weight.quant_state, weight.meshwright
     absmax = flat_statistics(state)
     if layout.is_held:

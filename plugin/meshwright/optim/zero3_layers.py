@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.layout.packed_weights import Packing
+from meshwright.layout.packed_weights import PackedMatrix
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.flat_parameters import FlatShard
@@ -72,7 +72,9 @@ class ShardedWeights:
         self.steps: list[_Step] = []
         for module, recurse in units_of(model):
             # Libraries of packed weights keep them for backward themselves, so they would not be released.
-            own = [p for p in module.parameters(recurse=recurse) if p.is_floating_point() and Packing.of(p) is None]
+            own = [
+                p for p in module.parameters(recurse=recurse) if p.is_floating_point() and PackedMatrix.of(p) is None
+            ]
             own = list(dict.fromkeys([*own, *([] if recurse else read_weights(module))]))
             new = [p for p in own if id(p) not in self._place]
             flats = []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.layout.packed_weights import Packing, cut_statistics
+from meshwright.layout.packed_weights import PackedMatrix, cut_statistics
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
@@ -145,7 +145,7 @@ def install_tensor_parallel(
         for owner in structure.routed:
             add_step(owner, OwnTokens(owner, in_routed, streams))
     for row in (projection(block.row) for block in structure.blocks):
-        packing = Packing.of(row._parameters.get("weight"))
+        packing = PackedMatrix.of(row._parameters.get("weight"))
         if packing is not None and packing.block == 1:
             row.register_forward_pre_hook(_check_reads_values)
     if structure.blocks:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.layout.packed_weights import Packing, matrix_shape, stored_shape
+from meshwright.layout.packed_weights import PackedMatrix, matrix_shape, stored_shape
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.roles.adapters import is_adapted, projection
@@ -222,7 +222,7 @@ def cut_over_tp(parameter: nn.Parameter, rows: RowLayout, name: str, *, has_adde
     Raises:
         PlanError: if the parameter is packed, and a rank would hold a part of a block of values.
     """
-    packing = Packing.of(parameter)
+    packing = PackedMatrix.of(parameter)
     rows = rows if packing is None else packing.stored_rows(rows, name)
     addends = OVER_TP if has_addends else frozenset()
     return TensorLayout(shape=stored_shape(parameter), cuts=(("tp", rows),), addends=addends)
