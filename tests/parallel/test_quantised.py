@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -15,12 +18,12 @@ from meshwright.layout.packed_weights import PackedMatrix, cut_statistics
 from meshwright.layout.row_layout import RowLayout
 from meshwright.roles.blocks.block import cut_over_tp
 from support.exact import relative_difference
-from support.models import labels_for, tokens
+from support.models import build, labels_for, tokens
 from support.tiers import crossings
 
 bnb = pytest.importorskip("bitsandbytes", reason="the environment of the oldest versions has no bitsandbytes")
 
-from support.quantised import KINDS, adapted, double, in_float64  # noqa: E402  # it needs bitsandbytes
+from support.quantised import KINDS, adapted, double, in_float64, quantised  # noqa: E402  # it needs bitsandbytes
 
 STEPS = 3
 
@@ -169,3 +172,91 @@ def test_training_equals_one_process(kind: str, family: str, plan: str, pool2: A
 def test_training_in_float32(pool2: Any) -> None:
     """bitsandbytes' own kernels, which compute in float32 here: sums of 256 products in another order."""
     assert_equal(pool2.run(train, "tp2+sp", is_wide=False)[0], train(None, is_wide=False), tolerance=2e-4)
+
+
+def saved(plan: str | None, folder: Path, again: str | None = None, *, is_resumed: bool = False) -> dict[str, Tensor]:
+    """Train, and save the run and its adapters; or go on after a save, under another plan."""
+    with in_float64():
+        model = double(adapted())
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        if plan is not None:
+            model, optimizer, _ = mw.to_distributed(model, optimizer, plan=again or plan)
+        if is_resumed:
+            mw.load_checkpoint(folder / "run", model, optimizer)
+        for step in range(2):
+            ids = tokens(4, 11, seed=step + 2 * is_resumed)
+            rows = slice(None)
+            if "dp2" in str(again or plan):
+                rank = torch.distributed.get_rank()
+                rows = slice(2 * rank, 2 * rank + 2)
+            model(input_ids=ids[rows], labels=ids[rows]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        prompt = tokens(1, 5, seed=9)
+        text = model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
+        if not is_resumed:
+            mw.save_checkpoint(folder / "run", model, optimizer)
+        model.save_pretrained(folder / "adapters")
+        return {**mw.full_state_dict(model), "text": text}
+
+
+def test_saves_are_those_of_one_process_and_resume_under_another_plan(pool2: Any, tmp_path: Path) -> None:
+    ours, stock = tmp_path / "ours", tmp_path / "stock"
+    expected = saved(None, stock)
+    assert_states(pool2.run(saved, "tp2+sp", ours)[0], expected)
+    files = load_file(ours / "adapters" / "adapter_model.safetensors")
+    wanted = load_file(stock / "adapters" / "adapter_model.safetensors")
+    assert files.keys() == wanted.keys() and all("lora_" in name for name in files)
+    assert all(relative_difference(files[name], x) < 1e-10 for name, x in wanted.items())
+    expected = saved(None, stock, is_resumed=True)
+    assert_states(pool2.run(saved, "tp2+sp", ours, "dp2 zero3", is_resumed=True)[0], expected)
+
+
+def assert_states(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert torch.equal(actual.pop("text"), expected.pop("text")) and actual.keys() == expected.keys()
+    assert all(relative_difference(actual[name], x) < 1e-10 for name, x in expected.items())
+
+
+def refused(what: str, plan: str) -> None:
+    """A call that would change the numbers."""
+    if what in ("threshold", "evaluated in 8 bits"):
+        model = adapted("8 bits")
+        for module in model.modules():
+            if what == "threshold" and hasattr(module, "state"):
+                module.state.threshold = 6.0
+    elif what == "not yet":
+        model = build("llama", hidden_size=128)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj = bnb.nn.Linear4bit(128, 128, compute_dtype=torch.float32)
+    elif what == "block":
+        model = adapted(hidden_size=96, intermediate_size=192)
+    elif what == "head":
+        model = quantised()
+        model.lm_head = linear("nf4", 97, 128)
+    else:
+        model = adapted()
+    model, *_ = mw.to_distributed(model, plan=plan)
+    if what == "evaluated in 8 bits":
+        model.eval()(input_ids=tokens(2, 5))
+    elif what == "merged":
+        model.merge_adapter()
+    elif what == "base saved":
+        model.get_base_model().save_pretrained("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("what", "plan", "said"),
+    [
+        ("threshold", "dp2", "llm_int8_threshold=6.*llm_int8_threshold=0.0"),
+        ("evaluated in 8 bits", "tp2", "largest one.*load_in_4bit=True"),
+        ("not yet", "tp2", r"o_proj.weight is not quantised yet.*model.to\(device\)"),
+        ("block", "tp2+sp", r"gives a rank 48 of its 96 columns.*Use ParallelPlan\(tp=1\)"),
+        ("head", "tp2", r"lm_head is quantised.*skip_modules=\['lm_head'\]"),
+        ("merged", "dp2", "would quantise these again.*save_pretrained"),
+        ("base saved", "tp2", "14 weights of LlamaForCausalLM are quantised.*keep the checkpoint"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(what: str, plan: str, said: str, pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(refused, what, plan):
+        assert kind == "PlanError" and re.search(said, message, re.DOTALL), message

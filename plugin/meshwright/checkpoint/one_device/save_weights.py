@@ -26,7 +26,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
     Rank 0 writes one file, and never holds more than one full tensor beside its own shard. Unlike
     ``model.save_pretrained``, ``save_weights`` takes any model, including adapters, and writes the model's own names. A
-    tied weight is written once.
+    tied weight is written once. Weights that bitsandbytes has quantised are left out: they do not change.
 
     Args:
         model: the model that ``to_distributed`` returned.

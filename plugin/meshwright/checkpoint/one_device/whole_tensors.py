@@ -21,8 +21,9 @@ from meshwright.parallel.shard_reads import reading_shards
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the one-device state dict of a distributed model, on the CPU of rank 0; other ranks get an empty dict.
 
-    Every rank must make the call. A tied weight appears under each of its names. The dict holds the whole
-    model in rank 0's memory; ``model.save_pretrained`` writes the model without holding it whole.
+    Every rank must make the call. A tied weight appears under each of its names. Weights that bitsandbytes has
+    quantised are left out: they do not change. The dict holds the whole model in rank 0's memory;
+    ``model.save_pretrained`` writes the model without holding it whole.
 
     Example::
 
