@@ -289,8 +289,9 @@ def _check_loading(model: nn.Module, state_dict: object, load_config: Any) -> No
     """Raise if an option of from_pretrained does not work when each rank loads only its shard."""
     if load_config.hf_quantizer is not None:
         raise PlanError(
-            "quantised weights (quantization_config or gguf_file) cannot be sharded by distributed_config; load them "
-            "without quantization_config"
+            "quantised weights (quantization_config or gguf_file) cannot be cut while distributed_config loads them: "
+            "leave distributed_config out, so that each rank loads the whole, and then call "
+            "to_distributed(model, optimizer, loader, plan=...); or load without quantization_config"
         )
     if load_config.ignore_mismatched_sizes:
         raise PlanError(

@@ -17,6 +17,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from meshwright.compiling import without_compilation
 from meshwright.distribute.attach_optimizer import plan_to_complete
+from meshwright.distribute.check_quantised import is_packed, is_quantised, method_of
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
@@ -187,9 +188,11 @@ def check_model(model: nn.Module) -> None:
             f"the model was loaded with device_map, over {len(set(placed.values()))} devices; load it without "
             "device_map: each rank moves its shard to its own device"
         )
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        method = getattr(model, "quantization_method", "quantization_config")
-        raise PlanError(f"the model is quantised ({method}), and its packed weights cannot be sharded; load it without")
+    if is_quantised(model) and not is_packed(model):
+        raise PlanError(
+            f"the model is quantised ({method_of(model)}), and weights of this kind cannot be sharded; load it with "
+            "BitsAndBytesConfig, or without quantization_config"
+        )
 
 
 def check_distributed(model: nn.Module, optimizer: object, config: ToDistributedConfig, *, trains: bool) -> None:

@@ -13,6 +13,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
+from meshwright.distribute.check_quantised import is_packed, is_quantised, method_of
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.plan.config import ParallelPlan
@@ -181,12 +182,11 @@ def check_model(accelerator: Accelerator, model: nn.Module) -> None:
     """
     if getattr(model, "_is_accelerate_prepared", False) or any(model is known for known in accelerator._models):
         raise _prepared("the model")
-    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
-        method = getattr(getattr(model, "config", None), "quantization_config", None)
-        kind = getattr(method, "quant_method", None) or getattr(model, "quantization_method", None) or "?"
+    is_known = getattr(model, "quantization_method", None) is not None
+    if (is_quantised(model) or is_known) and not is_packed(model):
         raise PlanError(
-            f"the model's weights are quantised ({getattr(kind, 'value', kind)}), and shards of quantised weights "
-            "are not available; load the model without quantization_config"
+            f"the model's weights are quantised ({method_of(model)}), and shards of weights of this kind are not "
+            "available; load the model with BitsAndBytesConfig, or without quantization_config"
         )
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1 or (devices & {"cpu", "disk"} and accelerator.device.type != "cpu"):

@@ -21,6 +21,7 @@ from meshwright.errors import PlanError, UninitialisedParameterError
 from meshwright.faults.memory_digest import memory_digest
 from meshwright.faults.together import take_from_first, texts_of_all
 from meshwright.layout.blocks import numel
+from meshwright.layout.packed_weights import statistics_of
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.collectives import all_gather
@@ -151,7 +152,7 @@ class InitialWeights:
     def _own_tensors(self, model: nn.Module) -> list[Tensor]:
         """Return the tensors that already have values and that the model starts from."""
         found = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and id(t) not in self.names]
-        return [*found, *self.values.values()]
+        return [*found, *statistics_of(model), *self.values.values()]
 
     def equalise(self, model: nn.Module, mesh: Mesh, device: torch.device) -> bool:
         """Give every rank the first rank's weights if they differ, for example because no seed was set.

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.nested import why_no_batch
+from meshwright.distribute.check_quantised import is_packed, is_quantised, method_of
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
@@ -101,12 +102,13 @@ def check_offload(plan: ParallelPlan, engine: str | None) -> None:
 
 def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanError:
     """Return the error for a model that these axes cannot cut; under tp it says what else the model can run."""
+    if is_packed(model):
+        return error
     if is_quantised(model):
-        method = getattr(model, "quantization_method", None) or "quantization_config"
         return PlanError(
-            f"{type(model).__name__} is quantised ({method}), and its packed weights cannot be cut over "
-            f"{', '.join(axes)}; load it without quantization_config, or train adapters data-parallel: plan='dp2' "
-            f"({error})"
+            f"{type(model).__name__} is quantised ({method_of(model)}), and weights of this kind cannot be cut over "
+            f"{', '.join(axes)}; load it with BitsAndBytesConfig or without quantization_config, or train adapters "
+            f"data-parallel: plan='dp2' ({error})"
         )
     if "tp" not in axes:
         return error
@@ -122,11 +124,6 @@ def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanEr
         f"{type(model).__name__} is {kind.what}: this tp cannot cut it. Leave tp out of the plan: plan='dp2', or "
         f"plan='dp2 zero3' if memory is short ({error})"
     )
-
-
-def is_quantised(model: nn.Module) -> bool:
-    """Return whether transformers loaded the weights packed into fewer bits."""
-    return bool(getattr(model, "is_quantized", False)) or getattr(model, "hf_quantizer", None) is not None
 
 
 def _no_model(model: object) -> str:

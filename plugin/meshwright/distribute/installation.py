@@ -15,6 +15,7 @@ from meshwright.errors import AlreadyDistributedError
 from meshwright.faults.together import succeed_together
 from meshwright.features import passes, splits, training
 from meshwright.features.build import Build
+from meshwright.layout.packed_weights import packed_modules
 from meshwright.optim.runtime import attach
 from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.zero3_layers import ShardedWeights
@@ -22,7 +23,7 @@ from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.collectives import agree
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.tensor_parallel import guard_shards, share_partial_gradients
-from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_unloading
+from meshwright.roles.adapters import refuse_merging, refuse_merging_packed, refuse_resizing, refuse_unloading
 
 Make = Callable[..., NewTensors]
 
@@ -90,6 +91,8 @@ def distribute(build: Build, optimizer: Optimizer | None, make: Make) -> None:
         refuse_unloading(model, " and ".join(build.plan.weight_axes))
     if runtime.weights is not None:
         refuse_merging(model)
+    if next(packed_modules(model), None) is not None:
+        refuse_merging_packed(model)
     object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", _NoWrapper())
     refuse_resizing(model)
 

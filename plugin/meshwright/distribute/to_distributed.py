@@ -27,6 +27,7 @@ from meshwright.distribute.check_arguments import (
     check_router_loss,
 )
 from meshwright.distribute.check_launch import check_agreement, check_devices, check_launch
+from meshwright.distribute.check_quantised import check_quantised
 from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
 from meshwright.distribute.installation import distribute
@@ -162,6 +163,7 @@ def _distribute(
         check_reads(optimizer, reads=declared(config), plan=plan)
     check_embeddings(model, plan, config.engine)
     check_mixed_rows(model, plan)
+    check_quantised(model, plan, device)
     structure = structure_of(decoder, plan, config)
     _check_passes(plan, loss is not None, decoder, config.engine)
     check_router_loss(decoder, plan, loss)

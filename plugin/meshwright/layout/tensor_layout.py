@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright.errors import PlanError
 from meshwright.layout.blocks import StridedBlock, between
+from meshwright.layout.packed_weights import stored_shape
 from meshwright.layout.row_layout import RowLayout, Span, expanded
 from meshwright.mesh.axes import Mesh, Place
 
@@ -62,8 +63,9 @@ class TensorLayout:
     @staticmethod
     def whole(tensor: Tensor, tp: int = 1, *, addends: frozenset[str] = frozenset()) -> TensorLayout:
         """Return the layout of a tensor that every rank of tp holds, with the whole gradient or an addend of it."""
-        rows = RowLayout.replicated(tensor.shape[0] if tensor.ndim else 1, tp)
-        return TensorLayout(shape=tensor.shape, cuts=(("tp", rows),), addends=addends)
+        shape = stored_shape(tensor)
+        rows = RowLayout.replicated(shape[0] if shape else 1, tp)
+        return TensorLayout(shape=shape, cuts=(("tp", rows),), addends=addends)
 
     def placed(self, name: str, mesh: Mesh) -> TensorLayout:
         """Return the layout of the tensor of this name, as the rank with this place on a mesh sees it."""

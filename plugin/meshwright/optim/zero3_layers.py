@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.layout.packed_weights import PackedMatrix
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.flat_parameters import FlatShard
@@ -71,7 +72,10 @@ class ShardedWeights:
         self._place: dict[int, tuple[FlatShard, int]] = {}
         self.steps: list[_Step] = []
         for module, recurse in units_of(model):
-            own = [p for p in module.parameters(recurse=recurse) if p.is_floating_point()]
+            # Libraries of packed weights keep them for backward themselves, so they would not be released.
+            own = [
+                p for p in module.parameters(recurse=recurse) if p.is_floating_point() and PackedMatrix.of(p) is None
+            ]
             own = list(dict.fromkeys([*own, *([] if recurse else read_weights(module))]))
             new = [p for p in own if id(p) not in self._place]
             flats = []

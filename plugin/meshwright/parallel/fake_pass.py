@@ -6,14 +6,17 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import PlanError
+from meshwright.layout.packed_weights import packed_modules
 from meshwright.parallel.batch_schema import example
 from meshwright.roles import Role
 from meshwright.roles.blocks.experts import is_experts, routed_modules
@@ -41,7 +44,10 @@ def run_without_values(
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
+    packed = list(packed_modules(model))
     with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), fake_values(model), _without_hooks(model):
+        for _, module, packing in packed:
+            module.forward = partial(_packed, module, packing.shape)
         for module in list(_routed(model)):
             module.forward = _experts  # not a step, which would stay: fake_values undoes what is set in a module
         signature = inspect.signature(model.forward)
@@ -98,6 +104,11 @@ def _routed(model: nn.Module) -> Iterator[nn.Module]:
         takes_choices = len(inspect.signature(module.forward).parameters) == 3
         if role is Role.EXPERTS and takes_choices and not is_experts(module):
             yield module
+
+
+def _packed(module: nn.Module, shape: torch.Size, x: Tensor) -> Tensor:
+    """Stand in place of a projection with a packed weight, whose library reads the values."""
+    return F.linear(x, x.new_empty(shape), module._parameters["bias"])
 
 
 def _experts(x: Tensor, *_: Any, **__: Any) -> Tensor:

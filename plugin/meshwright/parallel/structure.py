@@ -95,7 +95,7 @@ def describe(
     for name, role in roled.roles.items():
         for full_name, parameter in roled.parameters(name):
             if role in (Role.EMBEDDING, Role.HEAD):
-                layouts[full_name] = cut_over_tp(parameter, RowLayout.padded(parameter.shape[0], tp))
+                layouts[full_name] = cut_over_tp(parameter, RowLayout.padded(parameter.shape[0], tp), full_name)
             elif role in (Role.EXPERTS, Role.ROUTER, Role.NORM, Role.FINAL_NORM, Role.WHOLE):
                 is_partial = role is not Role.WHOLE and has_own_tokens(name)
                 layouts[full_name] = TensorLayout.whole(parameter, tp, addends=OVER_TP if is_partial else frozenset())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.layout.packed_weights import PackedMatrix, cut_statistics
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
@@ -34,6 +35,7 @@ from meshwright.parallel.sharded_parameter import LocalGradient, guard
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from meshwright.parallel.wide_norms import GroupedNorm, WideNorm
+from meshwright.roles.adapters import projection
 from meshwright.roles.blocks import Block, Mixer
 from meshwright.roles.blocks.adapted_experts import adapted_experts
 
@@ -65,12 +67,13 @@ def make_shards(
             if not layout.is_held:
                 # Without memory. Modules before the layers run on every stage; NaN shows where their result is used.
                 empty = torch.nan if parameter.dtype.is_floating_point else 0
-                absent = torch.full((), empty, dtype=parameter.dtype, device=device).expand(parameter.shape)
+                absent = torch.full((), empty, dtype=parameter.dtype, device=device).expand(layout.shape)
                 shards[id(parameter)] = absent, layout
                 continue
             shard = source(parameter, layout)
             if shard is None:
-                shard = layout.take(parameter.data) if layout.is_sharded else parameter.data
+                whole = parameter.data.view(layout.shape)
+                shard = layout.take(whole) if layout.is_sharded else whole
             shards[id(parameter)] = keep(parameter, shard.to(device)), layout
     return shards
 
@@ -90,6 +93,7 @@ def attach_shards(model: nn.Module, shards: Shards) -> None:
         if gradient is not None and layout.is_sharded:
             gradient = LocalGradient.of(layout.take(gradient).to(parameter.device), layout)
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
+    cut_statistics(model)
 
 
 def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
@@ -141,6 +145,10 @@ def install_tensor_parallel(
     if in_routed is not None:
         for owner in structure.routed:
             add_step(owner, OwnTokens(owner, in_routed, streams))
+    for row in (projection(block.row) for block in structure.blocks):
+        packing = PackedMatrix.of(row._parameters.get("weight"))
+        if packing is not None and packing.block == 1:
+            row.register_forward_pre_hook(_check_reads_values)
     if structure.blocks:
         SecondInputs(structure.layers, structure.blocks, structure.whole.values(), axis)
     for layer in structure.layers:
@@ -161,6 +169,16 @@ def install_tensor_parallel(
     for module in structure.whole.items():
         AllTokens(*module, sequence, streams)
     return blocks, SequenceRegion(structure, sequence, streams, is_staged=is_staged)
+
+
+def _check_reads_values(row: nn.Module, args: tuple[Tensor, ...]) -> None:
+    """Raise where bitsandbytes would multiply 8-bit weights by activations that it quantises too."""
+    if not row.training:
+        raise PlanError(
+            "in evaluation bitsandbytes quantises each token's activations to 8 bits by their largest one, and under "
+            "tp a rank has some of them. Evaluate and generate in one process, or under a plan without tp; or load the "
+            "model with BitsAndBytesConfig(load_in_4bit=True)"
+        )
 
 
 def guard_shards(model: nn.Module, blocks: Iterable[Block]) -> None:

@@ -78,6 +78,16 @@ def refuse_merging(model: nn.Module) -> None:
     )
 
 
+def refuse_merging_packed(model: nn.Module) -> None:
+    """Make the methods that merge adapters raise, since PEFT would quantise the sum again, with other statistics."""
+    _refuse(
+        model,
+        ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"),
+        "merging adapters into quantised weights would quantise these again, each rank its part. Call "
+        "model.save_pretrained(...), which writes the adapters, and merge them into the base model in one process",
+    )
+
+
 def refuse_resizing(model: nn.Module) -> None:
     """Make ``resize_token_embeddings`` raise, on the decoder and on its wrappers."""
 

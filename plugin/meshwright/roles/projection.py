@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from meshwright.layout.packed_weights import matrix_shape
 from meshwright.roles.adapters import projection
 from meshwright.roles.linear_kernel import kernel_of
 
@@ -22,11 +23,11 @@ def output_dim(module: nn.Module) -> int:
 
 
 def out_features(module: nn.Module) -> int:
-    return weight_of(projection(module)).shape[output_dim(module)]
+    return matrix_shape(weight_of(projection(module)))[output_dim(module)]
 
 
 def in_features(module: nn.Module) -> int:
-    return weight_of(projection(module)).shape[1 - output_dim(module)]
+    return matrix_shape(weight_of(projection(module)))[1 - output_dim(module)]
 
 
 def weight_of(module: nn.Module) -> Tensor:

@@ -13,6 +13,7 @@ from meshwright.checkpoint.one_device.rank_optimizer import RankTensor
 from meshwright.checkpoint.one_device.safetensors_file import DTYPES
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
+from meshwright.layout.packed_weights import state_without_packed
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.engine_state import check_no_engine
@@ -83,7 +84,7 @@ class Run:
         ties: dict[str, str] = {}
         objects: dict[str, Tensor] = {}
         first: dict[int, str] = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
+        for name, tensor in state_without_packed(self.model).items():
             key = f"weights/{name}"
             if not isinstance(tensor, Tensor):
                 raise CheckpointError(

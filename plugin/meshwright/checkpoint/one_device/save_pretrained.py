@@ -17,8 +17,10 @@ from meshwright.checkpoint.one_device.replaced_model import ModelReplacement, We
 from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes, read_header, read_rows
 from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, index_of, parse_bytes, split, stream
 from meshwright.checkpoint.one_device.whole_tensors import gather_full, gather_state
+from meshwright.errors import PlanError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank
+from meshwright.layout.packed_weights import packed_modules, state_without_packed
 from meshwright.layout.tensor_layout import global_shape
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.optim.state_dicts import StateDictCalls
@@ -55,6 +57,7 @@ class _FullSave(ChainStep):
         model, save_pretrained = self.model, self.method
         runtime = runtime_of(model)
         call = _bind(save_pretrained, save_directory, *args, **kwargs)
+        _check_values(model)
         has_weights = on_first_rank(lambda: call.get("state_dict") is not None)
         if not has_weights:
             runtime.compare_before_save()
@@ -66,6 +69,17 @@ class _FullSave(ChainStep):
         calls = runtime.features.find(StateDictCalls) or StateDictCalls()
         with calls.reading_names():  # the method may still read names from modules' state dicts
             on_first_rank(lambda: _save_given(lambda path: save_pretrained(path, *args, **kwargs), call))
+
+
+def _check_values(model: nn.Module) -> None:
+    """Raise if the call would write a model without its quantised weights."""
+    saves_adapters = wrapped(model) is not None or getattr(model, "_hf_peft_config_loaded", False)
+    if not saves_adapters and (packed := [name for name, _, _ in packed_modules(model)]):
+        raise PlanError(
+            f"{len(packed)} weights of {type(model).__name__} are quantised (the first is {packed[0]}.weight), and a "
+            "rank may have a part of each. They do not change: keep the checkpoint that they were loaded from, and "
+            "save the adapters by save_pretrained of the model that get_peft_model returned"
+        )
 
 
 def _save_given(save: Callable[[Path], object], call: Call) -> None:
@@ -88,7 +102,7 @@ def _bind(function: Callable[..., object], *args: object, **kwargs: object) -> C
 
 def _saved_by(model: Any) -> dict[str, Tensor]:
     """Return the tensors that ``save_pretrained`` may write; with adapters, only adapters, embedding and head."""
-    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    state = state_without_packed(model)
     if wrapped(model) is None:
         return state
     ends = (model.get_input_embeddings(), model.get_output_embeddings())

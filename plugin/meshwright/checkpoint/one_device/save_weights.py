@@ -13,6 +13,7 @@ from meshwright.checkpoint.one_device.whole_tensors import gather_full
 from meshwright.compiling import without_compilation
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank
+from meshwright.layout.packed_weights import state_without_packed
 from meshwright.layout.tensor_layout import global_shape
 from meshwright.optim.runtime import runtime_of
 
@@ -25,7 +26,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
     Rank 0 writes one file, and never holds more than one full tensor beside its own shard. Unlike
     ``model.save_pretrained``, ``save_weights`` takes any model, including adapters, and writes the model's own names. A
-    tied weight is written once.
+    tied weight is written once. Weights that bitsandbytes has quantised are left out: they do not change.
 
     Args:
         model: the model that ``to_distributed`` returned.
@@ -73,7 +74,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return each parameter and persistent buffer; a tied one under its first name only."""
     found: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in state_without_packed(model).items():
         if isinstance(tensor, Tensor):
             found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())

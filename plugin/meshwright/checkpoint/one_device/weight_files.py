@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.files.reading import read_json
 from meshwright.checkpoint.one_device.safetensors_file import Entry, Form, read_header, read_rows
 from meshwright.errors import CheckpointError
+from meshwright.layout.packed_weights import state_without_packed
 from meshwright.layout.tensor_layout import TensorLayout, global_shape
 from meshwright.progress import Progress
 from meshwright.schema import require, table, text
@@ -83,7 +84,7 @@ class WeightFiles:
         found: dict[int, str] = {}
         missing: dict[int, str] = {}
         others = []
-        state = model.state_dict(keep_vars=True)
+        state = state_without_packed(model)
         for name, tensor in state.items():
             if name in self.entries:
                 shape = self.entries[name][1].shape

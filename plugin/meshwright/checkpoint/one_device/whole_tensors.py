@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.one_device.gather_tensor import assemble
 from meshwright.compiling import without_compilation
 from meshwright.faults.every_rank import on_every_rank
+from meshwright.layout.packed_weights import state_without_packed
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.runtime import Runtime, device_of, find_runtime, runtime_of
 from meshwright.parallel.collectives import maximum
@@ -20,8 +21,9 @@ from meshwright.parallel.shard_reads import reading_shards
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the one-device state dict of a distributed model, on the CPU of rank 0; other ranks get an empty dict.
 
-    Every rank must make the call. A tied weight appears under each of its names. The dict holds the whole
-    model in rank 0's memory; ``model.save_pretrained`` writes the model without holding it whole.
+    Every rank must make the call. A tied weight appears under each of its names. Weights that bitsandbytes has
+    quantised are left out: they do not change. The dict holds the whole model in rank 0's memory;
+    ``model.save_pretrained`` writes the model without holding it whole.
 
     Example::
 
@@ -32,7 +34,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     model = without_compilation(model, "full_state_dict(model)")
     if (runtime := find_runtime(model)) is not None:
         runtime.compare_before_save()
-    return gather_state(model, model.state_dict(keep_vars=True))
+    return gather_state(model, state_without_packed(model))
 
 
 def gather_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

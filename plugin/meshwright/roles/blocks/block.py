@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.layout.packed_weights import PackedMatrix, matrix_shape, stored_shape
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.roles.adapters import is_adapted, projection
@@ -165,12 +166,13 @@ class Block(BlockKind):
                 # from local tokens only.
                 is_bias = role.part is BlockPart.ROW and rows.is_replicated and not suffix.startswith("lora_B.")
                 has_addends = sequence_parallel if is_bias else rows.has_copies
-                found[full_name] = cut_over_tp(parameter, rows, has_addends=has_addends)
+                found[full_name] = cut_over_tp(parameter, rows, full_name, has_addends=has_addends)
         return found
 
     def _rows(self, name: str, role: Role, full_name: str, parameter: nn.Parameter) -> RowLayout:
         """Return which rows of a parameter each rank holds, along the dim that is cut."""
-        rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, self.tp)
+        shape = matrix_shape(parameter)
+        rows = RowLayout.replicated(shape[0] if shape else 1, self.tp)
         is_row = role.part is BlockPart.ROW
         suffix = full_name.removeprefix(f"{name}.")
         if is_row and suffix.startswith("lora_B.") and suffix.endswith(".bias"):
@@ -180,17 +182,17 @@ class Block(BlockKind):
             )
         # An adapter's factor without the weight's sharded dim stays whole.
         is_factor = suffix.startswith("lora_B." if is_row else "lora_A.")
-        if is_factor or role.part is BlockPart.COPY or (is_row and parameter.ndim == 1):
+        if is_factor or role.part is BlockPart.COPY or (is_row and len(shape) == 1):
             return rows
         module = self.roled.modules.get(name)
         is_table = isinstance(module, nn.Embedding)  # with a column for each head
-        rows = self.rows_of(full_name, role, parameter.shape[1] if is_table else rows.size)
-        is_swapped = is_table or (parameter.ndim == 2 and module is not None and output_dim(module) == 1)
+        rows = self.rows_of(full_name, role, shape[1] if is_table else rows.size)
+        is_swapped = is_table or (len(shape) == 2 and module is not None and output_dim(module) == 1)
         if is_row is not is_swapped:
             rows = RowLayout(1, rows.size, rows.spans)
-        if rows.size != parameter.shape[rows.dim]:
+        if rows.size != shape[rows.dim]:
             raise PlanError(
-                f"{full_name} has {parameter.shape[rows.dim]} rows in dim {rows.dim}, but its role ({role.value}) "
+                f"{full_name} has {shape[rows.dim]} rows in dim {rows.dim}, but its role ({role.value}) "
                 f"and the model's head counts imply {rows.size}. Remove what gives the module weights of other "
                 "shapes before to_distributed, or use ParallelPlan(tp=1)"
             )
@@ -214,9 +216,16 @@ def split_projections(module: nn.Module) -> dict[str, nn.Module]:
     return {n: m for _, projections in found for n, m in projections.items()} if len(owners) > 1 else {}
 
 
-def cut_over_tp(parameter: nn.Parameter, rows: RowLayout, *, has_addends: bool = False) -> TensorLayout:
-    """Return the layout of a parameter of which each rank of tp holds some rows."""
-    return TensorLayout(shape=parameter.shape, cuts=(("tp", rows),), addends=OVER_TP if has_addends else frozenset())
+def cut_over_tp(parameter: nn.Parameter, rows: RowLayout, name: str, *, has_addends: bool = False) -> TensorLayout:
+    """Return the layout of a parameter, of this name, of which each rank of tp holds some rows.
+
+    Raises:
+        PlanError: if the parameter is packed, and a rank would hold a part of a block of values.
+    """
+    packing = PackedMatrix.of(parameter)
+    rows = rows if packing is None else packing.stored_rows(rows, name)
+    addends = OVER_TP if has_addends else frozenset()
+    return TensorLayout(shape=stored_shape(parameter), cuts=(("tp", rows),), addends=addends)
 
 
 def _check(source: str, name: str, role: Role, module: nn.Module) -> None:
@@ -224,7 +233,7 @@ def _check(source: str, name: str, role: Role, module: nn.Module) -> None:
     if role.part in (BlockPart.COLUMN, BlockPart.ROW) and not is_projection(module):
         raise PlanError(
             f"{source} gives {name!r} the role {role.value}, but it is a {type(module).__name__}. Only nn.Linear "
-            "projections can be sharded, alone or with LoRA; merge quantised layers first"
+            "projections can be sharded, alone or with LoRA, and quantised by bitsandbytes"
         )
     if role.part is BlockPart.WIDE_NORM and isinstance(module, nn.LayerNorm):
         raise PlanError(
