@@ -20,6 +20,7 @@ from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import check_arguments, check_model, check_reduction, check_router_loss
+from meshwright.distribute.check_float8 import check_float8
 from meshwright.distribute.check_launch import check_agreement, check_devices, check_launch
 from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
@@ -163,6 +164,7 @@ def _distribute(
     cut = cut_of(decoder, structure, plan, rank=0)
     context = context_of(structure, plan)
     mixers = mixers_of(decoder, structure)
+    check_float8(decoder, plan, config, structure, mixers)
 
     guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)
