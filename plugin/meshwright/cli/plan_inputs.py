@@ -151,7 +151,7 @@ class JobOptions:
         f"Sequences per optimizer step, over all devices. {_SEVERAL}", default="64", metavar="N"
     )
     precision: JobPrecision = _of_job(
-        "Dtype of the layers' matrix multiplications; this version trains in bf16 alone.", default=JobPrecision.bf16
+        "Dtype of the layers' matrix multiplications; this version trains in bf16 and fp8.", default=JobPrecision.bf16
     )
     gather_logits: bool = _of_job(
         "Count the memory of whole logits, as with ToDistributedConfig(gather_logits=True): for a program that reads "

@@ -275,6 +275,17 @@ class ModelShape:
         sizes = ((name, getattr(run, name)) for run in self.runs for name in ("heads", "ffn"))
         yield from (f"{name}={size}" for name, size in sizes if size % tp)
 
+    def narrow(self, tp: int) -> Iterator[str]:
+        """Yield the widths of weights whose parts on ``tp`` ranks are no multiples of 16, as in "ffn=1032"."""
+        for run in self.runs:
+            widths = (
+                ("hidden", run.hidden, run.hidden),
+                ("queries", run.query_width, run.query_width // tp),
+                ("keys", run.kv_width, run.local_kv_width(tp)),
+                ("ffn", run.ffn, run.ffn // tp),
+            )
+            yield from (f"{name}={whole}" for name, whole, part in widths if part % 16)
+
     @property
     def embedding_parameters(self) -> int:
         return (self.vocab + self.positions) * self.hidden

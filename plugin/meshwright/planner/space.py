@@ -166,8 +166,14 @@ class Space:
             return f"crosses the fast domain of {domain} devices"
         if domain % tp and tp > 1:
             return f"is not a divisor of {domain}, the number of devices in the fast domain"
-        uneven = next(shape.uneven(tp), None)
-        return uneven and f"{uneven} is not divisible by {tp}"
+        if uneven := next(shape.uneven(tp), None):
+            return f"{uneven} is not divisible by {tp}"
+        return self.too_narrow(tp)
+
+    def too_narrow(self, tp: int) -> str | None:
+        """Return which width of the layers ``tp`` ranks cannot share in the job's precision; None if all are shared."""
+        narrow = next(self.shape.narrow(tp), None) if self.job.precision == "fp8" else None
+        return narrow and f"{narrow} over tp={tp} is no multiple of 16, which float8 needs"
 
     def _cp_reason(self, cp: int) -> str | None:
         if cp == 1:
