@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import re
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 import meshwright as mw
-from meshwright.parallel import float8
-from support.exact import Float64
-from support.float8 import exact_products, with_float8
+from meshwright_hf.accelerate import prepare
+from support.accelerated import accelerator, dataset
+from support.float8 import Float8Run, run, with_float8
 from support.models import build
-from support.short_programs import Plan, batches, distribute, losses_of, weights_of, worst
+from support.short_programs import batches, distribute, worst
 from support.tiers import crossings
 
 pytest.importorskip("torchao")
@@ -41,37 +39,10 @@ CASES: dict[str, tuple[dict[str, Any], str, str, int, int]] = {
     "pp2, tp2+sp": ({**SP, "pp": 2}, "rowwise", "lm_head", 9, 4),
 }  # fmt: skip
 FIRST = ("tp2+sp, tensorwise", "dp2 zero3, rowwise", "pp2, tensorwise")
-Run = tuple[list[float], dict[str, Tensor], dict[str, list[float]]]
-
-
-def run(plan: Plan, recipe: str, keep: str, length: int, steps: int, *, is_shared: bool = True) -> Run:
-    """The losses, the whole weights, and the scales of each role, under a plan or on one device."""
-    alone = mock.patch.object(float8, "maximum", maximum if is_shared else lambda x, axis: x)
-    with Float64(), exact_products() as scales, alone:
-        model = with_float8(build("llama", mlp_bias=True).double(), recipe, keep=keep)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        data = [{name: x[:, :length] for name, x in batch.items()} for batch in batches(steps)]
-        model, optimizer, loader = distribute(plan, model, optimizer, data)
-        losses = losses_of(model, optimizer, loader)
-    tokens = 1 if plan is None else plan.get("dp", 1) * plan.get("cp", 1)
-    found = {}
-    for role, seen in scales.items():
-        every = torch.cat([x.flatten() for x in seen if not is_fake(x)] or [torch.zeros(0)])
-        # The gradient of a token that no loss uses is zero, and its scale that of torchao's smallest amax.
-        own = every[every < 1e12] * (tokens if role == "grad_output" else 1)
-        found[role] = own.unique().tolist()
-    return losses, weights_of(model, plan), found
-
-
-maximum = float8.maximum
-
-
-def is_fake(x: Tensor) -> bool:
-    return type(x) is not Tensor  # a pass that records shapes
 
 
 @functools.cache
-def reference(*case: Any) -> Run:
+def reference(*case: Any) -> Float8Run:
     return run(None, *case)
 
 
@@ -80,7 +51,7 @@ def test_scales_and_losses_are_those_of_one_device(name: str, request: pytest.Fi
     plan, *case = CASES[name]
     ranks = plan.get("pp", 1) * plan.get("tp", 1) * plan.get("dp", 1) * plan.get("cp", 1)
     pool: Any = request.getfixturevalue(f"pool{ranks}")
-    got: list[Run] = pool.run(run, plan, *case)
+    got: list[Float8Run] = pool.run(run, plan, *case)
     losses, weights, scales = reference(*case)
     for mine, _, _ in got:
         assert mine == pytest.approx(losses, abs=1e-12)  # float64: only the order of sums differs
@@ -88,6 +59,15 @@ def test_scales_and_losses_are_those_of_one_device(name: str, request: pytest.Fi
     for role, expected in scales.items():
         assert {x for _, _, found in got for x in found[role]} == set(expected), role  # bitwise, in float32
     assert len(scales["input"]) > 1
+
+
+def test_micro_batches_are_those_of_one_device(pool2: Any) -> None:
+    case = ("tensorwise", "lm_head", 9, 4)
+    plan = {"pp": 2, "gradient_accumulation_steps": 2, "schedule": "zb-h1"}
+    losses, weights, _ = pool2.run(run, plan, *case)[0]
+    expected = run(None, *case, parts=2)
+    assert losses == pytest.approx(expected[0], abs=1e-12) and worst(weights, expected[1]) < 1e-10
+    assert worst(reference(*case)[1], expected[1]) > 1e-4  # in one batch the scales are others
 
 
 @pytest.mark.parametrize("plan", [SP, ZERO3])
@@ -141,3 +121,38 @@ def refused(plan: dict[str, Any], what: str) -> str:
 def test_what_is_not_equal_is_refused(what: str, text: str, pool2: Any) -> None:
     for message in pool2.run(refused, {"tp": 2}, what):
         assert re.search(text, message, re.DOTALL), message
+
+
+def train_with_accelerate(plan: dict[str, Any] | None, *, all_gather: bool) -> tuple[list[float], list[str]]:
+    """The losses, and the layers that stay in 16 bits, of a script of accelerate."""
+    from accelerate.utils import AORecipeKwargs
+    from torch.utils.data import DataLoader
+    from torchao.float8 import Float8LinearConfig
+
+    recipe = AORecipeKwargs(config=Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=all_gather))
+    with accelerator(mixed_precision="fp8", kwargs_handlers=[recipe]) as accelerate:
+        model: Any = build("llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loader: Any = DataLoader(dataset(16), batch_size=4 if plan is None else 4 // plan.get("dp", 1))
+        if plan is None:
+            model, optimizer, loader = accelerate.prepare(model, optimizer, loader)
+        else:
+            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+            model, optimizer, loader = prepare(accelerate, model, optimizer, loader, config=config)
+        losses = []
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerate.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        wide = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+        return losses, wide
+
+
+def test_accelerates_recipe(pool2: Any) -> None:
+    losses, wide = train_with_accelerate(None, all_gather=False)
+    for mine, others in pool2.run(train_with_accelerate, {"dp": 2, "zero_stage": 1}, all_gather=True):
+        assert others == wide and len(wide) == 2  # accelerate leaves the first and the last as they are
+        # autocast in bf16, whose sums over 2 rows and over 4 differ
+        assert mine == pytest.approx(losses, abs=2e-3)

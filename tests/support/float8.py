@@ -7,6 +7,7 @@ sum may move an element over an edge of float8. In float64 the chance of that is
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -14,13 +15,17 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from meshwright.parallel import float8
+from support.exact import Float64
+from support.models import build
+from support.short_programs import Plan, batches, distribute, losses_of, next_words, weights_of
+
 Scales = dict[str, list[Tensor]]
+Float8Run = tuple[list[float], dict[str, Tensor], dict[str, list[float]]]
 
 
 def with_float8(model: nn.Module, recipe: str, *, keep: str = "lm_head", **options: Any) -> nn.Module:
     """Convert all linear layers but those whose name contains ``keep``, with emulation."""
-    import dataclasses
-
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), **{"emulate": True, **options})
@@ -52,3 +57,60 @@ def exact_products() -> Iterator[Scales]:
     patched = mock.patch.dict(FLOAT8_OPS_TABLE, {torch.ops.aten.mm.default: product})
     with patched, mock.patch.object(float8_utils, "amax_to_scale", scale):
         yield seen
+
+
+def run(
+    plan: Plan,
+    recipe: str,
+    keep: str,
+    length: int,
+    steps: int,
+    *,
+    is_shared: bool = True,
+    is_exact: bool = True,
+    parts: int = 1,
+) -> Float8Run:
+    """Return the losses, the whole weights, and the scales of each role, under a plan or on one device.
+
+    Args:
+        plan: the fields of the plan; None for one device.
+        recipe: torchao's name of the recipe.
+        keep: a part of the names of layers that stay as they are.
+        length: the tokens of a row.
+        steps: the steps.
+        is_shared: whether ranks take maxima together, as they must.
+        is_exact: whether all but the casts to float8 is in float64; otherwise all is in float32, as torchao does it.
+        parts: the micro-batches in which one device computes a batch.
+    """
+    alone = mock.patch.object(float8, "maximum", lambda x, axis: x)
+    with contextlib.ExitStack() as stack:
+        scales: Scales = {}
+        if is_exact:
+            stack.enter_context(Float64())  # type: ignore[arg-type]
+            scales = stack.enter_context(exact_products())
+        if not is_shared:
+            stack.enter_context(alone)
+        model = build("llama", mlp_bias=True)
+        model = with_float8(model.double() if is_exact else model, recipe, keep=keep)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        data = [{name: x[:, :length] for name, x in batch.items()} for batch in batches(steps)]
+        model, optimizer, loader = distribute(plan, model, optimizer, data)
+
+        def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+            halves = [
+                dict(zip(batch, rows, strict=True))
+                for rows in zip(*(x.chunk(parts) for x in batch.values()), strict=True)
+            ]
+            return torch.stack([model(**half).loss * next_words(half) for half in halves]).sum() / next_words(batch)
+
+        how = (loss_of,) if parts > 1 else ()
+        losses = losses_of(model, optimizer, loader, *how)
+    tokens = 1 if plan is None else plan.get("dp", 1) * plan.get("cp", 1)
+    found = {}
+    for role, seen in scales.items():
+        # A pass that records shapes has fake tensors.
+        every = torch.cat([x.flatten() for x in seen if type(x) is Tensor] or [torch.zeros(0)])
+        # The gradient of a token that no loss uses is zero, and its scale that of torchao's smallest amax.
+        own = every[every < 1e12] * (tokens if role == "grad_output" else 1)
+        found[role] = own.unique().tolist()
+    return losses, weights_of(model, plan), found

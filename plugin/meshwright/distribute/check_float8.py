@@ -105,7 +105,8 @@ def _keep_out(layers: Mapping[str, Float8Linear], owners: set[nn.Module], owner:
 
 def _check_widths(structure: DecoderStructure, plan: ParallelPlan, layers: Mapping[str, Float8Linear]) -> None:
     for name, layer in layers.items():
-        part, whole = structure.parameters[f"{name}.weight"].local_shape, tuple(layer.weight.shape)
+        whole, layout = tuple(layer.weight.shape), structure.parameters.get(f"{name}.weight")
+        part = whole if layout is None else layout.local_shape
         if layer.config.emulate or not any(size % _MULTIPLE for size in part):
             continue
         raise PlanError(

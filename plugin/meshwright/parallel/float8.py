@@ -56,6 +56,10 @@ class Float8Layers:
 
     def __init__(self, model: nn.Module, mesh: Mesh):
         self.model = model
+        modules = model.modules()
+        self._linear = [
+            (m, name, child) for m in modules for name, child in m.named_children() if isinstance(child, nn.Linear)
+        ]
         # A rank with other tokens would have to run as many passes as this one.
         self.waits_for_tokens = False
         for _, module in float8_layers(model):
@@ -67,6 +71,8 @@ class Float8Layers:
 
     def check(self) -> None:
         """Raise if a layer was converted since, which has lost the hooks of the layer in whose place it is."""
+        if all(parent._modules.get(name) is child for parent, name, child in self._linear):
+            return
         for name, module in float8_layers(self.model):
             if is_held(module.weight) and kernel_of(module) is None:
                 raise PlanError(
@@ -89,7 +95,8 @@ class Float8Forward(LinearForward):
         if needs_weight and input.is_cuda:
             self._check_tokens(input.shape[:-1].numel())
         take = partial(self.weight_gradient, weight, saved.keep(input)) if needs_weight else None
-        return self.kernel.with_graph(input, weight, self.module._parameters.get("bias"), take)
+        y = self.kernel.with_graph(input, weight, self.module._parameters.get("bias"), take)
+        return y.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") and not y.is_cuda else y
 
     def _check_tokens(self, tokens: int) -> None:
         """Raise for a number of tokens of which torch._scaled_mm computes no gradient of the weight."""
