@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from meshwright.context.record import ContextRecord
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.coupled_rows import has_stock_loss
 from meshwright.parallel.head_losses import LossKind
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.token_loss import calls_cross_entropy
@@ -105,6 +106,13 @@ class Build:
     def beside(self) -> set[nn.Module]:
         """The modules that a forward pass may leave out, depending on its inputs; none without towers."""
         return modules_left_out(self.decoder, self.structure)
+
+    @property
+    def may_couple_rows(self) -> bool:
+        """Whether dp splits rows that a stock loss of unknown kind may compare with each other."""
+        is_known = self.loss is not None and self.config.loss_averages_over is None
+        is_cut = self.plan.pp > 1 or self.plan.cp > 1 or self.config.engine is not None
+        return self.plan.dp > 1 and not is_known and not is_cut and has_stock_loss(self.decoder)
 
     @property
     def is_split(self) -> bool:

@@ -107,7 +107,11 @@ class Space:
         if dp * cp > 1:
             ways.append((1, 1, dp))
             if region.pp == 1:
-                ways += [(stage, 1, dp) for stage in (2, 3) if stage <= self.most_zero]
+                # Packed weights are whole on every data rank.
+                is_packed = self.job.lora is not None and self.job.lora.quantised is not None
+                if is_packed:
+                    self.pruned.setdefault("zero=3", "a quantised base is not sharded over dp")
+                ways += [(stage, 1, dp) for stage in (2, 3) if stage <= self.most_zero - is_packed]
                 local = max(1, self.cluster.domain // (region.tp * cp))
                 if 1 < local < dp and dp % local == 0 and self.allow_future and self.most_zero == 3:
                     ways.append((3, dp // local, local))
@@ -172,8 +176,17 @@ class Space:
 
     def too_narrow(self, tp: int) -> str | None:
         """Return which width of the layers ``tp`` ranks cannot share in the job's precision; None if all are shared."""
-        narrow = next(self.shape.narrow(tp), None) if self.job.precision == "fp8" else None
-        return narrow and f"{narrow} over tp={tp} is no multiple of 16, which float8 needs"
+        for run in self.shape.runs if self.job.precision == "fp8" else ():
+            widths = (
+                ("hidden", run.hidden, run.hidden),
+                ("queries", run.query_width, run.query_width // tp),
+                ("keys", run.kv_width, run.local_kv_width(tp)),
+                ("ffn", run.ffn, run.ffn // tp),
+            )
+            for name, whole, part in widths:
+                if part % 16:
+                    return f"{name}={whole} over tp={tp} is no multiple of 16, which float8 needs"
+        return None
 
     def _cp_reason(self, cp: int) -> str | None:
         if cp == 1:
