@@ -33,6 +33,7 @@ from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
 from meshwright.parallel.autograd_graph import tensors_in, unused_parameters
+from meshwright.parallel.float8 import float8_layers
 from meshwright.parallel.gradient_buckets import Bucket, group_parameters, make_buckets
 from meshwright.parallel.gradient_sync import AllReduce, GradientSync
 from meshwright.parallel.mixed_rows import refused_option
@@ -331,6 +332,8 @@ def _problem_of_model(model: nn.Module) -> str | None:
             return f"{name or 'the model'} is wrapped by {found.pop()} already; pass the plain module"
     if option := refused_option(model):
         return option
+    if layer := next((name for name, _ in float8_layers(model)), None):
+        return f"{layer} is a float8 layer, whose scale is of the tokens of all ranks; use mw.to_distributed(model)"
     if find_runtime(model) is not None:
         return "the model was distributed by to_distributed, which synchronises its gradients already"
     tensors = [*model.named_parameters(), *model.named_buffers()]

@@ -73,7 +73,25 @@ def test_a_model_with_experts_is_read_from_its_modules(tmp_path: Path) -> None:
     assert traced.exit_code == 2 and "depends on their values" in traced.output
 
 
-@pytest.mark.parametrize(("gpu", "precision"), [("h100", "fp8"), ("b200", "fp4")])
+def test_a_precision_that_trains_after_a_call_says_the_call(config: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.yaml"
+    shown = run(config, f"--precision fp8 --save {saved}")
+    assert shown.exit_code == 0 and "matrix multiplications in fp8" in shown.output
+    assert "convert_to_float8_training" in shown.output and "--mixed_precision fp8" in shown.output and saved.exists()
+    traced = run(config, "--precision fp8 --trace")
+    assert traced.exit_code == 2 and "this version cannot trace in fp8 yet" in traced.output
+
+
+def test_widths_that_float8_does_not_take_after_tp_have_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "narrow.json"
+    path.write_text(json.dumps({**CONFIG, "intermediate_size": 2080}))  # 16 x 130
+    assert run(path, "--tp 2 --gpus 8 --precision fp8", "weigh").exit_code == 0
+    done = run(path, "--tp 4 --gpus 8 --precision fp8", "weigh")
+    assert done.exit_code == 2 and "ffn=2080 over tp=4 is no multiple of 16" in done.output, done.output
+    assert run(path, "--tp 4 --gpus 8", "weigh").exit_code == 0
+
+
+@pytest.mark.parametrize(("gpu", "precision"), [("b200", "fp4")])
 def test_a_precision_that_cannot_train_is_said_and_no_plan_is_saved(
     config: Path, tmp_path: Path, gpu: str, precision: str
 ) -> None:

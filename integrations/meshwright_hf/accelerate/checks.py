@@ -11,6 +11,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils.dataclasses import FP8BackendType
 from torch import nn
 
 from meshwright.distribute.check_quantised import is_packed, is_quantised, method_of
@@ -64,10 +65,11 @@ def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
     """
     _check_engines(accelerator, plan)
     _check_sizes(accelerator, plan)
-    if accelerator.mixed_precision == "fp8":
+    if accelerator.mixed_precision == "fp8" and accelerator.fp8_backend != FP8BackendType.AO:
         raise PlanError(
-            "Accelerator(mixed_precision='fp8') is not available under a plan: the scales of float8 would be those of "
-            "this rank's shards. Use mixed_precision='bf16'"
+            "Accelerator(mixed_precision='fp8') runs under a plan by torchao alone: another backend's scales would be "
+            "those of this rank's parts. Pass kwargs_handlers=[accelerate.utils.AORecipeKwargs()], which needs "
+            "pip install torchao, or use mixed_precision='bf16'"
         )
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         logger.warning("on this device mixed_precision='fp16' does nothing in accelerate; training is in float32")

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import get_mixed_precision_context_manager
+from accelerate.utils.ao import convert_model_to_fp8_ao
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,6 +29,7 @@ from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.mesh.process_group import device_for
 from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.runtime import Watch, device_of, find_runtime, no_sync, runtime_of
+from meshwright.parallel.float8 import float8_layers
 from meshwright.parallel.method_chain import add_step
 from meshwright.plan.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright_hf.accelerate.accelerator import InAutocast, PlannedAccelerator, become_planned
@@ -161,8 +163,14 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
         check_loader(loader, plan.dp, config.loader, is_global=accelerator.split_batches)
     if runtime is None and accelerator.device_placement and not any(p.is_meta for p in model.parameters()):
         model.to(accelerator.device)
+    if runtime is not None and accelerator.mixed_precision == "fp8" and not any(float8_layers(model)):
+        raise PlanError(
+            "Accelerator(mixed_precision='fp8') would convert the model's linear layers, but the model is distributed "
+            "already. Load it without a plan, and let prepare distribute it"
+        )
     if runtime is None:
-        to_distributed(model, given.optimizer, config=dataclasses.replace(config, plan=plan))
+        with _in_float8(accelerator, model):
+            to_distributed(model, given.optimizer, config=dataclasses.replace(config, plan=plan))
         runtime_of(model).logits.in_evaluation = is_picked
         runtime_of(model).plan_source = source
     elif given.optimizer is not None and find_runtime(given.optimizer) is not runtime:
@@ -174,6 +182,25 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
     become_planned(accelerator, config.loader)
     _equip(accelerator, plain)
     accelerator._models.append(plain)
+
+
+@contextlib.contextmanager
+def _in_float8(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Convert linear layers by the Accelerator's recipe for fp8, if it has one; undo it if the context raises."""
+    if accelerator.mixed_precision != "fp8":
+        yield
+        return
+    own = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    recipe = accelerator.ao_recipe_handler
+    # An option of FSDP2, on by default, which changes no number.
+    config = dataclasses.replace(recipe.config, enable_fsdp_float8_all_gather=False)
+    convert_model_to_fp8_ao(model, config=config, module_filter_func=recipe.module_filter_func)
+    try:
+        yield
+    except BaseException:
+        for parent, name, child in own:
+            setattr(parent, name, child)
+        raise
 
 
 def _prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Any:

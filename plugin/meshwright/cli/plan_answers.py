@@ -251,9 +251,11 @@ def _check_runs(found: Search, outputs: Outputs) -> None:
     for name in ("save", "emit", "trace"):
         if getattr(outputs, name) and not plan.runs_today:
             raise PlanError(f"--{name}: {plan.label} cannot run in this version; leave out --allow-future")
-        if getattr(outputs, name) and not found.job.trains_today:
+        is_able = found.trains_today and (name != "trace" or precision == "bf16")
+        if getattr(outputs, name) and not is_able:
+            verb = "trace" if found.trains_today else "train"
             raise PlanError(
-                f"--{name}: this version cannot train in {precision} yet, so {plan.label} would run in bf16, and take "
+                f"--{name}: this version cannot {verb} in {precision} yet, so {plan.label} would run in bf16, and take "
                 f"longer; write --precision bf16, or leave out --{name}"
             )
 

@@ -159,7 +159,7 @@ class JobOptions:
         f"Sequences per optimizer step, over all devices. {_SEVERAL}", default="64", metavar="N"
     )
     precision: JobPrecision = _of_job(
-        "Dtype of the layers' matrix multiplications; this version trains in bf16 alone.", default=JobPrecision.bf16
+        "Dtype of the layers' matrix multiplications; this version trains in bf16 and fp8.", default=JobPrecision.bf16
     )
     optimizer: str = _of_job(
         "Optimizer, whose state is counted: adamw, adamw8bit, adamw4bit, ademamix, schedule-free, lion, lion8bit, muon "

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from meshwright.context.masks import ContextMask
 from meshwright.context.record import ContextRecord, Place, map_tensors, mask_in, tensors_in
+from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch_schema import BORDERS
 from meshwright.parallel.block_boundary import hidden_states
@@ -61,6 +62,7 @@ class ContextRegion:
         self.parts = self._default = parts  # how the ranks share the last sequence
         self.length = 0  # the number of tokens of the last sequence
         self.keeps_parted = False  # whether the caller of the pass takes each rank's own tokens
+        self.takes_padding = True  # whether layers may compute with padding, which no token that counts may see
         self.joins = False  # whether passes join their tokens after the final norm, also those of a causal LM
         self.inputs: tuple[Tensor, ...] = ()  # what the caller passes for each token, ``[B, S, ...]``
         self._borders = RegionBorders(structure)
@@ -96,6 +98,7 @@ class ContextRegion:
             if is_first:
                 self.length = self._last_length = hidden.shape[1]
                 self.parts = self._parts_of(mask)
+                self._check_padding()
                 self._borders.begin()
             parts = self.parts
             if mask is not None:
@@ -130,6 +133,15 @@ class ContextRegion:
 
     def _is_input(self, x: Tensor) -> bool:
         return any(x is given or _is_view_of_all(x, given) for given in self.inputs)
+
+    def _check_padding(self) -> None:
+        held = self.parts.axis.size * sum(run.size for run in self.parts.runs(self.length))
+        if held != self.length and not self.takes_padding:
+            raise PlanError(
+                f"the sequence has {self.length} tokens, and ParallelPlan.cp={self.parts.axis.size} pads it to {held}; "
+                "the scales of float8 layers would see the padding. Pad the batch to a multiple of "
+                f"{2 * self.parts.axis.size}, without padding_free rows, or use cp=1"
+            )
 
     def _parts_of(self, mask: ContextMask | None) -> SequenceParts:
         work = None if mask is None else mask.work()

@@ -26,6 +26,7 @@ from meshwright.distribute.check_arguments import (
     check_reduction,
     check_router_loss,
 )
+from meshwright.distribute.check_float8 import check_float8
 from meshwright.distribute.check_launch import check_agreement, check_devices, check_launch
 from meshwright.distribute.check_quantised import check_quantised
 from meshwright.distribute.compiled_before import check_compiled, plain_module
@@ -173,6 +174,7 @@ def _distribute(
     cut = cut_of(decoder, structure, plan, rank=0)
     context = context_of(structure, plan)
     mixers = mixers_of(decoder, structure)
+    check_float8(decoder, plan, config, structure, mixers)
 
     guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)

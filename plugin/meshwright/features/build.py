@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.context.record import ContextRecord
-from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.coupled_rows import has_stock_loss
@@ -25,7 +24,7 @@ from meshwright.roles import Decoder
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks.adapted_experts import adapter_layouts
 from meshwright.roles.blocks.experts import expert_layouts
-from meshwright.roles.decoder import is_stack, layer_stack, modules_beside, towers_beside
+from meshwright.roles.decoder import all_towers, modules_left_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,21 +100,12 @@ class Build:
     @property
     def towers(self) -> tuple[nn.Module, ...]:
         """The towers beside the decoder, for images or sound; the whole model if its decoder is not known."""
-        if self.structure is not None:
-            return self.structure.towers
-        try:
-            _, layers = layer_stack(self.decoder)
-        except PlanError:  # no decoder
-            return (self.decoder,) if sum(map(is_stack, self.decoder.modules())) > 1 else ()
-        return tuple(towers_beside(self.decoder, tuple(layers)))
+        return all_towers(self.decoder, self.structure)
 
     @property
     def beside(self) -> set[nn.Module]:
         """The modules that a forward pass may leave out, depending on its inputs; none without towers."""
-        if self.decoder in self.towers:
-            return set(self.decoder.modules())
-        layers = layer_stack(self.decoder)[1] if self.structure is None else self.structure.layers
-        return modules_beside(self.decoder, layers) if self.towers else set()
+        return modules_left_out(self.decoder, self.structure)
 
     @property
     def may_couple_rows(self) -> bool:

@@ -14,6 +14,7 @@ from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.expert_counts import ExpertCounts
 from meshwright.parallel.expert_dispatch import ExpertDispatch
 from meshwright.parallel.expert_slices import OutputBiasOnce, SlicedExperts
+from meshwright.parallel.float8 import Float8Layers
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.generate_together import GenerateTogether
 from meshwright.parallel.longest_position import LongestPosition
@@ -77,7 +78,7 @@ def watch_passes(build: Build) -> None:
         hooked=runtime.features.add(hooked),
         statistics=BatchStatistics(build.decoder, lambda: runtime.plan),
         shares_weights=runtime.weights is not None,
-        shares_experts=plan.spreads_experts_over_dp,
+        shares_tokens=plan.spreads_experts_over_dp,
         towers_differ=runtime.leave_towers_out if plan.zero_stage and build.towers else None,
         is_split=build.is_split,
         format=runtime.features.get(BatchFormat),
@@ -94,6 +95,15 @@ def _compilable_layers(build: Build) -> CompilableLayers:
     refusal = why_not_compiled(found, build.plan, build.config.engine)
     is_whole = build.structure is None and (refusal is None or not found)
     return CompilableLayers(found, refusal=refusal, is_model_traceable=is_whole)
+
+
+def scale_float8(build: Build) -> None:
+    """Give float8 layers the scales of the whole tensors, of which ranks have parts."""
+    if build.runtime.mesh.size > 1:
+        layers = build.runtime.features.add(Float8Layers(build.model, build.runtime.mesh))
+        forward = build.runtime.features.get(ForwardState)
+        forward.check_layers = layers.check
+        forward.shares_tokens |= layers.waits_for_tokens
 
 
 def cut_blocks(build: Build) -> None:
@@ -137,7 +147,8 @@ def count_experts(build: Build) -> None:
 def generate_alike(build: Build) -> None:
     """Let all ranks take part in ``generate`` alike, and refuse it where they have parts of a pass."""
     runtime, spreads = build.runtime, build.plan.spreads_experts_over_dp
-    gathers = runtime.weights is not None
+    float8 = runtime.features.find(Float8Layers)
+    gathers = runtime.weights is not None or (float8 is not None and float8.waits_for_tokens)
     if runtime.mesh.row_copies == 1 and not (gathers or spreads):
         return
     for part in build.owners:

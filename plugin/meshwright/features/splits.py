@@ -17,6 +17,7 @@ from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.document_rows import RowDocuments
 from meshwright.parallel.flash_rows import FlashRows
+from meshwright.parallel.float8 import float8_layers
 from meshwright.parallel.loss_scale import LossScale
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.mixed_rows import POSITIONS, PositionsOfRows, splits_rows
@@ -45,6 +46,7 @@ def part_tokens(build: Build) -> None:
     # that backward runs again does not see the row's mask.
     balances = build.plan.context != "ulysses" and not (is_staged or build.towers or build.mixers)
     region = ContextRegion(build.structure, build.context, attention.parts, runtime.streams, balances=balances)
+    region.takes_padding = not any(float8_layers(build.model))
     gather_for_mixers(build.mixers, attention.parts, runtime.streams)
     step = ContextForward(
         build.decoder,

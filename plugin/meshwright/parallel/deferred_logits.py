@@ -113,13 +113,14 @@ class DeferringHead(ChainStep):
 
     @staticmethod
     def is_deferrable(head: Any) -> bool:
-        """Return whether a head is a linear layer with a kernel and a weight that is a parameter.
+        """Return whether a head is a linear layer with a kernel for chunks of tokens and a weight that is a parameter.
 
         A weight that is computed when it is read (a parametrization) may change by being read, so it is not.
         """
-        return (
-            isinstance(head, nn.Linear) and kernel_of(head) is not None and head._parameters.get("weight") is not None
-        )
+        if not isinstance(head, nn.Linear) or head._parameters.get("weight") is None:
+            return False
+        kernel = kernel_of(head)
+        return kernel is not None and kernel.is_token_wise
 
 
 class InHead:

@@ -54,7 +54,8 @@ class ForwardState:
         hooked: the search for the program's hooks inside the model, since a loss may be computed from what they record.
         statistics: the check for layers that would use the statistics of a part of the batch.
         shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
-        shares_experts: whether data-parallel ranks send each other tokens, so every rank must run each pass.
+        shares_tokens: whether data-parallel ranks send each other tokens, or their scales, so every rank must run each
+            pass.
         towers_differ: a callback for a pass in which only some data-parallel ranks have inputs of towers, such as
             images; None if these ranks need not know.
         is_split: whether a batch runs as several micro-batches.
@@ -63,6 +64,7 @@ class ForwardState:
         layers: the model's layers, which ``torch.compile(model)`` compiles.
         follow: a callback that handles parameters frozen or unfrozen since the last pass. It runs in each pass with
             gradients enabled, after the guard has compared the ranks.
+        check_layers: a callback that raises if the program has put layers without the plan's hooks in place of others.
     """
 
     model: nn.Module
@@ -78,13 +80,14 @@ class ForwardState:
     hooked: HookedModules
     statistics: BatchStatistics
     shares_weights: bool = False
-    shares_experts: bool = False
+    shares_tokens: bool = False
     towers_differ: Callable[[], None] | None = None
     is_split: bool = False
     format: BatchFormat
     longest: LongestPosition
     layers: CompilableLayers
     follow: Callable[[], None] = lambda: None
+    check_layers: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.dp = self.mesh.tokens
@@ -119,6 +122,7 @@ class ForwardState:
             return None  # this call is part of a running pass
         self._outermost = module
         self.layers.check_forward(module)
+        self.check_layers()
         self.statistics.check()
         trains = module.training and torch.is_grad_enabled()
         self._writes.begin(trains=trains)
@@ -181,7 +185,7 @@ class ForwardState:
             for axis in (self.mesh.tp, self.mesh.pp, self.comparison.tie):
                 if axis.size > 1:
                     self.comparison.compare_weights(axis)
-        runs_together = self.shares_weights or self.shares_experts
+        runs_together = self.shares_weights or self.shares_tokens
         if self.dp.size > 1 and (inputs.get("labels") is not None or runs_together):
             modules = (_of_embeddings(inputs),) if self.shares_weights else ()
             guard.meet(place, self.dp.group, *statements, *modules)

@@ -100,7 +100,7 @@ class Job:
     @property
     def trains_today(self) -> bool:
         """Whether this version's runtime can train in the precision."""
-        return self.precision == "bf16"
+        return self.precision in ("bf16", "fp8")
 
     @property
     def dtype(self) -> str:

@@ -102,8 +102,16 @@ def measured_notes(shape: ModelShape, job: Job) -> Iterator[str]:
 def notes(found: Search) -> Iterator[str]:
     """Yield the notes on the first choices: a precision that cannot run, merged plans, and other numerics of ties."""
     yield from measured_notes(found.shape, found.job)
-    if not found.job.trains_today:
-        yield f"this version cannot train in {found.job.precision} yet: it would run these plans in bf16, and slower"
+    if not found.trains_today:
+        what = "experts in " if found.job.trains_today else "in "
+        yield (
+            f"this version cannot train {what}{found.job.precision} yet: it would run these plans in bf16, and slower"
+        )
+    elif found.job.precision == "fp8":
+        yield (
+            "to train in fp8, convert the model before to_distributed, by torchao's convert_to_float8_training, or "
+            "launch a script of accelerate with --mixed_precision fp8; otherwise these plans run in bf16, and slower"
+        )
     for number, (choice, rest) in enumerate(zip(found.choices, found.repetitions, strict=False), 1):
         if rest:
             stages = " and ".join(f"zero{plan.zero_stage}" for plan in rest)

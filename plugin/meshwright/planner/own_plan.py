@@ -82,6 +82,8 @@ def weigh(
         check_plan(shape, plan)
         if plan.tp > 1 and space.no_tensor is not None:
             raise PlanError(f"{plan.label}: {space.no_tensor}")
+        if (reason := space.too_narrow(plan.tp)) is not None:
+            raise PlanError(f"{plan.label}: {reason}; write a smaller tp, or --precision bf16")
     model = StepModel(shape, cluster, profile.coefficients)
     weights = {plan: peak_memory(shape, plan, job) for plan in plans}
     choices = [choice_of(space, plan, model.step(plan, job), weights[plan]) for plan in plans]

@@ -76,7 +76,12 @@ class Search:
 
     def runs_today(self, plan: Candidate) -> bool:
         """Whether this version's runtime can run a plan in the precision of the job."""
-        return plan.runs_today and self.job.trains_today
+        return plan.runs_today and self.trains_today
+
+    @property
+    def trains_today(self) -> bool:
+        """Whether this version's runtime can train the model in the precision of the job; not experts in 8 bits."""
+        return self.job.trains_today and not (self.job.precision == "fp8" and self.shape.experts)
 
     def space(self, cluster: Cluster, job: Job, *, allow_future: bool = False) -> Space:
         """Return the candidates for the same model on another cluster, or for another job."""

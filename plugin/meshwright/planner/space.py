@@ -170,8 +170,23 @@ class Space:
             return f"crosses the fast domain of {domain} devices"
         if domain % tp and tp > 1:
             return f"is not a divisor of {domain}, the number of devices in the fast domain"
-        uneven = next(shape.uneven(tp), None)
-        return uneven and f"{uneven} is not divisible by {tp}"
+        if uneven := next(shape.uneven(tp), None):
+            return f"{uneven} is not divisible by {tp}"
+        return self.too_narrow(tp)
+
+    def too_narrow(self, tp: int) -> str | None:
+        """Return which width of the layers ``tp`` ranks cannot share in the job's precision; None if all are shared."""
+        for run in self.shape.runs if self.job.precision == "fp8" else ():
+            widths = (
+                ("hidden", run.hidden, run.hidden),
+                ("queries", run.query_width, run.query_width // tp),
+                ("keys", run.kv_width, run.local_kv_width(tp)),
+                ("ffn", run.ffn, run.ffn // tp),
+            )
+            for name, whole, part in widths:
+                if part % 16:
+                    return f"{name}={whole} over tp={tp} is no multiple of 16, which float8 needs"
+        return None
 
     def _cp_reason(self, cp: int) -> str | None:
         if cp == 1:

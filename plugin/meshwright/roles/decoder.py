@@ -149,6 +149,26 @@ def towers_of(model: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(towers_beside(model, tuple(layers)))
 
 
+def all_towers(model: nn.Module, structure: Decoder | None) -> tuple[nn.Module, ...]:
+    """Return the towers beside a decoder, for images or sound; the whole model if its decoder is not known."""
+    if structure is not None:
+        return structure.towers
+    try:
+        _, layers = layer_stack(model)
+    except PlanError:  # no decoder
+        return (model,) if sum(map(is_stack, model.modules())) > 1 else ()
+    return tuple(towers_beside(model, tuple(layers)))
+
+
+def modules_left_out(model: nn.Module, structure: Decoder | None) -> set[nn.Module]:
+    """Return the modules that a forward pass may leave out, depending on its inputs; none without towers."""
+    towers = all_towers(model, structure)
+    if model in towers:
+        return set(model.modules())
+    layers = layer_stack(model)[1] if structure is None else structure.layers
+    return modules_beside(model, layers) if towers else set()
+
+
 def ask(model: nn.Module, getter: str) -> nn.Module | None:
     """Return the module that a getter of a transformers model returns; None if the model does not implement it."""
     try:

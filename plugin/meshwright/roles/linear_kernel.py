@@ -29,6 +29,8 @@ class LinearKernel(ABC):
         output_dim: the dim of the weight that is the output.
         needs_bias: whether the layer's own forward fails if the bias is None.
         is_differentiable: whether autograd can differentiate :meth:`forward` itself.
+        is_token_wise: whether what it computes for a token depends on no other token, so that it may run in chunks.
+        casts_weight: whether the weight is cast to the dtype of ``x`` first; otherwise it comes in its own.
 
     Example:
         >>> class HalfKernel(LinearKernel):
@@ -46,6 +48,12 @@ class LinearKernel(ABC):
     output_dim: ClassVar[int] = 0
     needs_bias: ClassVar[bool] = False
     is_differentiable: ClassVar[bool] = False
+    is_token_wise: ClassVar[bool] = True
+    casts_weight: ClassVar[bool] = True
+
+    def of_dtype(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight as the methods take it beside an input of a dtype."""
+        return weight.to(dtype) if self.casts_weight else weight
 
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
@@ -131,13 +139,13 @@ class _LinearNode(TensorFunction):
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.kernel, ctx.take, ctx.dtype = kernel, take, x.dtype
-        return kernel.forward(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return kernel.forward(x, kernel.of_dtype(weight, x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Node, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         (weight,) = ctx.saved_tensors
-        of_input = ctx.kernel.input_gradient(gradient, weight.to(ctx.dtype)) if needs_input else None
+        of_input = ctx.kernel.input_gradient(gradient, ctx.kernel.of_dtype(weight, ctx.dtype)) if needs_input else None
         of_weight = ctx.take(gradient) if needs_weight and ctx.take is not None else None
         of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
         return of_input, of_weight, of_bias, None, None
@@ -146,6 +154,7 @@ class _LinearNode(TensorFunction):
 PLAIN = _PlainKernel()
 _KERNELS: dict[type[nn.Module], LinearKernel] = {nn.Linear: PLAIN}
 _TRANSPOSED = _TransposedKernel()
+_OWN = "_meshwright_kernel"  # the attribute of a layer with a kernel of its own
 
 
 def register_linear(kind: type[nn.Module], kernel: LinearKernel) -> None:
@@ -158,8 +167,16 @@ def register_linear(kind: type[nn.Module], kernel: LinearKernel) -> None:
     _KERNELS[kind] = kernel
 
 
+def set_kernel(module: nn.Module, kernel: LinearKernel) -> None:
+    """Give one layer a kernel of its own, which is copied with the layer."""
+    object.__setattr__(module, _OWN, kernel)
+
+
 def kernel_of(module: nn.Module) -> LinearKernel | None:
     """Return the kernel of a linear layer; None if only the layer's own forward knows how it computes."""
+    own: LinearKernel | None = vars(module).get(_OWN)
+    if own is not None:
+        return own
     for kind in type(module).__mro__:
         if kind in _KERNELS:
             return _KERNELS[kind] if type(module).forward is kind.forward else None

@@ -1,0 +1,121 @@
+"""Finds float8 layers whose numbers would differ from one device under a plan, and says what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.parallel.float8 import float8_layers
+from meshwright.parallel.structure import DecoderStructure
+from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+from meshwright.roles import Decoder
+from meshwright.roles.blocks.experts import routed_modules
+from meshwright.roles.decoder import modules_left_out
+
+if TYPE_CHECKING:
+    from torchao.float8.float8_linear import Float8Linear
+
+_MULTIPLE = 16  # of both widths of a weight, for torch._scaled_mm
+_LIBRARY = "torchao"
+
+
+def check_float8(
+    decoder: nn.Module,
+    plan: ParallelPlan,
+    config: ToDistributedConfig,
+    structure: Decoder | None,
+    mixers: Mapping[str, nn.Module],
+) -> None:
+    """Raise if a layer of low precision would not compute what it computes on one device.
+
+    Args:
+        decoder: the model, without adapters around it.
+        plan: the plan.
+        config: the options of the call.
+        structure: how the plan cuts the decoder; None if the plan does not cut it.
+        mixers: the modules of the layers with recurrences or convolutions over tokens, by name.
+
+    Raises:
+        PlanError: if there is such a layer; the message names it and the cure.
+    """
+    if plan.dims.world_size == 1:
+        return
+    check_kinds(decoder, str(plan))
+    layers = dict(float8_layers(decoder))
+    if not layers:
+        return
+    first = next(iter(layers))
+    if config.engine is not None:
+        raise PlanError(
+            f"{first} is a float8 layer, and under {config.engine} its scale would be that of this rank's tokens. "
+            "Train without the engine, or without convert_to_float8_training"
+        )
+    if config.compile is not None:
+        raise PlanError(
+            f"{first} is a float8 layer, whose scales are maxima over ranks, and compile={config.compile!r} would end "
+            "the graph at each of them. Leave compile out, or convert_to_float8_training"
+        )
+    for name, layer in layers.items():
+        if layer.config.enable_fsdp_float8_all_gather:
+            raise PlanError(
+                f"{name} has Float8LinearConfig(enable_fsdp_float8_all_gather=True), which is for torch's FSDP2: this "
+                "version gathers weights in their own dtype. Write enable_fsdp_float8_all_gather=False"
+            )
+    for name, module, _ in routed_modules(decoder):
+        _keep_out(layers, {module}, name, "not every rank has tokens for each expert")
+    for name, module in mixers.items():
+        _keep_out(layers, {module}, name, "its documents run as rows with padding between them")
+    beside = modules_left_out(decoder, structure)
+    _keep_out(layers, beside, "a tower", "only ranks whose rows have images or sound run it")
+    if isinstance(structure, DecoderStructure):
+        _check_widths(structure, plan, layers)
+
+
+def check_kinds(model: nn.Module, plan: str) -> None:
+    """Raise if a linear layer of torchao computes otherwise than by float8 with a scale for a tensor or a row.
+
+    Args:
+        model: the model.
+        plan: the plan, for the error.
+    """
+    known = {id(layer) for _, layer in float8_layers(model)}
+    for name, module in model.named_modules():
+        kind = type(module)
+        is_own = isinstance(module, nn.Linear) and kind.forward is not nn.Linear.forward and id(module) not in known
+        if is_own and kind.__module__.partition(".")[0] == _LIBRARY:
+            raise PlanError(
+                f"{name} is a {kind.__module__}.{kind.__name__}, and the plan {plan!r} would compute its scales from "
+                "parts of its tensors (MXFP8, NVFP4, blocks, int8). Use torchao.float8.convert_to_float8_training with "
+                "the recipe 'tensorwise' or 'rowwise' instead, or train in bf16"
+            )
+
+
+def _keep_out(layers: Mapping[str, Float8Linear], owners: set[nn.Module], owner: str, reason: str) -> None:
+    inside = {module for module in owners for module in module.modules()}
+    for name, layer in layers.items():
+        if layer in inside:
+            raise PlanError(
+                f"{name} is a float8 layer in {owner}, and its scales are maxima over ranks, but {reason}. Keep it in "
+                "16 bits. " + _keep(name)
+            )
+
+
+def _check_widths(structure: DecoderStructure, plan: ParallelPlan, layers: Mapping[str, Float8Linear]) -> None:
+    for name, layer in layers.items():
+        whole, layout = tuple(layer.weight.shape), structure.parameters.get(f"{name}.weight")
+        part = whole if layout is None else layout.local_shape
+        if layer.config.emulate or not any(size % _MULTIPLE for size in part):
+            continue
+        raise PlanError(
+            f"{name} has a weight of {whole[0]} x {whole[1]}, of which each rank of tp={plan.tp} has {part[0]} x "
+            f"{part[1]}, and float8 multiplies widths that are multiples of {_MULTIPLE}. Use a smaller tp, or keep the "
+            "layer in 16 bits. " + _keep(name)
+        )
+
+
+def _keep(name: str) -> str:
+    kind = name.rpartition(".")[2]
+    return f"Write convert_to_float8_training(model, module_filter_fn=lambda _, name: not name.endswith({kind!r}))"
