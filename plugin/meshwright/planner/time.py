@@ -15,6 +15,8 @@ from meshwright.planner.layer_time import REMOTE, LayerModel
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import SimulatedPipeline, pipeline_time
 
+_BUS = 25e9  # bytes per second from a device to its host and back: PCIe 4 x16
+_HOST_MEMORY = 25e9  # bytes per second of the host's memory for each device: a host of eight has about 200 GB/s
 _ROUNDING = 1 - 1e-9  # so that rounding does not lift a bound above the time that it equals
 
 
@@ -231,12 +233,14 @@ class StepModel(LayerModel):
         ]
 
     def optimizer(self, plan: Candidate, job: Job) -> float:
-        """Return the seconds of the optimizer step, which is bound by memory traffic."""
+        """Return the seconds of the optimizer step, which is bound by memory traffic, on the host also by the bus."""
         dense, experts = self.stage_parameters(plan)
         if plan.zero_stage:
             dense, experts = dense / (plan.shard * plan.cp), experts / plan.expert_shard
         gradient = plan.summed_bytes(job.gradient_bytes, own_runtime=job.own_runtime)
         traffic = (dense + experts) * (2 * job.optimizer_bytes + gradient + job.weight_bytes)
+        if plan.offload is not None:  # gradients and weights come to the host while it steps others
+            return max((dense + experts) * (gradient + job.weight_bytes) / _BUS, traffic / _HOST_MEMORY)
         return self.k.optimizer * traffic / self.memory_rate
 
 
