@@ -39,6 +39,7 @@ PUBLIC = {
     "Partial",
     "PeerFailedError",
     "PlanError",
+    "Preemption",
     "ProcessMesh",
     "Replicate",
     "Role",

@@ -49,6 +49,7 @@ FEATURES = (
     Feature(passes.cut_blocks, after=(passes.watch_passes,)),
     Feature(passes.spread_experts, after=(training.hold_shards,)),
     Feature(splits.part_tokens, after=(passes.cut_blocks,)),
+    Feature(splits.check_positions),
     Feature(splits.separate_documents),
     Feature(splits.part_features, after=(passes.cut_blocks, splits.part_tokens)),
     Feature(splits.share_towers, after=(passes.watch_passes,)),
