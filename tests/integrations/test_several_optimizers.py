@@ -51,9 +51,10 @@ def by_hand(plan: mw.ParallelPlan | None) -> dict[str, torch.Tensor]:
         late = torch.optim.lr_scheduler.StepLR(muon, 2, 0.5)
         for step, stepped in enumerate([(muon, adamw), (muon,), (adamw,), (adamw, muon)]):
             ids = tokens(4, 12, seed=step)
+            batch = {"input_ids": ids, "labels": labels_for(ids)}
             if plan is not None and plan.dp > 1:
-                ids = ids.chunk(plan.dp)[dist.get_rank() // (plan.tp * plan.pp) % plan.dp]
-            model(input_ids=ids, labels=labels_for(ids)).loss.backward()
+                batch = {name: x.chunk(plan.dp)[dist.get_rank()] for name, x in batch.items()}
+            model(**batch).loss.backward()
             mw.clip_grad_norm_(model, 0.5)
             for optimizer in stepped:
                 optimizer.step()
