@@ -23,6 +23,8 @@ PLANS = (
     ("dp2 zero1", "llama"),
     ("dp2 zero2", "llama"),
     ("dp2 zero3", "llama"),
+    ("dp2 zero1 offload=optimizer", "llama"),
+    ("dp2 zero3 offload=optimizer", "llama"),
     ("pp2 mb1", "llama"),
     ("cp2(ring)", "llama"),
     ("cp2(ulysses)", "llama"),

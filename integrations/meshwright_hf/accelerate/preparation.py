@@ -28,6 +28,7 @@ from meshwright.errors import PlanError
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.mesh.process_group import device_for
 from meshwright.monitor.monitor import Preparation, start_monitor
+from meshwright.optim.chained import ChainedOptimizer
 from meshwright.optim.runtime import Watch, device_of, find_runtime, no_sync, runtime_of
 from meshwright.parallel.float8 import float8_layers
 from meshwright.parallel.method_chain import add_step
@@ -63,8 +64,8 @@ def prepare(
 
     Args:
         accelerator: the script's Accelerator, changed in place.
-        objects: one model, its optimizer, any number of loaders and schedulers, in any order; other values, such as
-            None, are returned unchanged.
+        objects: one model, its optimizers, each for other parameters, any number of loaders and schedulers, in any
+            order; other values, such as None, are returned unchanged.
         config: the options of ``to_distributed``.
         plan: the plan, as in ``to_distributed``: a ParallelPlan, a plan in words ("dp2 tp2+sp zero1"), a dict or a
             path.
@@ -112,7 +113,7 @@ class _Objects:
     """The objects to prepare, by kind."""
 
     model: nn.Module | None
-    optimizer: Optimizer | None
+    optimizers: list[Optimizer]
     loaders: list[DataLoader[Any] | PlannedLoader]
     schedulers: list[LRScheduler]
 
@@ -120,23 +121,30 @@ class _Objects:
     def sort(objects: Sequence[Any]) -> _Objects:
         models = [value for value in objects if isinstance(value, nn.Module)]
         optimizers = [value for value in objects if isinstance(value, Optimizer)]
-        for name, values in (("models", models), ("optimizers", optimizers)):
-            if len(values) > 1:
-                raise PlanError(
-                    f"prepare got {len(values)} {name}, but a plan is for one model and its optimizer; call prepare "
-                    "once for each model that the plan is to distribute, and accelerator.prepare_model for others"
-                )
+        if len(models) > 1:
+            raise PlanError(
+                f"prepare got {len(models)} models, but a plan is for one model and its optimizers; call prepare once "
+                "for each model that the plan is to distribute, and accelerator.prepare_model for others"
+            )
         return _Objects(
             model=models[0] if models else None,
-            optimizer=optimizers[0] if optimizers else None,
+            optimizers=optimizers,
             loaders=[value for value in objects if isinstance(value, DataLoader | PlannedLoader)],
             schedulers=[value for value in objects if isinstance(value, LRScheduler)],
         )
 
+    @functools.cached_property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer of the model: of several, the chain of which the program steps each."""
+        if len(self.optimizers) > 1 and not any(find_runtime(optimizer) for optimizer in self.optimizers):
+            return ChainedOptimizer(*self.optimizers)
+        return self.optimizers[0] if self.optimizers else None
+
     @property
     def named(self) -> list[tuple[str, Any]]:
         loaders = [("a loader", loader) for loader in self.loaders]
-        return [("the optimizer", self.optimizer), *loaders, *(("a scheduler", value) for value in self.schedulers)]
+        optimizers = [("the optimizer", optimizer) for optimizer in self.optimizers]
+        return [*optimizers, *loaders, *(("a scheduler", value) for value in self.schedulers)]
 
 
 def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributedConfig) -> None:

@@ -24,6 +24,7 @@ from meshwright.checkpoint.sealed.seal import NAME as SEAL
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import Watch, find_runtime, runtime_of
+from meshwright.optim.state_parts import unwrapped
 from meshwright.parallel.dropout_streams import STREAMS, DropoutStreams
 from meshwright.schema import anything, integer, listed, maybe, record, require, table
 from meshwright.temporarily import temporarily
@@ -131,8 +132,14 @@ def _check_stock(accelerator: Accelerator, folder: Path) -> None:
 def load_stock_optimizers(accelerator: Accelerator, folder: Path) -> None:
     """Restore the states of the planned optimizers that accelerate's own class saved."""
     for model, optimizer in _pairs(accelerator):
-        wrappers = [wrapper.optimizer for wrapper in accelerator._optimizers]
-        number = next(i for i, other in enumerate(wrappers) if other is optimizer)
+        wrappers = [unwrapped(wrapper) for wrapper in accelerator._optimizers]
+        if (count := sum(other is optimizer for other in wrappers)) > 1:
+            raise CheckpointError(
+                f"{folder} has the states of {count} optimizers of one model in files of accelerate's own, each with "
+                "its own numbering of the parameters, which a plan cannot read; resume from a folder that "
+                "accelerator.save_state wrote under a plan"
+            )
+        number = wrappers.index(optimizer)
         path = folder / _numbered("optimizer", number, "bin")
         check_pickle(path)
         load_stock_optimizer(model, optimizer, path)
@@ -228,9 +235,9 @@ def _folder(models: list[nn.Module], model: nn.Module, directory: str | os.PathL
 
 
 def _pairs(accelerator: Accelerator) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
-    """Return (model, optimizer) for each planned model that has an optimizer."""
+    """Return (model, optimizer) for each planned model that has an optimizer, or several as one."""
     models = {id(find_runtime(model)): model for model in planned_models(accelerator)}
-    inner = [optimizer.optimizer for optimizer in accelerator._optimizers]
+    inner = dict.fromkeys(unwrapped(optimizer) for optimizer in accelerator._optimizers)
     return [(models[id(runtime)], optimizer) for optimizer in inner if (runtime := find_runtime(optimizer)) is not None]
 
 

@@ -113,8 +113,10 @@ def held_memory(model: nn.Module, optimizer: Optimizer | None, runtime: Runtime)
     gradients = _bytes((p.grad for p in [*own, *shards] if isinstance(p.grad, Tensor)), seen)
     state: list[Any] = [] if optimizer is None else [x for s in optimizer.state.values() for x in _leaves(s)]
     stepped = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
-    kept = _bytes([*copies, *(x for x in [*state, *stepped] if isinstance(x, Tensor))], seen)
-    peak = peak_memory(device_of(model))
+    device = device_of(model)
+    on_device = (x for x in [*state, *stepped] if isinstance(x, Tensor) and x.device.type == device.type)
+    kept = _bytes([*copies, *on_device], seen)  # with offload the host has the rest
+    peak = peak_memory(device)
     rest = max(0.0, peak - weights - gradients - kept)
     return HeldMemory(weights=weights, gradients=gradients, optimizer=kept, rest=rest, peak=peak)
 

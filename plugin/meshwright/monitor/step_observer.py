@@ -22,6 +22,7 @@ from meshwright.faults import interpose
 from meshwright.monitor.figures import RankFigures
 from meshwright.monitor.held_memory import peak_memory
 from meshwright.monitor.parts import CudaParts, HostParts
+from meshwright.optim.chained import members, stepping
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.output_loss import loss_of
@@ -196,6 +197,8 @@ class StepObserver:
 
     def _leads(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer's step counts as the model's; of several optimizers, only that of the first."""
+        if members(optimizer)[0] not in stepping(optimizer):
+            return False
         if self._lead is not None and (lead := self._lead()) is not None:
             return lead is optimizer
         is_own = find_runtime(optimizer) is self._runtime

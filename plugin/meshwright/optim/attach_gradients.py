@@ -16,7 +16,7 @@ from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.process_group import ensure_process_group, world_size
 from meshwright.mesh.process_mesh import ProcessMesh
-from meshwright.optim.chained import members
+from meshwright.optim.chained import ChainedOptimizer, members
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.modes import follow_modes
@@ -86,10 +86,12 @@ def install_gradient_sync(
             gradients.whole = whole
         if runtime.weights is not None:
             optimizer.register_step_post_hook(runtime.weights.release)
-        guard_optimizer(optimizer, runtime)
         StepWindow().over(optimizer)
+        if isinstance(optimizer, ChainedOptimizer):
+            optimizer.step_together()
         for each in {optimizer, *members(optimizer)}:
             attach(each, runtime)
+            guard_optimizer(each, runtime)
             follow_modes(each, runtime, host)
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+_CHAIN = "_meshwright_chain"
+
 
 class ChainedOptimizer(Optimizer):
     """Several optimizers that step one after the other, as one optimizer for the whole model.
 
     It has the groups and the state of all of them, so a scheduler, a scaler, ``zero_grad`` and a checkpoint reach each.
-    Nothing is copied: a group of the chain is the group of its optimizer.
+    Nothing is copied: a group of the chain is the group of its optimizer. A program may also step and clear the
+    optimizers by themselves, in any order, as it did before they were chained.
 
     Args:
         optimizers: the optimizers, each of other parameters, in the order in which they step.
@@ -33,6 +37,8 @@ class ChainedOptimizer(Optimizer):
         if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
             raise ValueError("ChainedOptimizer takes torch optimizers: ChainedOptimizer(Muon(...), AdamW(...))")
         self.optimizers = optimizers
+        self._alone: Optimizer | None = None  # the only one that steps now
+        self._steps: dict[int, Callable[[], object]] = {}  # of a distributed chain, whose optimizers step as its parts
         super().__init__([group for each in optimizers for group in each.param_groups], {})
         for each in optimizers:
             self.state.update(each.state)
@@ -53,9 +59,21 @@ class ChainedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for each in self.optimizers:
-            each.step()
+        for each in stepping(self):
+            each.__dict__["_opt_called"] = True  # what a scheduler of one of them asks for
+            self._steps.get(id(each), each.step)()
         return loss
+
+    def step_together(self) -> None:
+        """Make a step of one of the optimizers a step of the chain in which the others do nothing.
+
+        A distributed chain has hooks, which bring gradients to the optimizers and weights to the model.
+        """
+        for each in self.optimizers:
+            if id(each) not in self._steps:
+                self._steps[id(each)] = each.step
+                each.step = types.MethodType(_step_alone, each)  # type: ignore[method-assign]
+                each.__dict__[_CHAIN] = self
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise, except for the groups that the optimizers already have: add others to an optimizer before."""
@@ -68,6 +86,37 @@ class ChainedOptimizer(Optimizer):
         self._share()
         for each in self.optimizers:
             each.__setstate__({"state": self.state, "param_groups": each.param_groups})
+
+
+def stepping(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Return the optimizers of a chain that step now, or the optimizer itself."""
+    alone = optimizer._alone if isinstance(optimizer, ChainedOptimizer) else None
+    return members(optimizer) if alone is None else (alone,)
+
+
+def groups_of(optimizer: Optimizer, chain: Optimizer) -> list[int]:
+    """Return the indices of an optimizer's groups among those of its chain, or of itself."""
+    own = {id(group) for group in optimizer.param_groups}
+    return [index for index, group in enumerate(chain.param_groups) if id(group) in own]
+
+
+def chain_of(optimizer: Optimizer) -> Optimizer:
+    """Return the distributed chain of which an optimizer is a part, or the optimizer itself."""
+    chain: Optimizer = optimizer.__dict__.get(_CHAIN, optimizer)
+    return chain
+
+
+def _step_alone(optimizer: Optimizer, *args: Any, **kwargs: Any) -> object:
+    """Step an optimizer of a distributed chain, in the place of its own method."""
+    chain: ChainedOptimizer = optimizer.__dict__[_CHAIN]
+    chain._alone = optimizer
+    try:
+        return chain.step(*args, **kwargs)
+    finally:
+        chain._alone = None
+
+
+_step_alone._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's schedulers warn of other methods
 
 
 def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:

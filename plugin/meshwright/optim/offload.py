@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.optim.chained import members
+from meshwright.optim.chained import stepping
 from meshwright.optim.host_copy import HostCopy, SideStream
 from meshwright.optim.reads import ELEMENTWISE
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket
@@ -117,15 +117,13 @@ class HostSteps:
         if any(id(p) in own for index in self._whole for p in groups[index]["params"]):
             return
         of_bucket = [[p for p in group["params"] if id(p) in own] for group in groups]
-        stepping = [
-            each for each in members(self._optimizer) if any(_has_any(group, own) for group in each.param_groups)
-        ]
-        if not all(any(type(each).step is known.step for known in ELEMENTWISE) for each in stepping):
+        found = [each for each in stepping(self._optimizer) if any(_has_any(group, own) for group in each.param_groups)]
+        if not found or not all(any(type(each).step is known.step for known in ELEMENTWISE) for each in found):
             return
         lists = [group["params"] for group in groups]
         _set_parameters(self._optimizer, of_bucket)
         try:
-            for each in stepping:
+            for each in found:
                 inspect.unwrap(type(each).step)(each)  # without its hooks, which run once in each step
         finally:
             _set_parameters(self._optimizer, lists)

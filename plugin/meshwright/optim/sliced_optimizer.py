@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
+from meshwright.optim.chained import groups_of, members
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, Slice
 
 
@@ -67,11 +68,21 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
 
     optimizer.register_step_post_hook(publish)
 
-    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        reduction.clear((p for group in reduction.groups for p in group), set_to_none=set_to_none)
-
     def add_param_group(self: Optimizer, param_group: dict[str, object]) -> None:
         raise OptimizerMismatchError("parameters cannot be added to a sharded optimizer; add them before sharding it")
 
-    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
-    optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
+    for each in {optimizer, *members(optimizer)}:
+        clear = _ClearGradients(reduction, groups_of(each, optimizer))
+        each.zero_grad = types.MethodType(clear, each)  # type: ignore[method-assign]
+        each.add_param_group = types.MethodType(add_param_group, each)  # type: ignore[method-assign]
+
+
+class _ClearGradients:
+    """Clears the gradients of the parameters of some of an optimizer's groups, in the place of ``zero_grad``."""
+
+    def __init__(self, reduction: ReduceScatter, groups: list[int]):
+        self._reduction, self._groups = reduction, groups
+
+    def __call__(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        parameters = (p for index in self._groups for p in self._reduction.groups[index])
+        self._reduction.clear(parameters, set_to_none=set_to_none)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.mesh.axes import Mesh
+from meshwright.optim.chained import chain_of
 from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.runtime import Runtime, find_runtime
@@ -120,10 +121,10 @@ def _part(parameter: nn.Parameter, name: str, gradients: Gradients) -> Part:
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside of wrappers that have it as ``.optimizer``, such as accelerate's."""
+    """Return the optimizer inside of wrappers that have it as ``.optimizer``, such as accelerate's; or its chain."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
-    return optimizer
+    return chain_of(optimizer)
 
 
 def _common_runtime(model: nn.Module, optimizer: Optimizer) -> Runtime:

@@ -22,7 +22,7 @@ from meshwright.layout.blocks import StridedBlock, numel
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
-from meshwright.optim.chained import members
+from meshwright.optim.chained import groups_of, members, stepping
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.overrides import follow_overrides
 from meshwright.parallel.collectives import start_all_to_all_uneven
@@ -117,6 +117,10 @@ class WholeSteps:
                 f"{type(optimizer).__name__}.step(closure) computes gradients inside of the step, but parameters are "
                 "sent to the ranks that step them before it. Call loss.backward(), and then optimizer.step()"
             )
+        self._parts = []
+        stepped = {index for each in stepping(optimizer) for index in groups_of(each, optimizer)}
+        if stepped.isdisjoint(self._groups):
+            return  # of a chain, another optimizer steps alone
         with torch.no_grad(), reading_shards():
             self._gather()
         self._parts = [optimizer.param_groups[index]["params"] for index in self._groups]
@@ -125,6 +129,8 @@ class WholeSteps:
             optimizer.param_groups[index]["params"] = [whole for whole in own if whole is not None and whole.numel()]
 
     def _close(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._parts:
+            return
         for index, parts in zip(self._groups, self._parts, strict=True):
             optimizer.param_groups[index]["params"] = parts
         with torch.no_grad(), reading_shards():

@@ -17,6 +17,8 @@ from meshwright.planner.optimizers import orthogonalised
 from meshwright.planner.shapes import LayerShape, ModelShape
 from meshwright.planner.simulate import SimulatedPipeline, pipeline_time
 
+_BUS = 25e9  # bytes per second from a device to its host and back: PCIe 4 x16
+_HOST_MEMORY = 25e9  # bytes per second of the host's memory for each device: a host of eight has about 200 GB/s
 _ROUNDING = 1 - 1e-9  # so that rounding does not lift a bound above the time that it equals
 
 
@@ -247,7 +249,10 @@ class StepModel(LayerModel):
         ]
 
     def optimizer(self, plan: Candidate, job: Job) -> float:
-        """Return the seconds of the optimizer step, which is bound by memory traffic unless it multiplies matrices."""
+        """Return the seconds of the optimizer step, which is bound by memory traffic unless it multiplies matrices.
+
+        On the host, it is also bound by the bus, over which gradients and weights come while it steps others.
+        """
         dense, experts = self.trained_parameters(plan, job)
         if plan.zero_stage:
             dense, experts = dense / (plan.shard * plan.cp), experts / plan.expert_shard
@@ -257,6 +262,9 @@ class StepModel(LayerModel):
         if job.optimizer != "adamw":
             state += job.kind.per_element(4) - 8
         traffic = (dense + experts) * (2 * state + gradient + job.trained_bytes)
+        if plan.offload is not None:
+            arriving = (dense + experts) * (gradient + job.trained_bytes)
+            return max(arriving / _BUS, traffic / _HOST_MEMORY) + self._whole_steps(plan, job)
         return self.k.optimizer * traffic / self.memory_rate + self._whole_steps(plan, job)
 
     def _whole_steps(self, plan: Candidate, job: Job) -> float:
