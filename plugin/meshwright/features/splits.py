@@ -19,6 +19,7 @@ from meshwright.parallel.document_rows import RowDocuments
 from meshwright.parallel.flash_rows import FlashRows
 from meshwright.parallel.loss_scale import LossScale
 from meshwright.parallel.method_chain import add_step
+from meshwright.parallel.mixed_rows import POSITIONS, PositionsOfRows, splits_rows
 from meshwright.parallel.shared_tower import SharedTower, shares_towers
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.tensor_parallel import SequenceRegion
@@ -54,6 +55,15 @@ def part_tokens(build: Build) -> None:
         ),
     )
     add_step(build.decoder, step)
+
+
+def check_positions(build: Build) -> None:
+    """Refuse positions that depend on other rows, where a pass has some of the rows of a batch."""
+    if not splits_rows(build.plan):
+        return
+    for module in build.decoder.modules():
+        if callable(getattr(module, POSITIONS, None)):
+            add_step(module, PositionsOfRows(module, build.plan), POSITIONS)
 
 
 def separate_documents(build: Build) -> None:

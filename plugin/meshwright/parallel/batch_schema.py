@@ -302,7 +302,9 @@ def example(signature: inspect.Signature, *, rows: int, length: int) -> dict[str
         length: the number of tokens in each row.
     """
     required = [
-        name for name, x in signature.parameters.items() if x.default is x.empty and name in (*PER_TOKEN, "labels")
+        name
+        for name, x in signature.parameters.items()
+        if x.default is x.empty and (name in (*PER_TOKEN, "labels") or name.endswith("_input_ids"))
     ]
     batch: dict[str, object] = {name: torch.full((rows, length), int("mask" in name)) for name in required}
     optional = {"input_ids": torch.zeros(rows, length, dtype=torch.int64), "use_cache": False}
