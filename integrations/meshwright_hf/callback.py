@@ -85,8 +85,8 @@ class MeshwrightCallback(TrainerCallback):
         # The peak FLOPs of a CPU are not known.
         self._peak = None if device.type == "cpu" else device_at_hand(device).flops
         self._count_tokens_of(args, model)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        if device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(device)
         self._since = time.perf_counter()
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **given: Any) -> None:

@@ -29,6 +29,7 @@ from meshwright.parallel.flash_rows import FlashRows
 from meshwright.parallel.sequence_parts import TokenRun
 from support.exact import Float64, relative_difference
 from support.flash_kernel import hidden_pairs, installed, with_flash
+from support.models import build as build_with_traits
 from support.models import labels_for, tokens
 from support.parity import pool_for
 from support.replicas import uncompared
@@ -53,7 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "glm4": {},
     "starcoder2": {},
-    "stablelm": {},
+    "arcee": {},
     "smollm3": {},
     "exaone4": {},
     "helium": {},
@@ -209,7 +210,7 @@ def test_blocks_hold_each_pair_of_a_window_once(window: int, documents: Document
 
 def message_of(plan: dict[str, Any], family: str, batch: dict[str, Any], **traits: Any) -> str:
     with Float64(), installed():
-        make: Any = build_with_experts if family in SINKS else build
+        make: Any = build_with_experts if family in SINKS else build_with_traits if traits else build
         model: Any = with_flash(make(family, **traits).double().train(), TWO)
         with pytest.raises(PlanError) as error:
             model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]

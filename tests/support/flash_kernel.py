@@ -283,11 +283,15 @@ def installed() -> Iterator[None]:
     three = {f.__name__: getattr(Three, f.__name__) for f in two}
     packages["flash_attn_interface"] = _module("flash_attn_interface", flash_attn_with_kvcache=None, **three)
     with (
-        mock.patch.dict(sys.modules, packages),
         mock.patch.object(stock, "is_flash_attn_2_available", lambda: True),
         mock.patch.object(stock, "_loaded_implementation", None),
     ):
-        yield
+        sys.modules.update(packages)  # no patch of the dict, which would drop what is imported meanwhile
+        try:
+            yield
+        finally:
+            for name in packages:
+                del sys.modules[name]
 
 
 def with_flash(model: Any, implementation: str = "flash_attention_2") -> Any:

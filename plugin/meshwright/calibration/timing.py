@@ -41,8 +41,8 @@ class Probe:
 
 def synchronise(device: torch.device) -> None:
     """Wait until the device has finished its queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def seconds_of(run: Run, device: torch.device, repeats: int = 1) -> float:

@@ -96,7 +96,7 @@ class OneLength:
         self, collate: Collate, dp: Axis, *, pins: bool = False, gather: Callable[[Any], list[Any]] | None = None
     ):
         self._collate, self._dp = collate, dp
-        self._pins = pins and torch.cuda.is_available()
+        self._pins = pins and torch.accelerator.is_available()
         self._gather = gather
         self._has_no_rows = self._is_off = self._has_warned = False
 

@@ -73,7 +73,7 @@ def separate_documents(build: Build) -> None:
     documents = RowDocuments.over(build.decoder, build.mixers, is_told=build.runtime.mesh.is_first)
     if documents is not None:
         build.runtime.features.add(documents)
-    FlashRows.over(build.decoder, is_told=build.runtime.mesh.is_first)
+    FlashRows.over(build.decoder, is_told=build.runtime.mesh.is_first, parts_tokens=build.context is not None)
 
 
 def part_features(build: Build) -> None:

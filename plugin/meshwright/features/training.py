@@ -21,6 +21,7 @@ from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.recompute import recompute_layers, recompute_switch
+from meshwright.parallel.replaced_forward import check_replaced_forward
 from meshwright.parallel.replay import AttachesReplay, Replay
 from meshwright.parallel.router_record import forward_with_router_loss
 from meshwright.parallel.routing_replay import ReplayedBlock
@@ -80,6 +81,8 @@ def average_loss(build: Build) -> None:
         loss.region = runtime.features.find(ContextRegion)
     routers = None if build.cut is None else build.cut.order.routers
     has_parts = runtime.mesh.tokens.size * runtime.mesh.tp.size > 1 or build.is_split
+    if has_parts and (build.loss.is_causal_lm or build.loss.is_function):
+        check_replaced_forward(build.decoder, mean)
     forward = forward_with_router_loss(build.decoder) if build.loss.is_function and has_parts else None
     if forward is not None and (build.cut is None or routers is not None):
         region = runtime.features.find(ContextRegion)

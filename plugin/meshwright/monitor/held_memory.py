@@ -141,8 +141,8 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> float:
 
 def peak_memory(device: torch.device) -> float:
     """Return this rank's largest memory so far in bytes: of its GPU, or of the process on CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
+    if device.type != "cpu":
+        return float(torch.accelerator.max_memory_allocated(device))
     try:
         import resource
     except ImportError:  # Windows

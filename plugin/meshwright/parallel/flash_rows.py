@@ -28,7 +28,6 @@ _PIP = {
     "flash_attention_3": "build it in the folder hopper of github.com/Dao-AILab/flash-attention",
     "flash_attention_4": "pip install flash-attn-4",
 }
-_CURE = "give the model one row of documents at a time, or load it with attn_implementation='sdpa'"
 
 
 def is_flash(stock: Callable[..., object]) -> bool:
@@ -85,22 +84,25 @@ class FlashRows(BatchStep):
     Args:
         model: the model.
         is_told: whether this process says that documents are kept apart.
+        parts_tokens: whether a rank has a part of the tokens of a row, so that attention cannot read positions. Some
+            models make their masks without positions, too.
     """
 
     order = StepOrder.BORDERS
 
-    def __init__(self, model: nn.Module, *, is_told: bool):
+    def __init__(self, model: nn.Module, *, is_told: bool, parts_tokens: bool):
         super().__init__(model)
         self.now: Documents | None = None
+        self._parts_tokens = parts_tokens
         self._is_told, self._checked = is_told, set[str]()
         self._takes_any = any(x.kind is x.VAR_KEYWORD for x in self.signature.parameters.values())
 
     @classmethod
-    def over(cls, model: nn.Module, *, is_told: bool) -> None:
+    def over(cls, model: nn.Module, *, is_told: bool, parts_tokens: bool) -> None:
         """Add the step to a model that calls a flash attention package."""
         if flash_implementation(model) is None:
             return
-        step = cls(model, is_told=is_told)
+        step = cls(model, is_told=is_told, parts_tokens=parts_tokens)
         add_step(model, step)
         for name, module in model.named_modules():
             if hasattr(module, "is_causal"):
@@ -128,7 +130,7 @@ class FlashRows(BatchStep):
         mask = batch.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             documents = Documents.of(batch)
-            return documents if documents is not None and documents.rows > 1 else None
+            return documents if documents is not None and (documents.rows > 1 or self._parts_tokens) else None
         documents = Documents.of({name: x for name, x in batch.items() if name != "attention_mask"})
         # A row without padding is packed or not, depending on the other rows of its call.
         if documents is not None and any(
@@ -143,7 +145,7 @@ class FlashRows(BatchStep):
     def _borders_of(self, documents: Documents) -> dict[str, Any]:
         if not self._takes_any:
             raise self._refusal(f"{type(self.model).__name__} takes no cu_seq_lens_q")
-        if self._is_told:
+        if self._is_told and documents.rows > 1:
             self._is_told = False
             logger.warning(
                 "the rows have several documents, which the stock %s lets see each other under flash attention if a "
@@ -158,6 +160,7 @@ class FlashRows(BatchStep):
 
     def _refusal(self, what: str) -> PlanError:
         return PlanError(
-            f"a call has several rows of several documents, and {what}, so flash attention would let the documents see "
-            f"each other. Use ParallelPlan(micro_batch_size=1), or {_CURE}"
+            f"the rows of a call have several documents, and {what}, so flash attention would let the documents see "
+            "each other. Without cp, use ParallelPlan(micro_batch_size=1). Or load the model with "
+            "attn_implementation='sdpa'"
         )

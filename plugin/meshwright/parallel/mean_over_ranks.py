@@ -166,6 +166,11 @@ class GlobalMean:
     def _of_next(self) -> Callable[[Tensor], None] | None:
         return None if self.gradients is None else self.gradients.of_next()
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a mean was computed that :meth:`returned` has not seen."""
+        return self._last is not None or self._added is not None
+
     def returned(self, loss: Tensor | None) -> bool:
         """Return whether a loss is the last mean and :meth:`added` alone; also True for a loss without a graph."""
         known, self._last, self._added = {self._last, self._added}, None, None

@@ -131,7 +131,7 @@ class StreamReader(Reader):
 
     def _collate(self, samples: list[Any]) -> Any:
         batch = self._loader.collate_fn(samples)
-        if self._loader.pin_memory and torch.cuda.is_available():
+        if self._loader.pin_memory and torch.accelerator.is_available():
             return map_tensors(batch, Tensor.pin_memory)
         return batch
 

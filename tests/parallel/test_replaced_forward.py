@@ -1,0 +1,54 @@
+"""A forward that another package has put in place is exact, or an error if it leaves out the loss function."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.modeling_outputs import CausalLMOutput
+
+import meshwright as mw
+from meshwright.errors import PlanError
+from support.exact import Float64
+from support.models import build, labels_for, tokens
+
+
+def fused(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **options: Any) -> Any:
+    """Head and loss in one, as kernels for GPUs compute them: from the weight, without the loss function."""
+    hidden = self.model(input_ids, **options).last_hidden_state
+    assert labels is not None
+    logits = F.linear(hidden[:, :-1], self.lm_head.weight)
+    return CausalLMOutput(loss=F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
+
+
+def calling_the_function(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
+    logits = self.lm_head(self.model(input_ids).last_hidden_state)
+    loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+    return CausalLMOutput(loss=loss, logits=logits)
+
+
+def model_with(forward: Any) -> Any:
+    forward.__module__ = "kernels_of_others"
+    model: Any = build("llama").double()
+    model.forward = MethodType(forward, model)
+    return model
+
+
+BATCH = {"input_ids": tokens(4, 9), "labels": labels_for(tokens(4, 9))}
+PLAN = mw.ParallelPlan(micro_batch_size=1)
+
+
+def test_a_forward_without_the_loss_function_is_refused() -> None:
+    model = mw.to_distributed(model_with(fused), plan=PLAN)[0]
+    with pytest.raises(PlanError, match=r"kernels_of_others\.fused"):
+        model(**BATCH)
+
+
+def test_a_forward_with_the_loss_function_is_exact() -> None:
+    with Float64():
+        expected = build("llama").double()(**BATCH).loss
+        loss = mw.to_distributed(model_with(calling_the_function), plan=PLAN)[0](**BATCH).loss
+    assert abs(loss.item() - expected.item()) <= 1e-12  # only the order of the sum over the micro-batches differs
