@@ -31,6 +31,7 @@ def page(
     changed: Sequence[explain.Change] | None = None,
     model: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    compared: Sequence[tuple[str, ...]] = (),
 ) -> str:
     """Return the whole answer as one HTML page, which is also well-formed XML.
 
@@ -39,6 +40,7 @@ def page(
         changed: result of ``explain.changes``; computed if not given.
         model: what the page's commands give to ``--model`` (default: the model's name).
         progress: a function that is called with the number of slider settings computed so far, and their total number.
+        compared: the table of ways to train the model, its heading first.
 
     Raises:
         PlanError: no plan fits.
@@ -62,6 +64,7 @@ def page(
         sliders=_sliders(settings),
         reasons=_reasons(found),
         changes=rows,
+        compared={"head": compared[0], "rows": compared[1:]} if compared else None,
         settings=f"{settings.ranges.count:,}",
         footer=f"{explain.error_band(found)} {found.considered:,} legal plans, {found.weighed:,} weighed, "
         f"{found.simulated:,} simulated.",
@@ -75,11 +78,12 @@ def write_page(
     changed: Sequence[explain.Change] | None = None,
     model: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    compared: Sequence[tuple[str, ...]] = (),
 ) -> None:
     """Write the page atomically, so that readers of the file never see a part of the page.
 
     Args:
-        found, changed, model, progress: as in ``page``.
+        found, changed, model, progress, compared: as in ``page``.
         path: the file.
 
     Raises:
@@ -90,7 +94,7 @@ def write_page(
         raise PlanError(f"--html {path}: there is no directory {path.parent}; create it, or choose another file")
     if path.is_dir():
         raise PlanError(f"--html {path} is a directory; choose a file in it")
-    content = page(found, changed=changed, model=model, progress=progress)
+    content = page(found, changed=changed, model=model, progress=progress, compared=compared)
     write_whole(content, path, option="--html")
 
 
