@@ -39,6 +39,7 @@ PUBLIC = {
     "Partial",
     "PeerFailedError",
     "PlanError",
+    "Preemption",
     "ProcessMesh",
     "Replicate",
     "Role",
@@ -119,6 +120,7 @@ def test_signatures() -> None:
         "recompute",
         "recomputed_layers",
         "reduce_dtype",
+        "offload",
         "dtype",
     ]
     for configuration in (mw.ParallelPlan, mw.ToDistributedConfig, mw.ShardingPlan, mw.ParallelDims):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -19,12 +21,15 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api as torch_launcher
 
+from meshwright.faults.preemption import PREEMPTED, SIGNALS
 from meshwright_hf import network
-from meshwright_hf.launch_job import LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch
+from meshwright_hf.launch_job import JOB_VARIABLE, LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch
 from meshwright_hf.tied_to_launcher import tied
 
 # Without it, the processes of all attempts would meet in one store, where they read addresses of ended processes.
 _FRESH_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_OTHER_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"  # at which the agent of a job that a scheduler starts again ends it
+_LAST_TOGETHER = 10  # seconds for which the launchers of a preempted job wait for each other
 NOTICES_LOSS = 15  # seconds after which torch's rendezvous counts a machine as lost: 3 heartbeats, one every 5 s
 
 
@@ -37,12 +42,16 @@ def elastic_agent(job: Launch) -> Iterator[None]:
         return start(config=meeting(config, job), entrypoint=entrypoint)
 
     agent, shared = torch_launcher.LocalElasticAgent, os.environ.get(_FRESH_STORES)
-    _replace(launch, Agent)
+    announced = Announced()
+    _replace(launch, functools.partial(Agent, announced=announced))
     if job.max_restarts:
         os.environ[_FRESH_STORES] = "1"
+    before = {number: signal.signal(number, announced.take) for number in (SIGNALS if job.job_id else ())}
     try:
         yield
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         _replace(start, agent)
         if job.max_restarts and shared is None:
             del os.environ[_FRESH_STORES]
@@ -59,6 +68,8 @@ def meeting(config: Any, job: Launch) -> Any:
     The static rendezvous of accelerate cannot restart: its store keeps the addresses of ended processes, and it does
     not notice machines that are gone.
     """
+    if job.job_id is not None:
+        config = dataclasses.replace(config, signals_to_handle=_OTHER_SIGNALS)
     if not job.max_restarts:
         return config
     assert job.main_process_ip is not None
@@ -81,26 +92,62 @@ def meeting(config: Any, job: Launch) -> Any:
     )
 
 
+class Announced:
+    """The signals that have announced the end of a job; they are passed on to the processes of this machine."""
+
+    def __init__(self) -> None:
+        self._signals: set[int] = set()
+        self.agent: Agent | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._signals)
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        self._signals.add(number)
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Send the processes, if there are any yet, all signals so far; a process may get one more than once."""
+        processes = getattr(self.agent, "_pcontext", None)
+        for pid in () if processes is None else processes.pids().values():
+            for number in self._signals:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+
 class Agent(LocalElasticAgent):
-    """Torch's agent, which also prints what failed, does not wait for stopped processes, and leaves none behind."""
+    """Torch's agent, which also prints what failed, does not wait for stopped processes, and leaves none behind.
+
+    In a job that a scheduler starts again, it passes the signals that announce the job's end on to the processes, which
+    end by themselves, and does not start them again.
+    """
 
     _failures: Mapping[int, ProcessFailure] = {}
     _launch = ""  # names what this agent starts, also again
 
-    def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any):
+    def __init__(self, spec: WorkerSpec, *args: Any, announced: Announced, **kwargs: Any):
         if isinstance(spec.entrypoint, str):
             spec.entrypoint, spec.args = tied(spec.entrypoint, spec.args)
         super().__init__(spec, *args, **kwargs)
+        self._announced, announced.agent = announced, self
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._launch = self._launch or uuid.uuid4().hex
+        self._launch = self._launch or os.environ.get(JOB_VARIABLE) or uuid.uuid4().hex
         os.environ[LAUNCH_VARIABLE] = self._launch  # for the Trainer (trainer_folders.py)
-        return super()._start_workers(worker_group)
+        started = super()._start_workers(worker_group)
+        self._announced.pass_on()  # what came while there were no processes
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._kill_what_cannot_end()
         result = super()._monitor_workers(worker_group)
         self._failures = result.failures if result.state is WorkerState.FAILED else {}
+        codes = {failure.exitcode for failure in self._failures.values()}
+        if JOB_VARIABLE in os.environ and codes and (self._announced or PREEMPTED in codes):
+            self._remaining_restarts = 0
+            self._exit_barrier_timeout = _LAST_TOGETHER
+            self._exit_barrier()  # machine 0 has the store, without which the others would take the end for a failure
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:

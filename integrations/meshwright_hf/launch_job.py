@@ -15,6 +15,7 @@ from meshwright.plan.config import ParallelPlan
 
 LAUNCH_VARIABLE = "MESHWRIGHT_LAUNCH"  # a random name of the launch, the same in a restart
 RESTARTED_VARIABLE = "MESHWRIGHT_RESTARTED"  # set in a restart, to the same name
+JOB_VARIABLE = "MESHWRIGHT_JOB"  # the name that a scheduler gives the job, the same when it starts the job again
 RESUME_VARIABLE = "MESHWRIGHT_RESUME"  # the checkpoint from which MeshwrightTrainer.train() goes on
 START_TIMEOUT = 300  # seconds that machines wait for each other
 
@@ -40,6 +41,7 @@ class Launch:
         start_timeout: seconds that machines wait for each other.
         resume: the checkpoint from which ``MeshwrightTrainer.train()`` goes on, unless it is told another.
         oversubscribe: whether to start more processes than this machine's CPU cores can serve.
+        job_id: the name of a job that a scheduler starts again, the same each time.
 
     Raises:
         PlanError: if two numbers contradict each other (the message gives both), or the script does not exist.
@@ -65,6 +67,7 @@ class Launch:
     start_timeout: int = START_TIMEOUT
     oversubscribe: bool = False
     resume: str | None = None
+    job_id: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_processes", "num_machines", "start_timeout"):

@@ -6,16 +6,18 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line
 from meshwright.errors import PlanError
+from meshwright.faults.preemption import PREEMPTED
 from meshwright.mesh.cores import core_count
 from meshwright.plan.config import ParallelPlan
 from meshwright_hf import network
-from meshwright_hf.launch_job import RESUME_VARIABLE, Launch
+from meshwright_hf.launch_job import JOB_VARIABLE, LAUNCH_VARIABLE, RESTARTED_VARIABLE, RESUME_VARIABLE, Launch
 from meshwright_hf.unused_plan import watched_plan
 from meshwright_hf.versions import outside_range
 
@@ -140,6 +142,8 @@ def _with_address(job: Launch) -> Launch:
 def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
     """Return the environment variables to set besides accelerate's; GLOO_SOCKET_IFNAME is kept if the user set it."""
     environment = {} if job.resume is None else {RESUME_VARIABLE: job.resume}
+    if job.job_id is not None:
+        environment |= dict.fromkeys((JOB_VARIABLE, LAUNCH_VARIABLE, RESTARTED_VARIABLE), job.job_id)
     if on_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
     if job.plan is not None:
@@ -186,6 +190,8 @@ def _run(job: Launch, arguments: list[str]) -> int:
     if job.num_processes == 1 and not job.max_restarts:
         # accelerate would wait for the script, hide its exit code, and not pass our signals to it.
         command, environment = prepare_simple_launcher_cmd_env(accelerate._validate_launch_command(options)[0])
+        if job.job_id is not None:  # it waits until the program has imported what can act on it
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         os.execvpe(command[0], command, environment)
     with saves_noted() as last_words:
         code = _wait(job, options)
@@ -213,6 +219,8 @@ def _wait(job: Launch, options: Mapping[str, object]) -> int:
     except ChildFailedError as error:
         _, code, how = first_failure(error.failures)
         after = f" after {job.max_restarts} restart(s)" if job.max_restarts else ""
+        if code == PREEMPTED and job.job_id is not None:
+            after = f": job {job.job_id} is preempted, and goes on when it is started again"
         print(f"meshwright launch: {how}{after}; all processes of this machine are ended", file=sys.stderr)
         return code
     except SignalException as error:

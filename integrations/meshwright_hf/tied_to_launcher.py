@@ -23,6 +23,8 @@ def tied(command: str, arguments: tuple[str, ...]) -> tuple[str, tuple[str, ...]
 
 def _main() -> None:
     launcher, *command = sys.argv[1:]
+    if "MESHWRIGHT_JOB" in os.environ:  # it waits until the program has imported what can act on it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     except (OSError, AttributeError):  # no prctl here; the command runs all the same

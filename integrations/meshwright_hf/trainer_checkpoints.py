@@ -134,6 +134,7 @@ class CheckpointMixin(StockTrainer):
             checkpoint, self._open = self._open, None
             close_seal(checkpoint)  # callbacks have written their files into it
             self._push_what_is_due()
+        self._agreed.leave_if_preempted()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._push = Path(checkpoint_folder)  # pushed once it has its name

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from meshwright.faults.guard import active_guard
+from meshwright.faults.preemption import Preemption
+from meshwright_hf.launch_job import JOB_VARIABLE
 from meshwright_hf.trainer_checks import StockTrainer
 
 logger = logging.getLogger(__name__)
@@ -19,24 +22,33 @@ class Control:
     """Makes what one rank's callbacks ask for after a step happen on every rank, after the same step.
 
     If the other ranks have already begun the next step, all do it after that one. Steps in which no rank asks for
-    anything cost nothing.
+    anything cost nothing. In a job that a scheduler starts again, a signal that announces the job's end asks for a
+    checkpoint, after which all ranks end.
     """
 
     def __init__(self) -> None:
         self._wished: set[str] = set()  # what this rank asked for when the others had already gone on
+        self._preemption = Preemption() if os.environ.get(JOB_VARIABLE) else None
 
     def settle(self, control: object) -> None:
         """Change a TrainerControl to what the ranks agree on; every rank makes the call after each step and epoch."""
-        guard = active_guard()
-        if guard is None:
-            return
+        guard, signals = active_guard(), set() if self._preemption is None else self._preemption.wishes
         own = {flag for flag in _FLAGS if getattr(control, flag)} | self._wished
-        agreed = guard.wishes_of_all(own)
+        if signals:
+            own |= {"should_save", "should_training_stop", *signals}
+        agreed = own if guard is None else guard.wishes_of_all(own)
+        if self._preemption is not None:
+            self._preemption.settle((agreed or set()) - set(_FLAGS))
         self._wished = own if agreed is None else set()
         for flag in _FLAGS:
             setattr(control, flag, flag in (agreed or ()))
         if agreed is not None and agreed - own:
-            logger.warning("the callbacks of another rank set %s; this rank does the same", ", ".join(agreed - own))
+            logger.warning("another rank asks for %s; this rank does the same", ", ".join(sorted(agreed - own)))
+
+    def leave_if_preempted(self) -> None:
+        """End this process, as all others, if what was just saved is the last checkpoint before the job's end."""
+        if self._preemption is not None and self._preemption.reason is not None:
+            self._preemption.leave()
 
 
 class SavesTogether(JITCheckpointCallback):

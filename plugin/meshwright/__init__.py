@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         UnreadableTensorError,
         VerificationError,
     )
+    from meshwright.faults.preemption import Preemption
     from meshwright.mesh.process_mesh import ParallelDims, ProcessMesh
     from meshwright.monitor.held_memory import HeldMemory, MemoryOfRanks
     from meshwright.monitor.read_out import memory_of
@@ -83,6 +84,7 @@ _HOMES = {
         "UnreadableTensorError",
         "VerificationError",
     ),
+    "faults.preemption": ("Preemption",),
     "mesh.process_mesh": ("ParallelDims", "ProcessMesh"),
     "monitor.held_memory": ("HeldMemory", "MemoryOfRanks"),
     "monitor.read_out": ("memory_of",),
@@ -118,6 +120,7 @@ __all__ = [
     "Partial",
     "PeerFailedError",
     "PlanError",
+    "Preemption",
     "ProcessMesh",
     "Replicate",
     "Role",

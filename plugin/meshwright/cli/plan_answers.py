@@ -33,9 +33,13 @@ _of_output = partial(option, panel="Output")
 
 
 class Emit(StrEnum):
-    """The launcher whose configuration file is printed."""
+    """The launcher or scheduler whose file is printed."""
 
     accelerate = "accelerate"
+    slurm = "slurm"
+    kubernetes = "kubernetes"
+    skypilot = "skypilot"
+    ray = "ray"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,10 @@ class Outputs(TableOutputs):
     """The form of an answer about plans, and the files to write."""
 
     save: Path | None = _of_output("Write the first plan to this YAML file, for meshwright launch --plan.")
-    emit: Emit | None = _of_output("Print a configuration file for accelerate launch instead of the answer.")
+    emit: Emit | None = _of_output(
+        "Print a file that starts the first plan, instead of the answer: a configuration for accelerate launch, a "
+        "batch file for Slurm, a JobSet for Kubernetes, a task for SkyPilot, or a script for Ray Train."
+    )
     trace: bool = _of_output(
         "Also run a step of the first plan on fake tensors and ranks, and compare its memory and collectives with the "
         "estimates.",
@@ -110,7 +117,7 @@ def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
     _check_runs(found, outputs)
     changed, compared = explain.changes(found), question.compared(space)
     if outputs.emit is not None:
-        typer.echo(_accelerate_config(found, outputs.save))
+        typer.echo(_emitted(found, outputs.emit, outputs.save))
     elif outputs.json:
         answer = explain.as_dict(found, changed=changed, budget=question.budget, compared=compared)
         typer.echo(json_format.dumps(answer, indent=2))
@@ -118,12 +125,16 @@ def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
         typer.echo(explain.text(found, changed=changed, budget=question.budget, compared=compared))
     if outputs.html is not None:
         rows = training_rows(compared, question.budget) if compared else []
-        _write_page(found, outputs.html, changed, str(question.options.model), rows)
+        _write_page(found, outputs.html, changed, question, rows)
     _finish(question, found, outputs)
 
 
 def _write_page(
-    found: Search, html: Path, changed: Sequence[Change], model: str, compared: Sequence[tuple[str, ...]]
+    found: Search,
+    html: Path,
+    changed: Sequence[Change],
+    question: PlanQuestion,
+    compared: Sequence[tuple[str, ...]],
 ) -> None:
     from meshwright.planner.page import write_page
 
@@ -134,7 +145,8 @@ def _write_page(
             if sys.stderr.isatty():
                 bar.update(done - bar.pos)
 
-        write_page(found, html, changed=changed, model=model, progress=progress, compared=compared)
+        model, budget = str(question.options.model), question.budget
+        write_page(found, html, changed=changed, model=model, budget=budget, progress=progress, compared=compared)
 
 
 def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:
@@ -161,7 +173,7 @@ def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], 
             f"{found.cluster.device.name}; leave out --save and --emit to see its parts, or write another plan"
         )
     if outputs.emit is not None:
-        typer.echo(_accelerate_config(found, outputs.save))
+        typer.echo(_emitted(found, outputs.emit, outputs.save))
     elif outputs.json:
         typer.echo(json_format.dumps(explain.as_dict(found, budget=question.budget), indent=2))
     else:
@@ -278,15 +290,17 @@ def _command(found: Search, path: Path) -> str:
     return f"meshwright launch --plan {path} {several}train.py"
 
 
-def _accelerate_config(found: Search, save: Path | None) -> str:
+def _emitted(found: Search, emit: Emit, save: Path | None) -> str:
+    """Return the file that starts the first plan."""
+    plan, cluster = found.choices[0].plan, found.cluster
+    precision = "no" if found.job.activation_bytes == 4 else found.job.precision
     # Imported by name, since the core works without accelerate and must not import it.
-    config = importlib.import_module("meshwright_hf.accelerate_config")
-    return str(
-        config.accelerate_config(
-            found.choices[0].plan, found.cluster, saved=save,
-            mixed_precision="no" if found.job.activation_bytes == 4 else found.job.precision,
-        )
-    )  # fmt: skip
+    if emit is Emit.accelerate:
+        config = importlib.import_module("meshwright_hf.accelerate_config")
+        return str(config.accelerate_config(plan, cluster, saved=save, mixed_precision=precision))
+    jobs = importlib.import_module("meshwright_hf.cluster_files.cluster_job")
+    job = jobs.ClusterJob(plan=plan, cluster=cluster, mixed_precision=precision, model=found.shape.name)
+    return str(importlib.import_module(f"meshwright_hf.cluster_files.{emit}").text(job))
 
 
 def _trace(found: Search, model: str, stage: int | None) -> None:

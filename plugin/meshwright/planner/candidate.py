@@ -155,6 +155,7 @@ class Candidate(AxisSizes):
         recompute: what backward recomputes: nothing, attention, or ``recomputed`` whole layers of each rank.
         recomputed: number of layers per rank to recompute with recompute="full"; None for all.
         reduce_dtype: the dtype in which gradients travel over dp; None for the gradients' own.
+        offload: what the host has in the devices' place: "optimizer" or None.
 
     Example:
         >>> Candidate(replicate=4, tp=2, micro_batch=1, accumulation=8).global_batch
@@ -179,6 +180,7 @@ class Candidate(AxisSizes):
     recompute: Recompute = "none"
     recomputed: int | None = None
     reduce_dtype: str | None = None
+    offload: str | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, object], job: Job) -> Candidate:
@@ -227,6 +229,7 @@ class Candidate(AxisSizes):
             recompute=given.get("recompute", "none"),
             recomputed=given.get("recomputed_layers"),
             reduce_dtype=given.get("reduce_dtype"),
+            offload=given.get("offload"),
             **{name: given[name] for name in used if name in given},
         )
         if plan.pp > 1:
@@ -311,7 +314,11 @@ class Candidate(AxisSizes):
         }
         if self.ep > 1:
             fields["ep"] = self.ep
-        optional: dict[str, Any] = {"recomputed_layers": self.recomputed, "reduce_dtype": self.reduce_dtype}
+        optional: dict[str, Any] = {
+            "recomputed_layers": self.recomputed,
+            "reduce_dtype": self.reduce_dtype,
+            "offload": self.offload,
+        }
         if self.cp > 1:
             fields["context"] = self.context
             optional["ulysses"] = self.ulysses

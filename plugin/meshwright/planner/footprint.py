@@ -66,6 +66,8 @@ def footprint(
         >>> held = footprint(shape, Candidate(), seq_len=16, element_bytes=4)
         >>> held.optimizer == 2 * held.parameters
         True
+        >>> footprint(shape, Candidate(zero_stage=1, offload="optimizer"), seq_len=16, element_bytes=4).optimizer
+        0
     """
     b = element_bytes
     layout = Candidate(
@@ -88,7 +90,10 @@ def footprint(
     if is_sharded and trained < 4 and not is_gathered:
         optimizer_state += 4 * counted.own_padded
     gradients = own * state
-    weights = counted.own_padded * state if is_gathered else (counted.padded if is_sharded else elements) * trained
+    if plan.offload is not None:
+        optimizer_state = 0  # the host has it
+    kept = trained if plan.offload is not None else state
+    weights = counted.own_padded * kept if is_gathered else (counted.padded if is_sharded else elements) * trained
     if lora is not None:
         weights += _frozen(shape, layout, lora, b)
     held = weights + optimizer_state
@@ -117,7 +122,7 @@ def footprint(
     activations = saved.total(recomputed) + gathered.head
     # On CPU the optimizer steps one parameter after the other, on other devices all parameters at once.
     largest = max(member.numel / (_ranks(member, layout) if is_sharded else 1) for member in members)
-    temporary = (2 * largest if cpu else own) * state
+    temporary = 0 if plan.offload is not None else (2 * largest if cpu else own) * state
     return Footprint(
         parameters=weights,
         gradients=gradients,

@@ -261,6 +261,8 @@ class _Stage:
     def states(self) -> float:
         """Return the bytes of the optimizer's state, with the 32-bit masters."""
         shape, plan, job = self.shape, self.plan, self.job
+        if plan.offload is not None:
+            return 0.0  # the host has it
         if not job.own_runtime or job.optimizer == "adamw":
             return self.kept(1) * optimizer_bytes(plan, job)
         return self.kept(1) * master_bytes(plan, job) + staged_states(shape, plan, job, self.trained, self.kept(1))
@@ -329,7 +331,8 @@ class _Stage:
         if self.rank == 0:
             activations += saved.towers * min(plan.accumulation, plan.pp)
         working, logits, unsharded = self.working(saved), self.logits(), self.unsharded()
-        step = 4 * self.kept(1)  # the 32-bit update of one step, when the activations are already freed
+        # The 32-bit update of one step, when the activations are already freed; with offload the host has it.
+        step = 0 if plan.offload is not None else 4 * self.kept(1)
         buckets = 2 * BUCKET_BYTES if plan.data_ranks > 1 else 0
         communication = 0.0 if job.on_cpu else _groups(plan) * _GROUP + buckets
         # The backward of the head, the backward of the last layer and the optimizer step peak at different times.

@@ -10,7 +10,7 @@ from meshwright.planner.adapters import Lora
 from meshwright.planner.candidate import Job
 from meshwright.planner.formatting import gib
 from meshwright.planner.hardware import Cluster
-from meshwright.planner.memory import state_memory
+from meshwright.planner.memory import peak_memory, state_memory
 from meshwright.planner.search import Search, search
 
 _GROWTH = 12  # doublings of the cluster to try if no plan fits
@@ -65,8 +65,9 @@ class _Remedies:
         yield f"devices with {gib(found.smallest[1].total * cluster.device.memory / found.budget)} of memory"
 
     def few(self) -> Iterator[str]:
-        """Yield adapters, an optimizer with less state, and more devices."""
+        """Yield adapters, the state on the host, and more devices."""
         yield from self.trainings()
+        yield from self.offload()
         yield from self.devices()
 
     def trainings(self) -> Iterator[str]:
@@ -83,6 +84,16 @@ class _Remedies:
             if label := self.best(cluster, dataclasses.replace(job, lora=lora)):
                 yield f"--lora {lora.rank}{' --quantised nf4' if lora.quantised else ''} ({label})"
                 break
+
+    def offload(self) -> Iterator[str]:
+        """Yield a plan that fits with the optimizer's state on the host."""
+        found, job = self.found, self.found.job
+        lean = [found.smallest[0], *(plan for plan, _ in found.binding.values())]
+        for plan in sorted((plan for plan in lean if plan.zero_stage and plan.runs_today), key=lambda p: -p.zero_stage):
+            offloaded = dataclasses.replace(plan, offload="optimizer")
+            if plan.offload is None and peak_memory(found.shape, offloaded, job).total <= found.budget:
+                yield offloaded.label
+                return
 
     def devices(self) -> Iterator[str]:
         """Yield the smallest number of devices with which a plan fits."""

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from meshwright.errors import PlanError
 from meshwright.planner import explain
+from meshwright.planner.cost import Budget, bill_line, bill_of
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.page.data import as_script, page_data, planned
 from meshwright.planner.page.front import pareto
@@ -20,7 +21,22 @@ from meshwright.planner.page.words import describe_plan, launch_command, plan_co
 from meshwright.planner.search import Search
 
 _REASONS = 5  # largest number of reasons that are shown unfolded
-_SCRIPTS = ("text", "svg", "schedule", "choices", "bars", "timeline", "ranks", "front", "answers", "page")
+_SCRIPTS = (
+    "text",
+    "svg",
+    "schedule",
+    "choices",
+    "bars",
+    "timeline",
+    "ranks",
+    "front",
+    "answers",
+    "explain",
+    "run",
+    "trace",
+    "address",
+    "page",
+)
 
 _TIMES = "\u00d7"  # the multiplication sign
 
@@ -30,6 +46,7 @@ def page(
     *,
     changed: Sequence[explain.Change] | None = None,
     model: str | None = None,
+    budget: Budget | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     compared: Sequence[tuple[str, ...]] = (),
 ) -> str:
@@ -39,6 +56,7 @@ def page(
         found: the outcome of a search.
         changed: result of ``explain.changes``; computed if not given.
         model: what the page's commands give to ``--model`` (default: the model's name).
+        budget: the tokens and the price with which the page's figures of a whole run begin.
         progress: a function that is called with the number of slider settings computed so far, and their total number.
         compared: the table of ways to train the model, its heading first.
 
@@ -54,7 +72,11 @@ def page(
     data = page_data(settings, plans, points, front, progress=progress)
     commands = {"plan": plan_command(found, shlex.quote(model or found.shape.name))}
     rows = _changes(found, changed)
-    data |= {"commands": commands, "changes": rows}
+    run = {
+        "tokens": f"{budget.tokens}" if budget else "",
+        "price": f"{budget.price:g}" if budget and budget.price is not None else "",
+    }
+    data |= {"commands": commands, "changes": rows, "run": run}
     return render(
         Path(__file__).with_name("page.html.j2"),
         script=Markup(_script()),
@@ -65,6 +87,8 @@ def page(
         reasons=_reasons(found),
         changes=rows,
         compared={"head": compared[0], "rows": compared[1:]} if compared else None,
+        run=run,
+        bill=bill_line(bill_of(found, budget)) if budget else "",
         settings=f"{settings.ranges.count:,}",
         footer=f"{explain.error_band(found)} {found.considered:,} legal plans, {found.weighed:,} weighed, "
         f"{found.simulated:,} simulated.",
@@ -77,13 +101,14 @@ def write_page(
     *,
     changed: Sequence[explain.Change] | None = None,
     model: str | None = None,
+    budget: Budget | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     compared: Sequence[tuple[str, ...]] = (),
 ) -> None:
     """Write the page atomically, so that readers of the file never see a part of the page.
 
     Args:
-        found, changed, model, progress, compared: as in ``page``.
+        found, changed, model, budget, progress, compared: as in ``page``.
         path: the file.
 
     Raises:
@@ -94,7 +119,7 @@ def write_page(
         raise PlanError(f"--html {path}: there is no directory {path.parent}; create it, or choose another file")
     if path.is_dir():
         raise PlanError(f"--html {path} is a directory; choose a file in it")
-    content = page(found, changed=changed, model=model, progress=progress, compared=compared)
+    content = page(found, changed=changed, model=model, budget=budget, progress=progress, compared=compared)
     write_whole(content, path, option="--html")
 
 
