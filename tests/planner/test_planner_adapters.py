@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,14 +10,28 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import meshwright as mw
+from meshwright.errors import PlanError
 from meshwright.planner.adapters import Lora
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.devices import device_of_spec
 from meshwright.planner.footprint import footprint
-from meshwright.planner.shapes import describe
+from meshwright.planner.hardware import Cluster, Coefficients, device
+from meshwright.planner.memory import peak_memory, state_memory
+from meshwright.planner.optimizers import OPTIMIZERS
+from meshwright.planner.search import search
+from meshwright.planner.shapes import ModelShape, describe
+from meshwright.planner.simplicity import TIE, complexity, in_order
+from meshwright.planner.space import Space
+from meshwright.planner.time import StepModel
 from meshwright.tracing.trace import trace_step
 from planner.test_planner_footprint import FAMILIES, LENGTH, PLANS, ROWS, candidate, config_of
 from support.tiers import crossings
 
 RANK = 8
+EIGHT = ModelShape.of(
+    name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256
+)  # fmt: skip
+JOB = Job(seq_len=4096, global_batch=32, own_runtime=True)
 CASES = [(family, plan, torch.bfloat16) for family in ("llama", "gemma2", "phi3") for plan in PLANS if plan in (
     "one", "tp2", "tp2+sp+recompute", "dp2+zero1", "dp2+zero2+micro", "dp2xtp2+sp+zero3"
 )]  # fmt: skip
@@ -48,3 +63,74 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
     assert held.optimizer == pytest.approx(trace.optimizer, rel=0.002)
     assert held.peak == pytest.approx(trace.peak, rel=0.05)
     assert footprint(shape, spread, **sizes).optimizer > 10 * trace.optimizer
+
+
+def test_a_quantised_base_by_hand() -> None:
+    """Llama 3 8B: 6.98 B elements of projections in 4.5 bits, the rest in 16, and adapters in 32."""
+    job = Job(seq_len=1024, global_batch=8, own_runtime=True, lora=Lora(rank=16, quantised="nf4"))
+    packed, rest = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336), 2 * 128256 * 4096 + 65 * 4096
+    adapters = 32 * 16 * (2 * 8192 + 2 * 5120 + 3 * (4096 + 14336))  # 41.9 M
+    for plan in (Candidate(), Candidate(shard=2, zero_stage=2)):
+        memory = peak_memory(EIGHT, plan, job)
+        assert memory.weights == pytest.approx(packed * (0.5 + 4 / 64) + 2 * rest + 4 * adapters, rel=1e-3)
+    assert not job.rounds_updates(Candidate())  # adapters are in 32 bits
+    assert state_memory(EIGHT, job) < memory.total
+
+
+def test_what_optimizers_keep() -> None:
+    plan = Candidate(shard=8, zero_stage=1)
+
+    def kept(name: str) -> float:
+        return peak_memory(EIGHT, plan, Job(seq_len=512, global_batch=8, own_runtime=True, optimizer=name)).optimizer
+
+    shard = EIGHT.parameters / 8
+    assert kept("adamw") == pytest.approx(12 * shard, rel=0.01) and kept("sgd") == pytest.approx(4 * shard, rel=0.01)
+    assert kept("lion") == pytest.approx(8 * shard, rel=0.01)
+    assert kept("adamw8bit") == pytest.approx((4 + 2.03) * shard, rel=0.01)
+    matrices = 32 * EIGHT.runs[0].attention_parameters + 32 * EIGHT.runs[0].mlp_parameters
+    assert kept("muon") == pytest.approx((4 * matrices + 8 * (EIGHT.parameters - matrices)) / 8 + 4 * shard, rel=0.01)
+    assert 4 * shard < kept("adafactor") < 4.1 * shard
+    assert set(OPTIMIZERS) >= {"adamw", "muon", "adafactor", "lion", "adamw8bit"}
+
+
+def test_a_frozen_base_takes_less_time_for_products_and_more_for_the_rest() -> None:
+    model = StepModel(EIGHT, Cluster(device=device("h100"), gpus=8), Coefficients())
+    plan, job = Candidate(replicate=8, micro_batch=1, accumulation=2), Job(seq_len=2048, global_batch=16)
+    full = model.step(plan, job)
+    lora, packed = (model.step(plan, replace(job, lora=Lora(rank=16, quantised=kind))) for kind in (None, "nf4"))
+    assert 0.66 * full.matmul < lora.matmul < 0.8 * full.matmul  # four of six products, and adapters in 32 bits
+    assert full.elementwise < lora.elementwise < packed.elementwise
+    assert lora.optimizer < 0.02 * full.optimizer and lora.data < full.data
+
+
+def test_the_simplest_of_ties_comes_first() -> None:
+    found = search(Space(shape=EIGHT, cluster=Cluster(device=device("h100"), gpus=8), job=JOB), top=40, explains=False)
+    by_time = [choice.time.total for choice in found.choices]
+    ordered = in_order(found.choices, JOB)
+    close = [choice for choice in ordered if choice.time.total <= by_time[0] * (1 + TIE)]
+    assert ordered[: len(close)] == close and len(close) > 1
+    keys = [complexity(choice.plan) for choice in close]
+    assert keys == sorted(keys) and keys[0] < keys[-1]
+    rest = [choice.time.total for choice in ordered[len(close) :]]
+    assert rest == sorted(rest) and sorted(by_time) == sorted(choice.time.total for choice in ordered)
+
+
+def test_a_device_by_its_data_sheet() -> None:
+    given = device_of_spec("name=x,memory=96,flops=148,bandwidth=4000,link=450,network=50")
+    known = device("h20")
+    for name in ("memory", "flops", "bandwidth", "fast_link", "slow_link"):
+        assert getattr(given, name) == getattr(known, name)
+    for text, words in {
+        "memory=96,flops=148,link=450": "no bandwidth",
+        "memory=0,flops=148,bandwidth=4000,link=450": "above zero",
+        "vram=96": "'vram=96' is not known",
+    }.items():
+        with pytest.raises(PlanError, match=words):
+            device_of_spec(text)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(PlanError, match="--lora=0"):
+        Lora(rank=0)
+    with pytest.raises(PlanError, match="write one of adamw"):
+        Job(seq_len=8, global_batch=1, optimizer="adam8")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.mesh.cores import crowding
-from meshwright.planner.explain import grid
+from meshwright.planner.formatting import grid
 from meshwright.planner.hardware import HardwareProfile, Measurement
 
 _WIDE = 0.35  # band from which the measurements did not fit together

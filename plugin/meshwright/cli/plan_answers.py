@@ -107,26 +107,35 @@ class PageOutputs(Outputs):
 def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
     """Print the fastest plans, and write the files that were asked for."""
     from meshwright.planner import explain
+    from meshwright.planner.trainings import training_rows
 
     outputs.check()
-    found = question.search(question.space())
+    space = question.space()
+    found = question.search(space)
     if not found.choices:
         raise explain.no_fit(found)
     _check_runs(found, outputs)
-    changed = explain.changes(found)
+    changed, compared = explain.changes(found), question.compared(space)
     if outputs.emit is not None:
         typer.echo(_emitted(found, outputs.emit, outputs.save))
     elif outputs.json:
-        answer = explain.as_dict(found, changed=changed, budget=question.budget)
+        answer = explain.as_dict(found, changed=changed, budget=question.budget, compared=compared)
         typer.echo(json_format.dumps(answer, indent=2))
     else:
-        typer.echo(explain.text(found, changed=changed, budget=question.budget))
+        typer.echo(explain.text(found, changed=changed, budget=question.budget, compared=compared))
     if outputs.html is not None:
-        _write_page(found, outputs.html, changed, question)
+        rows = training_rows(compared, question.budget) if compared else []
+        _write_page(found, outputs.html, changed, question, rows)
     _finish(question, found, outputs)
 
 
-def _write_page(found: Search, html: Path, changed: Sequence[Change], question: PlanQuestion) -> None:
+def _write_page(
+    found: Search,
+    html: Path,
+    changed: Sequence[Change],
+    question: PlanQuestion,
+    compared: Sequence[tuple[str, ...]],
+) -> None:
     from meshwright.planner.page import write_page
 
     with typer.progressbar(length=1, label=f"Writing {html}", file=sys.stderr) as bar:
@@ -136,8 +145,8 @@ def _write_page(found: Search, html: Path, changed: Sequence[Change], question: 
             if sys.stderr.isatty():
                 bar.update(done - bar.pos)
 
-        model = str(question.options.model)
-        write_page(found, html, changed=changed, model=model, budget=question.budget, progress=progress)
+        model, budget = str(question.options.model), question.budget
+        write_page(found, html, changed=changed, model=model, budget=budget, progress=progress, compared=compared)
 
 
 def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:
@@ -303,6 +312,8 @@ def _trace(found: Search, model: str, stage: int | None) -> None:
     from meshwright.tracing.compare import model_on_meta, trace_and_compare
 
     plan = found.choices[0].plan
+    if found.job.lora is not None or found.job.optimizer != "adamw":
+        raise PlanError("--trace trains all weights with AdamW; leave out --trace, or --lora and --optimizer")
     if found.shape.experts:
         raise PlanError(
             f"--trace: how many tokens of {found.shape.name} go to each expert depends on their values, which a trace "

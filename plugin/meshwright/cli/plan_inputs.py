@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshwright.planner.search import Search
     from meshwright.planner.shapes import ModelShape
     from meshwright.planner.space import Space
+    from meshwright.planner.trainings import Training
 
 Number = TypeVar("Number", int, float)
 
@@ -131,6 +132,11 @@ class SearchOptions:
     """The options about the plans to show."""
 
     top: int = _of_output("Number of plans to show.", default=5)
+    simple: bool = _of_output(
+        "Prefer a plan with fewer axes and even stages that takes up to 10 percent longer (default: only among ties).",
+        "--simple",
+        default=False,
+    )
     allow_future: bool = _of_output(
         "Also show plans that this version cannot run yet, such as recompute of attention alone.",
         "--allow-future",
@@ -153,6 +159,11 @@ class JobOptions:
     gpu: str | None = _of_job(
         "Device model, for example a100, h100, h200, b200, rtx-4090 or cpu (default: h100-sxm, or the device that "
         "--profile measured)."
+    )
+    gpu_spec: str | None = _of_job(
+        "Data sheet of a device that is not in the catalogue, in place of --gpu: memory in GB, dense 16-bit flops in "
+        "TFLOP/s, bandwidth, link and network in GB/s.",
+        metavar="memory=96,flops=148,bandwidth=4000,link=450,network=50",
     )
     seq_len: str = _of_job(f"Tokens per sequence. {_SEVERAL}", default="4096", metavar="N")
     global_batch: str = _of_job(
@@ -285,20 +296,23 @@ class PlanQuestion:
         return Space(shape=self.shape, cluster=cluster, job=job, allow_future=allow_future, no_tensor=self.no_tensor)
 
     def _cluster(self, settings: Settings) -> Cluster:
+        from meshwright.planner.devices import device_of_spec
         from meshwright.planner.hardware import Cluster, device
 
         options, measured = self.options, self.measured
         gpus = settings.gpus[0] if settings.gpus else None
         slow_link = settings.interconnect[0] / 8 * 1e9 if settings.interconnect else None
+        if options.gpu is not None and options.gpu_spec is not None:
+            raise PlanError("--gpu and --gpu-spec both name the device; leave one of them out")
         if measured is not None and measured.device is not None:
-            if options.gpu is not None:
+            if (given := options.gpu or options.gpu_spec) is not None:
                 raise PlanError(
-                    f"--gpu {options.gpu} cannot be combined with {options.profile}, which measured "
+                    f"--gpu {given} cannot be combined with {options.profile}, which measured "
                     f"{measured.device.name!r}; leave out one of them"
                 )
             return measured.cluster(gpus=gpus, gpus_per_node=options.gpus_per_node, slow_link=slow_link)
         return Cluster(
-            device=device(options.gpu or "h100-sxm"),
+            device=device_of_spec(options.gpu_spec) if options.gpu_spec else device(options.gpu or "h100-sxm"),
             gpus=gpus or 8,
             gpus_per_node=8 if options.gpus_per_node is None else options.gpus_per_node,
             slow_link=slow_link,
@@ -325,14 +339,35 @@ class PlanQuestion:
         dtype = self.measured.dtype if self.measured and self.measured.dtype else "float32" if on_cpu else "bfloat16"
         return job.in_32_bits() if dtype == "float32" else job
 
-    def search(self, space: Space, *, top: int | None = None) -> Search:
-        """Return the fastest plans that fit, as many as asked for after equal ones are merged."""
+    def search(self, space: Space, *, top: int | None = None, is_shown: bool = True) -> Search:
+        """Return the fastest plans that fit, as many as asked for after equal ones are merged.
+
+        Args:
+            space: the plans to search.
+            top: number of plans (default: that of ``--top``).
+            is_shown: whether the reasons against other plans are shown.
+        """
         from meshwright.planner.notes import without_repetitions
         from meshwright.planner.search import search
+        from meshwright.planner.simplicity import SIMPLER, TIE, with_simple_plans
 
-        wanted = top or self.search_options.top
-        found = search(space, self.measured, top=2 * wanted, budget=self.filled(space))
-        return without_repetitions(found, wanted)
+        wanted, within = top or self.search_options.top, SIMPLER if self.search_options.simple else TIE
+
+        def find(space: Space, *, explains: bool = False) -> Search:
+            return search(space, self.measured, top=2 * wanted, budget=self.filled(space), explains=explains)
+
+        found = find(space, explains=is_shown)
+        return without_repetitions(with_simple_plans(found, space, find, within=within), wanted)
+
+    def compared(self, space: Space) -> list[Training]:
+        """Return the ways to train the model, if adapters are asked for."""
+        from meshwright.planner.trainings import trainings
+
+        if space.job.lora is None:
+            return []
+        return trainings(
+            self.shape, space.job, lambda job: self.search(dataclasses.replace(space, job=job), top=1, is_shown=False)
+        )
 
     def filled(self, space: Space) -> float:
         """Return the bytes of a device that a plan may fill."""

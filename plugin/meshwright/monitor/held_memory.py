@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from meshwright.faults.together import texts_of_all
 from meshwright.optim.runtime import Runtime, device_of, runtime_of
-from meshwright.planner.explain import grid
+from meshwright.planner.formatting import grid
 from meshwright.planner.formatting import memory as memory_text
 from meshwright.planner.memory import Memory
 

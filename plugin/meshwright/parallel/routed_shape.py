@@ -172,7 +172,22 @@ def _layer(layer: nn.Module, pass_: _RoutedPass, hidden: int) -> LayerShape:
         count=1, hidden=hidden, heads=heads, kv_heads=key_heads, head_dim=head_dim, ffn=ffn, gated=gated, norms=small,
         experts=experts, window=None if sizes else _STATE, windowed=0.0 if sizes else 1.0,
     )  # fmt: skip
-    return shape if shape.attention_parameters == mixed else dataclasses.replace(shape, projections=mixed)
+    if shape.attention_parameters != mixed:
+        shape = dataclasses.replace(shape, projections=mixed)
+    return dataclasses.replace(shape, linears=_linears(layer, mixers, routers, inside))
+
+
+def _linears(
+    layer: nn.Module, mixers: list[nn.Module], routers: list[nn.Parameter], inside: set[int]
+) -> tuple[tuple[int, int, bool, bool], ...]:
+    """Return the linear projections of a layer that adapters are put on: not those of experts, nor routers."""
+    ruled_out = inside | {id(p) for p in routers}
+    found = []
+    for child in layer.children():
+        own = [m for m in child.modules() if isinstance(m, nn.Linear) and id(m.weight) not in ruled_out]
+        # The last projection of a block leads back to the hidden states, so tp cuts its input.
+        found += [(m.in_features, m.out_features, m is own[-1], child not in mixers) for m in own]
+    return tuple(found)
 
 
 def _key_heads(matrices: int, hidden: int, heads: int, head_dim: int) -> int | None:

@@ -118,6 +118,25 @@ CATALOGUE: Mapping[str, Device] = {
             fast_link=25 * _GB, slow_link=12.5 * _GB, source=_NVIDIA + "L40S; PCIe 4 x16 between devices",
         ),
         Device(
+            name="h20", memory=96 * _GB, flops=148 * _T, flops_8bit=296 * _T, bandwidth=4000 * _GB,
+            fast_link=450 * _GB, slow_link=50 * _GB, source=_NVIDIA + "H20 SXM; HGX: 8 x 400 Gb/s",
+        ),
+        Device(
+            name="l4", memory=24 * _GB, flops=121 * _T, flops_8bit=242 * _T, bandwidth=300 * _GB,
+            fast_link=25 * _GB, slow_link=1.56 * _GB,
+            source=_NVIDIA + "L4; PCIe 4 x16 between devices; cloud nodes of 8: 100 Gb/s for all",
+        ),
+        Device(
+            name="a10g", memory=24 * _GB, flops=70 * _T, bandwidth=600 * _GB, fast_link=12.5 * _GB,
+            slow_link=1.56 * _GB,
+            source=_NVIDIA + "A10G; PCIe 4 through the host; AWS g5.48xlarge: 100 Gb/s for 8 devices",
+        ),
+        Device(
+            name="gaudi3", memory=128 * _GB, flops=1835 * _T, flops_8bit=1835 * _T, bandwidth=3700 * _GB,
+            fast_link=525 * _GB, slow_link=75 * _GB,
+            source="Intel product brief Gaudi 3 (HL-325L), dense; of 24 ports of 200 Gb/s 21 inside the node",
+        ),
+        Device(
             name="rtx-4090", memory=24 * _GIB, flops=165 * _T, flops_8bit=330 * _T, bandwidth=1008 * _GB,
             fast_link=20 * _GB, slow_link=12.5 * _GB,
             source=_NVIDIA + "Ada white paper, 16 bits with fp32 sums; PCIe 4 through the host, no peer access",
@@ -159,6 +178,7 @@ CATALOGUE: Mapping[str, Device] = {
 # Short names, for the variant that most clusters have.
 _ALIASES = {
     "a100": "a100-80", "h100": "h100-sxm", "v100": "v100-32", "4090": "rtx-4090", "rtx4090": "rtx-4090",
+    "gaudi-3": "gaudi3",
 }  # fmt: skip
 
 
@@ -207,7 +227,63 @@ def device(name: str) -> Device:
     near = difflib.get_close_matches(key, CATALOGUE, n=3, cutoff=0.3) or sorted(CATALOGUE)
     near += [known for known in CATALOGUE if known.startswith(key) and known not in near]
     aliases = ", ".join(f"{alias} ({entry})" for alias, entry in _ALIASES.items())
+    spec = "--gpu-spec memory=96,flops=148,bandwidth=4000,link=450,network=50"
     raise PlanError(
         f"--gpu {name!r} is not in the catalogue; nearest: {', '.join(near)}. All: {', '.join(CATALOGUE)}; short "
-        f"names: {aliases}"
+        f"names: {aliases}. For any other device, give its data sheet: {spec}"
     )
+
+
+_SPEC = {  # word of --gpu-spec -> (field, unit, its name)
+    "memory": ("memory", _GB, "GB"),
+    "flops": ("flops", _T, "dense 16-bit TFLOP/s"),
+    "bandwidth": ("bandwidth", _GB, "GB/s of memory"),
+    "link": ("fast_link", _GB, "GB/s in one direction from a device to others of its node"),
+    "network": ("slow_link", _GB, "GB/s from a device to other nodes; 25 if left out"),
+    "flops8": ("flops_8bit", _T, "dense 8-bit TFLOP/s"),
+    "flops4": ("flops_4bit", _T, "dense 4-bit TFLOP/s"),
+    "domain": ("fast_domain", 1, "devices that the link connects; 8 if left out"),
+}
+
+
+def device_of_spec(text: str) -> Device:
+    """Return a device by the figures of its data sheet.
+
+    Args:
+        text: words such as "memory=96,flops=148,bandwidth=4000,link=450,network=50", perhaps with "name=...".
+
+    Raises:
+        PlanError: a word is unknown or missing, or a figure is not a number above zero.
+
+    Example:
+        >>> device_of_spec("memory=96,flops=148,bandwidth=4000,link=450").memory
+        96000000000.0
+    """
+    name, figures = "custom", {"slow_link": 25 * _GB}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = word.partition("=")
+        if key == "name" and value:
+            name = value
+            continue
+        if key not in _SPEC:
+            words = ", ".join(f"{known} ({unit})" for known, (_, _, unit) in _SPEC.items())
+            raise PlanError(f"--gpu-spec: {word!r} is not known; write name=..., {words}")
+        field, unit, words = _SPEC[key]
+        try:
+            figure = float(value)
+        except ValueError:
+            figure = 0.0
+        if not 0 < figure < float("inf"):
+            raise PlanError(f"--gpu-spec: {word!r} must be a number above zero, in {words}")
+        figures[field] = figure * unit
+    missing = [key for key in ("memory", "flops", "bandwidth", "link") if _SPEC[key][0] not in figures]
+    if missing:
+        raise PlanError(
+            f"--gpu-spec {text!r} has no {', '.join(missing)}; write "
+            "--gpu-spec memory=96,flops=148,bandwidth=4000,link=450,network=50"
+        )
+    return Device(
+        name=name, memory=figures["memory"], flops=figures["flops"], bandwidth=figures["bandwidth"],
+        fast_link=figures["fast_link"], slow_link=figures["slow_link"], fast_domain=int(figures.get("fast_domain", 8)),
+        flops_8bit=figures.get("flops_8bit"), flops_4bit=figures.get("flops_4bit"), source="given by --gpu-spec",
+    )  # fmt: skip

@@ -7,21 +7,20 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.cost import Budget, bill_dict, bill_line, bill_of
-from meshwright.planner.formatting import gib, seconds
+from meshwright.planner.formatting import gib, grid, seconds
 from meshwright.planner.hardware import Cluster
-from meshwright.planner.memory import state_memory
 from meshwright.planner.method_choice import method_reasons
 from meshwright.planner.notes import batch_warning, expert_line, notes
+from meshwright.planner.remedies import masters_line, no_fit
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import ModelShape
+from meshwright.planner.simplicity import TIE
+from meshwright.planner.trainings import Training, training_dict, training_text
 
-TIE = 0.03  # relative difference in time below which two plans tie, since runs of one plan differ as much
+__all__ = ["TIE", "grid", "no_fit"]
 _GIB = 2**30
-_GROWTH = 12  # doublings of the cluster to try if no plan fits
-_DEVICES_A_SEQUENCE = 128  # largest number of devices that may share one sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +43,12 @@ class Change:
 
 
 def ties(found: Search) -> int:
-    """Return how many choices, counting the first, have times too close to the first's to rank."""
+    """Return how many choices, counting the first, have times too close to the fastest's to rank."""
     first, job = found.choices[0], found.job
+    alike = (c for c in found.choices if job.rounds_updates(c.plan) == job.rounds_updates(first.plan))
+    fastest = min(choice.time.total for choice in alike)
     close = (
-        choice.time.total <= first.time.total * (1 + TIE)
-        and job.rounds_updates(choice.plan) == job.rounds_updates(first.plan)
+        choice.time.total <= fastest * (1 + TIE) and job.rounds_updates(choice.plan) == job.rounds_updates(first.plan)
         for choice in found.choices
     )
     return sum(itertools.takewhile(bool, close))
@@ -71,74 +71,27 @@ def changes(found: Search) -> list[Change]:
 
 
 def _change(found: Search, what: str, cluster: Cluster, job: Job, budget: float) -> Change:
-    other = search(found.space(cluster, job), found.profile, top=1, budget=budget)
+    other = search(found.space(cluster, job), found.profile, top=1, budget=budget, explains=False)
     if not other.choices:
         return Change(what=what, plan=None, speed=0.0)
     best = other.choices[0]
     return Change(what=what, plan=best.plan, speed=best.tokens_per_second / found.choices[0].tokens_per_second)
 
 
-def no_fit(found: Search) -> PlanError:
-    """Return the error for a search in which no plan fits, with the missing memory and the changes that would help."""
-    plan, memory = found.smallest
-    largest = sorted(memory.parts.items(), key=lambda item: -item[1])[:2]
-    where = " and ".join(f"{name} {gib(value)}" for name, value in largest)
-    return PlanError(
-        f"no plan fits: the leanest plan, {plan.label}, needs {gib(memory.total)}, but may fill {gib(found.budget)} of "
-        f"each {found.cluster.device.name}, so it needs {gib(memory.total - found.budget)} too much ({where}). "
-        f"What would make one fit: {'; '.join(_remedies(found))}"
-    )
-
-
-def _remedies(found: Search) -> Iterator[str]:
-    cluster, job = found.cluster, found.job
-
-    def best(cluster: Cluster, job: Job, *, later: bool = False) -> str | None:
-        if state_memory(found.shape, job) > cluster.gpus * found.budget:
-            return None  # a search would find none either, but only after it has weighed every plan
-        space = found.space(cluster, job, allow_future=later)
-        try:
-            other = search(space, found.profile, top=1, budget=found.budget)
-        except PlanError:
-            return None
-        return other.choices[0].plan.label if other.choices else None
-
-    if not found.allow_future and (label := best(cluster, job, later=True)):
-        yield f"{label}, once this version can run it (--allow-future plans it)"
-    later = False
-    for gpus in _more_devices(cluster, job):
-        more = dataclasses.replace(cluster, gpus=gpus)
-        if label := best(more, job):
-            yield f"--gpus {gpus} ({label})"
-            break
-        if not found.allow_future and not later and (label := best(more, job, later=True)):
-            later = True
-            yield f"--gpus {gpus} with --allow-future ({label})"
-    shorter = job.seq_len
-    while shorter % 2 == 0 and shorter > 256:
-        shorter //= 2
-        if best(cluster, dataclasses.replace(job, seq_len=shorter)):
-            yield f"--seq-len {shorter}"
-            break
-    yield f"devices with {gib(found.smallest[1].total * found.cluster.device.memory / found.budget)} of memory"
-
-
-def _more_devices(cluster: Cluster, job: Job) -> Iterator[int]:
-    for doubling in range(1, _GROWTH):
-        gpus = cluster.gpus << doubling
-        gpus = -(-gpus // cluster.gpus_per_node) * cluster.gpus_per_node if gpus > cluster.gpus_per_node else gpus
-        if gpus > job.global_batch * _DEVICES_A_SEQUENCE:
-            return
-        yield gpus
-
-
-def text(found: Search, *, changed: Sequence[Change] | None = None, budget: Budget | None = None) -> str:
+def text(
+    found: Search,
+    *,
+    changed: Sequence[Change] | None = None,
+    budget: Budget | None = None,
+    compared: Sequence[Training] = (),
+) -> str:
     """Return the whole answer as text.
 
     Args:
         found: the outcome of a search.
         changed: result of ``changes``; computed if not given.
         budget: tokens and price of a whole run; None to leave its time and cost out.
+        compared: the ways to train the model, for a table of them.
 
     Raises:
         PlanError: no plan fits.
@@ -151,6 +104,8 @@ def text(found: Search, *, changed: Sequence[Change] | None = None, budget: Budg
         "",
         table(found, ties(found)),
         *(f"   {note}" for note in notes(found)),
+        *masters_line(found),
+        *(["", training_text(compared, budget)] if compared else []),
         "",
         *([f"Whole run: {bill_line(bill_of(found, budget))}"] if budget else []),
         f"Time of the first: {shares(best.time.parts, best.time.total, 'ms')}",
@@ -229,7 +184,9 @@ def error_band(found: Search) -> str:
     )
 
 
-def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | None = None) -> dict[str, object]:
+def as_dict(
+    found: Search, *, changed: Sequence[Change] = (), budget: Budget | None = None, compared: Sequence[Training] = ()
+) -> dict[str, object]:
     """Return the whole answer as plain data, for ``--json``."""
     return {
         "model": {
@@ -263,6 +220,7 @@ def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | N
             | ({"run": bill_dict(bill_of(found, budget, index=index))} if budget else {})
             for index, choice in enumerate(found.choices)
         ],
+        **({"trainings": training_dict(compared, budget)} if compared else {}),
         "budget_bytes": found.budget,
         "considered": found.considered,
         "weighed": found.weighed,
@@ -302,24 +260,6 @@ def table(found: Search, tied: int) -> str:
             )
         )
     return grid(rows, left=2)
-
-
-def grid(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Return rows of cells as text, with the first ``left`` columns aligned left and the others right.
-
-    Example:
-        >>> print(grid([("a", "n"), ("bb", "10")]))
-        a    n
-        bb  10
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 def _change_line(best: Choice, change: Change) -> str:

@@ -1,6 +1,8 @@
-"""Sizes and durations as text."""
+"""Sizes, durations and tables as text."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 _GIB = 2**30
 
@@ -35,3 +37,21 @@ def seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
     return f"{1e3 * value:.0f} ms" if value >= 0.01 else f"{1e3 * value:.1f} ms"
+
+
+def grid(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Return rows of cells as text, with the first ``left`` columns aligned left and the others right.
+
+    Example:
+        >>> print(grid([("a", "n"), ("bb", "10")]))
+        a    n
+        bb  10
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -55,7 +55,7 @@ def _owned(shape: ModelShape, ranks: int, optimizer: str, lora: Lora | None, uni
     """Return the state of the rank that owns the most: parameters go to the rank that has the fewest elements."""
     kind = optimizer_kind(optimizer)
     whole = list(parameters(shape, Candidate()) if lora is None else adapters(shape, Candidate(), lora))
-    stepped = [member for member in whole if kind.steps_whole(is_matrix=_is_matrix(shape, member, lora))]
+    stepped = [member for member in whole if kind.steps_whole(is_matrix=_is_matrix(kind, shape, member, lora))]
     parts = sum(_bytes(kind, shape, member, unit, lora) for member in whole if member not in stepped)
     total, largest = sum(m.numel for m in stepped), max((m.numel for m in stepped), default=0)
     owned = max(total / ranks, largest)
@@ -65,13 +65,15 @@ def _owned(shape: ModelShape, ranks: int, optimizer: str, lora: Lora | None, uni
 
 
 def _bytes(kind: OptimizerKind, shape: ModelShape, member: Parameter, unit: int, lora: Lora | None) -> float:
-    return kind.state(member.numel, unit=unit, is_matrix=_is_matrix(shape, member, lora))
+    return kind.state(member.numel, unit=unit, is_matrix=_is_matrix(kind, shape, member, lora))
 
 
-def _is_matrix(shape: ModelShape, member: Parameter, lora: Lora | None) -> bool:
-    """Return whether a parameter is a matrix of a layer; every factor of an adapter is one."""
+def _is_matrix(kind: OptimizerKind, shape: ModelShape, member: Parameter, lora: Lora | None) -> bool:
+    """Return whether an optimizer takes a parameter for a matrix: one of a layer, or any if it factors the state."""
     if lora is not None:
         return True
+    if kind.is_factored:
+        return is_matrix(member.numel, shape.hidden)
     return 0 <= member.layer < shape.layers and not member.of_experts and is_matrix(member.numel, shape.hidden)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.planner.cost import Budget, bill_line, bill_of
-from meshwright.planner.explain import error_band, grid, heading, shares, table, warnings
-from meshwright.planner.formatting import gib, seconds
+from meshwright.planner.explain import error_band, heading, shares, table, warnings
+from meshwright.planner.formatting import gib, grid, seconds
 from meshwright.planner.memory import stage_memory
 from meshwright.planner.method_choice import method_reasons
 from meshwright.planner.notes import expert_line, notes

@@ -54,6 +54,7 @@ class Search:
         binding: for each value that no fitting plan has (such as "tp=1" or "micro_batch=64"), the plan with this value
             that needs the least memory, and its memory.
         repetitions: for each choice, plans with the same time and memory that were left out, if these were looked for.
+        within: the share of the fastest plan's time within which simpler plans come first.
     """
 
     shape: ModelShape
@@ -73,6 +74,7 @@ class Search:
     smallest: tuple[Candidate, Memory]
     binding: dict[str, tuple[Candidate, Memory]]
     repetitions: tuple[tuple[Candidate, ...], ...] = ()
+    within: float = 0.0
 
     def runs_today(self, plan: Candidate) -> bool:
         """Whether this version's runtime can run a plan in the precision of the job."""
@@ -96,7 +98,12 @@ class Search:
 
 
 def search(
-    space: Space, profile: HardwareProfile | None = None, *, top: int = 5, budget: float | None = None
+    space: Space,
+    profile: HardwareProfile | None = None,
+    *,
+    top: int = 5,
+    budget: float | None = None,
+    explains: bool = True,
 ) -> Search:
     """Return the fastest plans that fit.
 
@@ -108,6 +115,7 @@ def search(
         profile: the coefficients (default: the catalogue's).
         top: number of plans to return.
         budget: memory per device that a plan may fill, in bytes (default: 90 % of the device's memory).
+        explains: whether to find out with which values no plan fits, which weighs more plans.
 
     Raises:
         PlanError: there is no legal plan.
@@ -123,7 +131,7 @@ def search(
             f"{reasons}. Change --global-batch to a multiple of the number of devices, or change --gpus"
         )
     choices = [choice_of(space, plan, time, walk.weigh(plan)) for plan, time in walk.fastest(top)]
-    binding = walk.binding()  # weighs more plans
+    binding = walk.binding() if explains else {}  # weighs more plans
     return outcome(
         space, profile, budget, choices, walk.weights, binding=binding, considered=walk.count(),
         simulated=walk.simulated,

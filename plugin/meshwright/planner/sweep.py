@@ -11,8 +11,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.candidate import Job
 from meshwright.planner.cost import Bill, Budget, bill_dict, bill_of, days_text
 from meshwright.planner.devices import matmul_peak
-from meshwright.planner.explain import grid
-from meshwright.planner.formatting import gib, seconds
+from meshwright.planner.formatting import gib, grid, seconds
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.search import Choice, Search
 

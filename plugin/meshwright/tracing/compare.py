@@ -16,8 +16,8 @@ from meshwright.parallel.example_images import example_images
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.expected_traffic import step_traffic
-from meshwright.planner.explain import grid
 from meshwright.planner.footprint import footprint
+from meshwright.planner.formatting import grid
 from meshwright.planner.memory import peak_memory, stage_memory
 from meshwright.planner.shapes import ModelShape
 from meshwright.roles import find_decoder

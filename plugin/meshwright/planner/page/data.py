@@ -16,6 +16,7 @@ from meshwright.planner.page.listing import Listed
 from meshwright.planner.page.settings import Outcome, PageSettings, StageWork
 from meshwright.planner.page.words import describe_ranks, describe_rows
 from meshwright.planner.search import Search
+from meshwright.planner.simplicity import complexity
 
 _MIB = 2**20
 _HEAD, _TAIL = 7, 3  # bars at each end of a long pipeline; between them, only the fullest stage has one
@@ -53,6 +54,7 @@ def page_data(
         progress: a function that is called with the number of settings computed so far, and their total number.
     """
     found, sliders = settings.found, settings.ranges
+    simplest = sorted({complexity(listed.plan) for listed in plans})
     tables = {name: _Table() for name in ("words", "ranks", "rows", "labels", "memories", "works", "reasons")}
     total, done = len(plans) * sliders.count, 0
     rows = []
@@ -62,7 +64,7 @@ def page_data(
             outcomes.append(_point(outcome, tables))
             done += 1
             progress(done, total)
-        rows.append({**_plan(found, listed), "points": outcomes})
+        rows.append({**_plan(found, listed), "simple": simplest.index(complexity(listed.plan)), "points": outcomes})
     cluster, job, profile = found.cluster, found.job, found.profile
     return {
         "device": {"name": cluster.device.name, "memory": _mib(cluster.device.memory), "flops": cluster.device.flops},
@@ -71,6 +73,7 @@ def page_data(
         "layers": found.shape.layers,
         "band": profile.band,
         "tie": explain.TIE,
+        "within": found.within,
         "sliders": {"batch": sliders.batches, "length": sliders.lengths, "gpus": sliders.gpus, "micro": sliders.micro},
         "planned": planned(settings),
         "flopsPerToken": [found.shape.flops(length, lora=job.lora) for length in sliders.lengths],

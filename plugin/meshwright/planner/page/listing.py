@@ -11,6 +11,7 @@ from meshwright.planner.explain import ties
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.page.front import Point
 from meshwright.planner.search import Choice, Search, choice_of
+from meshwright.planner.simplicity import in_order
 from meshwright.planner.time import StepModel
 
 _PLANS = 16  # largest number of plans on the page, unless more are listed for other reasons
@@ -40,10 +41,7 @@ def listed_plans(found: Search, points: Sequence[Point], front: Sequence[Point])
     """
     model = StepModel(found.shape, found.cluster, found.profile.coefficients)
     tied = ties(found)
-    reasons = {
-        choice.plan: "fastest" if not index else "ties with the fastest" if index < tied else "fast"
-        for index, choice in enumerate(found.choices)
-    }
+    reasons = {choice.plan: _why(found, index, tied) for index, choice in enumerate(found.choices)}
     for axes, plan in _fastest_of_axes(found, model, points):
         reasons.setdefault(plan, f"fastest with {axes}")
     room = max(0, _PLANS - len(reasons))
@@ -57,8 +55,17 @@ def listed_plans(found: Search, points: Sequence[Point], front: Sequence[Point])
         )
         rounds = found.job.rounds_updates(plan)
         plans.append(Listed(**vars(choice), why=why + ", without 32-bit masters" * rounds))
-    # Plans without masters come last, as in the search, whose order of equal times is kept.
-    return sorted(plans, key=lambda listed: (found.job.rounds_updates(listed.plan), listed.time.total))
+    # The first choice of the search leads; plans that are not among its choices follow in the same order.
+    ordered = in_order(plans, found.job, within=found.within)
+    first = next(listed for listed in ordered if listed.plan == found.choices[0].plan)
+    return [first, *(listed for listed in ordered if listed is not first)]
+
+
+def _why(found: Search, index: int, tied: int) -> str:
+    fastest = min(range(len(found.choices)), key=lambda at: found.choices[at].time.total)
+    if index == 0 and fastest:
+        return "simplest of the fastest"
+    return "fastest" if index == fastest else "ties with the fastest" if index < tied else "fast"
 
 
 def _fastest_of_axes(found: Search, model: StepModel, points: Sequence[Point]) -> list[tuple[str, Candidate]]:

@@ -48,6 +48,7 @@ def page(
     model: str | None = None,
     budget: Budget | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    compared: Sequence[tuple[str, ...]] = (),
 ) -> str:
     """Return the whole answer as one HTML page, which is also well-formed XML.
 
@@ -57,6 +58,7 @@ def page(
         model: what the page's commands give to ``--model`` (default: the model's name).
         budget: the tokens and the price with which the page's figures of a whole run begin.
         progress: a function that is called with the number of slider settings computed so far, and their total number.
+        compared: the table of ways to train the model, its heading first.
 
     Raises:
         PlanError: no plan fits.
@@ -84,6 +86,7 @@ def page(
         sliders=_sliders(settings),
         reasons=_reasons(found),
         changes=rows,
+        compared={"head": compared[0], "rows": compared[1:]} if compared else None,
         run=run,
         bill=bill_line(bill_of(found, budget)) if budget else "",
         settings=f"{settings.ranges.count:,}",
@@ -100,11 +103,12 @@ def write_page(
     model: str | None = None,
     budget: Budget | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    compared: Sequence[tuple[str, ...]] = (),
 ) -> None:
     """Write the page atomically, so that readers of the file never see a part of the page.
 
     Args:
-        found, changed, model, budget, progress: as in ``page``.
+        found, changed, model, budget, progress, compared: as in ``page``.
         path: the file.
 
     Raises:
@@ -115,7 +119,7 @@ def write_page(
         raise PlanError(f"--html {path}: there is no directory {path.parent}; create it, or choose another file")
     if path.is_dir():
         raise PlanError(f"--html {path} is a directory; choose a file in it")
-    content = page(found, changed=changed, model=model, budget=budget, progress=progress)
+    content = page(found, changed=changed, model=model, budget=budget, progress=progress, compared=compared)
     write_whole(content, path, option="--html")
 
 

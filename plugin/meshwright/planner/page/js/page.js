@@ -5,9 +5,14 @@ const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 const isPlannedSetting = () => state.setting.every((at, slider) => at === data.planned[slider]);
 const everyChoice = () => data.plans.map((_, index) => choiceAt(index, state.setting));
-// Plans that fit come first, plans without 32-bit masters after the others, and then faster plans.
-const bestFirst = (one, two) => two.fits - one.fits || one.plan.rounds - two.plan.rounds
-  || (one.time ?? 0) - (two.time ?? 0) || one.index - two.index;
+// Plans that fit come first, plans without 32-bit masters after the others, then the simplest of the fastest plans.
+function inOrder(choices) {
+  const fastest = [false, true].map((rounds) =>
+    Math.min(...choices.filter((one) => one.fits && one.plan.rounds === rounds).map((one) => one.time)));
+  const far = (one) => !(one.fits && one.time <= fastest[+one.plan.rounds] * (1 + data.within));
+  return choices.sort((one, two) => two.fits - one.fits || one.plan.rounds - two.plan.rounds || far(one) - far(two)
+    || (far(one) ? 0 : one.plan.simple - two.plan.simple) || (one.time ?? 0) - (two.time ?? 0) || one.index - two.index);
+}
 const original = { tiles: $("#tiles").innerHTML, words: $("#words").textContent };
 
 // The plan to show: the one that was picked, otherwise the fastest of the table that fits.
@@ -26,7 +31,7 @@ function fill(node, html) {
 
 function redraw() {
   widthOf(null);
-  const ordered = everyChoice().sort(bestFirst);
+  const ordered = inOrder(everyChoice());
   const one = shownPlan(ordered);
   const two = state.other === null || state.other === one.index ? null : choiceAt(state.other, state.setting);
   drawHeader(one, ordered);
@@ -117,7 +122,7 @@ function drawTable(one, two, ordered) {
   const value = SORTED[key] ?? ((choice) => ordered.indexOf(choice));
   const rows = [...ordered].sort((a, b) => {
     const [x, y] = [value(a), value(b)];
-    return x === y ? bestFirst(a, b) : (x < y ? -1 : 1) * direction;
+    return x === y ? ordered.indexOf(a) - ordered.indexOf(b) : (x < y ? -1 : 1) * direction;
   });
   const best = ordered[0].time;
   rows.forEach((choice, place) => {
