@@ -113,7 +113,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir .mkdocs_check && rm -rf .mkdocs_check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --site-dir .mkdocs_check && rm -rf .mkdocs_check  # --quiet drops warnings
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -1,5 +1,6 @@
-"""A hook of mkdocs: docs/api.md has an entry for every public name."""
+"""A hook of mkdocs: docs/api/ has an entry for every public name, and errors.md a heading for every class of errors."""
 
+from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
@@ -10,12 +11,13 @@ from meshwright import errors
 PLACEMENTS = {"Partial", "Replicate", "Shard"}  # torch's own
 
 
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> None:
-    """Fail the build for a public name that the page of the API leaves out."""
-    if page.file.src_uri != "api.md":
-        return
-    entries = {
-        line.removeprefix("::: ").rpartition(".")[2] for line in markdown.splitlines() if line.startswith("::: ")
-    }
+def on_pre_build(*, config: Any) -> None:
+    """Fail the build for a public name that the pages of the API leave out."""
+    lines = [line for page in Path(config.docs_dir, "api").glob("*.md") for line in page.read_text().splitlines()]
+    entries = {line.removeprefix("::: ").rpartition(".")[2] for line in lines if line.startswith("::: ")}
     if missing := sorted(set(meshwright.__all__) - entries - PLACEMENTS - set(vars(errors))):
-        raise PluginError(f"docs/api.md has no entry for {', '.join(missing)}")
+        raise PluginError(f"docs/api/ has no entry for {', '.join(missing)}")
+    headings = Path(config.docs_dir, "errors.md").read_text().splitlines()
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    if missing := sorted(name for name in classes if f"### {name}" not in headings):
+        raise PluginError(f"docs/errors.md has no heading for {', '.join(missing)}")

@@ -120,6 +120,7 @@ def test_signatures() -> None:
         "recompute",
         "recomputed_layers",
         "reduce_dtype",
+        "offload",
         "dtype",
     ]
     for configuration in (mw.ParallelPlan, mw.ToDistributedConfig, mw.ShardingPlan, mw.ParallelDims):

@@ -13,6 +13,7 @@ where it ended.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -40,6 +41,7 @@ from conformance.families.one_device import Step, own_groups
 from conformance.families.parity import TOLERANCE
 from conformance.families.tiny_models import MAPPINGS, Tiny, UnbuiltError, tiny, types_of
 from meshwright.mesh.process_group import start_process_group
+from meshwright.parallel.head_losses import find_loss
 from meshwright.plan.text import parse_plan
 from meshwright.verification.float64_modules import in_float64
 from support.exact import gradient_differences
@@ -72,7 +74,13 @@ def compare(model: Tiny, plan: str) -> Cell:
     given: Any = parse_plan(plan)
     with in_float64():
         built: Any = model.build()
-        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**given), timeout_s=_PATIENCE)
+        averages_over = None if find_loss(built) else "labels" if "labels" in model.batch else "rows"
+        config = mw.ToDistributedConfig(
+            plan=mw.ParallelPlan(**given),
+            timeout_s=_PATIENCE,
+            loss_averages_over=averages_over,
+            gather_logits=model.gathers_logits,
+        )
         try:
             built, _, batches = mw.to_distributed(built, None, [model.batch], config=config)
         except mw.PlanError as error:
@@ -153,7 +161,11 @@ def run_type(mapping: str, model_type: str, plans: Sequence[str]) -> dict[str, C
     finally:
         signal.alarm(0)
     while left := [plan for plan in plans if plan not in found]:
-        found |= _run_ranks(model, left)
+        cells = _run_ranks(model, left)
+        for plan, cell in cells.items():
+            if cell.status == "crashes" and "gather_logits=True" in cell.reason:  # the line that the error names
+                cells |= _run_ranks(dataclasses.replace(model, gathers_logits=True), [plan])
+        found |= cells
     return found
 
 

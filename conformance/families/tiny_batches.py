@@ -18,7 +18,7 @@ ROWS, TEXT = 2, 14  # rows of a batch, and words of a row besides those of image
 PLAIN = 60  # words below it may have no meaning
 Batch = dict[str, Any]
 _EDGES = ("start", "end")
-_COUNTS = (4, 16, 1, 8, 2, 17, 5, 32, 0)  # words of an image or a sound that are tried if the model does not tell
+_COUNTS = (4, 16, 1, 8, 2, 17, 5, 32, 10, 0)  # words of an image or a sound that are tried if the model does not tell
 
 
 @dataclass
@@ -190,6 +190,9 @@ class Batches:
             "image_merge_sizes": torch.full((ROWS,), self._in_configs("spatial_merge_size", 1)),
             "image_position_ids": torch.cartesian_prod(torch.arange(high), torch.arange(high)).expand(ROWS, -1, -1),
             "batch_num_images": torch.ones(ROWS, dtype=torch.long),
+            "image_num_crops": torch.ones(ROWS, dtype=torch.long),
+            "image_grids": torch.tensor([[high // 2, high // 2, 0, 0]] * ROWS),
+            "image_token_pooling": torch.arange(ROWS * high * high).view(-1, 4),
             "aspect_ratio_ids": torch.ones(ROWS, 1, dtype=torch.long),
             "aspect_ratio_mask": torch.ones(ROWS, 1, 1, dtype=torch.long),
         }
@@ -211,6 +214,7 @@ class Batches:
             (flat.view(-1, channels, patch, patch) if temporal == 1 else flat, torch.ones(ROWS)),
             (torch.cat([place, patches], dim=2), torch.ones(ROWS, high * high, dtype=torch.long)),
             (_random(ROWS, 2, channels, side, side), torch.ones(ROWS, 2, side, side, dtype=torch.long)),
+            (_random(ROWS * side * side, channels), torch.ones(ROWS * side * side)),
         ]
         if (pooled := self._in_configs("pooling_kernel_size", 1)) > 1:
             formats.append((_random(ROWS, high * high, length * pooled**2), formats[2][1]))
@@ -232,7 +236,7 @@ class Batches:
         mains = [
             n for n in ("input_features", "input_values", "audio_values", "audio_input_features") if n in self.names
         ]
-        for main, frames in itertools.product(mains or [None], (FRAMES, 2 * FRAMES, 160)):
+        for main, frames in itertools.product(mains or [None], (FRAMES, 2 * FRAMES, 160, 8 * TEXT)):
             for features in (
                 _random(ROWS, bins, frames),
                 _random(ROWS, frames, bins),

@@ -37,6 +37,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {
         "text_config.mlp_layer_types": ["dense", "sparse"], "vision_config.sam_config.downsample_channels": [64, 64],
     },
+    "diffusion_gemma": {
+        "text_config.num_experts": 4, "text_config.top_k_experts": 2, "text_config.moe_intermediate_size": 32,
+    },
     "emu3": {
         "vocabulary_map": {
             "<image>": 96, "<|extra_200|>": 95, **{f"<|visual token {i:06}|>": 70 + i for i in range(16)},
@@ -51,8 +54,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     # The tower halves the sizes of images at this layer, which it must have.
     "minicpmv4_6": {"insert_layer_id": 0},
     "minicpmv4_7": {"insert_layer_id": 0},
-    "muse_glimmer": {"vision_config.out_hidden_size": 256},
-    "muse_spark": {"vision_config.out_hidden_size": 256},
+    "muse_glimmer": {"out_hidden_size": 256},
+    "muse_spark": {"out_hidden_size": 256},
     "nemotron_h_omni": {"vision_config.video_temporal_patch_size": 2},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 80},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 80},
@@ -91,6 +94,7 @@ class Tiny:
     config: PretrainedConfig
     batch: Batch
     trains: bool = True  # whether the model is in training mode; some draw random numbers there
+    gathers_logits: bool = False  # whether its forward reads the logits, so that the program gathers them
 
     def build(self) -> nn.Module:
         """Return the model, always with the same random weights."""

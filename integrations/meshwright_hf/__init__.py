@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright_hf import accelerate, datasets, deepspeed, trainer
+    from meshwright_hf import accelerate, datasets, deepspeed, trainer, trl
     from meshwright_hf.balance import BalanceExperts
     from meshwright_hf.callback import MeshwrightCallback
     from meshwright_hf.configs import register, unregister
@@ -22,7 +22,7 @@ _HOMES = {
     "trainer": ("MeshwrightTrainer", "MeshwrightTrainerMixin"),
 }
 _HOME = {name: f"meshwright_hf.{module}" for module, names in _HOMES.items() for name in names}
-_MODULES = ("accelerate", "datasets", "deepspeed", "trainer")
+_MODULES = ("accelerate", "datasets", "deepspeed", "trainer", "trl")
 
 __all__ = [
     "BalanceExperts",
@@ -35,6 +35,7 @@ __all__ = [
     "register",
     "save_plan",
     "trainer",
+    "trl",
     "unregister",
 ]
 

@@ -135,7 +135,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         self.model.no_sync = runtime.gradients.no_sync  # accelerate looks for it while gradients accumulate
         gather_for_fused_head(self.model, runtime)
         balance_fused_head(self.model, runtime)
-        show_run(self.model, runtime, self._mesh_config)
+        show_run(self.model, runtime, self._mesh_config, self.args)
         if self.args.torch_compile:
             layers = runtime.features.find(CompilableLayers)
             assert layers is not None

@@ -127,6 +127,7 @@ def made(make: Callable[[], mw.ParallelPlan]) -> mw.ParallelPlan | None:
         ("cp=4 context=ulysses", {"cp": 4, "context": "ulysses"}),
         ("pp2 cp2(ring) mb1", {"pp": 2, "cp": 2, "context": "ring", "micro_batch_size": 1}),
         ("dp2 reduce=bf16", {"dp": 2, "reduce_dtype": "bfloat16"}),
+        ("zero1 offload=optimizer", {"zero_stage": 1, "offload": "optimizer"}),
         ("dp2 reduce_dtype=bfloat16", {"dp": 2, "reduce_dtype": "bfloat16"}),
         ("tp2 zero_stage=1 tp2", {"tp": 2, "zero_stage": 1}),
     ],
@@ -281,6 +282,7 @@ def test_every_field_has_its_words() -> None:
     changed = {
         "dp": 3, "tp": 3, "cp": 3, "ep": 3, "etp": 3, "pp": 3, "sequence_parallel": True, "zero_stage": 1,
         "micro_batch_size": 3, "gradient_accumulation_steps": 3, "recompute": "full", "reduce_dtype": "bfloat16",
+        "offload": "optimizer",
     }  # fmt: skip
     of_context = {"context": "ring", "ulysses": 3}
     of_pipeline = {"schedule": "zbv", "chunks": 3, "stages": [1, 3, 2]}

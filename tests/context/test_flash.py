@@ -84,8 +84,8 @@ def test_kernels_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> No
     assert not has_flash(q, k.double(), k)
     right = flash._forward
     monkeypatch.setattr(flash, "_forward", lambda *args: (right(*args)[0], 1.01 * right(*args)[1]))
-    flash._is_right.cache_clear()
+    flash.is_right.cache_clear()
     try:
         assert not has_flash(q, k, k)
     finally:
-        flash._is_right.cache_clear()
+        flash.is_right.cache_clear()

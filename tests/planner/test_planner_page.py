@@ -25,6 +25,7 @@ from meshwright.errors import PlanError
 from meshwright.plan.schedule import SCHEDULES, Kind, chunks_of, rank_of_stage, rank_operations
 from meshwright.planner import page as page_package
 from meshwright.planner.candidate import Job
+from meshwright.planner.cost import Budget, bill_of
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster, HardwareProfile, device
 from meshwright.planner.memory import peak_memory
@@ -346,6 +347,23 @@ $$('.compare')[3].click();
 report.compared = [$$('.picture > svg').map(svg => svg.id), !$('#compared').hidden];
 $$('details').forEach(each => { each.open = true; each.dispatchEvent(new Event('toggle')); });
 report.tables = $$('.as-table table').length;
+const write = (name, text) => { const input = $('#' + name); input.value = text;
+  input.dispatchEvent(new Event('input')); };
+$('#reset').click();
+write('tokens', '300B');
+write('price', '2.5');
+report.run = [...$$('#run b'), ...$$('#run small')].map(each => each.textContent);
+report.priced = [$('#replan').textContent, location.hash];
+const before = $('#timeline').getBoundingClientRect().width;
+write('zoom', '2');
+report.zoom = $('#timeline').getBoundingClientRect().width / before;
+window.Blob = class { constructor(parts) { report.trace = JSON.parse(parts[0]); } };
+URL.createObjectURL = () => '#';
+$('#save-trace').click();
+report.meaning = $('#shown').title;
+location.hash = report.priced[1].replace('gpus=64', 'gpus=128') + '&plan=nothing';
+dispatchEvent(new Event('hashchange'));
+report.linked = [$('#gpus-value').textContent, $('#tokens').value];
 document.title = 'done';
 const node = document.body.appendChild(document.createElement('pre'));
 node.id = 'report';
@@ -403,6 +421,26 @@ def test_a_reader_works_the_page_in_a_browser(tmp_path: Path) -> None:
     assert order == "ascending" and memories == sorted(memories, key=lambda text: float(text.split()[0]))
     drawn, is_compared = report["compared"]
     assert is_compared and {"memory", "memory-1", "timeline-1", "ranks-1"} <= set(drawn)
+    money = bill_of(found, Budget(tokens=300 * 10**9, price=2.5))
+    assert money.cost is not None
+    steps, _, hours, cost, _, taken, *_ = report["run"]
+    assert steps == f"{money.steps:,}"
+    shown = [float(text.replace(",", "")) for text in (hours, cost)]
+    assert shown == pytest.approx(
+        [money.gpu_hours, money.cost], rel=1e-4
+    )  # the page has the step in rounded milliseconds
+    assert taken == f"{money.days / (1 + money.band):.1f} days to {money.days * (1 + money.band):.1f} days"
+    command, address = report["priced"]
+    assert "--tokens 300B --price 2.5 --html" in command and "tokens=300B&price=2.5" in address
+    assert report["linked"] == ["128", "300B"] and report["zoom"] == pytest.approx(4, abs=0.1)
+    assert (
+        report["meaning"].splitlines()[0]
+        == f"dp{best.plan.dp}: the batch is split over {best.plan.dp} data-parallel ranks"
+    )
+    assert len(report["meaning"].splitlines()) == len(best.plan.label.split()), "a word of the plan is not explained"
+    trace = [event for event in report["trace"]["traceEvents"] if event["ph"] == "X"]
+    assert {event["tid"] for event in trace} == set(range(best.plan.pp))
+    assert max(event["ts"] + event["dur"] for event in trace) / 1e6 == pytest.approx(best.time.total, rel=0.01)
     assert report["tables"] >= 8  # two of each picture of one plan, and one of each picture of all plans
 
 

@@ -131,6 +131,15 @@ WAITS = {
     "dp2 zero1 without some gradients": ({"dp": 2, "zero_stage": 1}, HALF, {"prepare": skip_mlp}),
     "dp2 zero3 without some gradients": ({"dp": 2, "zero_stage": 3}, HALF, {"prepare": skip_mlp}),
 }
+# Programs in which the host waits for the gradients of each bucket that it steps; each has one bucket.
+OFFLOADS = {
+    "dp2 zero1 bf16 offload": ({"dp": 2, "zero_stage": 1, "offload": "optimizer"}, HALF, {}),
+    "dp2 tp2+sp zero2 offload": ({**SP, "dp": 2, "zero_stage": 2, "offload": "optimizer"}, {}, {}),
+    "dp2 zero3 bf16 offload": ({"dp": 2, "zero_stage": 3, "offload": "optimizer"}, HALF, {}),
+    "dp2 zero1 offload, fused AdamW": (
+        {"dp": 2, "zero_stage": 1, "offload": "optimizer"}, {}, {"make_optimizer": adamw(fused=True)},
+    ),
+}  # fmt: skip
 
 
 def make(
@@ -281,7 +290,7 @@ def traced_fault(name: str) -> list[str]:
 
 def traced_program(name: str) -> list[str]:
     """Return the problems of all ranks."""
-    options, of_model, of_program = {**PROGRAMS, **WAITS}[name]
+    options, of_model, of_program = {**PROGRAMS, **WAITS, **OFFLOADS}[name]
     of_program = dict(of_program)
     change = of_program.pop("prepare", None)
     plan = mw.ParallelPlan(**options)

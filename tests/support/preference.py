@@ -67,10 +67,11 @@ def make(
     """
     from datasets import Dataset, load_from_disk
 
-    from meshwright_hf.trainer import MeshwrightTrainerMixin
+    import meshwright_hf.trl
 
     trainer_class, config_class = classes(kind)
-    planned_class = type(f"Planned{trainer_class.__name__}", (MeshwrightTrainerMixin, trainer_class), {})
+    ready_made = getattr(meshwright_hf.trl, trainer_class.__name__)
+    planned_class = type(f"Planned{trainer_class.__name__}", (ready_made,), {})
     defaults = arguments(output_dir, (plan or {}).get("dp", 1), max_steps=4)
     shared = {name: getattr(defaults, name) for name in TAKEN}
     args = config_class(output_dir=str(output_dir), bf16=False, **{**shared, **options})

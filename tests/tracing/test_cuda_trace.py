@@ -21,7 +21,7 @@ from meshwright.tracing.cuda_order import chosen_ranks, compared_groups, order_p
 from meshwright.tracing.cuda_trace import CudaStep
 from meshwright.tracing.fake_cuda import why_unavailable
 from meshwright.tracing.host_waits import Issued
-from support.cuda_steps import FAULTS, PROGRAMS, WAITS
+from support.cuda_steps import FAULTS, OFFLOADS, PROGRAMS, WAITS
 from support.tiers import crossings
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -89,6 +89,15 @@ def test_a_rank_waits_once_where_sizes_or_gradients_are_known_to_the_device_alon
         place = "parallel/token_dispatchers.py"  # how many tokens travel, once for its one layer
     problems = [re.sub(r":\d+ ", " ", problem) for problem in found(program)]
     assert problems == [f"rank {rank}: the host waits: tolist in {place} (1 times)" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("program", crossings(OFFLOADS, but=["dp2 zero3 bf16 offload"]))
+def test_a_step_on_the_host_waits_for_the_gradients_of_each_bucket_alone(
+    program: str, found: Callable[[str], list[str]]
+) -> None:
+    place = r"rank \d: the host waits: Event.synchronize in optim/offload.py:\d+ \([124] times\)"
+    problems = found(program)
+    assert problems and all(re.fullmatch(place, problem) for problem in problems), problems
 
 
 @pytest.mark.parametrize("fault", FAULTS)

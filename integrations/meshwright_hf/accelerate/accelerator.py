@@ -182,6 +182,8 @@ class PlannedAccelerator(Accelerator):
             monitor = monitor_of(find_runtime(model))
             if monitor is not None and monitor.latest is not None:
                 figures |= monitor.latest.as_logs()
+            if monitor is not None:
+                monitor.note_values(values)
         super().log({**figures, **values}, step=step, log_kwargs=log_kwargs or {})
 
     @contextlib.contextmanager

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from typing import Annotated
 
 import typer
 
 from meshwright import __version__
 from meshwright.cli import calibrate, doctor, export, launch, plan, trace_cuda, verify
+from meshwright.cli.failures import run_with_json_errors
 from meshwright.cli.inspect import inspect
 from meshwright.cli.report import report
 
 app = typer.Typer(
-    add_completion=False,
+    context_settings={"token_normalize_func": lambda word: word.replace("_", "-")},  # --seq_len is --seq-len
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -46,4 +49,7 @@ def options(
 
 def main() -> None:
     """Run the command line."""
+    options = itertools.takewhile(lambda word: word != "--", sys.argv[1:])
+    if "--json" in options and sys.argv[1] != "launch":  # whose script may have such an option
+        run_with_json_errors(app)
     app()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from meshwright.cli.failures import failures_of
 
 
 def calibrate(
@@ -21,6 +22,7 @@ def calibrate(
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Approximate time to spend measuring, in seconds.")] = 100.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON too.")] = False,
 ) -> None:
     """Measure this machine and write a profile for meshwright plan.
 
@@ -37,7 +39,7 @@ def calibrate(
       torchrun --nproc-per-node 8 --nnodes 2 ... -m meshwright.cli calibrate --output profile.json
       meshwright plan --model config.json --profile profile.json
     """
-    try:
+    with failures_of("calibrate", json=json, interrupted="interrupted; nothing was written"):
         from meshwright.calibration.measure import calibrate as measure
         from meshwright.calibration.profile_report import report
 
@@ -46,10 +48,4 @@ def calibrate(
         profile = measure(processes=processes, dtype=dtype, seconds=seconds)
         if profile is not None:
             profile.save(output)
-            typer.echo(report(profile, output))
-    except ValueError as error:
-        typer.echo(f"meshwright calibrate: {error}", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("meshwright calibrate: interrupted; nothing was written", err=True)
-        sys.exit(130)
+            typer.echo(output.read_text(encoding="utf-8") if json else report(profile, output))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
-import sys
+import json as json_format
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from meshwright.cli.failures import failures_of
 
 
 class Dtype(enum.StrEnum):
@@ -19,8 +21,10 @@ class Dtype(enum.StrEnum):
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or folder of checkpoints (then the newest).")],
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint, or folder of checkpoints (then the newest).")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     max_shard_size: Annotated[
         str, typer.Option(help="Largest size of a file; a tensor above this size gets a file of its own.")
     ] = "5GB",
@@ -30,6 +34,7 @@ def export(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier export; everything in OUT is removed.")
     ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Write the weights of a checkpoint as files for from_pretrained and load_weights.
 
@@ -47,7 +52,9 @@ def export(
       meshwright export runs/step-1000 exported
       meshwright export runs exported --dtype bfloat16 --max-shard-size 2GB --overwrite
     """
-    try:
+    with failures_of(
+        "export", json=json, codes={ValueError: 2, OSError: 1}, interrupted="interrupted; nothing was written"
+    ):
         # Imported here so that --help is fast.
         from meshwright.checkpoint.inspect.export_checkpoint import DTYPES, export_checkpoint
 
@@ -58,13 +65,11 @@ def export(
             dtype=None if dtype is None else DTYPES[dtype.value],
             overwrite=overwrite,
         )
+        if json:
+            found = {"folder": done.folder, "checkpoint": done.checkpoint, "step": done.step, "files": done.files}
+            typer.echo(json_format.dumps(found, indent=2, default=str))
+            return
         step = "" if done.step is None else f", step {done.step}"
         typer.echo(f"{done.folder} has the weights of {done.checkpoint}{step}:")
         for name, size in done.files.items():
             typer.echo(f"  {name:<36} {size:>17,} bytes")
-    except (ValueError, OSError) as error:
-        typer.echo(f"meshwright export: {error}", err=True)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
-    except KeyboardInterrupt:
-        typer.echo("meshwright export: interrupted; nothing was written", err=True)
-        sys.exit(130)

@@ -9,9 +9,11 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.failures import failures_of
+
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="Checkpoint, or folder of checkpoints.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Checkpoint, or folder of checkpoints.")],
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Read all tensors and compare them with their digests.")
     ] = True,
@@ -34,14 +36,8 @@ def inspect(
       meshwright inspect runs --no-check
       meshwright inspect runs/step-1000 --json | jq .damages
     """
-    try:
+    with failures_of("inspect", json=json, codes={ValueError: 2, OSError: 2}):
         sys.exit(_inspect(folder, check, json))
-    except (ValueError, OSError) as error:
-        typer.echo(f"meshwright inspect: {error}", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("meshwright inspect: interrupted", err=True)
-        sys.exit(130)
 
 
 def _inspect(folder: Path, check: bool, json: bool) -> int:

@@ -24,9 +24,8 @@ class MixedPrecision(StrEnum):
 
 
 def _option(help: str, name: str, **about: object) -> Any:
-    """Return an option that is spelt with underscores, as accelerate's, or with dashes."""
-    names = [f"--{name}"] if "_" not in name else [f"--{name}", f"--{name.replace('_', '-')}"]
-    return option(help, *names, **about)  # type: ignore[arg-type]
+    """Return an option of accelerate's launcher, whose names have underscores."""
+    return option(help, f"--{name.replace('_', '-')}", **about)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,6 @@ class LaunchOptions:
         "Number of times that the script is started again after a process has failed (default: 0). The script must "
         "load its last checkpoint; MeshwrightTrainer does so by itself.",
         "--max-restarts",
-        "--max_restarts",
         default=0,
     )
     machine_rank: int = _option("Number of this machine, from 0.", "machine_rank", default=0)
@@ -113,8 +111,8 @@ def launch(
       meshwright launch --tp 2 --dp 2 -- train.py --lr 1e-4
       meshwright launch --tp 2 --dp 2 --max-restarts 10 train.py
       meshwright plan --model config.json --gpus 8 --save plan.yaml && meshwright launch --plan plan.yaml train.py
-      meshwright launch --cpu --num_processes 2 -m my_package.train
-      meshwright launch --plan plan.yaml --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
+      meshwright launch --cpu --num-processes 2 -m my_package.train
+      meshwright launch --plan plan.yaml --num-machines 2 --machine-rank 0 --main-process-ip 10.0.0.1 train.py
     """
     try:
         # Imported by name, since the core works without accelerate and must not import it.

@@ -121,7 +121,7 @@ class PlanSizes:
     """Fields of ``ParallelPlan``; None for those that were not given."""
 
     dp: int | None = _of_plan(
-        "Data-parallel size (default: --gpus or --num_processes / the other sizes; 1 without that option)."
+        "Data-parallel size (default: --gpus or --num-processes / the other sizes; 1 without that option)."
     )
     tp: int | None = _of_plan("Tensor-parallel size (default: 1).")
     cp: int | None = _of_plan("Context-parallel size: ranks that share each sequence (default: 1).")

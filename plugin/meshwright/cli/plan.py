@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from meshwright.cli.failures import failures_of
 from meshwright.cli.grouped_help import GroupedCommand, GroupedCommands
 from meshwright.cli.options import HIDDEN, PlanSizes, takes_options
 from meshwright.cli.plan_answers import (
@@ -55,15 +55,6 @@ def _refuse(value: str | None) -> None:
 _Removed = typer.Option("--validate", "--calibrate-rows", "--seed", "--leave-out", hidden=True, callback=_refuse)
 
 
-@contextlib.contextmanager
-def _one_line_errors(command: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        typer.echo(f"meshwright {command}: {error}", err=True)
-        sys.exit(2)
-
-
 @app.callback()
 @takes_options
 def plan(
@@ -99,7 +90,7 @@ def plan(
 
     The exit code is 0, or 2 if an argument is wrong or no plan fits.
     """
-    with _one_line_errors("plan"):
+    with failures_of("plan", json=outputs.json):
         if ctx.invoked_subcommand is not None:
             _check_order(ctx)
             return
@@ -128,7 +119,7 @@ def weigh(*, job: JobOptions, run: RunOptions, plan: _OwnPlans = None, sizes: Pl
 
     The exit code is 0; 1 if the first plan does not fit; and 2 if an argument is wrong.
     """
-    with _one_line_errors("plan weigh"):
+    with failures_of("plan weigh", json=outputs.json):
         if not plan and not sizes.given:
             raise PlanError('no plan is given; write --plan "dp8 zero1", or sizes such as --dp 8')
         _weigh(job.question(run, SearchOptions()), outputs, plan or [], sizes, None)
@@ -149,7 +140,7 @@ def sweep(*, job: JobOptions, run: RunOptions, days: _Days = None, outputs: Tabl
 
     The exit code is 0, or 2 if an argument is wrong or no plan fits.
     """
-    with _one_line_errors("plan sweep"):
+    with failures_of("plan sweep", json=outputs.json):
         _sweep(job.question(run, SearchOptions()), outputs, days)
 
 

@@ -122,11 +122,11 @@ def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
     else:
         typer.echo(explain.text(found, changed=changed, budget=question.budget))
     if outputs.html is not None:
-        _write_page(found, outputs.html, changed, str(question.options.model))
+        _write_page(found, outputs.html, changed, question)
     _finish(question, found, outputs)
 
 
-def _write_page(found: Search, html: Path, changed: Sequence[Change], model: str) -> None:
+def _write_page(found: Search, html: Path, changed: Sequence[Change], question: PlanQuestion) -> None:
     from meshwright.planner.page import write_page
 
     with typer.progressbar(length=1, label=f"Writing {html}", file=sys.stderr) as bar:
@@ -136,7 +136,8 @@ def _write_page(found: Search, html: Path, changed: Sequence[Change], model: str
             if sys.stderr.isatty():
                 bar.update(done - bar.pos)
 
-        write_page(found, html, changed=changed, model=model, progress=progress)
+        model = str(question.options.model)
+        write_page(found, html, changed=changed, model=model, budget=question.budget, progress=progress)
 
 
 def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:
@@ -211,7 +212,7 @@ def answer_days(question: PlanQuestion, outputs: TableOutputs, days: float) -> N
     def find(cluster: Cluster, job: Job) -> Search:
         return question.search(dataclasses.replace(space, cluster=cluster, job=job), top=1)
 
-    flops = question.shape.flops(space.job.seq_len)
+    flops = question.shape.flops(space.job.seq_len, lora=space.job.lora)
     rows = smallest_cluster(find, space.cluster, space.job, question.budget, days, flops)
     if not is_met(rows, days):
         tried = f"up to {rows[-1].value:,} devices" if rows else "at the devices' peak rate"

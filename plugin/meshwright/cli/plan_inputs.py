@@ -16,6 +16,7 @@ from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES
 
 if TYPE_CHECKING:
     from meshwright.plan.config import ParallelPlan
+    from meshwright.planner.adapters import Lora
     from meshwright.planner.candidate import Candidate, Job
     from meshwright.planner.cost import Budget
     from meshwright.planner.hardware import Cluster, HardwareProfile
@@ -92,6 +93,13 @@ _of_output = partial(option, panel="Output")
 _SEVERAL = "plan sweep takes several, separated by commas."
 
 
+class Quantised(StrEnum):
+    """The format of a frozen base."""
+
+    nf4 = "nf4"
+    int8 = "int8"
+
+
 class JobPrecision(StrEnum):
     """The dtype of the layers' matrix multiplications."""
 
@@ -153,6 +161,24 @@ class JobOptions:
     precision: JobPrecision = _of_job(
         "Dtype of the layers' matrix multiplications; this version trains in bf16 alone.", default=JobPrecision.bf16
     )
+    optimizer: str = _of_job(
+        "Optimizer, whose state is counted: adamw, adamw8bit, adamw4bit, ademamix, schedule-free, lion, lion8bit, muon "
+        "(with AdamW for embeddings, norms and the head), adafactor, sgd or sgd-momentum.",
+        default="adamw",
+    )
+    lora: int | None = _of_job(
+        "Rank of LoRA adapters on the projections of attention and MLPs: train these alone, and compare with training "
+        "all weights (default: all weights are trained)."
+    )
+    quantised: Quantised | None = _of_job(
+        "With --lora, the format of the frozen base's projections, as bitsandbytes packs them: nf4 or int8 (default: "
+        "16 bits).",
+        "--quantised",
+        "--quantized",
+    )
+    double_quant: bool = _of_job(
+        "With --quantised nf4, also quantise the scales (bnb_4bit_use_double_quant).", "--double-quant", default=False
+    )
     gather_logits: bool = _of_job(
         "Count the memory of whole logits, as with ToDistributedConfig(gather_logits=True): for a program that reads "
         "outputs.logits in training, as TRL's trainers do.",
@@ -176,6 +202,24 @@ class JobOptions:
     profile: Path | None = _of_job(
         "Profile that meshwright calibrate wrote (default: data sheets and typical efficiencies)."
     )
+
+    def adapters(self) -> Lora | None:
+        """Return the adapters that are trained; None if all weights are.
+
+        Raises:
+            PlanError: an option has no effect without another one.
+        """
+        from meshwright.planner.adapters import Lora
+
+        if self.lora is None and (self.quantised is not None or self.double_quant):
+            raise PlanError("a quantised base is frozen, so it needs adapters to train: write --lora 16 too")
+        if self.double_quant and self.quantised is not Quantised.nf4:
+            raise PlanError("--double-quant quantises the scales of 4-bit weights; write --quantised nf4 too")
+        if self.lora is None:
+            return None
+        if self.quantised is None:
+            return Lora(rank=self.lora)
+        return Lora(rank=self.lora, quantised=self.quantised.value, double=self.double_quant)
 
     def question(self, run: RunOptions, search: SearchOptions) -> PlanQuestion:
         """Return what is asked.
@@ -275,6 +319,8 @@ class PlanQuestion:
             prefers_masters=True,
             images=self.options.images_per_row,
             logits="gathered" if self.options.gather_logits else "chunked",
+            lora=self.options.adapters(),
+            optimizer=self.options.optimizer,
         )
         dtype = self.measured.dtype if self.measured and self.measured.dtype else "float32" if on_cpu else "bfloat16"
         return job.in_32_bits() if dtype == "float32" else job

@@ -1,42 +1,73 @@
-"""``meshwright report``: the log of a run as one page with plots."""
+"""``meshwright report``: the logs of runs as one HTML page with plots."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from meshwright.cli.failures import failures_of
 from meshwright.cli.pages import check_pages
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder that was passed as logging_dir, or the meshwright.jsonl in it.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folder that was passed as logging_dir, or of a Trainer, or with TensorBoard's files; or a folder of "
+            "such folders.",
+        ),
+    ],
     output: Annotated[
-        Path | None, typer.Option(help="HTML file to write (default: report.html beside the log).")
+        Path | None, typer.Option(help="HTML file to write (default: report.html in the folder of the first run).")
     ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve a page that follows the runs, on this machine only, instead.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="Port of --serve; 0 takes a free one.")] = 0,
+    every: Annotated[float, typer.Option(help="Seconds between two readings of the logs with --serve.")] = 2.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and write no file.")] = False,
 ) -> None:
-    """Write the log of a run as one HTML page with plots.
+    """Show runs on one HTML page with plots.
 
-    The page shows loss, gradient norm, throughput, memory of each rank, the parts of a step, the slowest ranks, faults,
-    and the planner's estimate beside what was measured. It loads nothing from the network. The command also works while
-    the run goes on, and if the last line of its log was cut off.
+    The page shows loss and evaluation loss, gradient norm, learning rate, throughput, memory and time of each rank, the
+    parts of a step, waiting for data, faults, restarts, and the planner's estimate beside what was measured. A reader
+    can zoom, smooth and compare several runs. The page loads nothing from the network. The command also works while the
+    run goes on, and if the last line of its log was cut off.
 
     For example:
 
     \b
       meshwright report runs/first
-      meshwright report runs/first --output first.html
+      meshwright report runs/first runs/second --output both.html
+      meshwright report runs --serve
     """
-    try:
+    with failures_of("report", json=json):
         check_pages()
         # Imported here so that --help is fast.
-        from meshwright.monitor.report import write_report
+        from meshwright.monitor.report import figures_of, write_report
 
-        path = output or (run if run.is_dir() else run.parent) / "report.html"
-        write_report(run, path)
-        typer.echo(f"wrote {path}")
-    except ValueError as error:
-        typer.echo(f"meshwright report: {error}", err=True)
-        sys.exit(2)
+        if json:
+            typer.echo(figures_of(runs))
+        elif serve:
+            _serve(runs, port, every)
+        else:
+            path = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
+            write_report(runs, path)
+            typer.echo(f"wrote {path}")
+
+
+def _serve(runs: list[Path], port: int, every: float) -> None:
+    from meshwright.errors import PlanError
+    from meshwright.monitor.report_server import ReportServer
+
+    if not every > 0:
+        raise PlanError(f"--every {every:g} must be a number of seconds above 0")
+    with ReportServer(runs, port=port, every=every) as server:
+        typer.echo(f"{server.address} shows the runs; Ctrl-C ends it")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.cli.failures import failures_of
 from meshwright.cli.options import ModelConfig, PlanWords
 
 if TYPE_CHECKING:
@@ -58,17 +59,10 @@ def trace_cuda(
       meshwright trace-cuda --model Llama-3-8B --plan "dp2 tp2+sp zero1"
       meshwright trace-cuda --model config.json --plan "pp4 mb1" --precision autocast --json
     """
-    try:
+    with failures_of("trace-cuda", json=json):
         report = _report(model, plan, rows, length, precision, ranks)
         typer.echo(json_format.dumps(report, indent=2) if json else _text(report))
-        code = 1 if report["problems"] else 0
-    except ValueError as error:
-        typer.echo(f"meshwright trace-cuda: {error}", err=True)
-        code = 2
-    except KeyboardInterrupt:
-        typer.echo("meshwright trace-cuda: interrupted", err=True)
-        code = 130
-    sys.exit(code)
+        sys.exit(1 if report["problems"] else 0)
 
 
 def _report(model: Path, words: str, rows: int, length: int, precision: TracePrecision, ranks: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.cli.failures import failures_of
 from meshwright.cli.options import ModelConfig, PlanWords
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def verify(
 
     For a model of your own, call mw.verify(model_factory, plan) in a script.
     """
-    try:
+    with failures_of("verify", json=json, codes={ValueError: 2, RuntimeError: 1}):
         with _progress() as tell, tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
             if importlib.util.find_spec("transformers") is None:
                 raise ValueError(
@@ -98,17 +99,7 @@ def verify(
                 factory, chosen, steps=steps, seed=seed, timeout=timeout, on_progress=tell, notes=tuple(notes)
             )
         typer.echo(json_format.dumps(report.as_dict(), indent=2) if json else str(report))
-        code = 0 if report.ok else 1
-    except ValueError as error:
-        typer.echo(f"meshwright verify: {error}", err=True)
-        code = 2
-    except RuntimeError as error:
-        typer.echo(f"meshwright verify: {error}", err=True)
-        code = 1
-    except KeyboardInterrupt:
-        typer.echo("meshwright verify: interrupted", err=True)
-        code = 130
-    sys.exit(code)
+        sys.exit(0 if report.ok else 1)
 
 
 def _plans(words: str, processes: int | None) -> tuple[ParallelPlan, ParallelPlan]:

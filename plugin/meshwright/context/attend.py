@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from meshwright.context.causal_blocks import Documents
 from meshwright.context.key_exchange import WholeKeys
 from meshwright.context.masks import ContextMask, query_blocks
+from meshwright.parallel.flash_rows import is_flash
 from meshwright.parallel.sequence_parts import TokenRun
+from meshwright.temporarily import temporarily
 
 # An attention function of transformers: (module, query, key, value, mask, **options) -> (output [B, S, heads, d], ...).
 StockAttention = Callable[..., tuple[Tensor, Any]]
@@ -34,6 +36,7 @@ class AttentionCall:
         is_additive: whether the function adds its mask to the scores; otherwise the mask is boolean.
         mask: the mask.
         options: the keyword arguments of the call.
+        config: the module's config, without our attention.
     """
 
     module: nn.Module
@@ -41,6 +44,7 @@ class AttentionCall:
     is_additive: bool
     mask: ContextMask
     options: dict[str, Any]
+    config: Any = None
 
     def block(self, queries: TokenRun, keys: TokenRun, dtype: torch.dtype) -> Tensor:
         """Return the mask of a block in the form that the function takes."""
@@ -56,6 +60,16 @@ class AttentionCall:
         return tuple({id(x): x for x in found if x.requires_grad}.values())
 
     @property
+    def implementation(self) -> str:
+        """The name of the function in the module's config."""
+        return str(self.config._attn_implementation)
+
+    @property
+    def is_flash(self) -> bool:
+        """Whether the function calls a flash attention package, which takes documents and windows, and no mask."""
+        return is_flash(self.stock)
+
+    @property
     def documents_alone(self) -> Documents | None:
         """Where documents start, if the call is torch's attention, causal within documents and nothing else."""
         stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
@@ -66,8 +80,12 @@ class AttentionCall:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: object) -> Tensor:
         """Run the function with some options replaced, and return ``[B, S, heads, d]``."""
-        with _key_heads(self.module, q.shape[1], k.shape[1]):
+        with _key_heads(self.module, q.shape[1], k.shape[1]), self._own_config():
             return self.stock(self.module, q, k, v, mask, **{**self.options, **options})[0]
+
+    def _own_config(self) -> contextlib.AbstractContextManager[None]:
+        """Let the function see the config that names it, by which transformers finds a flash attention package."""
+        return temporarily(self.module, config=self.config) if self.is_flash else contextlib.nullcontext()
 
     def run_with(self, trained: list[Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Run the function with other tensors in place of :attr:`trained`, in its order."""

@@ -20,6 +20,7 @@ from meshwright.context.flash import FlashCall, flash_attention, has_flash
 from meshwright.context.head_exchange import HeadExchange
 from meshwright.context.key_exchange import KeyExchange, RingKeys, WholeKeys
 from meshwright.context.masks import ContextMask
+from meshwright.context.packaged_attention import in_kernel_dtype, over_keys, over_whole_rows
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
@@ -101,7 +102,10 @@ class ContextAttention:
 
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of this rank's queries, ``[B, queries, heads, d]``."""
-        length, parts, dtype = call.mask.length, call.mask.parts or self.parts, q.dtype
+        length, parts = call.mask.length, call.mask.parts or self.parts
+        if call.is_flash:
+            q, k, v = in_kernel_dtype(call, q, k, v)
+        dtype = q.dtype
         k, v = as_autocast(k), as_autocast(v)  # before they are sent
         if self.method == "gather":
             return self._over(call, parts.runs(length), WholeKeys(parts), q, k, v)
@@ -113,6 +117,8 @@ class ContextAttention:
         call = _with_own_heads(call, rank, self.axes.inner.size)
         if self.method == "hybrid":
             output = self._over_ring(call, parts, q, k, v)
+        elif call.is_flash:
+            output = over_whole_rows(call, q, k, v)
         elif call.mask.is_causal_alone and not call.is_additive:
             output = call.run(q, k, v, None, is_causal=True)
         else:
@@ -122,6 +128,8 @@ class ContextAttention:
     def _over(
         self, call: AttentionCall, runs: tuple[TokenRun, ...], keys: WholeKeys, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
+        if call.is_flash:
+            return over_keys(call, runs, keys, q, k, v)
         flash = _flash_call(call, runs, keys, q, k, v)
         if flash is None:
             return attend_in_blocks(call, q, k, v, runs, keys)
@@ -130,6 +138,8 @@ class ContextAttention:
     def _over_ring(self, call: AttentionCall, parts: SequenceParts, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outer, inner = self.axes.outer, self.axes.inner.size
         keys = RingKeys(outer, tuple(parts.runs(call.mask.length, r * inner, inner) for r in range(outer.size)))
+        if call.is_flash:
+            return over_keys(call, keys.runs_of[outer.rank], keys, q, k, v)
         flash = _flash_call(call, keys.runs_of[outer.rank], keys, q, k, v)
         if flash is None:
             return ring_attention(RingCall.of(call, keys, width=q.shape[-1]), q, k, v, call.options.get("s_aux"))
@@ -225,7 +235,12 @@ def _attention(
     stock, implementation = stock_attention(module)
     kept = {name: value for name, value in options.items() if name not in ("is_causal", "position_ids")}
     call = AttentionCall(
-        module=module, stock=stock, is_additive=implementation == "eager", mask=attention_mask, options=kept
+        module=module,
+        stock=stock,
+        is_additive=implementation == "eager",
+        mask=attention_mask,
+        options=kept,
+        config=plain_config(module.config),
     )
     return owner.attend(call, query, key, value), None
 

@@ -19,36 +19,49 @@ class CausalBlock:
         rows: the rows of the batch.
         queries: places among this rank's queries.
         keys: places among the keys that are at hand.
-        is_causal: whether it is a square on the diagonal, where a query attends to the keys up to its own place.
-            Otherwise every query attends to every key.
+        is_causal: whether the last query is at the place of the last key, and a query attends to the keys up to its
+            own place. Without a window the block is a square. Otherwise every query attends to every key.
+        window: how many keys before the one that is as far from the last key as a query is from the last query the
+            query attends to; None for all.
     """
 
     rows: slice
     queries: slice
     keys: slice
     is_causal: bool
+    window: int | None = None
 
 
-def causal_blocks(documents: Documents, queries: Sequence[TokenRun], keys: Sequence[TokenRun]) -> list[CausalBlock]:
+def causal_blocks(
+    documents: Documents, queries: Sequence[TokenRun], keys: Sequence[TokenRun], window: int | None = None
+) -> list[CausalBlock]:
     """Return the blocks of some queries and keys, those on the diagonal first.
 
     Args:
         documents: where documents start, in rising order from 0; the last one also holds the padding at the end.
         queries: where the queries lie in the sequence.
         keys: where the keys lie. A run of keys either contains a whole run of queries, or does not overlap it.
+        window: the number of tokens to which a query attends at most, itself included; None for all.
 
     Example:
         >>> blocks = causal_blocks(((0, 3),), [TokenRun(0, 2), TokenRun(2, 4)], [TokenRun(0, 6)])
         >>> [(b.queries.start, b.queries.stop, b.keys.start, b.keys.stop, b.is_causal) for b in blocks]
         [(0, 2, 0, 2, True), (2, 3, 2, 3, True), (3, 6, 3, 6, True), (2, 3, 0, 2, False)]
     """
-    diagonal, full = [], []
+    diagonal: list[CausalBlock] = []
+    full: list[CausalBlock] = []
     for row, starts in enumerate(documents):
         rows = slice(None) if len(documents) == 1 else slice(row, row + 1)
         for offset, run in _placed(queries):
             for document, own in _documents_in(run, starts):
                 places = slice(offset + own.start - run.start, offset + own.stop - run.start)
                 for key_offset, held in _placed(keys):
+                    if window is not None:
+                        block = _within(window, document, own, held)
+                        if block is not None:
+                            kept = diagonal if block.is_causal else full
+                            kept.append(_moved(block, rows, offset - run.start, key_offset - held.start))
+                        continue
                     if held.start <= own.start < held.stop:
                         assert own.stop <= held.stop, (own, held)
                         at = slice(key_offset + own.start - held.start, key_offset + own.stop - held.start)
@@ -57,7 +70,25 @@ def causal_blocks(documents: Documents, queries: Sequence[TokenRun], keys: Seque
                     if low < high:
                         at = slice(key_offset + low - held.start, key_offset + high - held.start)
                         full.append(CausalBlock(rows, places, at, False))
-    return diagonal + _joined(full)
+    return diagonal + (_joined(full) if window is None else full)
+
+
+def _within(window: int, document: int, own: TokenRun, held: TokenRun) -> CausalBlock | None:
+    """Return the block of a document's queries and a run of keys under a window, by places in the sequence."""
+    low = max(held.start, document, own.start - window + 1)
+    if held.start <= own.start < held.stop:
+        return CausalBlock(slice(None), slice(own.start, own.stop), slice(low, own.stop), True, window - 1)
+    stop = min(own.stop, held.stop + window - 1)  # later queries attend to none of these keys
+    if held.start > own.start or low >= held.stop or stop <= own.start:
+        return None
+    reach = window - 1 + held.stop - stop if stop - low > window else None
+    return CausalBlock(slice(None), slice(own.start, stop), slice(low, held.stop), False, reach)
+
+
+def _moved(block: CausalBlock, rows: slice, queries: int, keys: int) -> CausalBlock:
+    q, k = block.queries, block.keys
+    places = slice(q.start + queries, q.stop + queries), slice(k.start + keys, k.stop + keys)
+    return replace(block, rows=rows, queries=places[0], keys=places[1])
 
 
 def _joined(full: list[CausalBlock]) -> list[CausalBlock]:

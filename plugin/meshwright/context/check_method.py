@@ -9,12 +9,14 @@ from torch import Tensor
 
 from meshwright.context.attend import AttentionCall
 from meshwright.context.attention import stock_attention
+from meshwright.context.flash_package import PackageKernel, takes_sinks
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask
 from meshwright.context.record import AttentionSite, ContextRecord
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.flash_rows import flash_function, is_flash
 from meshwright.parallel.sequence_parts import TokenRun
 from meshwright.plan.config import ParallelPlan
 from meshwright.plan.context_methods import can_exchange, group_sizes
@@ -39,11 +41,14 @@ def check_method(record: ContextRecord, plan: ParallelPlan) -> None:
     exchange_size, ring_size = group_sizes(plan.context, plan.cp, plan.ulysses)
     for site in record.sites:
         name = type(site.module).__name__
-        _, implementation = stock_attention(site.module)
+        stock, implementation = stock_attention(site.module)
+        if is_flash(stock):
+            _check_package(site, name, implementation, plan, exchange_size)
+            continue
         if implementation not in _DELEGATED:
             raise PlanError(
                 f"{name} has attn_implementation={implementation!r}, which takes no mask of a block of queries; under "
-                "ParallelPlan.cp > 1 load the model with attn_implementation='sdpa' (or 'eager')"
+                "ParallelPlan.cp > 1 load the model with attn_implementation='sdpa', 'flash_attention_2' or 'eager'"
             )
         if any("dropout" in key and value for key, value in site.options.items()) and ring_size > 1:
             raise PlanError(
@@ -56,6 +61,35 @@ def check_method(record: ContextRecord, plan: ParallelPlan) -> None:
             _check_some_heads(site, name, plan)
         if ring_size > 1:
             _check_ring(site, name, plan)
+
+
+def _check_package(site: AttentionSite, name: str, implementation: str, plan: ParallelPlan, exchange_size: int) -> None:
+    """Check an attention that a flash attention package computes."""
+    options = site.options
+    flash_function(implementation)
+    unknown = [key for key, value in options.items() if isinstance(value, Tensor) and key not in _KNOWN]
+    if unknown:
+        raise PlanError(
+            f"{name} gives its attention function {unknown[0]!r}, which flash attention packages leave out. Load the "
+            "model with attn_implementation='sdpa' (or 'eager')"
+        )
+    if options.get("s_aux") is not None and not takes_sinks(implementation):
+        raise PlanError(
+            f"{name} has sinks, which the package of attn_implementation={implementation!r} leaves out without a word. "
+            "Load the model with another package, or with attn_implementation='eager'"
+        )
+    if not options.get("is_causal", getattr(site.module, "is_causal", True)):
+        raise PlanError(f"{name} is not causal. Under ParallelPlan.cp > 1 load it with attn_implementation='sdpa'")
+    if exchange_size > 1:
+        _check_heads(site, plan, exchange_size)
+    if plan.context != "ulysses":
+        PackageKernel(implementation).check()
+        if options.get("dropout"):
+            raise PlanError(
+                f"{name} drops attention probabilities (dropout={options['dropout']}), which the kernels for blocks of "
+                f"ParallelPlan.context={plan.context!r} do not. Use context='ulysses', or set the config's "
+                "attention_dropout to 0"
+            )
 
 
 def _check_heads(site: AttentionSite, plan: ParallelPlan, ranks: int) -> None:

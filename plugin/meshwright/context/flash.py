@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,56 @@ _WIDEST = 256  # channels of a head, on CUDA
 _ALIGNED = 8
 
 
+class FlashKernel(Protocol):
+    """Runs a block of attention, on queries, keys and values ``[B, heads, tokens, d]``."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: CausalBlock, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return a block's result, and the logarithms of its sums, ``[B, heads, queries]``."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: Tensor,
+        sums: Tensor,
+        block: CausalBlock,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of a block's queries, keys and values, given the results over all keys."""
+
+
+class TorchKernel:
+    """Runs blocks by torch's own kernels, without a window or soft cap."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: CausalBlock, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        assert block.window is None and not softcap
+        return _forward(q, k, v, block.is_causal, scale)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: Tensor,
+        sums: Tensor,
+        block: CausalBlock,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward(grad, q, k, v, output, sums, block.is_causal, scale)
+
+
+TORCH = TorchKernel()
+
+
 @dataclass(frozen=True, kw_only=True)
 class FlashCall:
     """One attention, with everything but queries, keys and values.
@@ -33,22 +83,29 @@ class FlashCall:
         runs: where this rank's queries lie in the sequence.
         documents: where the documents of each row start.
         scale: the factor of the scores.
+        kernel: what runs a block.
+        window: the number of tokens to which a query attends at most, itself included; None for all. Only the kernels
+            of a package take one.
+        softcap: the bound of the scores; 0 for none. Only the kernels of a package take one.
     """
 
     keys: KeyExchange
     runs: tuple[TokenRun, ...]
     documents: Documents
     scale: float
+    kernel: FlashKernel = TORCH
+    window: int | None = None
+    softcap: float = 0.0
 
     def blocks(self, keys: tuple[TokenRun, ...]) -> list[CausalBlock]:
         """Return the blocks that this rank's queries share with keys of some runs."""
-        return _blocks(self.documents, self.runs, keys)
+        return _blocks(self.documents, self.runs, keys, self.window)
 
 
 _blocks = functools.lru_cache(maxsize=64)(causal_blocks)  # all layers of a pass have the same blocks
 
 
-def flash_attention(call: FlashCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def flash_attention(call: FlashCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Return the attention of this rank's queries over the whole sequence, ``[B, queries, heads, d]``.
 
     Args:
@@ -56,8 +113,9 @@ def flash_attention(call: FlashCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q: this rank's queries, ``[B, heads, queries, d]``.
         k: its keys, ``[B, key heads, keys, d]``.
         v: its values.
+        sinks: a score for each head that takes a part of each query's attention, to no value.
     """
-    result: Tensor = _Flash.apply(call, q, k, v)
+    result: Tensor = _Flash.apply(call, q, k, v, sinks)
     return result
 
 
@@ -72,13 +130,13 @@ def has_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if device.type == "cuda":
         half = dtype in (torch.float16, torch.bfloat16)
-        return half and width % _ALIGNED == 0 and width <= _WIDEST and _is_right(device, dtype)
-    return device.type == "cpu" and _is_right(device, dtype)
+        return half and width % _ALIGNED == 0 and width <= _WIDEST and is_right(device, dtype, TORCH)
+    return device.type == "cpu" and is_right(device, dtype, TORCH)
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: FlashCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
         rows, heads, length, width = q.shape
         # A token's heads are adjacent in memory, so that the output projection reads the tensor that backward keeps.
@@ -88,23 +146,28 @@ class _Flash(torch.autograd.Function):
             for block in call.blocks(runs):
                 own = block.rows, slice(None), block.queries
                 at = block.rows, slice(None), block.keys
-                new, sums = _forward(q[own], keys[at], values[at], block.is_causal, call.scale)
+                new, sums = call.kernel.forward(q[own], keys[at], values[at], block, call.scale, call.softcap)
+                sums = sums.to(dtype)
                 if not block.is_causal:  # for its queries, a causal block comes first
                     before = total[own]
                     share = torch.sigmoid(sums - before)[..., None]
                     new = output[own].lerp(new.to(dtype), share)
                     sums = torch.logaddexp(before, sums)
                 output[own], total[own] = new, sums
+        if sinks is not None:
+            added = sinks.to(dtype)[:, None]
+            output *= torch.sigmoid(total - added)[..., None]
+            total = torch.logaddexp(total, added)
         result = output.to(q.dtype)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, result, total)
+        ctx.save_for_backward(q, k, v, sinks, result, total)
         return result.transpose(1, 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call = ctx.call
-        q, k, v, output, total = ctx.saved_tensors
+        q, k, v, sinks, output, total = ctx.saved_tensors
         grad, dtype = grad.transpose(1, 2), total.dtype
         d_q = torch.empty_like(q, dtype=dtype)
         sums = call.keys.gradients(k, v, dtype)
@@ -113,8 +176,8 @@ class _Flash(torch.autograd.Function):
             for block in call.blocks(runs):
                 own = block.rows, slice(None), block.queries
                 at = block.rows, slice(None), block.keys
-                found = _backward(
-                    grad[own], q[own], keys[at], values[at], output[own], total[own], block.is_causal, call.scale
+                found = call.kernel.backward(
+                    grad[own], q[own], keys[at], values[at], output[own], total[own], block, call.scale, call.softcap
                 )
                 if block.is_causal:
                     d_q[own] = found[0]
@@ -124,7 +187,11 @@ class _Flash(torch.autograd.Function):
                 d_v[at] += found[2]
             sums.pass_on()
         d_k, d_v = sums.own()
-        return None, d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)
+        d_sinks = None
+        if sinks is not None:
+            share = (sinks.to(dtype)[:, None] - total).exp()
+            d_sinks = -(share * (grad.to(dtype) * output.to(dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return None, d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -155,8 +222,8 @@ def _backward(
 
 @functools.cache
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a device's kernels give the results of plain operations, on two blocks of random values."""
+def is_right(device: torch.device, dtype: torch.dtype, kernel: FlashKernel) -> bool:
+    """Return whether kernels give the results of plain operations on a device, on blocks of random values."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return True  # a trace for a GPU that this machine lacks
     own_tensors = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # checkpointing counts what its layer saves
@@ -165,7 +232,7 @@ def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
         for context in (*outside_of_the_pass, torch.autocast(device.type, enabled=False)):
             stack.enter_context(context)
         try:
-            return _equals_plain_operations(device, dtype)
+            return _equals_plain_operations(device, dtype, kernel)
         except (RuntimeError, AttributeError, TypeError):  # this version of torch has no such kernel
             return False
 
@@ -174,18 +241,22 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _equals_plain_operations(device: torch.device, dtype: torch.dtype) -> bool:
+def _equals_plain_operations(device: torch.device, dtype: torch.dtype, kernel: FlashKernel) -> bool:
     generator = torch.Generator().manual_seed(0)
     sizes = (1, 4, 32, 8), (1, 2, 32, 8), (1, 2, 32, 8), (1, 32, 4, 8)
     q, k, v, grad = (torch.randn(size, generator=generator).to(device, dtype).requires_grad_() for size in sizes)
-    scale, runs = 0.4, (TokenRun(0, 16), TokenRun(16, 16))
-    call = FlashCall(keys=WholeKeys(None), runs=runs, documents=((0,),), scale=scale)
+    runs = TokenRun(0, 16), TokenRun(16, 16)
+    window, cap = (None, 0.0) if kernel is TORCH else (20, 2.0)
+    keys = WholeKeys(None)
+    call = FlashCall(keys=keys, runs=runs, documents=((0,),), scale=0.4, kernel=kernel, window=window, softcap=cap)
     output = flash_attention(call, q, k, v)
     wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
     key, value = (x.repeat_interleave(2, 1) for x in wide[1:])
-    hidden = torch.ones(32, 32, dtype=torch.bool, device=device).triu(1)
-    scores = (scale * wide[0] @ key.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
-    expected = (scores.softmax(-1) @ value).transpose(1, 2)
+    seen = torch.ones(32, 32, dtype=torch.bool, device=device).tril()
+    scores = 0.4 * wide[0] @ key.transpose(-1, -2)
+    if window is not None:
+        seen, scores = seen.triu(1 - window), cap * (scores / cap).tanh()
+    expected = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
     found = (output, *torch.autograd.grad(output, (q, k, v), grad))
     wanted = (expected, *torch.autograd.grad(expected, wide, grad.float()))
     # The values are about 1, and the tolerance is that of float32, or of 8 bits of precision.

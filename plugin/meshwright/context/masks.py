@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.context.causal_blocks import Documents
+from meshwright.errors import PlanError
 from meshwright.parallel.sequence_parts import SequenceParts, TokenRun
 from meshwright.plan.context_methods import BLOCK
 
@@ -49,6 +50,7 @@ class ContextMask:
     parts: SequenceParts | None = None
     _visible: dict[TokenRun, tuple[int, int]] = field(default_factory=dict)
     _blind: dict[TokenRun, Tensor] = field(default_factory=dict)
+    _of_kernel: dict[int, tuple[Tensor | None, Documents]] = field(default_factory=dict)
 
     @classmethod
     def causal(cls, *, rows: int, length: int) -> ContextMask:
@@ -117,13 +119,62 @@ class ContextMask:
         if self.is_causal_alone:
             return ((0,),)
         starts = self._document_starts
-        if self.padding is not None or starts is None or not (self._reach.is_causal and self._reach.is_all):
+        if self.padding is not None or starts is None or not self._reach.is_causal_within_documents:
             return None
-        begins = starts == torch.arange(starts.shape[1])
-        found = tuple(tuple(row.nonzero()[:, 0].tolist()) for row in begins)
+        found = _places_of(starts)
         if self.length * len(found) < _SHORTEST * sum(map(len, found)):
             return None
-        return found[:1] if len(set(found)) == 1 else found
+        return found
+
+    @cached_property
+    def holes(self) -> Tensor | None:
+        """Which tokens are padding, ``[B, S]``; None if none is. The host waits for the device once."""
+        return None if self.padding is None or bool(self.padding.all()) else ~self.padding.bool()
+
+    def documents_of_kernel(self, borders: Tensor | None) -> Documents:
+        """Return the documents between which a flash kernel sees no pair, as transformers gives it.
+
+        A kernel leaves padding out, so each stretch of padding is a document here.
+
+        Args:
+            borders: where the documents begin in all rows together, and the end, if the program says so.
+
+        Raises:
+            PlanError: if the mask is not that of causal attention within documents and a window.
+        """
+        if id(borders) not in self._of_kernel:
+            self._of_kernel[id(borders)] = borders, self._found_for_kernel(borders)
+        return self._of_kernel[id(borders)][1]
+
+    def _found_for_kernel(self, borders: Tensor | None) -> Documents:
+        if not (self.is_plain or (self._reach.is_causal and self._reach.is_all)):
+            raise PlanError(
+                "a mask lets tokens see other tokens than those before them in their document and window, which flash "
+                "attention packages leave out. Load the model with attn_implementation='sdpa'"
+            )
+        if self.holes is not None:
+            changes = torch.ones_like(self.holes)
+            changes[:, 1:] = self.holes[:, 1:] != self.holes[:, :-1]
+            if bool(((changes & ~self.holes).sum(1) > 1).any()):
+                raise PlanError(
+                    "attention_mask has padding between the tokens of a row, and under ParallelPlan.cp > 1 flash "
+                    "attention takes padding at the two ends alone. Move it there, or load the model with "
+                    "attn_implementation='sdpa'"
+                )
+            return tuple(tuple(row.nonzero()[:, 0].tolist()) for row in changes.cpu())
+        if borders is not None:
+            return self._documents_between(borders.tolist())
+        return ((0,),) if self._document_starts is None else _places_of(self._document_starts)
+
+    def _documents_between(self, borders: list[int]) -> Documents:
+        firsts = [row * self.length for row in range(self.rows)]
+        if borders[-1] != self.rows * self.length or not set(firsts) <= set(borders):
+            raise PlanError(
+                f"cu_seq_lens_q ends at {borders[-1]} and must hold the first token of each row, but there are "
+                f"{self.rows} rows of {self.length} tokens. Give position_ids that begin anew for each document instead"
+            )
+        starts = sorted(set(borders[:-1]))
+        return tuple(tuple(x - first for x in starts if first <= x < first + self.length) for first in firsts)
 
     @cached_property
     def _earliest_starts(self) -> list[int] | None:
@@ -189,11 +240,17 @@ class _Reach:
         is_causal: whether no query attends to a later key.
         documents: the number of each token's document, ``[B, S]``, if no query attends to another document.
         is_all: whether every pair within these limits is let through.
+        has_window: whether they are let through within a window of tokens alone.
     """
 
     is_causal: bool = False
     documents: Tensor | None = None
     is_all: bool = False
+    has_window: bool = False
+
+    @property
+    def is_causal_within_documents(self) -> bool:
+        return self.is_causal and self.is_all and not self.has_window
 
 
 def _reach_of(function: object) -> _Reach:
@@ -207,6 +264,8 @@ def _reach_of(function: object) -> _Reach:
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     inside = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=False)) if code else {}
     maker = getattr(function, "__qualname__", "").partition(".")[0]
+    if maker == "sliding_window_overlay":
+        return _Reach(is_all=True, has_window=True)
     if maker == "packed_sequence_mask_function":
         return _Reach(documents=inside.get("packed_sequence_mask"), is_all=True)
     if maker == "remap_positions_for_packed_sequence":  # positions rise within a document
@@ -219,7 +278,14 @@ def _reach_of(function: object) -> _Reach:
     remaps = any(getattr(f, "__qualname__", "").startswith("remap_") for f in inside.get("mask_functions", ()))
     is_causal = any(part.is_causal for part in parts) and (documents is not None or not remaps)
     is_all = all(part.is_all for part in parts) and len(numbers) <= 1
-    return _Reach(is_causal=is_causal, documents=documents, is_all=is_all)
+    has_window = any(part.has_window for part in parts)
+    return _Reach(is_causal=is_causal, documents=documents, is_all=is_all, has_window=has_window)
+
+
+def _places_of(starts: Tensor) -> Documents:
+    begins = starts == torch.arange(starts.shape[1])
+    found = tuple(tuple(row.nonzero()[:, 0].tolist()) for row in begins)
+    return found[:1] if len(set(found)) == 1 else found
 
 
 def query_blocks(runs: tuple[TokenRun, ...]) -> list[tuple[slice, TokenRun]]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from meshwright.context.masks import ContextMask
 from meshwright.context.record import ContextRecord, Place, map_tensors, mask_in, tensors_in
 from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.batch_schema import BORDERS
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.deferred_logits import InHead
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
@@ -120,7 +121,7 @@ class ContextRegion:
     def _check_known(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         known = self.record.arguments[layer]
         for place, x in tensors_in((args, kwargs)):
-            if place not in known and self.length in x.shape and not self._is_input(x):
+            if place not in known and place[-1] not in BORDERS and self.length in x.shape and not self._is_input(x):
                 raise ValueError(
                     f"a layer ({type(layer).__name__}) is given {place[-1]!r} of shape {tuple(x.shape)} in this call, "
                     "but not in a call with input_ids and labels alone, so it is not known how to cut it for "

@@ -26,6 +26,7 @@ from meshwright.data.readers.base import Position
 from meshwright.data.readers.choose import make_reader, split_reader
 from meshwright.data.readers.map_style import MapReader
 from meshwright.data.readers.split import SplitReader
+from meshwright.data.reading_time import timed
 from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded
 from meshwright.errors import CheckpointError
 from meshwright.faults.same_call import Claim, agreed
@@ -127,7 +128,7 @@ class DistributedLoader:
         iteration, position = self._iterations, self._reader.position
         position.begin()
         start, self._steps, self._dropped = position.samples, 0, 0
-        for portion in self._portions():
+        for portion in timed(self._portions()):
             if iteration != self._iterations:
                 raise RuntimeError(
                     "this loader was restarted, or moved to another position, during an older iteration. A loader has "

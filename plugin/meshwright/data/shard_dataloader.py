@@ -81,7 +81,8 @@ def shard_dataloader(
         seed: the seed of the shuffling. By default the loader's generator decides or, without a generator, torch's
             random state on rank 0.
         fingerprint: a name for the dataset, used instead of a text computed from the dataset's contents.
-        shuffle, buffer_size: whether to shuffle an iterable dataset with numbered shards, and over how many samples.
+        shuffle: whether to shuffle an iterable dataset with numbered shards.
+        buffer_size: the number of samples over which it is shuffled.
         batch_dims: what says which rows the parts of an input belong to, for inputs of ready batches that do not show
             it; see ``ToDistributedConfig``.
         timeout_s: the seconds that a rank may keep the others waiting.

@@ -146,6 +146,8 @@ def _check_unchanged(runtime: Runtime, model: nn.Module) -> None:
 def _may_follow(field: dataclasses.Field[Any], before: ParallelPlan, new: object, *, has_optimizer: bool) -> bool:
     """Return whether a field of the plan may still change after the model was distributed by the plan ``before``."""
     old = getattr(before, field.name)
+    if field.name == "offload":
+        return has_optimizer and before.zero_stage < 3  # stage 3 keeps the parameters in the dtype of the masters
     if field.name == "zero_stage":
         return has_optimizer and max(old, new) < 3  # stage 3 shards the parameters, which exist already
     if field.name in ("micro_batch_size", "gradient_accumulation_steps"):

@@ -90,6 +90,15 @@ def check_reduction(model: nn.Module, plan: ParallelPlan, engine: str | None) ->
         )
 
 
+def check_offload(plan: ParallelPlan, engine: str | None) -> None:
+    """Raise a PlanError if the plan offloads what an engine keeps."""
+    if plan.offload is not None and engine is not None:
+        raise PlanError(
+            f"ParallelPlan.offload={plan.offload!r} with {engine}, which keeps the optimizer itself; leave it out, and "
+            "set the engine's own option (in DeepSpeed's config, zero_optimization.offload_optimizer)"
+        )
+
+
 def explained(error: PlanError, model: nn.Module, axes: Sequence[str]) -> PlanError:
     """Return the error for a model that these axes cannot cut; under tp it says what else the model can run."""
     if is_quantised(model):

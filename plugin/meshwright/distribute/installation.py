@@ -49,6 +49,7 @@ FEATURES = (
     Feature(passes.cut_blocks, after=(passes.watch_passes,)),
     Feature(passes.spread_experts, after=(training.hold_shards,)),
     Feature(splits.part_tokens, after=(passes.cut_blocks,)),
+    Feature(splits.check_positions),
     Feature(splits.separate_documents),
     Feature(splits.part_features, after=(passes.cut_blocks, splits.part_tokens)),
     Feature(splits.share_towers, after=(passes.watch_passes,)),
@@ -106,7 +107,8 @@ def make_weights(build: Build, make: Make) -> NewTensors:
     layouts, mesh = build.layouts, build.runtime.mesh
     if build.plan.zero_stage < 3 or mesh.tokens.size == 1:
         return make(build.model, layouts, mesh, build.device)
-    sharded = ShardedWeights(build.model, layouts, mesh, build.device, beside=build.beside)
+    on_host = build.plan.offload is not None
+    sharded = ShardedWeights(build.model, layouts, mesh, build.device, beside=build.beside, on_host=on_host)
     made = make(build.model, layouts, mesh, build.device, sharded.keep)
     build.runtime.weights = sharded
     return made

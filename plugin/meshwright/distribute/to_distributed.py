@@ -19,7 +19,13 @@ from meshwright.construct.initial_weights import InitialWeights
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
-from meshwright.distribute.check_arguments import check_arguments, check_model, check_reduction, check_router_loss
+from meshwright.distribute.check_arguments import (
+    check_arguments,
+    check_model,
+    check_offload,
+    check_reduction,
+    check_router_loss,
+)
 from meshwright.distribute.check_launch import check_agreement, check_devices, check_launch
 from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
@@ -42,6 +48,7 @@ from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
+from meshwright.parallel.flash_rows import check_package
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.mixed_rows import check_embeddings, check_mixed_rows
 from meshwright.parallel.recompute import check_recompute
@@ -159,6 +166,7 @@ def _distribute(
     _check_passes(plan, loss is not None, decoder, config.engine)
     check_router_loss(decoder, plan, loss)
     check_reduction(model, plan, config.engine)
+    check_offload(plan, config.engine)
     check_compile(layers_of(decoder, structure), plan, config)
     cut = cut_of(decoder, structure, plan, rank=0)
     context = context_of(structure, plan)
@@ -171,12 +179,13 @@ def _distribute(
     if guard is not None:
         guard.set_coordinates(mesh.coordinates)
         set_timeouts(config.timeout_s)  # also for the groups just made
+    succeed_together(lambda: check_package(model))
     source = settled(config.weights)
     weights = succeed_together(lambda: InitialWeights.find(model, source))
     if weights.equalise(model, mesh, device):
         logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
 
-    shown = None if config.logging_steps is None else Preparation.make(model, config)
+    shown = None if config.logging_steps is None else Preparation.make(model, config, optimizer=optimizer)
 
     format = BatchFormat.of(getattr(decoder, "config", None), config.batch_dims)
     loader = None if dataloader is None else _make_loader(dataloader, mesh, device, config, format)
@@ -270,7 +279,7 @@ def _complete(
         loader = _make_loader(dataloader, runtime.mesh, device_of(model), config, format)
         loader.feeds_causal_lm = isinstance(loss, CausalLMLoss)
     shows = config.logging_steps is not None and runtime.features.find(Watch) is None
-    shown = Preparation.make(model, config) if shows else None
+    shown = Preparation.make(model, config, optimizer=optimizer) if shows else None
     complete(runtime, model, optimizer, plan, config)
     if optimizer is not None:
         _warn_of_float16(model)

@@ -15,6 +15,7 @@ from meshwright.context.record import ContextRecord
 from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.coupled_rows import has_stock_loss
 from meshwright.parallel.head_losses import LossKind
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.token_loss import calls_cross_entropy
@@ -115,6 +116,13 @@ class Build:
             return set(self.decoder.modules())
         layers = layer_stack(self.decoder)[1] if self.structure is None else self.structure.layers
         return modules_beside(self.decoder, layers) if self.towers else set()
+
+    @property
+    def may_couple_rows(self) -> bool:
+        """Whether dp splits rows that a stock loss of unknown kind may compare with each other."""
+        is_known = self.loss is not None and self.config.loss_averages_over is None
+        is_cut = self.plan.pp > 1 or self.plan.cp > 1 or self.config.engine is not None
+        return self.plan.dp > 1 and not is_known and not is_cut and has_stock_loss(self.decoder)
 
     @property
     def is_split(self) -> bool:

@@ -16,8 +16,10 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.document_rows import RowDocuments
+from meshwright.parallel.flash_rows import FlashRows
 from meshwright.parallel.loss_scale import LossScale
 from meshwright.parallel.method_chain import add_step
+from meshwright.parallel.mixed_rows import POSITIONS, PositionsOfRows, splits_rows
 from meshwright.parallel.shared_tower import SharedTower, shares_towers
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.tensor_parallel import SequenceRegion
@@ -55,11 +57,21 @@ def part_tokens(build: Build) -> None:
     add_step(build.decoder, step)
 
 
+def check_positions(build: Build) -> None:
+    """Refuse positions that depend on other rows, where a pass has some of the rows of a batch."""
+    if not splits_rows(build.plan):
+        return
+    for module in build.decoder.modules():
+        if callable(getattr(module, POSITIONS, None)):
+            add_step(module, PositionsOfRows(module, build.plan), POSITIONS)
+
+
 def separate_documents(build: Build) -> None:
-    """Run mixers on each document of a packed row as a row of its own."""
+    """Run mixers on each document of a packed row as a row of its own, and tell flash kernels where documents begin."""
     documents = RowDocuments.over(build.decoder, build.mixers, is_told=build.runtime.mesh.is_first)
     if documents is not None:
         build.runtime.features.add(documents)
+    FlashRows.over(build.decoder, is_told=build.runtime.mesh.is_first)
 
 
 def part_features(build: Build) -> None:

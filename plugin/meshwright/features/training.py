@@ -9,8 +9,10 @@ from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradi
 from meshwright.optim.elementwise import declared, whole_groups
 from meshwright.optim.shard_state import shard_state
 from meshwright.optim.step_watch import watch_steps
+from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.compiled_layers import CompilableLayers
+from meshwright.parallel.coupled_rows import CoupledRows
 from meshwright.parallel.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.document_rows import RowDocuments
 from meshwright.parallel.forward_state import ForwardState
@@ -60,6 +62,9 @@ def _whole_groups(build: Build) -> list[int]:
 
 def average_loss(build: Build) -> None:
     """Make the model's loss the mean over the global batch."""
+    if build.may_couple_rows:
+        format, is_told = build.runtime.features.get(BatchFormat), build.runtime.mesh.is_first
+        add_step(build.decoder, CoupledRows(build.decoder, build.plan, format, is_told=is_told))
     if build.loss is None:
         return
     runtime = build.runtime

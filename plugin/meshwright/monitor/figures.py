@@ -23,6 +23,7 @@ class RankFigures:
         flops: floating-point operations of forward and backward for these tokens, over all ranks that share them.
         waited: seconds in which the host waited for other ranks, at meetings and in collectives.
         peak: the largest memory of this rank so far, in bytes.
+        read: seconds in which the program waited for its data.
         parts: part of a step -> seconds per step.
         experts: module of experts -> the tokens of each expert that this rank has routed.
     """
@@ -33,6 +34,7 @@ class RankFigures:
     flops: float
     waited: float
     peak: float
+    read: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
@@ -60,6 +62,8 @@ class Figures:
         behind: seconds per step by which that rank is later than the median of the others.
         parts: part of a step -> seconds per step, the mean over the ranks.
         waited: seconds per step in which a rank waits for others, the mean over the ranks.
+        busy: rank -> seconds per step in which it did not wait for other ranks.
+        read: rank -> seconds per step in which it waited for its data.
         left: seconds until ``max_steps``; None if that is not set.
         expert_load: module of experts -> the tokens of its fullest expert, relative to the mean.
         rank_load: the tokens of the fullest of the ranks that share experts, relative to the mean; None without ep.
@@ -79,6 +83,8 @@ class Figures:
     behind: float
     parts: Mapping[str, float]
     waited: float
+    busy: Mapping[int, float] = field(default_factory=dict)
+    read: Mapping[int, float] = field(default_factory=dict)
     left: float | None = None
     expert_load: Mapping[str, float] = field(default_factory=dict)
     rank_load: float | None = None
@@ -99,6 +105,7 @@ class Figures:
             "peak_memory_rank": self.fullest,
             "slowest_rank": self.slowest,
             "slowest_rank_behind_ms": None if self.slowest is None else 1e3 * self.behind,
+            "data_wait_ms": 1e3 * max(self.read.values(), default=0.0) or None,
             "expert_load": max(self.expert_load.values(), default=None),
             "expert_rank_load": self.rank_load,
         }
@@ -163,6 +170,8 @@ def together(
         behind=behind,
         parts={name: statistics.fmean(own.parts.get(name, 0.0) for own in of_all) for name in PARTS},
         waited=statistics.fmean(own.waited for own in of_all) / steps,
+        busy={rank: max(0.0, own.seconds - own.waited) / steps for rank, own in sorted(ranks.items())},
+        read={rank: own.read / steps for rank, own in sorted(ranks.items())},
         left=None if max_steps is None else max(0, max_steps - step.step) * per_step,
         expert_load=expert_load,
         rank_load=rank_load,

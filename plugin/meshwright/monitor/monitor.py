@@ -7,12 +7,13 @@ import itertools
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from meshwright.errors import PlanError
 from meshwright.faults.together import succeed_together
@@ -24,6 +25,7 @@ from meshwright.monitor.expert_load import ExpertLoad
 from meshwright.monitor.figures import Figures
 from meshwright.monitor.host_values import HostValues
 from meshwright.monitor.line import line, say
+from meshwright.monitor.provenance import provenance
 from meshwright.monitor.records import VERSION, RunLog
 from meshwright.monitor.reporter import PendingRecord, Reporter
 from meshwright.monitor.step_observer import StepObserver
@@ -46,15 +48,30 @@ class Preparation:
         machine: the model's sizes and the devices, or why they are unknown.
         parameters: number of the model's parameters.
         log: rank 0's log, if there is one.
+        origin: what the log says about the program: its command, revision, versions and settings.
     """
 
     machine: Machine | str
     parameters: int
     log: RunLog | None
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, model: nn.Module, config: ToDistributedConfig) -> Preparation:
-        """Describe the model, and open the log; every rank makes the call.
+    def make(
+        cls,
+        model: nn.Module,
+        config: ToDistributedConfig,
+        *,
+        optimizer: Optimizer | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Preparation:
+        """Describe the model and the program, and open the log; every rank makes the call.
+
+        Args:
+            model: the model.
+            config: the options of the call.
+            optimizer: the optimizer, whose defaults go into the log.
+            settings: further settings that go into the log.
 
         Raises:
             PlanError: on every rank, if rank 0 cannot write the log.
@@ -65,7 +82,9 @@ class Preparation:
             machine: Machine | str = Machine.find(model, config)
         except PlanError as error:
             machine = str(error)
-        return cls(machine=machine, parameters=sum(global_shape(p).numel() for p in model.parameters()), log=log)
+        origin = {} if log is None else provenance(config, optimizer, settings or {})
+        parameters = sum(global_shape(p).numel() for p in model.parameters())
+        return cls(machine=machine, parameters=parameters, log=log, origin=origin)
 
 
 class Monitor(Watch):
@@ -180,6 +199,18 @@ class Monitor(Watch):
         pending.done.wait(_SOON)
         return pending.figures
 
+    def note_values(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
+        """Write numbers of the program, such as an evaluation's loss, to the log; rank 0 makes the call.
+
+        Args:
+            values: name -> number; other values are left out.
+            step: the step to which they belong; the default is the last one.
+        """
+        numbers = {name: float(x) for name, x in values.items() if isinstance(x, int | float) and type(x) is not bool}
+        if self._prepared.log is not None and numbers:
+            record = {"step": self.step if step is None else step, "values": numbers, "time": time.time()}
+            self._prepared.log.write("values", record)
+
     def close(self) -> None:
         """Show the lines whose figures have not all arrived."""
         self.reporter.close()
@@ -252,6 +283,7 @@ class Monitor(Watch):
                 "tokens_per_pass": card.tokens_per_pass,
                 "max_steps": self._max_steps,
                 "memory_is": "allocated" if self._device.type == "cuda" else "resident",
+                **self._prepared.origin,
             }
             self._prepared.log.write("run", record | _of_estimate(found))
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "meshwright.jsonl"
 VERSION = 1
-KINDS = ("run", "memory", "step", "estimate", "fault")
+KINDS = ("run", "memory", "step", "estimate", "values", "fault")
 
 
 class RunLog:
@@ -84,7 +84,7 @@ class RunRecords:
     Args:
         runs: the records of kind "run", one for each start of the program.
         steps: the records of kind "step", in the order of their steps.
-        memory, estimates, faults: the records of these kinds.
+        memory, estimates, values, faults: the records of these kinds.
         torn: number of malformed lines, such as a last line that was cut off.
     """
 
@@ -92,6 +92,7 @@ class RunRecords:
     steps: list[dict[str, Any]] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)
     estimates: list[dict[str, Any]] = field(default_factory=list)
+    values: list[dict[str, Any]] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
     torn: int = 0
 
@@ -114,10 +115,13 @@ def read_records(run: str | os.PathLike[str]) -> RunRecords:
     except OSError:
         raise PlanError(
             f"{path}: there is no log; write one with to_distributed(..., config=ToDistributedConfig(logging_steps=10, "
-            f"logging_dir={str(path.parent if path.suffix else path)!r}))"
+            f"logging_dir={str(path.parent if path.suffix else path)!r})), MeshwrightTrainer(..., meshwright="
+            "ToDistributedConfig(logging_dir=...)) or Accelerator(config=ToDistributedConfig(...)); the Trainer's own "
+            "folder has a history from its first checkpoint on"
         ) from None
     found = RunRecords()
-    lists = {"memory": found.memory, "step": found.steps, "estimate": found.estimates, "fault": found.faults}
+    lists = {"memory": found.memory, "step": found.steps, "estimate": found.estimates}
+    lists |= {"values": found.values, "fault": found.faults}
     for text in lines:
         record = _record(text)
         if record is None:
@@ -125,7 +129,8 @@ def read_records(run: str | os.PathLike[str]) -> RunRecords:
         elif record["kind"] == "run":
             found.runs.append(record)
             first = record["first_step"]
-            found.steps[:] = [step for step in found.steps if step["step"] <= first]
+            for replaced in (found.steps, found.values):
+                replaced[:] = [one for one in replaced if one["step"] <= first]
         else:
             lists[record["kind"]].append(record)
     if not found.runs and not found.steps:
@@ -143,5 +148,5 @@ def _record(text: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or record.get("kind") not in KINDS:
         return None
-    needed = {"run": "first_step", "step": "step"}.get(record["kind"])
+    needed = {"run": "first_step", "step": "step", "values": "step"}.get(record["kind"])
     return record if needed is None or isinstance(record.get(needed), int) else None

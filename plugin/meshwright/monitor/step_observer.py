@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshwright.data.reading_time import waited_for_data
 from meshwright.faults import interpose
 from meshwright.monitor.figures import RankFigures
 from meshwright.monitor.held_memory import peak_memory
@@ -85,7 +86,7 @@ class StepObserver:
         """Begin to measure the time, the tokens and the waiting of the next line."""
         self._since = time.perf_counter()
         self._first, self._tokens, self._done = self.steps, 0, 0.0
-        self._waited = interpose.waited()
+        self._waited, self._read = interpose.waited(), waited_for_data()
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -105,6 +106,7 @@ class StepObserver:
             flops=self._done,
             waited=interpose.waited() - self._waited,
             peak=peak_memory(self._device),
+            read=waited_for_data() - self._read,
             parts=parts,
         )
         self.begin_interval()

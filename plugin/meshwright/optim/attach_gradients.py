@@ -20,6 +20,7 @@ from meshwright.optim.chained import members
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.modes import follow_modes
+from meshwright.optim.offload import HostSteps
 from meshwright.optim.overflow import share_overflow
 from meshwright.optim.runtime import Runtime, attach
 from meshwright.optim.sliced_optimizer import hook_optimizer
@@ -55,7 +56,10 @@ def install_gradient_sync(
     share_overflow()
     gradients.bucket_bytes = bucket_bytes
     gradients.syncs.clear()  # hooks of an earlier call refer to these weakly, and then do nothing
-    whole = WholeSteps(optimizer, whole_groups, runtime.mesh, gradients) if optimizer and whole_groups else None
+    on_host = runtime.plan is not None and runtime.plan.offload is not None
+    whole = None
+    if optimizer and whole_groups:
+        whole = WholeSteps(optimizer, whole_groups, runtime.mesh, gradients, on_host=on_host)
     trained = TrainedParameters(model, optimizer, runtime, zero_stage=zero_stage, bucket_bytes=bucket_bytes)
     gradients.trained, gradients.parameters, gradients.zero = trained, trained.parameters, trained.zero
     if optimizer is not None:
@@ -65,13 +69,18 @@ def install_gradient_sync(
             runtime.comparison.watch(optimizer, is_sharded=zero_stage > 0 or whole is not None)
         # Sending parameters to be stepped, or publishing stepped ones, is a collective, which hangs if a rank does not
         # step.
+        host = HostSteps(optimizer, gradients.zero, whole_groups) if gradients.zero is not None and on_host else None
         if whole is not None:
             optimizer.register_step_pre_hook(lambda *_: runtime.meet_all("optimizer step"))
             whole.hook_end()
         elif gradients.zero is not None and runtime.weights is None:
             optimizer.register_step_pre_hook(runtime.meet_before_publishing)
+        if host is not None:
+            host.hook_end()
         if gradients.zero is not None:
             hook_optimizer(optimizer, gradients.zero)
+        if host is not None:
+            host.hook_begin()
         if whole is not None:
             whole.hook_begin()
             gradients.whole = whole
@@ -81,7 +90,7 @@ def install_gradient_sync(
         StepWindow().over(optimizer)
         for each in {optimizer, *members(optimizer)}:
             attach(each, runtime)
-            follow_modes(each, runtime)
+            follow_modes(each, runtime, host)
 
 
 def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:

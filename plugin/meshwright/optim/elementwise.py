@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.chained import members
-from meshwright.optim.reads import ELEMENTWISE, Reads, reads_of
+from meshwright.optim.reads import ELEMENTWISE, Reads, reads_of, why_not_on_host
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
 Declared = Literal["element", "parameter"] | None
@@ -53,8 +53,14 @@ def check_reads(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) ->
 
     Raises:
         OptimizerMismatchError: for updates that read several parameters at once (Prodigy), for steps inside of
-            backward (LOMO), and for optimizers whose update cannot be found out.
+            backward (LOMO), and for optimizers whose update cannot be found out; with offload also for optimizers that
+            cannot step on the host.
     """
+    if plan.offload is not None and (why := why_not_on_host(optimizer)) is not None:
+        raise OptimizerMismatchError(
+            f"ParallelPlan.offload={plan.offload!r} steps on the host, where {_name(optimizer)} ended a trial step in "
+            f"{why}. Make the optimizer without options that need a GPU (capturable=True), or leave offload out"
+        )
     if reads is not None or not (whole := _whole(plan)):
         return
     if (unknown := next((text for text in reads_of(optimizer) if not isinstance(text, Reads)), None)) is not None:

@@ -29,10 +29,17 @@ class FlatShard:
         shapes: shape of this rank's TP shard of each parameter.
         ownership: which elements each rank keeps, and steps if they are trainable.
         device: device of this rank's part, which is in float32 if the parameters are trainable and half-precision.
+        on_host: whether the host steps this rank's part, and keeps its copy in float32 (offload).
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], shapes: list[torch.Size], ownership: Ownership, device: torch.device
+        self,
+        parameters: list[nn.Parameter],
+        shapes: list[torch.Size],
+        ownership: Ownership,
+        device: torch.device,
+        *,
+        on_host: bool = False,
     ):
         self.parameters, self.shapes, self.ownership, self.dp = parameters, shapes, ownership, ownership.axis
         first = parameters[0]
@@ -44,7 +51,8 @@ class FlatShard:
         self.rows = [ownership.rows(start, size, numel) for start, size in zip(offsets[:-1], sizes, strict=True)]
         segment = ownership.segment(numel)
         self._begins = [start - segment.start for start in offsets[:-1]]
-        kept = flat_dtype(self.dtype) if self.is_trained else self.dtype
+        self._stepped, self.is_on_host = flat_dtype(self.dtype) if self.is_trained else self.dtype, on_host
+        kept = self.dtype if on_host else self._stepped
         self.master = torch.zeros(segment.stop - segment.start, dtype=kept, device=device)
         self.stand_in = torch.full((), torch.nan, dtype=self.dtype, device=device)
         self._stand_ins = [self.stand_in.expand(shape) for shape in shapes]
@@ -57,7 +65,7 @@ class FlatShard:
     @property
     def bucket(self) -> Bucket:
         """A gradient bucket of the same parameters."""
-        return Bucket(self.parameters, self.master.dtype, self.ownership.pack)
+        return Bucket(self.parameters, self._stepped, self.ownership.pack)
 
     def keep(self, index: int, local: Tensor) -> Tensor:
         """Copy this rank's part out of a parameter's TP shard; return a placeholder for the parameter."""
@@ -137,7 +145,8 @@ class FlatShard:
         parts = []
         for indices in groups.values():
             shapes = [self.shapes[index] for index in indices]
-            part = FlatShard([self.parameters[index] for index in indices], shapes, self.ownership, self.master.device)
+            some = [self.parameters[index] for index in indices]
+            part = FlatShard(some, shapes, self.ownership, self.master.device, on_host=self.is_on_host)
             for new, index in enumerate(indices):
                 self.parameters[index].data = part.keep(new, segments[index])
             if self.is_guarded:

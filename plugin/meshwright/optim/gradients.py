@@ -100,7 +100,7 @@ class Gradients:
         if bucket is None:
             layout = layout_of(parameter)
             return layout, parameter if layout.is_held else None
-        return bucket.layout(parameter), next((s.shard for s in bucket.slices if s.parameter is parameter), None)
+        return bucket.layout(parameter), next((s.stepped for s in bucket.slices if s.parameter is parameter), None)
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype in which a parameter is stepped: that of its float32 copy, if ZeRO keeps one."""

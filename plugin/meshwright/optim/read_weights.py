@@ -1,7 +1,8 @@
 """Finds the weights of a module's children that the module's own code reads, without calling the child.
 
-DeBERTa's encoder norms its table of relative positions, and the towers of some models add a table of positions. Under
-ZeRO stage 3 such a weight must have its values while the module runs.
+DeBERTa's encoder norms its table of relative positions, the towers of some models add a table of positions, and
+ProphetNet's decoder calls another method of its table than forward. Under ZeRO stage 3 such a weight must have its
+values while the module runs.
 """
 
 from __future__ import annotations
@@ -20,17 +21,26 @@ _NO_FORWARD = ("__", "_init", "set_", "resize", "tie")
 
 
 def read_weights(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of children that a module reads in its own methods, as ``self.child.weight``."""
-    found = []
+    """Return the parameters of children that a module reads in its own methods.
+
+    It reads ``self.child.weight``, or calls a method of the child's own class, ``self.child.method()``.
+    """
+    found: list[nn.Parameter] = []
     for path, name in _reads(type(module)):
         try:
             owner = module.get_submodule(path)
         except AttributeError:
             continue
-        parameter = owner._parameters.get(name)
-        if parameter is not None and parameter.is_floating_point():
-            found.append(parameter)
-    return found
+        own = owner._parameters.values() if _is_method(owner, name) else [owner._parameters.get(name)]
+        found += [p for p in own if p is not None and p.is_floating_point()]
+    return list(dict.fromkeys(found))
+
+
+def _is_method(owner: nn.Module, name: str) -> bool:
+    """Return whether a name is that of a method that runs a part of a forward pass."""
+    method = inspect.unwrap(getattr(type(owner), name, _is_method))
+    is_stock = not isinstance(method, FunctionType) or method.__module__.startswith(("torch.", __name__))
+    return not is_stock and not name.startswith(("forward", *_NO_FORWARD))
 
 
 def _reads(kind: type[nn.Module]) -> tuple[tuple[str, str], ...]:
@@ -50,7 +60,7 @@ def _read_paths(function: FunctionType) -> Iterator[tuple[str, str]]:
     path: list[str] | None = None  # the attributes of self that were just read
     for step in dis.get_instructions(function):
         is_attribute = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
-        if path is not None and len(path) > 1 and path[-1] in _WEIGHTS and not (is_attribute and step.argval in _KNOWN):
+        if path is not None and len(path) > 1 and not (path[-1] in _WEIGHTS and is_attribute and step.argval in _KNOWN):
             yield ".".join(path[:-1]), path[-1]
         if is_attribute and path is not None:
             path.append(step.argval)

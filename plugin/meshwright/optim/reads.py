@@ -61,6 +61,19 @@ def reads_of(optimizer: Optimizer) -> list[Reads | str]:
     return _found[optimizer]
 
 
+def why_not_on_host(optimizer: Optimizer) -> str | None:
+    """Return why an optimizer cannot step parameters on the host, as a trial step there ended; None if it can."""
+    for each in members(optimizer):
+        for group in each.param_groups:
+            trial = _Trial(each, group)
+            trial.device = torch.device("cpu")
+            try:
+                trial._stepped([torch.ones(_SHAPES[0])], [[torch.ones(_SHAPES[0])]])
+            except Exception as error:  # of any optimizer's own code
+                return f"{type(error).__name__}: {error}"
+    return None
+
+
 def _reads(optimizer: Optimizer) -> Iterator[Reads | str]:
     if any(type(optimizer).step is known.step for known in ELEMENTWISE):
         yield from [Reads.ELEMENT] * len(optimizer.param_groups)

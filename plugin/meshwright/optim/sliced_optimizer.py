@@ -39,7 +39,7 @@ def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[Sharde
                 group["params"].append(piece.shard)
                 if piece.parameter in optimizer.state:
                     state = optimizer.state[piece.parameter].items()
-                    optimizer.state[piece.shard] = {key: _slice_state(value, piece) for key, value in state}
+                    optimizer.state[piece.stepped] = {key: _slice_state(value, piece) for key, value in state}
     for sharded in new:
         for parameter in sharded.bucket.parameters:
             optimizer.state.pop(parameter, None)
@@ -47,7 +47,7 @@ def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[Sharde
 
 def _slice_state(value: object, piece: Slice) -> object:
     if torch.is_tensor(value) and value.shape == piece.parameter.shape and value.ndim:
-        return piece.layout.own(value).to(piece.shard.dtype).clone()
+        return piece.layout.own(value).to(piece.stepped.device, piece.stepped.dtype).clone()
     return value.clone() if torch.is_tensor(value) else value
 
 
@@ -55,7 +55,8 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
     """Make the steps of a bound optimizer use the reduced gradients and update the model."""
 
     def prepare(*_: object) -> None:
-        reduction.take_over()
+        for sharded in reduction.sharded:
+            sharded.weights.take_over()
         reduction.settle()
 
     optimizer.register_step_pre_hook(prepare)

@@ -53,6 +53,8 @@ class TrainedParameters:
         self.bucket_bytes, self._meet_over = bucket_bytes, runtime.meet_over
         name = None if runtime.plan is None else runtime.plan.reduce_dtype
         self._sent: torch.dtype | None = None if name is None else getattr(torch, name)
+        # Without an optimizer there are no steps, and the host has nothing.
+        self._on_host = optimizer is not None and runtime.plan is not None and runtime.plan.offload is not None
         stage = 3 if weights is not None else zero_stage if dp.size > 1 else min(zero_stage, 1)
         self.stage = 0 if stage == 1 and optimizer is None else stage
         self.parameters: list[nn.Parameter] = []
@@ -131,7 +133,7 @@ class TrainedParameters:
     def _shard(self, new: list[nn.Parameter]) -> list[ShardedBucket]:
         """Return buckets of the ``new`` parameters that ZeRO shards."""
         if self.weights is not None:
-            return self.weights.train(new)
+            return self.weights.train(new, on_host=self._on_host)
         if self.zero is None:
             return []
         ids = {id(p) for p in new}
@@ -143,7 +145,12 @@ class TrainedParameters:
             one
             for group in groups
             for axis in self._axes
-            for one in lay_out([p for p in group if self._axis_of(p) is axis], EqualSlices(axis), self.bucket_bytes)
+            for one in lay_out(
+                [p for p in group if self._axis_of(p) is axis],
+                EqualSlices(axis),
+                self.bucket_bytes,
+                on_host=self._on_host,
+            )
         ]
 
     def _sync(self, axis: Axis, *, is_sharded: bool) -> GradientSync:

@@ -13,7 +13,8 @@ from meshwright.optim.read_weights import read_weights
 def units_of(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Yield the module of each unit, in order, and whether the modules inside it belong to the unit.
 
-    The units are the members of the outermost module lists, and all other modules with parameters of their own. Some
+    The units are the members of the outermost module lists, and all other modules with parameters of their own. If a
+    member is a container that is not called, such as a list of its own, the units are those inside of it. Some
     modules do not call what is inside of them, so its parameters belong to their unit: containers of parameters, the
     output projection of torch's attention, and what a parametrization computes a weight from. A weight of a child that
     a module's own code reads is in the units of both.
@@ -27,7 +28,11 @@ def units_of(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
 def _walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     if isinstance(module, nn.ModuleList):
-        yield from ((member, True) for member in module)
+        for member in module:
+            if _is_container(member):
+                yield from _walk(member)
+            else:
+                yield member, True
         return
     reads_children = is_parametrized(module) or isinstance(module, nn.MultiheadAttention)
     if reads_children or any(map(_is_part_of_parent, module.children())):
@@ -37,6 +42,11 @@ def _walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         yield module, False
     for child in module.children():
         yield from _walk(child)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Return whether a module only holds others, and is not called itself, such as a list of the parts of a layer."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _is_part_of_parent(module: nn.Module) -> bool:

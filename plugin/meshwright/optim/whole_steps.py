@@ -57,14 +57,19 @@ class WholeSteps:
         groups: the indices of the groups.
         mesh: the ranks.
         gradients: the model's gradients, which are complete before the first step.
+        on_host: whether owners step on the host (offload); ranks send what is on their devices.
     """
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[int], mesh: Mesh, gradients: Gradients):
+    def __init__(
+        self, optimizer: Optimizer, groups: Sequence[int], mesh: Mesh, gradients: Gradients, *, on_host: bool = False
+    ):
         self._optimizer, self._groups, self._mesh, self._gradients = optimizer, list(groups), mesh, gradients
         self._of_group = [list(optimizer.param_groups[index]["params"]) for index in groups]
         self._parameters = [p for parameters in self._of_group for p in parameters]
         self._known = set(map(id, self._parameters))
         self._owners = _owners(self._parameters, mesh)
+        self._device = self._parameters[0].device
+        self._home = torch.device("cpu") if on_host else self._device
         state = optimizer.state
         self._given = {id(p): state.pop(p) for p in self._parameters if p in state}
         self._wholes: dict[int, nn.Parameter] = {}  # by the id of the parameter, those that this rank owns
@@ -80,7 +85,7 @@ class WholeSteps:
         self._optimizer.register_step_pre_hook(self._open)
         for parameter in self._parameters:
             if self._owners.get(id(parameter)) == self._mesh.index:
-                whole = nn.Parameter(torch.empty((), dtype=self._dtype(parameter), device=parameter.device))
+                whole = nn.Parameter(torch.empty((), dtype=self._dtype(parameter), device=self._home))
                 whole.data = _without_memory(whole, layout_of(parameter).shape)
                 self._wholes[id(parameter)] = whole
                 for each in members(self._optimizer):
@@ -146,10 +151,10 @@ class WholeSteps:
         assert key is not None
         blocks, gradient = move.sent[self._mesh.index], key.grad
         size = numel(blocks)
-        values = [view.reshape(-1) for view in _views(key.detach().reshape(-1), blocks)]
+        values = [view.reshape(-1).to(self._device) for view in _views(key.detach().reshape(-1), blocks)]
         if gradient is None:
             return [*values, values[0].new_zeros(size + 1)]
-        own = [view.reshape(-1).to(dtype) for view in _views(gradient.reshape(-1), blocks)]
+        own = [view.reshape(-1).to(self._device, dtype) for view in _views(gradient.reshape(-1), blocks)]
         return [*values, *own, values[0].new_ones(1)]
 
     def _fill(self, moves: list[_Move], received: list[Tensor]) -> None:
@@ -159,7 +164,7 @@ class WholeSteps:
         for move in moves:
             whole = self._wholes[id(move.parameter)]
             size = whole.shape.numel()
-            both = torch.zeros(2, size, dtype=whole.dtype, device=whole.device)
+            both = torch.zeros(2, size, dtype=whole.dtype, device=self._device)
             marks.append([])
             for rank, blocks in move.sent.items():
                 count, message, start = numel(blocks), received[rank], offsets[rank]
@@ -168,7 +173,7 @@ class WholeSteps:
                     _put(_views(target, [block.swapped() for block in blocks]), part)
                 marks[-1].append(message[start + 2 * count])
                 offsets[rank] = start + 2 * count + 1
-            values, gradient = both.view(2, *whole.shape)
+            values, gradient = both.to(self._home).view(2, *whole.shape)
             whole.data = values
             gradients.append(gradient)
         # One read for all of them, since reading makes the host wait for CUDA.
@@ -184,7 +189,7 @@ class WholeSteps:
             for move in moves:
                 if move.owner == rank:
                     whole = self._wholes[id(move.parameter)]
-                    values = whole.detach().reshape(-1)
+                    values = whole.detach().reshape(-1).to(self._device)
                     for other, blocks in move.held.items():
                         swapped = [block.swapped() for block in blocks]
                         messages[other] += [view.reshape(-1) for view in _views(values, swapped)]
@@ -207,8 +212,7 @@ class WholeSteps:
 
     def _exchange(self, messages: list[list[Tensor]], sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
         """Send each rank its message, and return those of all ranks, which have these sizes."""
-        device = self._parameters[0].device
-        flat = [torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device) for parts in messages]
+        flat = [torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self._device) for parts in messages]
         if self._mesh.size == 1:
             return flat
         axis = Axis("ranks", size=self._mesh.size, rank=self._mesh.index, group=dist.group.WORLD)

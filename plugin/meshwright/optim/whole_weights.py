@@ -20,9 +20,10 @@ class WholeWeights:
     Args:
         bucket: the bucket.
         ownership: which part of it each rank steps.
+        on_host: whether the host steps it, and keeps its copy in float32 (offload).
     """
 
-    def __init__(self, bucket: Bucket, ownership: Ownership):
+    def __init__(self, bucket: Bucket, ownership: Ownership, *, on_host: bool = False):
         self.bucket, self.dp = bucket, ownership.axis
         first = bucket.parameters[0]
         self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
@@ -31,7 +32,7 @@ class WholeWeights:
             parameter.data = segment
         self._shapes = [p.shape for p in bucket.parameters]
         self.own = self.flat[ownership.segment(bucket.numel)]
-        self.master = self.own if bucket.dtype == first.dtype else self.own.to(bucket.dtype)
+        self.master = self.own if on_host or bucket.dtype == first.dtype else self.own.to(bucket.dtype)
 
     def publish(self) -> None:
         """All-gather the stepped values to every rank."""

@@ -64,6 +64,7 @@ class ShardedWeights:
         device: torch.device,
         *,
         beside: Collection[nn.Module] = (),
+        on_host: bool = False,
     ):
         of = {id(p): layouts.get(name) or TensorLayout.whole(p) for name, p in model.named_parameters()}
         axis_of = {key: stepped_over(layout, mesh) for key, layout in of.items()}
@@ -76,7 +77,8 @@ class ShardedWeights:
             flats = []
             for axis in dict.fromkeys(axis_of[id(p)] for p in new):
                 for some in _alike([p for p in new if axis_of[id(p)] is axis]):
-                    flats.append(FlatShard(some, [of[id(p)].local_shape for p in some], EqualSlices(axis), device))
+                    shapes = [of[id(p)].local_shape for p in some]
+                    flats.append(FlatShard(some, shapes, EqualSlices(axis), device, on_host=on_host))
             self._place |= {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
             # A tied parameter is in a FlatShard of its first module, and its other modules gather that shard too.
             needed = list(dict.fromkeys(self._place[id(p)][0] for p in own))
@@ -117,7 +119,7 @@ class ShardedWeights:
             flat.take_back()  # a copied parameter still has the placeholder of the original model
             flat.guard()
 
-    def train(self, parameters: list[nn.Parameter]) -> list[ShardedBucket]:
+    def train(self, parameters: list[nn.Parameter], *, on_host: bool = False) -> list[ShardedBucket]:
         """Return the buckets of newly trainable parameters, in the order in which backward finishes them.
 
         Parameters that were frozen when they were sharded are gathered and sharded again, so every rank must make the
@@ -131,7 +133,7 @@ class ShardedWeights:
                 position = flats.index(old)
                 flats[position : position + 1] = parts
         trained = [flat for flat in reversed(self.flats) if any(id(p) in new for p in flat.parameters)]
-        return [ShardedBucket(flat.bucket, flat.ownership, flat) for flat in trained]
+        return [ShardedBucket(flat.bucket, flat.ownership, flat, on_host=on_host) for flat in trained]
 
     def layout(self, parameter: nn.Parameter) -> TensorLayout:
         """Return which elements of a parameter each rank keeps."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
+from meshwright.optim.host_copy import HostCopy
 from meshwright.optim.ownership import Ownership, sliced
 from meshwright.optim.whole_weights import WholeWeights
 from meshwright.parallel.collectives import all_gather, all_reduce, start_reduce_scatter
@@ -34,7 +35,7 @@ class Weights(Protocol):
     """The storage of a bucket's parameter values, and the methods that a step calls to update them."""
 
     master: Tensor
-    """This rank's segment of the flat bucket, which the optimizer steps."""
+    """This rank's segment of the flat bucket, which the optimizer steps, or with offload the host's copy of it."""
 
     def publish(self) -> None:
         """Make the next forward pass use the stepped values."""
@@ -53,14 +54,18 @@ class Slice:
     Args:
         parameter: the model's (TP-sharded) parameter.
         layout: which elements of the parameter each rank steps.
-        shard: the optimizer's parameter, a 1-d view into the bucket's master shard.
+        shard: the optimizer's parameter, which has the gradient: a 1-d view into the bucket's master shard. With
+            offload it has no values.
         in_shard: the part's position in the bucket's master shard.
+        stepped: the parameter that has the values and the state in a step: ``shard``, or with offload a view into the
+            bucket's copy on the host.
     """
 
     parameter: nn.Parameter
     layout: TensorLayout
     shard: nn.Parameter
     in_shard: slice
+    stepped: nn.Parameter
 
 
 class ShardedBucket:
@@ -70,10 +75,12 @@ class ShardedBucket:
         bucket: the bucket, which ``ownership`` has packed.
         ownership: which elements each rank steps.
         weights: the storage of the parameters' values.
+        on_host: whether the host steps the segment (offload).
     """
 
-    def __init__(self, bucket: Bucket, ownership: Ownership, weights: Weights):
+    def __init__(self, bucket: Bucket, ownership: Ownership, weights: Weights, *, on_host: bool = False):
         self.bucket, self.ownership, self.axis, self.weights = bucket, ownership, ownership.axis, weights
+        self.host = HostCopy(weights.master, bucket.dtype) if on_host else None
         self.unsynced: Tensor | None = None  # this rank's own gradients from passes under no_sync
         self.slices = list(self._slices())
 
@@ -84,8 +91,12 @@ class ShardedBucket:
             low, high = layout.span()
             if low < high:
                 in_shard = slice(offset + low - first, offset + high - first)
-                shard = nn.Parameter(self.weights.master[in_shard])
-                yield Slice(parameter=parameter, layout=layout, shard=shard, in_shard=in_shard)
+                own = self.weights.master[in_shard]
+                if self.host is not None or own.dtype != self.bucket.dtype:  # of another dtype than the gradients
+                    own = own.new_zeros((), dtype=self.bucket.dtype).expand(own.shape)
+                shard = nn.Parameter(own)
+                stepped = shard if self.host is None else nn.Parameter(self.host.master[in_shard])
+                yield Slice(parameter=parameter, layout=layout, shard=shard, in_shard=in_shard, stepped=stepped)
 
     def layout(self, parameter: nn.Parameter) -> TensorLayout:
         """Return which elements of a parameter each rank steps."""
@@ -95,11 +106,23 @@ class ShardedBucket:
 
     def gather_gradients(self) -> Tensor:
         """Return the reduced gradients of the whole bucket, gathered on every rank."""
-        own = torch.zeros_like(self.weights.master)
+        own = torch.zeros_like(self.weights.master, dtype=self.bucket.dtype)
         for piece in self.slices:
             if piece.shard.grad is not None:
                 own[piece.in_shard] = piece.shard.grad.as_subclass(Tensor)
         return all_gather(own, self.axis)
+
+    def take_over(self) -> None:
+        """Use the values that the program wrote into the parameters, if any, for what the optimizer has."""
+        self.weights.take_over()
+        if self.host is not None:
+            self.host.take_over()
+
+    def refresh(self) -> None:
+        """Use the values of the parameters, all of which were set from outside."""
+        self.weights.refresh()
+        if self.host is not None:
+            self.host.refresh()
 
 
 Gradients = dict[int, Tensor]  # keyed by the ``id`` of a parameter, or of a slice's shard
@@ -277,7 +300,7 @@ class ReduceScatter:
     def take_over(self) -> None:
         """Before the slices are read, use in them the values that the program wrote into the parameters, if any."""
         for sharded in self.sharded:
-            sharded.weights.take_over()
+            sharded.take_over()
 
     def publish(self, *_: object) -> None:
         """Make the next forward pass use what an optimizer has made of the slices."""
@@ -339,16 +362,22 @@ class ReduceScatter:
                 parameter.grad = HeldGradient.stand_in(parameter, zero)
 
 
-def lay_out(parameters: Iterable[nn.Parameter], ownership: Ownership, bucket_bytes: int) -> list[ShardedBucket]:
+def lay_out(
+    parameters: Iterable[nn.Parameter], ownership: Ownership, bucket_bytes: int, *, on_host: bool = False
+) -> list[ShardedBucket]:
     """Put parameters that every rank holds (stages 1 and 2) into buckets of which each rank steps a share.
 
     Args:
         parameters: parameters of one optimizer group, with layouts, in the order in which backward finishes them.
         ownership: which elements each rank steps.
         bucket_bytes: size of the buckets in which gradients are reduced.
+        on_host: whether the host steps the shares (offload).
     """
     buckets = make_buckets(parameters, max_bytes=bucket_bytes, accumulate_in_float32=True, pack=ownership.pack)
-    return [ShardedBucket(bucket, ownership, WholeWeights(bucket, ownership)) for bucket in buckets]
+    return [
+        ShardedBucket(bucket, ownership, WholeWeights(bucket, ownership, on_host=on_host), on_host=on_host)
+        for bucket in buckets
+    ]
 
 
 def slice_copies(piece: Slice) -> Tensor | float:

@@ -20,6 +20,8 @@ Batch = Mapping[str, object]  # the arguments by name
 
 TOKENS = ("input_ids", "inputs_embeds")
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "special_tokens_mask")
+# Arguments by which a program tells kernels where documents begin, in the row as it was.
+BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _LEFT_OUT = object()  # in place of an argument of rows without images
 
 
@@ -186,6 +188,11 @@ class BatchSchema:
         is_dense = not is_tensor or name in self.tensors
         if not is_dense and take is not None:
             return take(x, own) if len(x) == self.rows else x
+        if name in BORDERS and is_tensor and x.ndim == 1:
+            raise PlanError(
+                f"{name} counts the documents of all {self.rows} rows of a batch, which are cut into parts here. Leave "
+                "it out, and give position_ids that begin anew for each document"
+            )
         dim = self.row_dim(name, x) if is_dense else None
         if dim is None:
             if self._is_of_every_row(name, x):
@@ -295,7 +302,9 @@ def example(signature: inspect.Signature, *, rows: int, length: int) -> dict[str
         length: the number of tokens in each row.
     """
     required = [
-        name for name, x in signature.parameters.items() if x.default is x.empty and name in (*PER_TOKEN, "labels")
+        name
+        for name, x in signature.parameters.items()
+        if x.default is x.empty and (name in (*PER_TOKEN, "labels") or name.endswith("_input_ids"))
     ]
     batch: dict[str, object] = {name: torch.full((rows, length), int("mask" in name)) for name in required}
     optional = {"input_ids": torch.zeros(rows, length, dtype=torch.int64), "use_cache": False}

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.batch_schema import TOKENS
+from meshwright.parallel.batch_schema import BORDERS, TOKENS
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step, arguments
 from meshwright.parallel.replay import Replay
 from meshwright.roles.blocks import has_attention, keeps_states
@@ -32,8 +32,6 @@ from meshwright.temporarily import temporarily
 logger = logging.getLogger(__name__)
 
 _CACHES = ("use_cache", "past_key_values", "cache_params")
-# Arguments by which a program tells kernels where documents begin, in the row as it was.
-_BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CURE = "Give each document a row of its own: leave out Packing, and pad the rows with an attention_mask"
 
 
@@ -75,6 +73,10 @@ class Documents:
             borders = [0, *(begin.nonzero()[:, 0] + 1).tolist(), length]
             spans += ((row, start, stop) for start, stop in pairwise(borders))
         return cls(len(tokens), length, tuple(spans))
+
+    def has_several(self, row: int) -> bool:
+        """Return whether a row has more than one document."""
+        return sum(own == row for own, _, _ in self.spans) > 1
 
     def are_joined_by(self, mask: Tensor) -> bool:
         """Return whether a mask of attention for all tokens, ``[B, heads, L, L]``, lets a document see another one.
@@ -269,7 +271,7 @@ class DocumentsAsRows(ChainStep):
         documents = self.packed.of_layer()
         if documents is None:
             return self.method(*args, **kwargs)
-        given = {name: value for name, value in kwargs.items() if name not in _BORDERS}
+        given = {name: value for name, value in kwargs.items() if name not in BORDERS}
         hidden = hidden_states_in(args, given)
         if hidden is None or len(hidden) != documents.rows or hidden.shape[1] < documents.length:
             raise self._refusal(f"is given hidden states of shape {None if hidden is None else tuple(hidden.shape)}")

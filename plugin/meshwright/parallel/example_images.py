@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import PlanError
-from meshwright.parallel.fake_pass import fake_values
+from meshwright.parallel.fake_pass import fake_values, number_in_configs
 from meshwright.parallel.known_values import KnownValues
 
 _SIDE = 448  # pixels, of a tower that takes images of any size
@@ -126,16 +126,3 @@ def _formats(model: nn.Module) -> Iterator[tuple[dict[str, Tensor], str]]:
     for pixels in (patches, image, image[:, None]) if others.keys() & set(_GRIDS) else (image, image[:, None], patches):
         yield {"pixel_values": pixels + 0.5, **others}, text
         yield {"pixel_values": pixels + 0.5, **{name: x for name, x in others.items() if name != "image_sizes"}}, text
-
-
-def number_in_configs(model: Any, name: str) -> int | None:
-    """Return a positive number of the model's config, or of the first config inside of it that has one of this name."""
-    configs = [model.config]
-    for config in configs:
-        value = vars(config).get(name)
-        if isinstance(value, list | tuple) and value:
-            value = value[0]
-        if isinstance(value, int) and value > 0:
-            return value
-        configs += [inner for inner in vars(config).values() if hasattr(inner, "to_dict")]
-    return None

@@ -47,16 +47,31 @@ def run_without_values(
         inputs = example(signature, rows=rows, length=length)
         if labels is not None and "labels" in signature.parameters:
             inputs["labels"] = torch.zeros(labels, dtype=torch.int64)
-        try:
-            with torch.enable_grad():
-                return model(**inputs, **(options or {}))
-        except PlanError:
-            raise
-        except Exception as error:
-            raise PlanError(
-                f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "
-                f"after its layers ({type(error).__name__}: {error}). Use {instead}"
-            ) from error
+        why: Exception | None = None
+        for images in _required_images(model, signature, rows):
+            try:
+                with torch.enable_grad():
+                    return model(**inputs, **images, **(options or {}))
+            except PlanError:
+                raise
+            except Exception as error:
+                why = why or error
+        raise PlanError(
+            f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "
+            f"after its layers ({type(why).__name__}: {why}). Use {instead}"
+        ) from why
+
+
+def _required_images(model: nn.Module, signature: inspect.Signature, rows: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the images of rows, of one frame or of several, if a forward cannot do without; else no images."""
+    pixels = signature.parameters.get("pixel_values")
+    if pixels is None or pixels.default is not pixels.empty:
+        yield {}
+        return
+    channels, side = number_in_configs(model, "num_channels") or 3, number_in_configs(model, "image_size") or 224
+    image = torch.zeros(rows, channels, side, side, dtype=next(model.parameters()).dtype)
+    yield {"pixel_values": image}
+    yield {"pixel_values": image[:, None]}
 
 
 @contextlib.contextmanager
@@ -128,3 +143,16 @@ def fake_values(model: nn.Module) -> Iterator[None]:
             for name in owner.keys() - values.keys():  # what the pass has kept, such as frequencies of longrope
                 del owner[name]
             owner.update(values)
+
+
+def number_in_configs(model: Any, name: str) -> int | None:
+    """Return a positive number of the model's config, or of the first config inside of it that has one of this name."""
+    configs = [model.config]
+    for config in configs:
+        value = vars(config).get(name)
+        if isinstance(value, list | tuple) and value:
+            value = value[0]
+        if isinstance(value, int) and value > 0:
+            return value
+        configs += [inner for inner in vars(config).values() if hasattr(inner, "to_dict")]
+    return None

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import PlanError
+from meshwright.parallel.method_chain import ChainStep
 from meshwright.plan.config import ParallelPlan
 
 # Options of torch's embeddings -> what they do.
@@ -23,6 +28,9 @@ EMBEDDING_OPTIONS = {
     "sparse": "gives sparse gradients, which are not averaged over ranks, sharded or summed over micro-batches",
 }
 
+# The method of transformers' models that computes the positions of tokens from all rows and the sizes of their images.
+POSITIONS = "get_rope_index"
+
 # Classes of modules -> how they compute with all tokens of the batch together.
 _MIX_ROWS = {
     "DogeCDMoE": "splits the scores of all tokens of a batch in halves, so that a token's experts depend on other rows"
@@ -31,13 +39,56 @@ _MIX_ROWS = {
 
 def check_mixed_rows(model: nn.Module, plan: ParallelPlan) -> None:
     """Raise a PlanError if a module computes with all tokens of the batch together, and the plan splits the batch."""
-    is_split = plan.dp > 1 or plan.has_micro_batches
-    for name, module in model.named_modules() if is_split else ():
+    for name, module in model.named_modules() if splits_rows(plan) else ():
         if (reason := _MIX_ROWS.get(type(module).__name__)) is not None:
             raise PlanError(
                 f"the plan {plan.label} splits the batch over {_parts(plan)}, but {name} is a {type(module).__name__}, "
                 f"which {reason}. Use dp=1 without micro-batches, for example plan='pp2'"
             )
+
+
+def splits_rows(plan: ParallelPlan) -> bool:
+    """Return whether a forward pass under a plan has some of the rows of a batch."""
+    return plan.dp > 1 or plan.has_micro_batches
+
+
+class PositionsOfRows(ChainStep):
+    """The step of a method that computes positions, which refuses positions that depend on the rows before.
+
+    The first positions of several images are computed a second time for the same rows twice: if the second half differs
+    from the first, an image gets other positions on one device, where the rows of other ranks come before it.
+
+    Args:
+        owner: the module that has the method.
+        plan: the plan, which splits the rows of a batch.
+    """
+
+    def __init__(self, owner: nn.Module, plan: ParallelPlan):
+        self.owner, self.plan = owner, plan
+        self._is_checked = False
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        given: list[Any] = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        has_sizes = any(not x.is_floating_point() and x.ndim == 2 and x.shape[1] == 3 for x in given)
+        if not self._is_checked and has_sizes and not any(isinstance(x, FakeTensor) for x in given):
+            self._is_checked = True
+            self._check(*tree_map(_twice, (list(args), kwargs)))
+        return self.method(*args, **kwargs)
+
+    def _check(self, args: list[object], kwargs: dict[str, object]) -> None:
+        found = next(x for x in tree_leaves(self.method(*args, **kwargs)) if isinstance(x, Tensor))
+        first, second = found.chunk(2, dim=found.ndim - 2)  # [axes, rows, tokens]
+        if not torch.equal(first, second):
+            raise PlanError(
+                f"the positions that {type(self.owner).__name__}.{POSITIONS} gives to the tokens of an image depend on "
+                f"the images of the rows before, but the plan {self.plan.label} splits the batch over "
+                f"{_parts(self.plan)}, so the numbers would not be those of one device. Use dp=1 without "
+                "micro-batches, for example plan='tp2+sp'; or pass position_ids of your own to the model"
+            )
+
+
+def _twice(x: Any) -> Any:
+    return torch.cat([x, x]) if isinstance(x, Tensor) and x.ndim else x
 
 
 def check_embeddings(model: nn.Module, plan: ParallelPlan, engine: str | None) -> None:

@@ -57,6 +57,8 @@ class SecondInputs:
         self._given, self._gates = {}, []
         found = second_inputs(layer, args, kwargs)
         if layer is self._layers[0] and not in_backward():
+            if caches := {n: x for n, x in _named(layer, args, kwargs).items() if _is_cache_with_gradient(x)}:
+                _refuse(layer, caches, "tp")
             self._outside = [weakref.ref(x) for x in found.values() if isinstance(x, Tensor)]
         found = {n: x for n, x in found.items() if not self._is_of_own_heads(n, x)}
         if not found:
@@ -118,8 +120,20 @@ def second_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     hidden, _ = hidden_states(args, kwargs)
     if not any(_has_gradient(x, hidden) for x in (*args, *kwargs.values())):
         return {}
-    named = {**dict(zip(inspect.signature(layer.forward).parameters, args, strict=False)), **kwargs}
-    return {n: x for n, x in named.items() if _has_gradient(x, hidden)}
+    return {n: x for n, x in _named(layer, args, kwargs).items() if _has_gradient(x, hidden)}
+
+
+def _named(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(inspect.signature(layer.forward).parameters, args, strict=False)), **kwargs}
+
+
+def _is_cache_with_gradient(value: Any) -> bool:
+    """Return whether a value has keys or values for each layer that require a gradient: those of another decoder."""
+    if not torch.is_grad_enabled() or isinstance(value, Tensor | nn.Module):
+        return False
+    kept = getattr(value, "layers", None)
+    tensors = [getattr(x, name, None) for x in (kept if isinstance(kept, list) else ()) for name in ("keys", "values")]
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def _has_gradient(value: Any, hidden: Tensor) -> bool:

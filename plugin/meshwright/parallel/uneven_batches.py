@@ -72,8 +72,7 @@ class UnevenBatches:
             return
         batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)
         kept = labels_beside(inputs.values()) if is_pass and "labels" not in inputs else None
-        mask = inputs.get("attention_mask")
-        has_mask = isinstance(mask, Tensor) and mask.ndim == 2
+        has_mask = _mask_of(inputs) is not None
         is_counted = not is_pass or kept is not None or "labels" in batch or has_mask
         used: list[Tensor] = []
         device = tensors[0].device  # a hook that held its own tensor would keep that tensor alive forever
@@ -148,12 +147,21 @@ def rows_and_labels(batch: Batch, *, with_mask: bool) -> Tensor:
     The second number is -1 if it is unknown.
     """
     schema = BatchSchema(batch)
-    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    labels, mask = batch.get("labels"), _mask_of(batch)
     count: Tensor | int = -1
     if isinstance(labels, Tensor):
         ignored = batch.get("ignore_index")
         count = valid_labels(labels, ignored if isinstance(ignored, int) else IGNORE_INDEX)
-    elif with_mask and isinstance(mask, Tensor) and mask.ndim == 2:
+    elif with_mask and mask is not None:
         count = mask.sum()
     device = next((x.device for x in schema.tensors.values()), torch.device("cpu"))
     return torch.stack([torch.as_tensor(x, device=device, dtype=torch.float64) for x in (schema.rows, count)])
+
+
+def _mask_of(batch: Batch) -> Tensor | None:
+    """Return the mask that chooses what counts in the rows of a batch: of tokens, or of the patches to predict."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask
+    chosen = [x for x in batch.values() if isinstance(x, Tensor) and x.dtype is torch.bool and x.ndim >= 2]
+    return chosen[0] if len(chosen) == 1 else None

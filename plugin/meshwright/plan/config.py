@@ -72,6 +72,8 @@ class ParallelPlan(AxisSizes):
         reduce_dtype: the dtype in which gradients travel over dp. None keeps every bit: float32 for half-precision
             weights under ZeRO, otherwise the dtype of the weights. "bfloat16" halves the bytes of float32 gradients,
             and rounds each rank's gradients to 8 bits of precision; see docs/zero.md.
+        offload: what the host has in the devices' place: "optimizer" keeps the optimizer's state and float32 masters in
+            its memory, and steps there. It needs a ZeRO stage; see docs/zero.md.
         dtype: the dtype of the weights for which the planner estimated the plan, for example "bfloat16". A model with
             another dtype is trained with a warning. None if the plan is for any dtype.
 
@@ -102,6 +104,7 @@ class ParallelPlan(AxisSizes):
     recompute: Literal["none", "full"] = "none"
     recomputed_layers: int | None = None
     reduce_dtype: Literal["bfloat16"] | None = None
+    offload: Literal["optimizer"] | None = None
     dtype: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +126,12 @@ class ParallelPlan(AxisSizes):
             )
         check_type("ParallelPlan", "dtype", self.dtype, str, "a string such as 'bfloat16'")
         self._check_reduction()
+        check_choice("ParallelPlan", "offload", self.offload, (None, "optimizer"))
+        if self.offload is not None and self.zero_stage == 0:
+            raise PlanError(
+                f"ParallelPlan.offload={self.offload!r} with zero_stage=0: the host steps the flat slices of ZeRO. Set "
+                "zero_stage=1, also on one data-parallel rank, which then keeps all of the state"
+            )
         if self.micro_batch_size is not None and self.gradient_accumulation_steps > 1:
             raise PlanError(
                 f"ParallelPlan.micro_batch_size={self.micro_batch_size} and gradient_accumulation_steps="

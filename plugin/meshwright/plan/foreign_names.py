@@ -45,6 +45,7 @@ _RECOMPUTE = (
 )
 
 _REDUCED = "grad_reduce_dtype communication_data_type reduce_scatter_dtype allreduce_dtype grad_comm_dtype comm_dtype"
+_OFFLOADED = "optimizer_cpu_offload offload_optimizer optimizer_offload cpu_offload_optimizer offload_optimizer_device"
 _RECOMPUTED = "recompute_num_layers num_layers_to_recompute"
 
 # The names, the field to write in Python, and the word to write in a plan in words, with N for the number.
@@ -65,6 +66,7 @@ _GROUPS = (
     (_ROWS, "micro_batch_size=N", "mbN"),
     (_STEPS, "gradient_accumulation_steps=N", "gaN"),
     (_RECOMPUTE, "recompute='full'", "recompute=full"),
+    (_OFFLOADED, "zero_stage=1, offload='optimizer'", "offload=optimizer"),
     (_REDUCED, "reduce_dtype='bfloat16'", "reduce=bf16"),
     (_RECOMPUTED, "recompute='full', recomputed_layers=N", "recompute=full(N)"),
 )
@@ -103,7 +105,7 @@ _LOADER = (
     "data_loaders training_data train_data train_dataset dataset data"
 )
 _WRAPPED = (
-    "auto_wrap_policy reshard_after_forward offload_policy cpu_offload backward_prefetch forward_prefetch "
+    "auto_wrap_policy reshard_after_forward backward_prefetch forward_prefetch "
     "use_orig_params ignored_modules limit_all_gathers sync_module_states parallelize_plan shard_placement_fn"
 )
 _DDP = "device_ids output_device find_unused_parameters static_graph gradient_as_bucket_view broadcast_buffers"
@@ -123,6 +125,7 @@ CALL_NAMES: dict[str, str] = {
             "mesh device_mesh meshes process_mesh mpu process_group parallelism_config",
             "plan='dp2 tp2'; the mesh is made from the plan",
         ),
+        ("offload_policy cpu_offload", "plan='dp2 zero3 offload=optimizer', which keeps the optimizer on the host"),
         (_WRAPPED, "leave it out: the plan decides, as in plan='dp2 zero3'"),
         (_DDP, "leave it out: the plan decides, as in plan='dp2'"),
         ("optim optimizers model_optimizer", "optimizer="),

@@ -16,9 +16,9 @@ from meshwright.plan.foreign_names import word_for
 _FORMS = (
     "dp2, tp2, tp2+sp, cp2, cp2(ring), cp2(ulysses), cp4(hybrid-2), ep2, etp2, pp2, zero1, mb4 (4 rows per "
     "micro-batch), mb4x2 (2 micro-batches of 4 rows), ga2 (2 micro-batches), recompute=full, recompute=full(3) (3 "
-    "layers of each rank) and reduce=bf16"
+    "layers of each rank), reduce=bf16 and offload=optimizer"
 )
-_ABBREVIATIONS = (*PLAN_AXES, "ep", "etp", "sp", "zero", "mb", "ga", "recompute", "reduce")
+_ABBREVIATIONS = (*PLAN_AXES, "ep", "etp", "sp", "zero", "mb", "ga", "recompute", "reduce", "offload")
 _SIZES = {name: name for name in (*PLAN_AXES, "ep", "etp")} | {
     "zero": "zero_stage",
     "ga": "gradient_accumulation_steps",
@@ -101,6 +101,8 @@ def format_plan(fields: Mapping[str, Any], *, accumulation: int | None = None) -
         words.append(f"recompute={fields['recompute']}" + ("" if layers is None else f"({layers})"))
     if fields.get("reduce_dtype") is not None:
         words.append("reduce=bf16")
+    if fields.get("offload") is not None:
+        words.append(f"offload={fields['offload']}")
     return " ".join(words)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.context_methods import group_sizes, local_tokens
+from meshwright.planner.adapters import ADAPTER_BYTES, Lora, saved_by_adapters
 from meshwright.planner.candidate import Candidate, Logits
 from meshwright.planner.context_cost import exchanged_keys, runs_flash
 from meshwright.planner.head_memory import saved_by_head
@@ -81,7 +82,7 @@ class Saved:
 
 def saved_activations(
     shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, logits: Logits = "chunked",
-    expert_load: float = 1.0, images: float = 1.0,
+    expert_load: float = 1.0, images: float = 1.0, lora: Lora | None = None,
 ) -> Saved:  # fmt: skip
     """Return the bytes that forward saves for one micro-batch.
 
@@ -90,7 +91,7 @@ def saved_activations(
         plan: the plan; its dp and its ZeRO stage make no difference.
         seq_len: tokens per sequence, of which a rank of cp holds a part.
         element_bytes: bytes per element of the model's dtype: 2, or 4 for float32.
-        logits, expert_load, images: as in ``Job``.
+        logits, expert_load, images, lora: as in ``Job``.
 
     Example:
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -104,17 +105,23 @@ def saved_activations(
     n = plan.micro_batch * tokens
     # This rank's share of the positions between blocks, after padding to a multiple of tp.
     share = -(-tokens // tp) / tokens if plan.sequence_parallel else 1.0
-    of_head = saved_by_head(shape, plan, n, b, logits)
+    of_head = saved_by_head(shape, plan, n, b, logits, frozen=lora is not None)
     is_measured = any(run.measured for run in shape.runs)  # their masks are among what is measured
     rotated = max(run.head_dim * (4 if run.traits.rotates_in_float32 else b) for run in shape.runs)
+    embedded = 0.0
+    if lora is not None and plan.recompute == "full":
+        embedded = n * shape.hidden * b if plan.sp > 1 else 0.0  # whole, since the first layer's input is a view of it
+    elif lora is not None and not shape.runs[0].measured:
+        # Nothing before the first adapter needs a gradient, so what the first norm reads is not kept.
+        embedded = -_norm(shape.runs[0], n, share, b, frozen=True)
     return Saved(
-        runs=tuple(_saved_by_layer(run, plan, seq_len, b, share, expert_load) for run in shape.runs),
-        shared=2.0 * tokens * rotated,
+        runs=tuple(_saved_by_layer(run, plan, seq_len, b, share, expert_load, lora) for run in shape.runs),
+        shared=2.0 * tokens * rotated + embedded,
         # Under cp, masks are functions, and a block of a mask is made where it is needed.
         arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 and not is_measured else 0),
-        head=_norm(shape.runs[-1], n, share, b) + of_head,
+        head=_norm(shape.runs[-1], n, share, b, frozen=lora is not None) + of_head,
         of_head=of_head,
-        towers=_tower(shape.towers, plan, b, images),
+        towers=_tower(shape.towers, plan, b, images) if lora is None else 0.0,
     )
 
 
@@ -130,23 +137,43 @@ def _tower(towers: TowerShape | None, plan: Candidate, b: int, images: float) ->
 
 
 def _saved_by_layer(
-    layer: LayerShape, plan: Candidate, seq_len: int, b: int, share: float, expert_load: float
+    layer: LayerShape, plan: Candidate, seq_len: int, b: int, share: float, expert_load: float, lora: Lora | None
 ) -> SavedByLayer:
     traits, tp = layer.traits, plan.tp
     n = plan.micro_batch * local_tokens(seq_len, plan.cp)
     hidden = layer.hidden * share
     if layer.measured is not None:
         last, others = layer.measured.saved(measured_share(layer, plan, seq_len, b), layer.hidden)
+        if lora is not None:
+            of_attention, of_mlp = saved_by_adapters(layer, lora, tp, b)
+            last, others = last + of_mlp, others + of_attention
         return SavedByLayer(count=layer.count, layer=n * (last + others), attention=n * others, kept=n * hidden * b)
-    inputs = 2 * n * hidden * b  # inputs of the attention's and the MLP's first projections
-    block = (traits.norms * _norm(layer, n, share, b) + inputs) / 2
+    is_frozen = lora is not None
+    # Inputs of the attention's and the MLP's first projections. A frozen 16-bit projection keeps none, but sequence
+    # parallelism keeps a rank's part of what it gathers.
+    inputs = 2 * n * hidden * b * (_keeps_inputs(lora, b) or plan.sp > 1)
+    block = (traits.norms * _norm(layer, n, share, b, frozen=is_frozen) + inputs) / 2
     of_attention = _attention(layer, tp, seq_len, b) if plan.cp == 1 else _in_parts(layer, plan, seq_len, b)
-    attention = block + n * of_attention + _query_norm(layer, n, b, tp)
-    mlp = block + n * b * (layer.ffn / tp) * 2 * layer.mlp_inputs
+    attention = block + n * of_attention + _query_norm(layer, n, b, tp, frozen=is_frozen)
+    inside = 2 * layer.mlp_inputs - (not _keeps_inputs(lora, b))  # the input of the last projection is one of these
+    mlp = block + n * b * (layer.ffn / tp) * inside
+    if lora is not None:
+        of_adapters = saved_by_adapters(layer, lora, tp, b)
+        attention += n * of_adapters[0]
+        mlp += n * of_adapters[1]
     if layer.experts is not None:
         rows = layer.experts.rows(n * share, plan.ep, expert_load)
         mlp += layer.experts.saved(rows, b) + n * share * layer.experts.count * _ROUTED
     return SavedByLayer(count=layer.count, layer=attention + mlp, attention=attention, kept=n * hidden * b)
+
+
+def _keeps_inputs(lora: Lora | None, b: int) -> bool:
+    """Return whether what projections read is kept in the model's dtype.
+
+    A frozen projection keeps no input, but a 32-bit adapter of a 32-bit model reads the same tensor, and the 8-bit
+    kernel keeps it.
+    """
+    return lora is None or b >= ADAPTER_BYTES or lora.quantised == "int8"
 
 
 def measured_share(layer: LayerShape, plan: Candidate, seq_len: int, element_bytes: int) -> RankShare:
@@ -157,9 +184,10 @@ def measured_share(layer: LayerShape, plan: Candidate, seq_len: int, element_byt
     )  # fmt: skip
 
 
-def _norm(layer: LayerShape, n: int, share: float, b: int) -> float:
+def _norm(layer: LayerShape, n: int, share: float, b: int, *, frozen: bool = False) -> float:
     """Return the bytes that a norm saves: its input in 32 bits, a number per position, and what its weight scales."""
-    norm = n * (layer.hidden * share * (4 + (4 if layer.traits.norms_in_float32 else b)) + 4 * share)
+    scaled = 0 if frozen else 4 if layer.traits.norms_in_float32 else b
+    norm = n * (layer.hidden * share * (4 + scaled) + 4 * share)
     return norm + (4 * layer.hidden if layer.traits.norm_copies_weight else 0)
 
 
@@ -207,11 +235,11 @@ def _in_parts(layer: LayerShape, plan: Candidate, seq_len: int, b: int) -> float
     return b * (2 * query + keys + values + copied) + (4 * (layer.heads / plan.tp) if is_kept else 0)
 
 
-def _query_norm(layer: LayerShape, n: int, b: int, tp: int) -> float:
+def _query_norm(layer: LayerShape, n: int, b: int, tp: int, *, frozen: bool) -> float:
     """Return the bytes that a layer's norms of q and k save."""
     traits, keys = layer.traits, layer.local_kv_width(tp)
     width, heads = layer.query_width / tp + keys, layer.heads / tp + keys / layer.head_dim
-    normed = 4 if traits.norms_in_float32 else b
+    normed = 0 if frozen else 4 if traits.norms_in_float32 else b
     if traits.query_norm == "head":
         return n * (width * (4 + normed) + 4 * heads)
     if traits.query_norm == "whole":

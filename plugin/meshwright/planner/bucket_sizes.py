@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.plan.flat_offsets import BUCKET_MB
+from meshwright.planner.adapters import Lora, projections
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.shapes import LayerShape, ModelShape
 
@@ -23,12 +24,14 @@ class Parameter:
         layer: index of the decoder layer; -1 before the first layer, -2 for a tower, whose features come before these,
             and the number of layers after the last layer.
         is_spread: whether it is of experts that ep spreads, so that it is averaged over their copies.
+        of_experts: whether it is of experts, wherever they are.
     """
 
     numel: int
     full: int = 0
     layer: int = -1
     is_spread: bool = False
+    of_experts: bool = False
 
     @property
     def is_grad_partial(self) -> bool:
@@ -60,6 +63,33 @@ def parameters(shape: ModelShape, plan: Candidate) -> Iterator[Parameter]:
     yield _seen_in_part(hidden, tp, plan.sequence_parallel, shape.layers)
     if not shape.tied:
         yield Parameter(numel=words * hidden, layer=shape.layers)
+
+
+def adapters(shape: ModelShape, plan: Candidate, lora: Lora) -> Iterator[Parameter]:
+    """Yield a rank's factors of adapters, which alone are trained.
+
+    Args:
+        shape: the model.
+        plan: the plan; only its tp is used.
+        lora: the adapters.
+
+    Example:
+        >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
+        >>> sum(parameter.numel for parameter in adapters(shape, Candidate(), Lora(rank=8)))
+        17408
+    """
+    tp, rank = plan.tp, lora.rank
+    layers = (run for run in shape.runs for _ in range(run.count))
+    for index, layer in enumerate(layers):
+        keys = layer.local_kv_width(tp)
+        for each in projections(layer):
+            inner, outer = (int(width) for width in each.cut(tp))
+            if not layer.linears and not each.in_mlp and each.outer == layer.kv_width and tp > 1 and not each.is_row:
+                outer = max(outer, keys)
+            # Every rank holds a factor whole and computes an addend of its gradient.
+            first, second = rank * inner, rank * outer
+            yield Parameter(numel=first, full=0 if each.is_row or tp == 1 else first, layer=index)
+            yield Parameter(numel=second, full=second if each.is_row and tp > 1 else 0, layer=index)
 
 
 def _layer(layer: LayerShape, plan: Candidate, index: int) -> Iterator[Parameter]:
@@ -116,7 +146,7 @@ def _experts(layer: LayerShape, plan: Candidate, index: int) -> Iterator[Paramet
     is_partial = plan.tp > 1 and plan.ep == 1
     for numel in (experts.hidden * experts.width * experts.inputs, experts.hidden * experts.width + experts.biases):
         full = own * numel if is_partial else 0
-        yield Parameter(numel=own * numel, full=full, layer=index, is_spread=plan.ep > 1)
+        yield Parameter(numel=own * numel, full=full, layer=index, is_spread=plan.ep > 1, of_experts=True)
 
 
 def _seen_in_part(numel: int, tp: int, by_part: bool, layer: int) -> Parameter:

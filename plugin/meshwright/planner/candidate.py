@@ -12,6 +12,8 @@ from meshwright.errors import PlanError
 from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES, AxisSizes
 from meshwright.plan.schedule import SPLIT_BACKWARD, check, chunks_of, stages_of_rank
 from meshwright.plan.text import format_plan
+from meshwright.planner.adapters import ADAPTER_BYTES, Lora
+from meshwright.planner.optimizers import OptimizerKind, optimizer_kind
 from meshwright.planner.shapes import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -42,9 +44,11 @@ class Job:
         logits: the logits that this library's runtime has in memory at once: those of one chunk of tokens, those of all
             tokens for a rank's part of the vocabulary, or those of all tokens and words.
         images: images per sequence, of a model with a tower.
+        lora: the adapters that alone are trained; None if all weights are.
+        optimizer: the optimizer, one of ``planner.optimizers.OPTIMIZERS``.
 
     Raises:
-        PlanError: a size is below one, or the precision is unknown.
+        PlanError: a size is below one, or the precision or the optimizer is unknown.
 
     Example:
         >>> Job(seq_len=4096, global_batch=256).tokens
@@ -65,8 +69,11 @@ class Job:
     prefers_masters: bool = False
     logits: Logits = "chunked"
     images: float = 1.0
+    lora: Lora | None = None
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
+        optimizer_kind(self.optimizer)
         for name in ("seq_len", "global_batch"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -100,9 +107,24 @@ class Job:
         """The dtype of the weights, by its name in torch."""
         return "float32" if self.weight_bytes == 4 else "bfloat16"
 
+    @property
+    def kind(self) -> OptimizerKind:
+        """What the optimizer keeps."""
+        return optimizer_kind(self.optimizer)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes per trained weight as the layers read it."""
+        return self.weight_bytes if self.lora is None else ADAPTER_BYTES
+
+    @property
+    def method(self) -> str:
+        """What is trained, in words."""
+        return "full" if self.lora is None else self.lora.name
+
     def rounds_updates(self, plan: Candidate) -> bool:
         """Whether a plan updates 16-bit weights themselves, without 32-bit masters."""
-        return self.own_runtime and self.weight_bytes == 2 and plan.zero_stage == 0
+        return self.own_runtime and self.trained_bytes == 2 and plan.zero_stage == 0
 
     @property
     def tokens(self) -> int:
@@ -133,6 +155,7 @@ class Candidate(AxisSizes):
         recompute: what backward recomputes: nothing, attention, or ``recomputed`` whole layers of each rank.
         recomputed: number of layers per rank to recompute with recompute="full"; None for all.
         reduce_dtype: the dtype in which gradients travel over dp; None for the gradients' own.
+        offload: what the host has in the devices' place: "optimizer" or None.
 
     Example:
         >>> Candidate(replicate=4, tp=2, micro_batch=1, accumulation=8).global_batch
@@ -157,6 +180,7 @@ class Candidate(AxisSizes):
     recompute: Recompute = "none"
     recomputed: int | None = None
     reduce_dtype: str | None = None
+    offload: str | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, object], job: Job) -> Candidate:
@@ -205,6 +229,7 @@ class Candidate(AxisSizes):
             recompute=given.get("recompute", "none"),
             recomputed=given.get("recomputed_layers"),
             reduce_dtype=given.get("reduce_dtype"),
+            offload=given.get("offload"),
             **{name: given[name] for name in used if name in given},
         )
         if plan.pp > 1:
@@ -289,7 +314,11 @@ class Candidate(AxisSizes):
         }
         if self.ep > 1:
             fields["ep"] = self.ep
-        optional: dict[str, Any] = {"recomputed_layers": self.recomputed, "reduce_dtype": self.reduce_dtype}
+        optional: dict[str, Any] = {
+            "recomputed_layers": self.recomputed,
+            "reduce_dtype": self.reduce_dtype,
+            "offload": self.offload,
+        }
         if self.cp > 1:
             fields["context"] = self.context
             optional["ulysses"] = self.ulysses

@@ -10,10 +10,12 @@ from functools import lru_cache
 from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.flat_offsets import IN_FLIGHT, flat_offsets, sharded_length
 from meshwright.planner.activations import Saved, measured_share, saved_activations
-from meshwright.planner.bucket_sizes import TOWER, Parameter, buckets, parameters, units
+from meshwright.planner.adapters import ADAPTER_BYTES, Lora
+from meshwright.planner.bucket_sizes import TOWER, Parameter, adapters, buckets, parameters, units
 from meshwright.planner.candidate import Candidate, Logits, count_recomputed
 from meshwright.planner.context_memory import attention_memory, embedding_memory
 from meshwright.planner.head_memory import after_head, head_peak
+from meshwright.planner.held_states import held_states
 from meshwright.planner.shapes import LayerShape, ModelShape
 
 _Gradients = tuple[tuple[Parameter, float, float], ...]
@@ -46,7 +48,8 @@ class Footprint:
 
 def footprint(
     shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, cpu: bool = False,
-    logits: Logits = "chunked", expert_load: float = 1.0, images: float = 1.0,
+    logits: Logits = "chunked", expert_load: float = 1.0, images: float = 1.0, lora: Lora | None = None,
+    optimizer: str = "adamw",
 ) -> Footprint:  # fmt: skip
     """Return the memory of the first rank.
 
@@ -56,43 +59,57 @@ def footprint(
         seq_len: tokens per sequence.
         element_bytes: bytes per element of the model's dtype.
         cpu: whether the plan runs on CPU, where gloo's reductions and torch's optimizers use other buffers.
-        logits, expert_load, images: as in ``Job``.
+        logits, expert_load, images, lora, optimizer: as in ``Job``.
 
     Example:
         >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
         >>> held = footprint(shape, Candidate(), seq_len=16, element_bytes=4)
         >>> held.optimizer == 2 * held.parameters
         True
+        >>> footprint(shape, Candidate(zero_stage=1, offload="optimizer"), seq_len=16, element_bytes=4).optimizer
+        0
     """
     b = element_bytes
     layout = Candidate(
         shard=plan.data_ranks, tp=plan.tp, sequence_parallel=plan.sequence_parallel, zero_stage=plan.zero_stage,
         reduce_dtype=plan.reduce_dtype, ep=plan.ep,
     )  # fmt: skip
-    members = _members(shape, layout)
+    members = _members(shape, layout, lora)
     counted = _Elements.of(members, layout)
     elements = counted.whole
     saved = saved_activations(
-        shape, plan, seq_len=seq_len, element_bytes=b, logits=logits, expert_load=expert_load, images=images
+        shape, plan, seq_len=seq_len, element_bytes=b, logits=logits, expert_load=expert_load, images=images, lora=lora
     )
     is_sharded = plan.zero_stage > 0 and plan.data_ranks > 1
-    state = 4 if is_sharded else b
+    trained = b if lora is None else ADAPTER_BYTES
+    state = 4 if is_sharded else trained
     own = counted.own if is_sharded else elements
     is_gathered = is_sharded and plan.zero_stage == 3
-    optimizer = own * 2 * state
-    if is_sharded and b < 4 and not is_gathered:
-        optimizer += 4 * counted.own_padded
+    states = held_states(shape, layout, members, optimizer, lora, unit=state)
+    optimizer_state = states.bytes
+    if is_sharded and trained < 4 and not is_gathered:
+        optimizer_state += 4 * counted.own_padded
     gradients = own * state
-    weights = counted.own_padded * state if is_gathered else (counted.padded if is_sharded else elements) * b
-    held = weights + optimizer
-    gathered = _Gathered.of(members, shape, b) if is_gathered else _Gathered()
+    if plan.offload is not None:
+        optimizer_state = 0  # the host has it
+    kept = trained if plan.offload is not None else state
+    weights = counted.own_padded * kept if is_gathered else (counted.padded if is_sharded else elements) * trained
+    if lora is not None:
+        weights += _frozen(shape, layout, lora, b)
+    held = weights + optimizer_state
+    base = _members(shape, layout, None)
+    gathered = _Gathered.of(base, shape, b) if is_gathered else _Gathered()
     recomputed = count_recomputed(plan, shape.layers)
     # All micro-batches but the last run backward within the model's call and add their gradients in 32 bits.
     micro = _MicroBatch(
         shape=shape, plan=plan, seq_len=seq_len, element_bytes=b, saved=saved, recomputed=recomputed, gathered=gathered,
-        cpu=cpu, logits=logits, expert_load=expert_load,
+        cpu=cpu, logits=logits, expert_load=expert_load, lora=lora,
     )  # fmt: skip
-    forward, backward = _forward(micro), _backward(micro, members, _gradients(shape, layout, b, cpu))
+    unpacked = 0.0 if lora is None else max(lora.unpacked(run, plan.tp, b) for run in shape.runs)
+    forward, backward = (
+        _forward(micro) + unpacked,
+        unpacked + _backward(micro, members, _gradients(shape, layout, lora, trained, cpu)),
+    )
     accumulated: float = 4 * elements if plan.accumulation > 1 else 0
     if accumulated and is_sharded and plan.zero_stage > 1:
         # ZeRO-2 and 3 reduce gradients as they arrive, and each rank adds up its shard.
@@ -101,23 +118,32 @@ def footprint(
         forward = max(accumulated + forward, inner)
         backward += accumulated
     elif accumulated:
-        forward = accumulated + max(forward, weights)
+        forward = accumulated + max(forward, elements * trained)
     activations = saved.total(recomputed) + gathered.head
     # On CPU the optimizer steps one parameter after the other, on other devices all parameters at once.
     largest = max(member.numel / (_ranks(member, layout) if is_sharded else 1) for member in members)
-    temporary = (2 * largest if cpu else own) * state
+    temporary = 0 if plan.offload is not None else (2 * largest if cpu else own) * state
     return Footprint(
         parameters=weights,
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=optimizer_state,
         activations=activations,
         accumulated=accumulated,
         peaks={
             "forward": held + forward,
             "backward": held + backward,
-            "optimizer": weights + optimizer + gradients + temporary,
+            "optimizer": held + gradients + max(temporary, states.stepped),
         },
     )
+
+
+@lru_cache(maxsize=256)
+def _frozen(shape: ModelShape, layout: Candidate, lora: Lora, b: int) -> float:
+    """Return the bytes of a rank's frozen weights, which ZeRO-3 shards in their own dtype unless they are packed."""
+    numel = sum(member.numel for member in parameters(shape, layout))
+    packed = sum(run.count * lora.saved_by_packing(run, layout.tp, b) for run in shape.runs)
+    is_sharded = layout.zero_stage == 3 and lora.quantised is None
+    return (numel * b - packed) / (layout.data_ranks if is_sharded else 1)
 
 
 def _ranks(member: Parameter, layout: Candidate) -> int:
@@ -179,6 +205,7 @@ class _MicroBatch:
     cpu: bool
     logits: Logits
     expert_load: float
+    lora: Lora | None
 
     @property
     def positions(self) -> int:
@@ -193,6 +220,11 @@ class _MicroBatch:
         if layer.experts is not None:
             held += layer.experts.working(layer.experts.rows(self.positions / plan.sp, plan.ep, self.expert_load))
         return self.element_bytes * held
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether adapters compute in more bits than the base."""
+        return self.lora is not None and self.element_bytes < ADAPTER_BYTES
 
     def working(self, layer: LayerShape) -> tuple[float, float, float]:
         """Return the measured temporary bytes per token of a layer: forward, the last block's backward, the others'."""
@@ -209,13 +241,18 @@ def _forward(micro: _MicroBatch) -> float:
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     layer, own = shape.runs[-1], saved.runs[-1]
     total = saved.total(recomputed)
-    at_loss = total - saved.of_head + head_peak(shape, plan, n, b, cpu=micro.cpu, logits=micro.logits)
+    at_loss = (
+        total
+        - saved.of_head
+        + head_peak(shape, plan, n, b, cpu=micro.cpu, logits=micro.logits, frozen=micro.lora is not None)
+    )
     # When the last layer ends, its saved tensors are alive, and so is its output, both before and after the
     # reduction over tp.
     before = total - saved.head
     is_last_kept = recomputed < shape.layers
     # A recomputed layer runs without a graph, so its tensors are freed early; most are alive in the MLP.
-    in_recomputed = min(own.layer - own.kept, micro.in_mlp(layer, 3) + n * b * 3 * shape.hidden)
+    wide = 4 * n * layer.ffn / plan.tp if micro.is_widened else 0.0  # the last adapter's copy of its input
+    in_recomputed = min(own.layer - own.kept, micro.in_mlp(layer, 3) + n * b * 3 * shape.hidden + wide)
     in_layer = before + (0 if is_last_kept else in_recomputed) + _joined(shape, plan, n, b)
     in_attention = before + own.attention - (own.layer if is_last_kept else own.kept) + micro.attention(layer)[0]
     in_norm = total - saved.of_head + _in_last_norm(shape, plan, n, b)
@@ -268,10 +305,13 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
             elif run.measured is not None:
                 rest += max(mlp, norm) + of_mlp
             elif layer < recomputed:  # backward frees a recomputed tensor after its last reader, which is the norm
-                rest += max(norm, of_mlp + micro.in_mlp(run, 2) + n * b * shape.hidden)
+                # Three 32-bit tensors of the last adapter's output, if adapters are wider than the base.
+                width = 12 if micro.is_widened else b
+                rest += max(norm, of_mlp + micro.in_mlp(run, 2) + n * width * shape.hidden)
             else:
                 # The first gradients of a layer are those of norms, before the backward of the MLP.
-                rest += (mlp if arrived[layer] else norm + rows) + of_mlp
+                first = norm + rows if micro.lora is None else 2 * rows  # a frozen norm has none
+                rest += (mlp if arrived[layer] else first) + of_mlp
             rest += gathered.layers if layer else gathered.layers / 2
         elif layer == shape.layers:
             rest += saved.below(layer, recomputed) + gathered.head
@@ -299,12 +339,13 @@ def _in_backward(micro: _MicroBatch, layer: LayerShape, norm: float) -> tuple[fl
 
 
 @lru_cache(maxsize=64)
-def _members(shape: ModelShape, layout: Candidate) -> tuple[Parameter, ...]:
-    return tuple(parameters(shape, layout))
+def _members(shape: ModelShape, layout: Candidate, lora: Lora | None) -> tuple[Parameter, ...]:
+    """Return the parameters of a rank that are trained."""
+    return tuple(parameters(shape, layout) if lora is None else adapters(shape, layout, lora))
 
 
 @lru_cache(maxsize=64)
-def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Gradients:
+def _gradients(shape: ModelShape, layout: Candidate, lora: Lora | None, b: int, cpu: bool) -> _Gradients:
     """Return (parameter, bytes now, most bytes) for each gradient, in the order in which the gradients arrive.
 
     The result is cached, since in a search many plans share the sizes of tp and of the data axis and the ZeRO stage.
@@ -312,7 +353,7 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
     The bytes now are the size of all gradients and their buffers when this gradient arrives. If it completes a bucket,
     the most bytes are their largest size while the reduction of the bucket starts.
     """
-    members, plan = list(_members(shape, layout)), layout
+    members, plan = list(_members(shape, layout, lora)), layout
     found: list[tuple[Parameter, float, float]] = []
     is_gathered = plan.zero_stage == 3 and plan.data_ranks > 1
     in_flight = 1 if is_gathered else IN_FLIGHT

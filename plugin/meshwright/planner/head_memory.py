@@ -7,7 +7,9 @@ from meshwright.planner.candidate import Candidate, Logits
 from meshwright.planner.shapes import ModelShape
 
 
-def saved_by_head(shape: ModelShape, plan: Candidate, tokens: int, b: int, logits: Logits) -> float:
+def saved_by_head(
+    shape: ModelShape, plan: Candidate, tokens: int, b: int, logits: Logits, *, frozen: bool = False
+) -> float:
     """Return the bytes that the head and the loss save for backward.
 
     Args:
@@ -16,6 +18,7 @@ def saved_by_head(shape: ModelShape, plan: Candidate, tokens: int, b: int, logit
         tokens: the tokens of this rank's micro-batch.
         b: bytes per element of the model's dtype.
         logits: the logits that are in memory at once, as in ``Job``.
+        frozen: whether the head's weight gets no gradient.
 
     Example:
         >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=1000)
@@ -23,11 +26,14 @@ def saved_by_head(shape: ModelShape, plan: Candidate, tokens: int, b: int, logit
         [66048, 34048, 66048]
     """
     if logits == "chunked":  # the gradients of the head's input and weight
-        return (tokens + _words(shape, plan, logits)) * shape.hidden * b
-    return tokens * (shape.hidden * b + 4 * _words(shape, plan, logits))  # the head's input, and a softmax in 32 bits
+        return (tokens + (0 if frozen else _words(shape, plan, logits))) * shape.hidden * b
+    # The head's input, which a frozen head does not read again, and a softmax in 32 bits.
+    return tokens * ((0 if frozen else shape.hidden * b) + 4 * _words(shape, plan, logits))
 
 
-def head_peak(shape: ModelShape, plan: Candidate, tokens: int, b: int, *, cpu: bool, logits: Logits) -> float:
+def head_peak(
+    shape: ModelShape, plan: Candidate, tokens: int, b: int, *, cpu: bool, logits: Logits, frozen: bool = False
+) -> float:
     """Return the bytes of the head and the loss at their peak, from the head's input on.
 
     Args:
@@ -37,6 +43,7 @@ def head_peak(shape: ModelShape, plan: Candidate, tokens: int, b: int, *, cpu: b
         b: bytes per element of the model's dtype.
         cpu: whether the plan runs on CPU, where 16-bit products are widened before they are summed.
         logits: the logits that are in memory at once, as in ``Job``.
+        frozen: whether the head's weight gets no gradient.
 
     Example:
         >>> shape = ModelShape.of(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
@@ -53,10 +60,10 @@ def head_peak(shape: ModelShape, plan: Candidate, tokens: int, b: int, *, cpu: b
         peak = b * read + max(b * own, in_loss) if read > own else b * own + in_loss
         return tokens * shape.hidden * b + peak
     words, chunk = _words(shape, plan, logits), head_chunk(tokens, shape.hidden)
-    scores, weight = b * chunk * words, words * shape.hidden * b
+    scores, weight = b * chunk * words, 0 if frozen else words * shape.hidden * b
     # The loss overwrites 32-bit logits; a cap keeps its result.
     in_loss = scores * (1 + shape.traits.caps_logits) + (4 * chunk * words if b < 4 else 0)
-    if chunk == tokens:
+    if chunk == tokens or frozen:
         peak = max(in_loss, scores + weight)
     else:
         widened = 4 * chunk * (min(SUMMED_WORDS, words) + shape.hidden) if cpu and b < 4 else 0

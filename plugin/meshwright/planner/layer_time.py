@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from meshwright.planner.adapters import ADAPTED_LAUNCHES, ADAPTER_BYTES, projections
 from meshwright.planner.breakdown import Work, mean_work
 from meshwright.planner.candidate import Candidate, Job, Precision
 from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges
@@ -20,6 +22,7 @@ _MISALIGNED = 8  # slowdown of such heads: 32-bit units have about 1/16 of the p
 # Bytes moved per element that is cast: a read, a write, and a transposed write for backward. 4-bit casts read the
 # tensor once more, for its largest value, and write a scale for each 16 elements.
 _CAST_BYTES = {"bf16": 0.0, "fp8": 4.0, "fp4": 5.1}
+_IN_32_BITS = 16  # slowdown of products in 32 bits, which do not use the matrix units (67 of 989 TF/s on H100)
 _SLOWED = 0.1  # time by which a transfer slows the attention that runs at the same time, relative to the transfer
 REMOTE = 5.0  # latency of a message to another node, relative to a message inside the node
 
@@ -113,6 +116,7 @@ class LayerModel:
             matmul += self.matmul(rows, f, h, precision=precision)
         routed, moved, to_experts = self._experts(layer, plan, job)
         matmul += routed
+        added, is_frozen = self._adapters(layer, plan, job), job.lora is not None
         # Without a fused kernel, causal attention computes all scores and moves them through memory several times.
         seen = layer.attended(job.seq_len) if job.fused_attention else job.seq_len
         attention = 4 * rows * q * seen / (self.cluster.device.flops * k.attention)
@@ -138,9 +142,12 @@ class LayerModel:
         exchange_back, hidden_back = self._exchanged(sent_back, attended_back, plan)
 
         busy = matmul + attended + elementwise
-        launch = k.launch * (1 + ROUTED_LAUNCHES * (layer.experts is not None))
+        launch = k.launch * (1 + ROUTED_LAUNCHES * (layer.experts is not None) + added.launches)
+        busy += added.matmul + added.forward
         forward = self._launched(busy + 2 * reduce + exchange + 2 * to_experts, launch)
-        back = 2 * matmul + attended_back + 2 * elementwise
+        # A frozen base has no gradients of weights.
+        both = matmul * (1 if is_frozen else 2) + 2 * added.matmul
+        back = both + attended_back + 2 * elementwise + added.backward
         backward = self._launched(back + 2 * reduce + exchange_back + 2 * to_experts, 2 * launch)
         again = 0.0
         if plan.recompute == "selective":
@@ -153,17 +160,45 @@ class LayerModel:
         exchanged = exchange + exchange_back
         communication = 4 * reduce + regathered + exchanged + 4 * to_experts
         return Work(
-            matmul=3 * matmul,
+            matmul=matmul + added.matmul + both,
             attention=attended + attended_back,
-            elementwise=forward + backward - 3 * matmul - attended - attended_back - communication,
+            elementwise=forward + backward - (matmul + added.matmul + both) - attended - attended_back - communication,
             recompute=again,
             tensor=4 * reduce + regathered,
             context=exchanged,
             experts=4 * to_experts,
             forward=forward,
             backward=backward + again,
-            weight_grad=matmul - routed + regathered,  # experts compute both gradients together
+            # Experts compute both gradients together.
+            weight_grad=(added.matmul if is_frozen else matmul - routed) + regathered,
             hidden=hidden + hidden_back,
+        )
+
+    def _adapters(self, layer: LayerShape, plan: Candidate, job: Job) -> _Added:
+        """Return what adapters add to a layer, and what a quantised base costs, which is unpacked for each product.
+
+        Adapters are 32-bit tensors beside a 16-bit base, so PEFT casts their inputs and results.
+        """
+        lora, b, t = job.lora, job.activation_bytes, plan.tp
+        if lora is None:
+            return _Added()
+        rows = plan.micro_batch * job.seq_len / plan.cp
+        found = list(projections(layer))
+        inner, outer = (sum(each.cut(t)[side] for each in found) for side in range(2))
+        is_cast = b < ADAPTER_BYTES
+        # Forward reads the input, casts it and reads the copy; the result is written, scaled, added and cast.
+        forward = inner * (4 + (b + 4) * is_cast) + outer * (24 + 2 * b * is_cast)
+        backward = inner * (12 + 4 * b) + outer * (b + 20)
+        unpacked = 0.0
+        if lora.quantised is not None:
+            unpacked = sum(each.elements for each in found) / t * (lora.packed(b) + b)
+        rate = self.cluster.device.flops * self.cluster.device.sustained * self.k.matmul / _IN_32_BITS
+        scale = self.k.elementwise / self.memory_rate
+        return _Added(
+            matmul=2 * rows * lora.rank * (inner + outer) / rate,
+            forward=scale * (rows * forward + unpacked),
+            backward=scale * (rows * backward + unpacked),
+            launches=ADAPTED_LAUNCHES * len(found),
         )
 
     def _experts(self, layer: LayerShape, plan: Candidate, job: Job) -> tuple[float, float, float]:
@@ -206,17 +241,34 @@ class LayerModel:
         rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.vocab / plan.tp
         # 16-bit logits and a 32-bit loss have 14 bytes per logit, each of which is moved about twice.
         loss = self.k.elementwise * 2 * (12 + job.activation_bytes) * rows * columns / self.memory_rate
-        matmul = self.matmul(rows, self.shape.hidden, columns)
+        matmul, of_weight = self.matmul(rows, self.shape.hidden, columns), int(job.lora is None)
+        both = (2 + of_weight) * matmul
         if job.own_runtime and job.logits == "chunked" and plan.schedule != "gpipe":
             # Chunk by chunk, this runtime computes the gradients beside the logits; backward only scales them.
-            return Work(matmul=3 * matmul, elementwise=loss, forward=3 * matmul + loss)
+            return Work(matmul=both, elementwise=loss, forward=both + loss)
         return Work(
-            matmul=3 * matmul,
+            matmul=both,
             elementwise=loss,
             forward=matmul + loss / 2,
-            backward=2 * matmul + loss / 2,
-            weight_grad=matmul,
+            backward=both - matmul + loss / 2,
+            weight_grad=of_weight * matmul,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Added:
+    """What adapters add to a layer.
+
+    Args:
+        matmul: seconds of their products in forward; backward has twice as many.
+        forward, backward: seconds of their other kernels, and of unpacking a quantised base.
+        launches: launches of a forward, relative to those of a layer.
+    """
+
+    matmul: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    launches: float = 0.0
 
 
 def _at_least(value: float, floor: float) -> float:

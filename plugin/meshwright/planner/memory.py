@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshwright.plan.context_methods import local_tokens
@@ -14,6 +14,7 @@ from meshwright.planner.candidate import Candidate, Job, count_recomputed, rank_
 from meshwright.planner.context_memory import attention_memory, embedding_memory
 from meshwright.planner.footprint import footprint
 from meshwright.planner.head_memory import after_head, head_peak, saved_by_head
+from meshwright.planner.held_states import master_bytes, optimizer_bytes, staged_states, whole_states
 from meshwright.planner.shapes import LayerShape, ModelShape
 
 _CONTEXT = 0.6e9  # bytes of the device's context and kernels
@@ -88,16 +89,16 @@ def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
         tp=plan.tp, sequence_parallel=plan.sequence_parallel, cp=plan.cp, context=plan.context, ulysses=plan.ulysses,
         ep=plan.ep if job.expert_load > 1 else 1, micro_batch=plan.micro_batch,
     )  # fmt: skip
-    return _saved_by_layout(shape, layout, job.seq_len, job.activation_bytes, job.expert_load, job.images)
+    # In a search, many plans save the same bytes, whatever the batch.
+    return _saved_by_layout(shape, layout, replace(job, global_batch=1))
 
 
-@lru_cache(maxsize=1024)  # in a search, many plans save the same bytes
-def _saved_by_layout(
-    shape: ModelShape, layout: Candidate, seq_len: int, element_bytes: int, load: float, images: float
-) -> Saved:
+@lru_cache(maxsize=1024)
+def _saved_by_layout(shape: ModelShape, layout: Candidate, job: Job) -> Saved:
     return saved_activations(
-        shape, layout, seq_len=seq_len, element_bytes=element_bytes, expert_load=load, images=images
-    )
+        shape, layout, seq_len=job.seq_len, element_bytes=job.activation_bytes, expert_load=job.expert_load,
+        images=job.images, lora=job.lora,
+    )  # fmt: skip
 
 
 def pending_weight_grads(layer: LayerShape, plan: Candidate, job: Job) -> float:
@@ -159,7 +160,7 @@ def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
     """Return the peak memory of a rank of this version's runtime, with the process and the allocator."""
     held = footprint(
         shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=job.on_cpu, logits=job.logits,
-        expert_load=job.expert_load, images=job.images,
+        expert_load=job.expert_load, images=job.images, lora=job.lora, optimizer=job.optimizer,
     )  # fmt: skip
     phase = max(held.peaks, key=lambda name: held.peaks[name])
     rest = held.peak - held.parameters - held.optimizer
@@ -233,20 +234,48 @@ class _Stage:
             replicated += shape.towers.elements
         return split / self.plan.tp + replicated, experts / self.plan.ep
 
+    @property
+    def trained(self) -> tuple[float, float]:
+        """The trained parameters of the rank beside its experts, and of these, before ZeRO shards them."""
+        lora, held = self.job.lora, zip(self.counts, self.shape.runs, strict=True)
+        if lora is None:
+            return self.elements
+        return sum(count * lora.elements(run, self.plan.tp) for count, run in held), 0.0
+
     def kept(self, stage: int) -> float:
-        """Return the elements of a kind of state that ZeRO shards from a stage on."""
-        dense, experts = self.elements
+        """Return the trained elements of a kind of state that ZeRO shards from a stage on."""
+        dense, experts = self.trained
         if self.plan.zero_stage < stage:
             return dense + experts
         return dense / self.shards + experts / self.plan.expert_shard
+
+    def frozen(self) -> float:
+        """Return the bytes of the frozen weights, which ZeRO-3 shards unless they are quantised."""
+        lora, plan, b = self.job.lora, self.plan, self.job.weight_bytes
+        if lora is None:
+            return 0.0
+        held = zip(self.counts, self.shape.runs, strict=True)
+        whole = sum(self.elements) * b - sum(count * lora.saved_by_packing(run, plan.tp, b) for count, run in held)
+        return whole / (self.shards if plan.zero_stage == 3 and lora.quantised is None else 1)
+
+    def states(self) -> float:
+        """Return the bytes of the optimizer's state, with the 32-bit masters."""
+        shape, plan, job = self.shape, self.plan, self.job
+        if plan.offload is not None:
+            return 0.0  # the host has it
+        if not job.own_runtime or job.optimizer == "adamw":
+            return self.kept(1) * optimizer_bytes(plan, job)
+        return self.kept(1) * master_bytes(plan, job) + staged_states(shape, plan, job, self.trained, self.kept(1))
 
     def working(self, saved: Saved) -> float:
         """Return the temporary bytes of a layer's backward."""
         shape, plan, job = self.shape, self.plan, self.job
         largest = max(run.layer for run in saved.runs)
+        lora, t = job.lora, plan.tp
+        unpacked = 0.0 if lora is None else max(lora.unpacked(run, t, job.weight_bytes) for run in shape.runs)
         # When the backward of the last recomputed layer begins, the layers after it are freed already.
         is_whole = count_recomputed(plan, sum(self.counts)) == sum(self.counts)
-        working = largest if is_whole else 0.5 * largest
+        working = unpacked + (largest if is_whole else 0.5 * largest)
         if not job.own_runtime:
             return working
         sizes = {"seq_len": job.seq_len, "element_bytes": job.activation_bytes}
@@ -263,10 +292,11 @@ class _Stage:
             rows = plan.micro_batch * job.seq_len / plan.cp
             return (12 + job.activation_bytes) * rows * shape.vocab / plan.tp
         sizes = shape, plan, plan.micro_batch * local_tokens(job.seq_len, plan.cp), job.activation_bytes
-        logits = head_peak(*sizes, cpu=job.on_cpu, logits=job.logits)
+        is_frozen = job.lora is not None
+        logits = head_peak(*sizes, cpu=job.on_cpu, logits=job.logits, frozen=is_frozen)
         if job.logits == "chunked":
             return logits
-        return max(logits, saved_by_head(*sizes, job.logits) + after_head(*sizes, job.logits))
+        return max(logits, saved_by_head(*sizes, job.logits, frozen=is_frozen) + after_head(*sizes, job.logits))
 
     def unsharded(self) -> float:
         """Return the bytes of the layers that ZeRO-3 has gathered."""
@@ -286,22 +316,23 @@ class _Stage:
         if plan.accumulation == 1:
             return 0.0
         freed = sum(saved.held(counts, count_recomputed(plan, sum(counts)))) / plan.chunks
-        return max(0.0, elements / plan.chunks * self.job.weight_bytes - freed)
+        return max(0.0, elements / plan.chunks * self.job.trained_bytes - freed)
 
     def memory(self) -> Memory:
         """Return the memory at the peak."""
-        shape, plan, job, elements = self.shape, self.plan, self.job, sum(self.elements)
+        shape, plan, job, elements = self.shape, self.plan, self.job, sum(self.trained)
         is_pipeline = job.own_runtime and plan.pp > 1
-        weights = self.kept(3) * job.weight_bytes
+        weights = self.kept(3) * job.trained_bytes + self.frozen()
         # This runtime sums the gradients of a pipeline's micro-batches in 32 bits.
         per_gradient = max(job.gradient_bytes, 4) if is_pipeline else job.gradient_bytes
         gradients = self.kept(2) * per_gradient
-        optimizer = self.kept(1) * _optimizer_bytes(plan, job)
+        optimizer = self.states()
         saved, activations = _saved(shape, plan, job), held_activations(shape, plan, job, self.rank)
         if self.rank == 0:
             activations += saved.towers * min(plan.accumulation, plan.pp)
         working, logits, unsharded = self.working(saved), self.logits(), self.unsharded()
-        step = 4 * self.kept(1)  # the 32-bit update of one step, when the activations are already freed
+        # The 32-bit update of one step, when the activations are already freed; with offload the host has it.
+        step = 0 if plan.offload is not None else 4 * self.kept(1)
         buckets = 2 * BUCKET_BYTES if plan.data_ranks > 1 else 0
         communication = 0.0 if job.on_cpu else _groups(plan) * _GROUP + buckets
         # The backward of the head, the backward of the last layer and the optimizer step peak at different times.
@@ -364,8 +395,15 @@ def state_memory(shape: ModelShape, job: Job) -> float:
         >>> 0.5 < state_memory(shape, job) / (8 * peak_memory(shape, plan, job).total) < 1
         True
     """
+    lora, b = job.lora, job.weight_bytes
+    if lora is not None:
+        adapters = sum(run.count * lora.elements(run) for run in shape.runs)
+        packed = sum(run.count * lora.saved_by_packing(run, 1, b) for run in shape.runs)
+        return shape.parameters * b - packed + adapters * job.trained_bytes
     # Without ZeRO, the optimizer of this runtime has the fewest bytes per weight.
-    return shape.parameters * (job.weight_bytes + _optimizer_bytes(Candidate(), job))
+    if not job.own_runtime or job.optimizer == "adamw":
+        return shape.parameters * (b + optimizer_bytes(Candidate(), job))
+    return shape.parameters * b + whole_states(shape, job, unit=b)
 
 
 def _groups(plan: Candidate) -> int:
@@ -373,10 +411,3 @@ def _groups(plan: Candidate) -> int:
     parts_of_cp = 2 if plan.context == "hybrid" else 0
     of_experts = 2 if plan.ep > 1 else 0  # those that share experts, and those that hold the same ones
     return sum(size > 1 for size in plan.group_sizes.values()) + parts_of_cp + of_experts
-
-
-def _optimizer_bytes(plan: Candidate, job: Job) -> int:
-    """Return the optimizer's bytes per weight; this runtime has 32-bit copies of 16-bit weights only under ZeRO."""
-    if not job.own_runtime:
-        return job.optimizer_bytes
-    return 2 * job.weight_bytes if plan.zero_stage == 0 else 8 if job.weight_bytes == 4 else 12

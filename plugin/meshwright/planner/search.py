@@ -154,6 +154,6 @@ def choice_of(of: Space | Search, plan: Candidate, time: StepTime, memory: Memor
         plan, time, memory: the plan and its estimates.
     """
     cluster, job = of.cluster, of.job
-    peak = of.shape.flops(job.seq_len) * job.tokens / (cluster.device.flops * cluster.gpus)
+    peak = of.shape.flops(job.seq_len, lora=job.lora) * job.tokens / (cluster.device.flops * cluster.gpus)
     speed = job.tokens / time.total / cluster.gpus
     return Choice(plan=plan, time=time, memory=memory, mfu=peak / time.total, tokens_per_second=speed)

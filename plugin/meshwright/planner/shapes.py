@@ -13,6 +13,7 @@ from typing import Any, Self
 from meshwright.errors import PlanError
 from meshwright.model_kinds import kind_of
 from meshwright.plan.partition import even_stages
+from meshwright.planner.adapters import Lora
 from meshwright.planner.experts import ExpertShape
 from meshwright.planner.family_traits import (
     LEARNED_POSITIONS,
@@ -61,6 +62,8 @@ class LayerShape:
         traits: properties of the family's code that decide what backward needs.
         experts: the experts that each token takes a few of; None in a dense layer.
         projections: elements of the attention's matrices, if they are not those of q, k, v and o.
+        linears: of each linear projection, the widths in and out, whether tp cuts the input, and whether it is of the
+            MLP, if they are not q, k, v, o and those of the MLP.
         measured: the memory of the layer's modules, if there is no formula for them.
         held: the weights of the layer by tp and sp, if there is no formula for them: their elements on a rank, and
             those of the whole weight if its gradient is a sum over tp.
@@ -80,6 +83,7 @@ class LayerShape:
     traits: Traits = field(default_factory=Traits)
     experts: ExpertShape | None = None
     projections: int | None = None
+    linears: tuple[tuple[int, int, bool, bool], ...] = ()
     measured: MeasuredLayer | None = None
     held: Held = ()
 
@@ -317,15 +321,17 @@ class ModelShape:
             **({} if self.towers is None else {"towers": self.towers.elements}),
         }
 
-    def flops(self, seq_len: int) -> float:
+    def flops(self, seq_len: int, *, lora: Lora | None = None) -> float:
         """Return the floating-point operations of forward and backward for one token.
 
-        A parameter of a matmul counts six operations, of experts those of the chosen ones, and causal attention is
-        added. Recompute is not counted.
+        A parameter of a matmul counts six operations, or four if it is frozen; of experts those of the chosen ones
+        count. Causal attention is added. Recompute is not counted.
         """
-        matmul = sum(run.count * run.active_matrices for run in self.runs)
+        matmul = self.vocab * self.hidden + sum(run.count * run.active_matrices for run in self.runs)
         scores = sum(12 * run.count * run.query_width * run.attended(seq_len) for run in self.runs)
-        return 6 * (matmul + self.vocab * self.hidden) + scores
+        if lora is None:
+            return 6 * matmul + scores
+        return 4 * matmul + 6 * sum(run.count * lora.elements(run) for run in self.runs) + scores
 
 
 def stated_experts(source: Any) -> dict[str, int]:

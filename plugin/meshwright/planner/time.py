@@ -9,10 +9,12 @@ from typing import Literal
 
 from meshwright.plan.partition import balanced_stages
 from meshwright.plan.schedule import rank_of_stage, stages_of_rank
+from meshwright.planner.adapters import ADAPTER_BYTES, projections
 from meshwright.planner.breakdown import Overlap, StepTime
 from meshwright.planner.candidate import Candidate, Job, rank_runs, recomputed_share, stage_runs
 from meshwright.planner.layer_time import REMOTE, LayerModel
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.optimizers import orthogonalised
+from meshwright.planner.shapes import LayerShape, ModelShape
 from meshwright.planner.simulate import SimulatedPipeline, pipeline_time
 
 _ROUNDING = 1 - 1e-9  # so that rounding does not lift a bound above the time that it equals
@@ -177,19 +179,32 @@ class StepModel(LayerModel):
             plan, job: the plan and the job.
             forward, backward: seconds of the rank's compute for one micro-batch.
         """
-        dense, experts = self.stage_parameters(plan)
-        found = self._reduced(dense, plan, job, (forward, backward)) if plan.data_ranks > 1 else []
-        if experts and plan.copies > 1:
-            found += self._reduced(experts, plan, job, (forward, backward), of_experts=True)
+        held, trained, compute = self.stage_parameters(plan), self.trained_parameters(plan, job), (forward, backward)
+        found = self._reduced((held[0], trained[0]), plan, job, compute) if plan.data_ranks > 1 else []
+        if held[1] and plan.copies > 1 and (trained[1] or plan.zero_stage == 3):
+            found += self._reduced((held[1], trained[1]), plan, job, compute, of_experts=True)
         return found
 
+    def trained_parameters(self, plan: Candidate, job: Job) -> tuple[float, float]:
+        """Return those of ``stage_parameters`` that are trained."""
+        if job.lora is None:
+            return self.stage_parameters(plan)
+        each = [job.lora.elements(run, plan.tp) for run in self.shape.runs]
+        return max(_weighted(rank_runs(plan, self.shape), each)), 0.0
+
     def _reduced(
-        self, elements: float, plan: Candidate, job: Job, compute: tuple[float, float], *, of_experts: bool = False
+        self,
+        sizes: tuple[float, float],
+        plan: Candidate,
+        job: Job,
+        compute: tuple[float, float],
+        *,
+        of_experts: bool = False,
     ) -> list[Overlap]:
         """Return the communication of weights over the ranks that hold the same ones, with what hides it.
 
         Args:
-            elements: elements of these weights on a rank.
+            sizes: elements of these weights on a rank, and of the trained ones.
             plan, job: the plan and the job.
             compute: seconds of the rank's forward and backward of one micro-batch.
             of_experts: whether the weights are those of experts that ep spreads.
@@ -197,8 +212,9 @@ class StepModel(LayerModel):
         size, shard, stride = plan.data_ranks, plan.shard * plan.cp, plan.tp
         if of_experts:
             size, shard, stride = plan.copies, plan.expert_shard, plan.ep
-        gradients = elements * plan.sent_bytes(job.gradient_bytes, own_runtime=job.own_runtime)
-        weights = elements * job.weight_bytes
+        of_gradient = job.gradient_bytes if job.lora is None else job.trained_bytes
+        gradients = sizes[1] * plan.sent_bytes(of_gradient, own_runtime=job.own_runtime)
+        weights = sizes[0] * job.weight_bytes
 
         def hidden_by(phase: Literal["forward", "backward"], communication: float, *, is_repeated: bool) -> Overlap:
             exposed = _exposed(communication, compute[phase == "backward"], self.k.overlap)
@@ -226,18 +242,49 @@ class StepModel(LayerModel):
             return [once, once]
         return [
             hidden_by("backward", self.ring(gradients, shard, stride), is_repeated=plan.zero_stage == 2),
-            hidden_by("forward", self.ring(weights, shard, stride), is_repeated=False),
+            hidden_by("forward", self.ring(sizes[1] * job.trained_bytes, shard, stride), is_repeated=False),
             *across,
         ]
 
     def optimizer(self, plan: Candidate, job: Job) -> float:
-        """Return the seconds of the optimizer step, which is bound by memory traffic."""
-        dense, experts = self.stage_parameters(plan)
+        """Return the seconds of the optimizer step, which is bound by memory traffic unless it multiplies matrices."""
+        dense, experts = self.trained_parameters(plan, job)
         if plan.zero_stage:
             dense, experts = dense / (plan.shard * plan.cp), experts / plan.expert_shard
-        gradient = plan.summed_bytes(job.gradient_bytes, own_runtime=job.own_runtime)
-        traffic = (dense + experts) * (2 * job.optimizer_bytes + gradient + job.weight_bytes)
-        return self.k.optimizer * traffic / self.memory_rate
+        of_gradient = job.gradient_bytes if job.lora is None else job.trained_bytes
+        gradient = plan.summed_bytes(of_gradient, own_runtime=job.own_runtime)
+        state: float = job.optimizer_bytes if job.lora is None else 2 * ADAPTER_BYTES
+        if job.optimizer != "adamw":
+            state += job.kind.per_element(4) - 8
+        traffic = (dense + experts) * (2 * state + gradient + job.trained_bytes)
+        return self.k.optimizer * traffic / self.memory_rate + self._whole_steps(plan, job)
+
+    def _whole_steps(self, plan: Candidate, job: Job) -> float:
+        """Return the seconds in which owners get whole parameters and return them, and of what they multiply."""
+        kind, k, t = job.kind, self.k, plan.tp
+        seconds, is_cut = 0.0, plan.zero_stage > 0 or t > 1 or plan.ep > 1
+        ranks = plan.data_ranks * t if is_cut else 1
+        if kind.is_whole and is_cut and ranks > 1:
+            inside = ranks <= self.cluster.domain
+            rate = self.cluster.fast * k.fast_link if inside else self.cluster.slow * k.slow_link
+            # Parts of the weights and of the gradients arrive, and parts of the result leave, in 32 bits.
+            own = sum(self.trained_parameters(plan, job)) * t / ranks
+            seconds += 3 * 4 * own / rate
+        if kind.orthogonalises:
+            held = max(
+                _weighted(rank_runs(plan, self.shape), [self._orthogonalised(run, job) for run in self.shape.runs])
+            )
+            seconds += held / ranks / (self.cluster.device.flops * self.cluster.device.sustained * k.matmul)
+        return seconds
+
+    def _orthogonalised(self, layer: LayerShape, job: Job) -> float:
+        rank = None if job.lora is None else job.lora.rank
+        return sum(
+            orthogonalised(each.inner, each.outer)
+            if rank is None
+            else orthogonalised(each.inner, rank) + orthogonalised(rank, each.outer)
+            for each in projections(layer)
+        )
 
 
 def boundary_bytes(shape: ModelShape, plan: Candidate, job: Job) -> float:

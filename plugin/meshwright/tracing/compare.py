@@ -99,7 +99,9 @@ def trace_and_compare(model: nn.Module, shape: ModelShape, plan: Candidate, job:
     run, batch = ParallelPlan(**plan.runnable_fields()), _images(model, shape, job, rows_per_step)
     trace = trace_step(model, run, rows=rows_per_step, length=job.seq_len, config=config, batch=batch)
     sizes = {"seq_len": job.seq_len, "element_bytes": job.weight_bytes}
-    held = footprint(shape, plan, cpu=True, logits=job.logits, images=job.images, **sizes)
+    held = footprint(
+        shape, plan, cpu=True, logits=job.logits, images=job.images, seq_len=job.seq_len, element_bytes=job.weight_bytes
+    )
     rows: list[tuple[str, ...]] = [("bytes of rank 0", "estimated", "traced", "ratio")]
     for name in ("parameters", "activations", "gradients", "optimizer", "peak"):
         if name != "activations" or count == 1:

@@ -42,7 +42,8 @@ class CudaStep:
         waits: where the host waits for the device, and how often.
         copies: where a copy between host and device makes the host wait.
         early: where a tensor is used or overwritten before its collective, or its copy to the host, has ended.
-        on_host: the names of weights, buffers and optimizer states that are not on the device.
+        on_host: the names of weights, buffers and optimizer states that are not on the device. With offload, which
+            keeps the states on the host, those states are listed in ``on_device`` that are not there.
         issued: the collectives and messages, in order.
     """
 
@@ -51,6 +52,7 @@ class CudaStep:
     early: Counter[str]
     on_host: tuple[str, ...]
     issued: tuple[Issued, ...]
+    on_device: tuple[str, ...] = ()
 
     @property
     def problems(self) -> list[str]:
@@ -59,6 +61,7 @@ class CudaStep:
         found += [f"a blocking copy: {place} ({count} times)" for place, count in self.copies.items()]
         found += list(self.early)
         found += [f"not on the device: {name}" for name in self.on_host]
+        found += [f"not on the host: {name}" for name in self.on_device]
         odd = {x.oddity for x in self.issued if x.oddity is not None}
         return found + [f"a collective that NCCL does not take as it is: {what}" for what in sorted(odd)]
 
@@ -151,12 +154,18 @@ def trace_cuda_step(
                     mode.step = step
                 _step(model, optimizer, ids, program)
             mode.step = -1
+        weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        astray = _states(optimizer, on_device=plan.offload is not None)
         return CudaStep(
             waits=mode.waits,
             copies=mode.copies,
             early=mode.early,
-            on_host=_on_host(model, optimizer),
+            on_host=(
+                *(name for name, x in weights.items() if not x.is_cuda),
+                *(astray if plan.offload is None else ()),
+            ),
             issued=tuple(mode.issued),
+            on_device=() if plan.offload is None else astray,
         )
 
 
@@ -184,10 +193,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, progr
     optimizer.zero_grad()
 
 
-def _on_host(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for state in optimizer.state.values():
-        # A number, such as the count of steps, is on the host unless the optimizer is capturable or fused.
-        states = {f"{key} of the optimizer": x for key, x in state.items() if isinstance(x, Tensor) and x.ndim > 0}
-        named |= {name: x for name, x in states.items() if not x.is_cuda}
-    return tuple(name for name, x in named.items() if not x.is_cuda)
+def _states(optimizer: torch.optim.Optimizer, *, on_device: bool) -> tuple[str, ...]:
+    """Return the names of an optimizer's states that are on the device, or of those that are not."""
+    # A number, such as the count of steps, is on the host unless the optimizer is capturable or fused.
+    named = [(key, x) for state in optimizer.state.values() for key, x in state.items() if isinstance(x, Tensor)]
+    return tuple(dict.fromkeys(f"{key} of the optimizer" for key, x in named if x.ndim and x.is_cuda is on_device))

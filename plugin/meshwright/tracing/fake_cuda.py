@@ -53,6 +53,16 @@ class FakeEvent:
             self._observer.host_waits("Event.synchronize")
 
 
+class FakeStream:
+    """Stands in for ``torch.cuda.Stream``; what runs on it is ordered by events alone."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        """Order what follows after what the other stream has to do."""
+
+
 def why_unavailable() -> str | None:
     """Return why this machine cannot make fake CUDA tensors; None if it can."""
     if torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "c++")):
@@ -91,6 +101,9 @@ def fake_cuda(observer: HostWaits) -> Iterator[None]:
             "current_device": lambda: 0,
             "get_device_capability": lambda *_: (9, 0),
             "is_current_stream_capturing": lambda: False,
+            "Stream": FakeStream,
+            "stream": contextlib.nullcontext,
+            "current_stream": FakeStream,
             "Event": functools.partial(FakeEvent, observer),
             "synchronize": lambda *_: observer.host_waits("torch.cuda.synchronize"),
         }.items():

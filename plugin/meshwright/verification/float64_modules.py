@@ -53,6 +53,7 @@ class Float64:
             mock.patch.object(torch, "zeros_like", _keep_float64(torch.zeros_like)),
             mock.patch.object(torch, "sum", _keep_float64(torch.sum)),
             mock.patch.object(torch.nn.functional, "softmax", _keep_float64(torch.nn.functional.softmax)),
+            mock.patch.object(torch.nn.functional, "log_softmax", _keep_float64(torch.nn.functional.log_softmax)),
         ]
         for patch in self._patches:
             patch.start()

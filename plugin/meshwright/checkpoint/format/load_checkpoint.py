@@ -82,7 +82,9 @@ def load_checkpoint(
         folder: the folder of a checkpoint, or a folder of checkpoints, which stands for the newest whole one in it.
         model: the model, distributed or not.
         optimizer: its optimizer; None if the checkpoint has none.
-        loader, scheduler, scaler: the objects that were passed to ``save_checkpoint``.
+        loader: the loader that was passed to ``save_checkpoint``.
+        scheduler: the scheduler that was passed to it.
+        scaler: the ``GradScaler`` that was passed to it.
         ignore: components of the checkpoint that are not loaded: ``"optimizer"``, ``"loader"``, ``"scheduler"``,
             ``"scaler"`` or ``"random"``. Anything else that is missing on either side is an error.
         missing_ok: whether to return None, and change nothing, if there is no checkpoint in ``folder`` yet. If there

@@ -82,7 +82,7 @@ def take_over_weights(runtime: Runtime) -> None:
     if runtime.weights is not None:
         runtime.weights.release()
     for bucket in runtime.gradients.zero.sharded if runtime.gradients.zero is not None else ():
-        bucket.weights.refresh()
+        bucket.refresh()
 
 
 def settled(source: WeightSource | None) -> WeightSource | None:

@@ -31,7 +31,8 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
     optimizer is unchanged.
 
     Args:
-        model, optimizer: the model and its optimizer, as for ``save_optimizer``.
+        model: the model, as for ``save_optimizer``.
+        optimizer: its optimizer.
         directory: the folder that ``save_optimizer`` wrote.
 
     Raises:

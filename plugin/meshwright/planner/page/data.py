@@ -73,7 +73,7 @@ def page_data(
         "tie": explain.TIE,
         "sliders": {"batch": sliders.batches, "length": sliders.lengths, "gpus": sliders.gpus, "micro": sliders.micro},
         "planned": planned(settings),
-        "flopsPerToken": [found.shape.flops(length) for length in sliders.lengths],
+        "flopsPerToken": [found.shape.flops(length, lora=job.lora) for length in sliders.lengths],
         "memoryParts": [name for name in Memory.__dataclass_fields__ if name != "stage"],
         "timeParts": list(found.choices[0].time.parts),
         "hatched": sorted(HATCHED),

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from meshwright.errors import PlanError
 from meshwright.planner import explain
+from meshwright.planner.cost import Budget, bill_line, bill_of
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.page.data import as_script, page_data, planned
 from meshwright.planner.page.front import pareto
@@ -20,7 +21,22 @@ from meshwright.planner.page.words import describe_plan, launch_command, plan_co
 from meshwright.planner.search import Search
 
 _REASONS = 5  # largest number of reasons that are shown unfolded
-_SCRIPTS = ("text", "svg", "schedule", "choices", "bars", "timeline", "ranks", "front", "answers", "page")
+_SCRIPTS = (
+    "text",
+    "svg",
+    "schedule",
+    "choices",
+    "bars",
+    "timeline",
+    "ranks",
+    "front",
+    "answers",
+    "explain",
+    "run",
+    "trace",
+    "address",
+    "page",
+)
 
 _TIMES = "\u00d7"  # the multiplication sign
 
@@ -30,6 +46,7 @@ def page(
     *,
     changed: Sequence[explain.Change] | None = None,
     model: str | None = None,
+    budget: Budget | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
     """Return the whole answer as one HTML page, which is also well-formed XML.
@@ -38,6 +55,7 @@ def page(
         found: the outcome of a search.
         changed: result of ``explain.changes``; computed if not given.
         model: what the page's commands give to ``--model`` (default: the model's name).
+        budget: the tokens and the price with which the page's figures of a whole run begin.
         progress: a function that is called with the number of slider settings computed so far, and their total number.
 
     Raises:
@@ -52,7 +70,11 @@ def page(
     data = page_data(settings, plans, points, front, progress=progress)
     commands = {"plan": plan_command(found, shlex.quote(model or found.shape.name))}
     rows = _changes(found, changed)
-    data |= {"commands": commands, "changes": rows}
+    run = {
+        "tokens": f"{budget.tokens}" if budget else "",
+        "price": f"{budget.price:g}" if budget and budget.price is not None else "",
+    }
+    data |= {"commands": commands, "changes": rows, "run": run}
     return render(
         Path(__file__).with_name("page.html.j2"),
         script=Markup(_script()),
@@ -62,6 +84,8 @@ def page(
         sliders=_sliders(settings),
         reasons=_reasons(found),
         changes=rows,
+        run=run,
+        bill=bill_line(bill_of(found, budget)) if budget else "",
         settings=f"{settings.ranges.count:,}",
         footer=f"{explain.error_band(found)} {found.considered:,} legal plans, {found.weighed:,} weighed, "
         f"{found.simulated:,} simulated.",
@@ -74,12 +98,13 @@ def write_page(
     *,
     changed: Sequence[explain.Change] | None = None,
     model: str | None = None,
+    budget: Budget | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write the page atomically, so that readers of the file never see a part of the page.
 
     Args:
-        found, changed, model, progress: as in ``page``.
+        found, changed, model, budget, progress: as in ``page``.
         path: the file.
 
     Raises:
@@ -90,7 +115,7 @@ def write_page(
         raise PlanError(f"--html {path}: there is no directory {path.parent}; create it, or choose another file")
     if path.is_dir():
         raise PlanError(f"--html {path} is a directory; choose a file in it")
-    content = page(found, changed=changed, model=model, progress=progress)
+    content = page(found, changed=changed, model=model, budget=budget, progress=progress)
     write_whole(content, path, option="--html")
 
 
@@ -99,6 +124,8 @@ def _header(found: Search) -> dict[str, object]:
     total, tied = best.time.total, explain.ties(found)
     nodes = f" in {cluster.nodes:,} nodes of {cluster.gpus_per_node}" if cluster.nodes > 1 else ""
     job_text = f"{job.global_batch:,} sequences of {job.seq_len:,} tokens per step, {job.precision}"
+    job_text += "" if job.lora is None else f", {job.method}"
+    job_text += "" if job.optimizer == "adamw" else f", {job.optimizer}"
     measured = f"{profile.rows} measured runs" if profile.rows else "nothing measured on this cluster"
     low, high = seconds(total / (1 + profile.band)), seconds(total * (1 + profile.band))
     others = tied - 1

@@ -21,9 +21,14 @@ def render(template: Path, *, own_style: str = "", **values: object) -> str:
         own_style: rules that follow the style sheet of all pages.
         values: the template's variables.
     """
+    return str(fragment(template, style=Markup(style() + own_style), **values))
+
+
+def fragment(template: Path, **values: object) -> Markup:
+    """Return the markup of a template that is a part of a page."""
     loader = FileSystemLoader([template.parent, Path(__file__).parent])
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    return environment.get_template(template.name).render(style=Markup(style() + own_style), **values)
+    return Markup(environment.get_template(template.name).render(**values))
 
 
 def write_whole(content: str, path: Path, *, option: str) -> None:

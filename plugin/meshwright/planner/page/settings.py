@@ -20,6 +20,7 @@ from meshwright.planner.space import Space, expert_reason
 from meshwright.planner.time import StepModel
 
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+_LENGTH_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 _MICRO_FACTORS = (0.5, 1.0, 2.0, 4.0)
 _SHORTEST = 128  # tokens of the shortest sequence on the slider
 _SAME = 2**26  # a smaller difference in bytes is not visible in a bar
@@ -53,7 +54,7 @@ class Ranges:
 
 
 def ranges(found: Search) -> Ranges:
-    """Return quarters, halves, doubles and quadruples of the planned job, as far as they exist."""
+    """Return quarters to quadruples of the planned job, and halves to 32-fold lengths, as far as they exist."""
     cluster, job = found.cluster, found.job
 
     def legal(gpus: int) -> bool:
@@ -65,13 +66,13 @@ def ranges(found: Search) -> Ranges:
 
     return Ranges(
         batches=_scaled(job.global_batch, 1),
-        lengths=_scaled(job.seq_len, min(job.seq_len, _SHORTEST)),
+        lengths=_scaled(job.seq_len, min(job.seq_len, _SHORTEST), _LENGTH_FACTORS),
         gpus=tuple(gpus for gpus in _scaled(cluster.gpus, 1) if legal(gpus)),
     )
 
 
-def _scaled(value: int, least: int) -> tuple[int, ...]:
-    return tuple(int(value * factor) for factor in _FACTORS if value * factor % 1 == 0 and value * factor >= least)
+def _scaled(value: int, least: int, factors: tuple[float, ...] = _FACTORS) -> tuple[int, ...]:
+    return tuple(int(value * factor) for factor in factors if value * factor % 1 == 0 and value * factor >= least)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,11 @@ def plan_command(found: Search, model: str) -> str:
     precision = "" if job.precision == "bf16" else f" --precision {job.precision}"
     options = "" if job.expert_load == 1 else f" --expert-load {job.expert_load:g}"
     options += "" if job.images == 1 else f" --images-per-row {job.images:g}"
+    options += "" if job.optimizer == "adamw" else f" --optimizer {job.optimizer}"
+    if job.lora is not None:
+        options += f" --lora {job.lora.rank}"
+        options += "" if job.lora.quantised is None else f" --quantised {job.lora.quantised}"
+        options += " --double-quant" * job.lora.double
     share = found.budget / cluster.device.memory
     options += "" if abs(share - 0.9) < 1e-9 else f" --memory {share:.4g}"
     options += " --allow-future" if found.allow_future else ""

@@ -1,6 +1,6 @@
 // The page's state and events: which plan is shown, which one it is compared with, and where the sliders stand.
 
-const state = { setting: [...data.planned], plan: null, other: null, sort: ["place", 1] };
+const state = { ...readAddress(), sort: ["place", 1], zoom: 0 };
 const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 const isPlannedSetting = () => state.setting.every((at, slider) => at === data.planned[slider]);
@@ -55,7 +55,11 @@ function drawHeader(one, ordered) {
   $("#launch").textContent = `meshwright launch ${machines}--plan "${one.label}" train.py`;
   $("#launch-row").hidden = !one.fits || !one.plan.runs;
   $("#replan").textContent = data.commands.plan
-    .replace("{gpus}", gpus).replace("{length}", length).replace("{batch}", batch);
+    .replace("{gpus}", gpus).replace("{length}", length).replace("{batch}", batch)
+    .replace(" --html", `${runOptions()} --html`);
+  $("#shown").title = meaning(one.label);
+  $("#run").innerHTML = runTiles(one);
+  for (const name of ["tokens", "price"]) if ($(`#${name}`).value !== state[name]) $(`#${name}`).value = state[name];
 }
 
 function tiles(one, ordered) {
@@ -124,6 +128,7 @@ function drawTable(one, two, ordered) {
     row.className = isOne ? "is-shown" : isTwo ? "is-compared" : "";
     cell("place", choice.fits ? ordered.indexOf(choice) + 1 : "");
     cell("label", choice.label);
+    $(".pick", row).title = meaning(choice.label);
     cell("step", choice.fits ? seconds(choice.time) : choice.reason ? "cannot run" : "does not fit");
     cell("slower", choice.fits && choice.time > best ? `+${percent(choice.time / best - 1)}` : "");
     cell("speed", choice.fits ? grouped(choice.speed) : "");
@@ -171,7 +176,7 @@ function drawCards(one, two, ordered) {
   const pictures = {
     memory: [runnable, (choice, width, ident) => memoryBars(choice, width, ident, limit)],
     time: [ordered[0].fits ? [one] : [], (choice, width, ident) => timeBars(ordered, shown, width, ident)],
-    timeline: [fitting, (choice, width, ident) => timelinePicture(choice, width, ident, longest)],
+    timeline: [fitting, (choice, width, ident) => timelinePicture(choice, width * 2 ** state.zoom, ident, longest)],
     ranks: [runnable, rankPicture],
     front: [ordered[0].fits ? [one] : [], (choice, width, ident) => frontPicture(ordered, shown, isPlanned, width, ident)],
   };
@@ -183,7 +188,7 @@ function drawCards(one, two, ordered) {
       const letter = "AB"[both.indexOf(choice)];
       const head = isDouble ? `<p class="which"><b>${letter}</b> <code>${escape(choice.label)}</code></p>` : "";
       const svg = draw(choice, width, index ? `${name}-${index}` : name);
-      return `${head}<div class="picture" style="contain-intrinsic-height: ${at2(svg.height)}px">${svg}</div>`;
+      return `${head}<div class="picture"${zoomed(name)}>${svg}</div>`;
     }).join("") + missing(name, both, choices, ordered);
     fill($(".pictures", card), drawn);
     const isDrawn = choices.length > 0 && (!["time", "timeline"].includes(name) || fitting.length > 0);
@@ -218,9 +223,13 @@ function announce(one) {
   $("#status").textContent = `${one.label}: ${text}.`;
 }
 
+// A zoomed timeline is wider than its card, which scrolls.
+const zoomed = (name) => (name === "timeline" && state.zoom ? ` style="width: ${100 * 2 ** state.zoom}%"` : "");
+
 function change(values) {
   Object.assign(state, values);
   announce(redraw());
+  writeAddress();
 }
 
 function pick(index) {
@@ -235,6 +244,10 @@ for (const [slider, name] of SLIDERS.entries()) {
   });
 }
 $("#reset").addEventListener("click", () => change({ setting: [...data.planned], plan: null, other: null }));
+for (const name of ["tokens", "price"]) $(`#${name}`).addEventListener("input", (event) => change({ [name]: event.target.value }));
+$("#zoom").addEventListener("input", (event) => change({ zoom: Number(event.target.value) }));
+$("#save-trace").addEventListener("click", () => saveTrace(redraw()));
+addEventListener("hashchange", () => { Object.assign(state, readAddress()); redraw(); });
 $("#plans").addEventListener("click", (event) => {
   const head = event.target.closest("th[data-sort]");
   if (head) {

@@ -20,15 +20,20 @@ function timeline(choice) {
   return timelines.get(choice);
 }
 
-function simulated(choice) {
-  const { plan, count, work } = choice;
-  const [layer, head, transfer, shared, shares, again, dataParallel] = work;
-  const { pp, schedule, chunks, stages } = plan;
+// Returns the time of each kind of operation on each stage.
+function stageTimes({ plan: { stages }, work: [layer, head, , shared] }) {
   const last = stages.length - 1;
   const of = (part) => stages.map((layers, stage) => layers * layer[part] + (stage === last ? head[part] : 0));
   const [forward, backward, weight] = [of(0).map((time) => time + shared), of(1), of(2)];
   const input = backward.map((time, stage) => time + shared - weight[stage]);
-  const times = { F: forward, B: input.map((time, stage) => time + weight[stage]), I: input, W: weight };
+  return { F: forward, B: input.map((time, stage) => time + weight[stage]), I: input, W: weight };
+}
+
+function simulated(choice) {
+  const { plan, count, work } = choice;
+  const [, , transfer, , shares, again, dataParallel] = work;
+  const { pp, schedule, chunks } = plan;
+  const times = stageTimes(choice);
   let short = count;
   if (pp === 1) short = Math.min(count, count > SHORT + 2 ? SHORT : count);
   else if (count > 3 * pp) short = 2 * pp + (count % pp); // whole rounds of an interleaved schedule

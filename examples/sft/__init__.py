@@ -1,0 +1,1 @@
+"""Supervised fine-tuning with a chat template, from conversations to an answer."""

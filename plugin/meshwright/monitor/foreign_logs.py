@@ -1,0 +1,115 @@
+"""Reads what other programs log of a run: the Trainer's ``trainer_state.json``, and TensorBoard's event files."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import PlanError
+from meshwright.monitor.records import RunRecords
+
+STATE = "trainer_state.json"
+EVENTS = "events.out.tfevents*"
+_PROGRESS = "meshwright_progress.json"  # beside the state in a MeshwrightTrainer's checkpoint
+# The name that a tracker has for a figure -> ours. accelerate's users name what they log as the Trainer does.
+_NAMES = {
+    "loss": "loss", "grad_norm": "norm", "learning_rate": "lr", "lr": "lr", "tokens_per_second": "tokens_per_second",
+    "seconds_per_step": "seconds_per_step", "mfu": "mfu",
+}  # fmt: skip
+_PEAK, _FULLEST, _SLOWEST, _BEHIND = (
+    "peak_memory_gib", "peak_memory_rank", "slowest_rank", "slowest_rank_behind_ms"
+)  # fmt: skip
+_NO_FIGURES = {"step", "epoch", "total_flos", "tokens_per_second_per_device"}
+_SETTINGS = ("num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps")
+
+
+def read_trainer_state(path: Path) -> RunRecords:
+    """Read the history in a Trainer's state.
+
+    Raises:
+        PlanError: if the file is not a Trainer's state, or has no history.
+    """
+    try:
+        state = json.loads(path.read_bytes())
+        history = [dict(entry) for entry in state["log_history"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"{path} is not the state of a Trainer ({error}); name a folder that the Trainer saved"
+        ) from None
+    found = RunRecords()
+    for entry in history:
+        if isinstance(step := entry.get("step"), int):
+            _add(found, step, entry)
+    _check(found, path)
+    config, progress = _json(path.with_name("config.json")), _json(path.with_name(_PROGRESS))
+    found.runs.append(
+        {
+            "first_step": 0,
+            "model": (config.get("architectures") or ["a Trainer's run"])[0],
+            "plan": progress.get("plan"),
+            "max_steps": state.get("max_steps"),
+            "settings": {name: state[name] for name in _SETTINGS if state.get(name)},
+        }
+    )
+    return found
+
+
+def read_events(folder: Path) -> RunRecords:
+    """Read the scalars in a folder of TensorBoard's event files, which the Trainer's and accelerate's trackers write.
+
+    Raises:
+        PlanError: if tensorboard is not installed, or the files have no scalars.
+    """
+    if find_spec("tensorboard") is None:
+        raise PlanError(
+            f"{folder} has event files of TensorBoard, whose package reads them: pip install tensorboard. Or let the "
+            "run write its own log, with ToDistributedConfig(logging_steps=10, logging_dir=...)"
+        )
+    module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = module.EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    entries: dict[int, dict[str, Any]] = {}
+    for tag in events.Tags()["scalars"]:
+        split, _, name = tag.rpartition("/")
+        name = f"eval_{name}" if split == "eval" else name if split == "train" else tag
+        for event in events.Scalars(tag):
+            entry = entries.setdefault(event.step, {})
+            entry[name], entry["time"] = event.value, event.wall_time
+    found = RunRecords()
+    for step in sorted(entries):
+        _add(found, step, entries[step])
+    _check(found, folder)
+    found.runs.append({"first_step": 0, "model": folder.name, "plan": None})
+    return found
+
+
+def _add(found: RunRecords, step: int, entry: Mapping[str, Any]) -> None:
+    """Add what was logged at a step: the figures of training as a line, other numbers as values."""
+    known = {name: x for name, x in entry.items() if name not in _NO_FIGURES}
+    values: dict[str, Any] = {name: x for name, x in known.items() if isinstance(x, int | float | str)}
+    time = values.pop("time", None)
+    if "loss" in values:
+        line: dict[str, Any] = {ours: values.pop(theirs) for theirs, ours in _NAMES.items() if theirs in values}
+        if _PEAK in values:
+            line["peak"] = {str(int(values.pop(_FULLEST, 0))): values.pop(_PEAK) * 2**30}
+        if _SLOWEST in values:
+            line |= {"slowest": int(values.pop(_SLOWEST)), "behind": values.pop(_BEHIND, 0.0) / 1e3}
+        found.steps.append({"step": step, "time": time, **line})
+    if values:
+        found.values.append({"step": step, "values": values, "time": time})
+
+
+def _check(found: RunRecords, path: Path) -> None:
+    if not found.steps and not found.values:
+        raise PlanError(f"{path} has no figures yet: the run has not logged a step")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

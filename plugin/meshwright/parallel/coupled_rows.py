@@ -1,0 +1,113 @@
+"""Refuses losses that are no mean over the rows of a batch, such as contrastive ones, where the batch is split.
+
+What the loss of a stock model is the mean over may be unknown. In its first pass the loss is then computed for the same
+rows once and twice. A mean, over rows, labels or elements, is the same for both. A loss that compares each row with all
+others is not, and neither is a sum.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from meshwright.compiling import active_backend
+from meshwright.errors import PlanError
+from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.batch_items import BatchFormat
+from meshwright.parallel.batch_schema import BatchSchema
+from meshwright.parallel.method_chain import BatchStep
+from meshwright.parallel.output_loss import loss_of
+from meshwright.plan.config import ParallelPlan
+
+logger = logging.getLogger(__name__)
+
+
+def has_stock_loss(model: nn.Module) -> bool:
+    """Return whether a model runs a forward of transformers, whose passes without gradients change nothing."""
+    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    return owner.__module__.startswith("transformers.models.")
+
+
+class CoupledRows(BatchStep):
+    """The step of a model's forward that compares the loss of the first batch with that of the same rows twice.
+
+    The trial passes are those of evaluation, so that dropout draws nothing. A loss that still depends on random draws
+    is not tried, and a warning says so.
+
+    Args:
+        model: the model.
+        plan: the plan, which splits the rows.
+        format: what the inputs of the model mean.
+        is_told: whether this rank gives the warning.
+    """
+
+    def __init__(self, model: nn.Module, plan: ParallelPlan, format: BatchFormat, *, is_told: bool):
+        super().__init__(model)
+        self.plan, self.format, self.is_told = plan, format, is_told
+        self._is_tried = False
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        trains = self.model.training and torch.is_grad_enabled() and not in_backward()
+        if trains and not self._is_tried and active_backend() is None:
+            self._is_tried = True
+            self._try(self.batch_of(args, kwargs))
+        return self.method(*args, **kwargs)
+
+    def _try(self, batch: dict[str, Any]) -> None:
+        schema = BatchSchema(batch, self.format)
+        if not schema.tensors or any(isinstance(x, FakeTensor) for x in schema.tensors.values()):
+            return
+        parts = [module for module in self.model.modules() if module.training]
+        device = next(iter(schema.tensors.values())).device
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            try:
+                self.model.eval()
+                alone = self._loss(batch)
+                if alone is None:
+                    return
+                if not _is_close(self._loss(batch, seed=1), alone):
+                    self._tell_of_draws()
+                    return
+                twice = self._loss({name: _twice(schema, name, x) for name, x in batch.items()})
+            finally:
+                for module in parts:
+                    module.training = True
+        if not _is_close(twice, alone):
+            raise PlanError(
+                f"the loss that {type(self.model).__name__} returns is {alone.item():.4g} for this rank's rows and "
+                f"{twice.item():.4g} for the same rows twice: it compares rows with each other, or is a sum, so the "
+                f"mean of the losses of dp={self.plan.dp} ranks is not the loss of the whole batch. Use dp=1, for "
+                "example plan='tp2+sp'; or compute the loss in the program, from the rows of all ranks: "
+                "meshwright.gather_rows(features)"
+            )
+
+    def _tell_of_draws(self) -> None:
+        if self.is_told:
+            logger.warning(
+                "the forward of %s draws random numbers, and the ranks of dp=%d draw others than one device, so its "
+                "losses are not those of one device, though none is better than the other. To compare the two, pass "
+                "the numbers to the model, if it takes them (such as noise and timestep)",
+                type(self.model).__name__, self.plan.dp,
+            )  # fmt: skip
+
+    def _loss(self, batch: dict[str, Any], seed: int = 0) -> Any:
+        torch.manual_seed(seed)
+        return loss_of(self.method(**batch))
+
+
+def _is_close(loss: Tensor, other: Tensor) -> bool:
+    return torch.allclose(loss, other, rtol=torch.finfo(other.dtype).eps ** 0.5, atol=1e-6)
+
+
+def _twice(schema: BatchSchema, name: str, x: Any) -> Any:
+    """Return an argument for the rows of a batch twice."""
+    if not isinstance(x, list | tuple) and not (isinstance(x, Tensor) and x.ndim):
+        return x
+    dim = schema.row_dim(name, x) if len(x) else None
+    if dim is None:
+        return x
+    return torch.cat([x, x], dim=dim[0]) if isinstance(x, Tensor) else [*x, *x]

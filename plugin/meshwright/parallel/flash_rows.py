@@ -1,0 +1,163 @@
+"""Packed rows of models that call a flash attention package, which takes borders of documents in place of a mask.
+
+transformers finds the borders in ``position_ids`` if a call has one row. In a call of several rows the documents would
+see each other, and so the numbers would depend on how many rows a rank, a micro-batch or a stage has in a call.
+So the borders of the rows are added to the call here, as ``cu_seq_lens_q`` and its companions.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import PlanError
+from meshwright.parallel.document_rows import Documents
+from meshwright.parallel.method_chain import BatchStep, StepOrder, add_step
+from meshwright.temporarily import temporarily
+
+logger = logging.getLogger(__name__)
+
+_PIP = {
+    "flash_attention_2": "pip install flash-attn --no-build-isolation",
+    "flash_attention_3": "build it in the folder hopper of github.com/Dao-AILab/flash-attention",
+    "flash_attention_4": "pip install flash-attn-4",
+}
+_CURE = "give the model one row of documents at a time, or load it with attn_implementation='sdpa'"
+
+
+def is_flash(stock: Callable[..., object]) -> bool:
+    """Return whether an attention function is the one by which transformers calls flash attention packages."""
+    module = sys.modules.get("transformers.integrations.flash_attention")
+    return module is not None and stock is module.flash_attention_forward
+
+
+def flash_implementation(model: nn.Module) -> str | None:
+    """Return the name of the flash attention package that a model's modules call; None if they call none."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None:
+        return None
+    functions = transformers.ALL_ATTENTION_FUNCTIONS
+    names = (getattr(getattr(x, "config", None), "_attn_implementation", None) for x in model.modules())
+    found: str | None = next((name for name in names if name in functions and is_flash(functions[name])), None)
+    return found
+
+
+def flash_function(implementation: str) -> Callable[..., Tensor]:
+    """Return the function that transformers calls for an attention implementation.
+
+    Raises:
+        PlanError: if its package is not installed, or cannot be loaded.
+    """
+    load = sys.modules["transformers.modeling_flash_attention_utils"].lazy_import_flash_attention
+    try:
+        found: Callable[..., Tensor] | None = load(implementation)[0][0]
+    except (ImportError, ValueError, OSError) as error:
+        cure = _PIP.get(implementation, "pip install kernels")
+        raise PlanError(
+            f"attn_implementation={implementation!r} cannot be loaded on this machine "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). To install it: {cure}. Or load the model "
+            "with attn_implementation='sdpa', which runs torch's own flash kernels"
+        ) from error
+    if found is None:
+        raise PlanError(
+            f"attn_implementation={implementation!r} has no function for training (flash_attn_func). Load the model "
+            "with attn_implementation='sdpa', which runs torch's own flash kernels"
+        )
+    return found
+
+
+def check_package(model: nn.Module) -> None:
+    """Raise a PlanError if a model calls a flash attention package that this process cannot load."""
+    implementation = flash_implementation(model)
+    if implementation is not None:
+        flash_function(implementation)
+
+
+class FlashRows(BatchStep):
+    """The step of a model's forward that tells a flash attention package where the documents of several rows begin.
+
+    Args:
+        model: the model.
+        is_told: whether this process says that documents are kept apart.
+    """
+
+    order = StepOrder.BORDERS
+
+    def __init__(self, model: nn.Module, *, is_told: bool):
+        super().__init__(model)
+        self.now: Documents | None = None
+        self._is_told, self._checked = is_told, set[str]()
+        self._takes_any = any(x.kind is x.VAR_KEYWORD for x in self.signature.parameters.values())
+
+    @classmethod
+    def over(cls, model: nn.Module, *, is_told: bool) -> None:
+        """Add the step to a model that calls a flash attention package."""
+        if flash_implementation(model) is None:
+            return
+        step = cls(model, is_told=is_told)
+        add_step(model, step)
+        for name, module in model.named_modules():
+            if hasattr(module, "is_causal"):
+                module.register_forward_pre_hook(partial(step.check_attention, name), with_kwargs=True)
+
+    def check_attention(
+        self, name: str, attention: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
+        """Raise if the borders do not reach an attention."""
+        if self.now is None or name in self._checked:
+            return
+        self._checked.add(name)
+        if "cu_seq_lens_q" not in kwargs:
+            raise self._refusal(f"{name} ({type(attention).__name__}) is not told where documents begin")
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        batch = self.batch_of(args, kwargs)
+        documents = self._documents(batch) if batch.get("cu_seq_lens_q") is None else None
+        if documents is not None:
+            batch |= self._borders_of(documents)
+        with temporarily(self, now=documents):
+            return self.method(**batch)
+
+    def _documents(self, batch: Mapping[str, Any]) -> Documents | None:
+        mask = batch.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            documents = Documents.of(batch)
+            return documents if documents is not None and documents.rows > 1 else None
+        documents = Documents.of({name: x for name, x in batch.items() if name != "attention_mask"})
+        # A row without padding is packed or not, depending on the other rows of its call.
+        if documents is not None and any(
+            documents.has_several(row) for row, is_full in enumerate(mask.bool().all(1).tolist()) if is_full
+        ):
+            raise PlanError(
+                "position_ids begin anew within a row, and attention_mask is given too, of which flash attention reads "
+                "one or the other. Leave attention_mask out, since the row has no padding"
+            )
+        return None
+
+    def _borders_of(self, documents: Documents) -> dict[str, Any]:
+        if not self._takes_any:
+            raise self._refusal(f"{type(self.model).__name__} takes no cu_seq_lens_q")
+        if self._is_told:
+            self._is_told = False
+            logger.warning(
+                "the rows have several documents, which the stock %s lets see each other under flash attention if a "
+                "call has several rows. They are kept apart here, as in calls of one row each",
+                type(self.model).__name__,
+            )
+        starts = [row * documents.length + start for row, start, _ in documents.spans]
+        borders = torch.tensor([*starts, documents.rows * documents.length], dtype=torch.int32)
+        longest = int(borders.diff().max())
+        borders = borders.to(next(self.model.parameters()).device)
+        return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
+
+    def _refusal(self, what: str) -> PlanError:
+        return PlanError(
+            f"a call has several rows of several documents, and {what}, so flash attention would let the documents see "
+            f"each other. Use ParallelPlan(micro_batch_size=1), or {_CURE}"
+        )

@@ -1,0 +1,118 @@
+"""The optimizer's state on one rank of this version's runtime: by slices, or of the parameters that it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.planner.adapters import Lora
+from meshwright.planner.bucket_sizes import Parameter, adapters, parameters
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.optimizers import OptimizerKind, is_matrix, optimizer_kind
+from meshwright.planner.shapes import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldStates:
+    """The state of a rank.
+
+    Args:
+        bytes: bytes of the state.
+        stepped: bytes of the whole weights and gradients that a rank owns while it steps, and of what is sent.
+    """
+
+    bytes: float
+    stepped: float = 0.0
+
+
+def held_states(
+    shape: ModelShape, layout: Candidate, members: Sequence[Parameter], optimizer: str, lora: Lora | None, *, unit: int
+) -> HeldStates:
+    """Return the state of the optimizer on one rank.
+
+    Args:
+        shape: the model.
+        layout: the plan's sizes, with its data ranks as ``shard``.
+        members: the trained parameters of the rank.
+        optimizer: as in ``Job``.
+        lora: as in ``Job``.
+        unit: bytes per element of what is stepped.
+    """
+    kind, is_sharded = optimizer_kind(optimizer), layout.zero_stage > 0 and layout.data_ranks > 1
+    if kind.is_whole and (is_sharded or layout.tp > 1 or layout.ep > 1):
+        return _owned(shape, layout.data_ranks * layout.tp, optimizer, lora, unit)
+
+    def share(member: Parameter) -> float:
+        ranks = (layout.copies if member.is_spread else layout.data_ranks) if is_sharded else 1
+        return _bytes(kind, shape, member, unit, lora) / ranks
+
+    return HeldStates(bytes=sum(map(share, members)))
+
+
+@lru_cache(maxsize=256)
+def _owned(shape: ModelShape, ranks: int, optimizer: str, lora: Lora | None, unit: int) -> HeldStates:
+    """Return the state of the rank that owns the most: parameters go to the rank that has the fewest elements."""
+    kind = optimizer_kind(optimizer)
+    whole = list(parameters(shape, Candidate()) if lora is None else adapters(shape, Candidate(), lora))
+    stepped = [member for member in whole if kind.steps_whole(is_matrix=_is_matrix(shape, member, lora))]
+    parts = sum(_bytes(kind, shape, member, unit, lora) for member in whole if member not in stepped)
+    total, largest = sum(m.numel for m in stepped), max((m.numel for m in stepped), default=0)
+    owned = max(total / ranks, largest)
+    per_element = sum(_bytes(kind, shape, member, unit, lora) for member in stepped) / max(1, total)
+    # The weights and gradients that are sent to owners and arrive there, each once.
+    return HeldStates(bytes=owned * per_element + parts / ranks, stepped=4 * owned * unit)
+
+
+def _bytes(kind: OptimizerKind, shape: ModelShape, member: Parameter, unit: int, lora: Lora | None) -> float:
+    return kind.state(member.numel, unit=unit, is_matrix=_is_matrix(shape, member, lora))
+
+
+def _is_matrix(shape: ModelShape, member: Parameter, lora: Lora | None) -> bool:
+    """Return whether a parameter is a matrix of a layer; every factor of an adapter is one."""
+    if lora is not None:
+        return True
+    return 0 <= member.layer < shape.layers and not member.of_experts and is_matrix(member.numel, shape.hidden)
+
+
+def optimizer_bytes(plan: Candidate, job: Job) -> int:
+    """Return AdamW's bytes per weight; this runtime has 32-bit copies of 16-bit weights only under ZeRO."""
+    if not job.own_runtime:
+        return job.optimizer_bytes
+    if job.trained_bytes == 4:
+        return 8
+    return 2 * job.trained_bytes if plan.zero_stage == 0 else 12
+
+
+def master_bytes(plan: Candidate, job: Job) -> int:
+    """Return the bytes per weight of the 32-bit copies."""
+    return 4 if plan.zero_stage and job.trained_bytes < 4 else 0
+
+
+def whole_states(shape: ModelShape, job: Job, *, unit: int) -> float:
+    """Return the bytes of the state of all trained parameters."""
+    return _summed(shape, job.optimizer, job.lora, unit)[0]
+
+
+def staged_states(shape: ModelShape, plan: Candidate, job: Job, trained: tuple[float, float], kept: float) -> float:
+    """Return the bytes of the state on a rank of a pipeline, by the mean over the model's parameters.
+
+    Args:
+        shape, plan, job: the model, the plan and the job.
+        trained: trained elements on the rank beside its experts, and of these.
+        kept: those of which the rank has state, if state is sharded.
+    """
+    unit = 4 if plan.zero_stage else job.trained_bytes
+    total, elements = _summed(shape, job.optimizer, job.lora, unit)
+    if job.kind.is_whole and (plan.zero_stage or plan.tp > 1 or plan.ep > 1):
+        # The ranks of a stage share its parameters, of which each of them has 1 / tp.
+        kept = sum(trained) * plan.tp / (plan.data_ranks * plan.tp)
+    return total / max(1.0, elements) * kept
+
+
+@lru_cache(maxsize=64)
+def _summed(shape: ModelShape, optimizer: str, lora: Lora | None, unit: int) -> tuple[float, float]:
+    """Return the bytes of the state of the whole model, and its trained elements."""
+    kind = optimizer_kind(optimizer)
+    whole = list(parameters(shape, Candidate()) if lora is None else adapters(shape, Candidate(), lora))
+    return sum(_bytes(kind, shape, member, unit, lora) for member in whole), float(sum(m.numel for m in whole))

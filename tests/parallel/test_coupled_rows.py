@@ -1,0 +1,113 @@
+"""Rows whose numbers depend on each other, in stock models: an error or a warning where dp splits the batch."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.parallel.mixed_rows import POSITIONS, PositionsOfRows
+from support.exact import Float64
+from support.logs import logged
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+VISION = {**SIZES, "image_size": 16, "patch_size": 4}
+TEXT = {**SIZES, "vocab_size": 60, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2}
+ROWS = 4
+
+
+def program(name: str) -> tuple[Any, dict[str, Any]]:
+    """A model whose loss is of no known kind, and a batch."""
+    torch.manual_seed(0)
+    batch: dict[str, Any] = {"pixel_values": torch.randn(ROWS, 3, 16, 16)}
+    if name in ("clip", "siglip"):
+        config, kind = {
+            "clip": (transformers.CLIPConfig, transformers.CLIPModel),
+            "siglip": (transformers.SiglipConfig, transformers.SiglipModel),
+        }[name]
+        model: nn.Module = kind(config(text_config=TEXT, vision_config=VISION, projection_dim=16))
+        ids = torch.randint(3, 50, (ROWS, 8))
+        batch |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "return_loss": True}
+    elif name == "random":
+        decoder = {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_intermediate_size": 32}
+        model = transformers.ViTMAEForPreTraining(
+            transformers.ViTMAEConfig(**VISION, **decoder, decoder_num_attention_heads=4)
+        )
+    else:
+        model = transformers.ViTForMaskedImageModeling(transformers.ViTConfig(**VISION, encoder_stride=4))
+        counts = (5, 3, 4, 4) if name == "alike" else (5, 3, 4, 7)
+        batch["bool_masked_pos"] = torch.arange(16) < torch.tensor(counts)[:, None]
+    return model.train(), batch
+
+
+def own_rows(batch: dict[str, Any]) -> dict[str, Any]:
+    low = dist.get_rank() * ROWS // 2
+    return {name: x[low : low + ROWS // 2] if isinstance(x, Tensor) else x for name, x in batch.items()}
+
+
+def step(plan: dict[str, Any], name: str) -> tuple[list[str], dict[str, Tensor]]:
+    """What is logged in a step, and whole gradients."""
+    with Float64(), logged(level=logging.WARNING) as said:
+        model, batch = program(name)
+        model = mw.to_distributed(model.double(), plan=mw.ParallelPlan(**plan))[0]
+        batch["pixel_values"] = batch["pixel_values"].double()
+        model(**own_rows(batch)).loss.backward()
+    return said, mw.full_gradients(model)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_a_stock_contrastive_loss_is_refused(name: str, pool2: Any) -> None:
+    for plan in ({"dp": 2}, {"dp": 2, "zero_stage": 3}):
+        for kind, said in pool2.run_expecting_error(step, plan, name):
+            assert kind == "PlanError" and "for the same rows twice" in said and "gather_rows" in said, said
+
+
+def test_a_mean_over_chosen_patches_is_told_of_and_exact_where_they_are_as_many(pool2: Any) -> None:
+    (first, _), (second, _) = pool2.run(step, {"dp": 2}, "unlike")
+    assert len(first) == 1 and "8 labels or tokens that count on rank 0" in first[0] and "11" in first[0], first
+    assert not second  # one rank speaks
+    (said, found), _ = pool2.run(step, {"dp": 2}, "alike")
+    model, batch = program("alike")
+    batch["pixel_values"] = batch["pixel_values"].double()
+    model.double()(**batch).loss.backward()
+    assert not said
+    for name, parameter in model.named_parameters():
+        # float64: only the order of sums differs, and the 1e-5 that the model adds to each count
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-9)
+
+
+def test_random_draws_of_a_forward_are_told_of(pool2: Any) -> None:
+    (first, _), (second, _) = pool2.run(step, {"dp": 2}, "random")
+    assert len(first) == 1 and "draws random numbers" in first[0] and not second, first
+
+
+class Positions(nn.Module):
+    """Counts images from the batch's first row on, or from each row's."""
+
+    def __init__(self, counts_batch: bool):
+        super().__init__()
+        self.counts_batch = counts_batch
+
+    def get_rope_index(self, input_ids: Tensor, image_grid_thw: Tensor) -> tuple[Tensor, None]:
+        images = (input_ids == 9).int()
+        count = images.flatten().cumsum(0).view_as(images) if self.counts_batch else images.cumsum(1)
+        return torch.stack([count] * 3), None
+
+
+@pytest.mark.parametrize("counts_batch", [True, False])
+def test_positions_that_depend_on_other_rows_are_refused(counts_batch: bool) -> None:
+    owner = Positions(counts_batch)
+    check = PositionsOfRows(owner, mw.ParallelPlan(dp=2))
+    check.method = getattr(owner, POSITIONS)
+    ids, grid = torch.tensor([[1, 9, 2, 3]]), torch.tensor([[1, 4, 4]])
+    if counts_batch:
+        with pytest.raises(mw.PlanError, match=r"Positions\.get_rope_index .* splits the batch over dp=2"):
+            check(ids, image_grid_thw=grid)
+    else:
+        assert torch.equal(check(ids, image_grid_thw=grid)[0], owner.get_rope_index(ids, grid)[0])  # type: ignore[index]
