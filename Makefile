@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup browser demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-referee bench-host gpu families programs verify clean
+.PHONY: help setup browser slurm clusters demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-referee bench-host gpu families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -60,6 +60,8 @@ help:
 	@echo 'make programs      1,000 random training programs under 30 plans against one process; a quarter of an hour'
 	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'
 	@echo 'make browser       install chromium by apt-get, which needs root; one test opens a page in it, or is skipped'
+	@echo 'make slurm         install Slurm and munge by apt-get, which needs root, for tests on a local cluster'
+	@echo 'make clusters      jobs on a local Slurm and Ray, killed, preempted and requeued; half an hour'
 	@echo 'make clean         delete .venv, caches and runs/'
 	@echo
 	@echo 'The demo takes flags:       make demo DEMO="--steps 300 --tp 4 --dp 1"; DEMO=--help lists them.'
@@ -164,6 +166,10 @@ families: $(INSTALLED)
 random-kills: $(INSTALLED)
 	$(BIN)/python -m conformance.random_kills
 
+clusters: $(INSTALLED)
+	$(BIN)/python -m conformance.clusters slurm
+	$(BIN)/python -m conformance.clusters ray
+
 programs: $(INSTALLED)
 	$(BIN)/python -m conformance.random_programs
 
@@ -207,3 +213,10 @@ browser:
 		|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq -o Acquire::http::Timeout=20 \
 			&& apt-get install --yes --no-install-recommends chromium; } \
 		|| echo 'no chromium, and no way to install it here: the test that opens a page in a browser is skipped'
+
+# The tests that start a Slurm of their own are skipped where it cannot be installed. Nothing of it runs otherwise.
+slurm:
+	@command -v sbatch > /dev/null \
+		|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq -o Acquire::http::Timeout=20 \
+			&& apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client munge; } \
+		|| echo 'no Slurm, and no way to install it here: the tests on a local cluster are skipped'

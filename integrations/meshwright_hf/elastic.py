@@ -23,7 +23,7 @@ from torch.distributed.launcher import api as torch_launcher
 
 from meshwright.faults.preemption import PREEMPTED, SIGNALS
 from meshwright_hf import network
-from meshwright_hf.launch_job import JOB_VARIABLE, LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch
+from meshwright_hf.launch_job import LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch
 from meshwright_hf.tied_to_launcher import tied
 
 # Without it, the processes of all attempts would meet in one store, where they read addresses of ended processes.
@@ -34,21 +34,24 @@ NOTICES_LOSS = 15  # seconds after which torch's rendezvous counts a machine as 
 
 
 @contextlib.contextmanager
-def elastic_agent(job: Launch) -> Iterator[None]:
-    """Make torchrun use this module's agent, and meet as the launch says, while the context is open."""
+def elastic_agent(job: Launch) -> Iterator[Announced]:
+    """Make torchrun use this module's agent, and meet as the launch says, while the context is open.
+
+    Yields the signals that have announced the end of the job.
+    """
     start: Any = torchrun.elastic_launch
 
     def launch(config: object, entrypoint: Any) -> Any:
         return start(config=meeting(config, job), entrypoint=entrypoint)
 
     agent, shared = torch_launcher.LocalElasticAgent, os.environ.get(_FRESH_STORES)
-    announced = Announced()
+    announced = Announced(job.job_id)
     _replace(launch, functools.partial(Agent, announced=announced))
     if job.max_restarts:
         os.environ[_FRESH_STORES] = "1"
     before = {number: signal.signal(number, announced.take) for number in (SIGNALS if job.job_id else ())}
     try:
-        yield
+        yield announced
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -93,9 +96,14 @@ def meeting(config: Any, job: Launch) -> Any:
 
 
 class Announced:
-    """The signals that have announced the end of a job; they are passed on to the processes of this machine."""
+    """The signals that have announced the end of a job; they are passed on to the processes of this machine.
 
-    def __init__(self) -> None:
+    Args:
+        job_id: the name of a job that a scheduler starts again; None for another job, whose signals are not taken.
+    """
+
+    def __init__(self, job_id: str | None) -> None:
+        self.job_id = job_id
         self._signals: set[int] = set()
         self.agent: Agent | None = None
 
@@ -133,7 +141,7 @@ class Agent(LocalElasticAgent):
         self._announced, announced.agent = announced, self
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._launch = self._launch or os.environ.get(JOB_VARIABLE) or uuid.uuid4().hex
+        self._launch = self._launch or self._announced.job_id or uuid.uuid4().hex
         os.environ[LAUNCH_VARIABLE] = self._launch  # for the Trainer (trainer_folders.py)
         started = super()._start_workers(worker_group)
         self._announced.pass_on()  # what came while there were no processes
@@ -144,7 +152,7 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         self._failures = result.failures if result.state is WorkerState.FAILED else {}
         codes = {failure.exitcode for failure in self._failures.values()}
-        if JOB_VARIABLE in os.environ and codes and (self._announced or PREEMPTED in codes):
+        if self._announced.job_id is not None and codes and (self._announced or PREEMPTED in codes):
             self._remaining_restarts = 0
             self._exit_barrier_timeout = _LAST_TOGETHER
             self._exit_barrier()  # machine 0 has the store, without which the others would take the end for a failure

@@ -73,6 +73,10 @@ class Launch:
         for name in ("num_processes", "num_machines", "start_timeout"):
             if getattr(self, name) < 1:
                 raise PlanError(f"--{name} {getattr(self, name)} must be at least 1")
+        if self.job_id == "":
+            raise PlanError(
+                "--job_id is empty; give the scheduler's name of the job, the same each time that it starts the job"
+            )
         if self.max_restarts < 0:
             raise PlanError(f"--max-restarts {self.max_restarts} must not be negative")
         self._check_machines()

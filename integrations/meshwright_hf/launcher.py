@@ -211,14 +211,14 @@ def _wait(job: Launch, options: Mapping[str, object]) -> int:
     from meshwright_hf.elastic import elastic_agent, first_failure
 
     try:
-        with watched_plan(job), elastic_agent(job):
+        with watched_plan(job), elastic_agent(job) as announced:
             if job.num_processes == 1:  # accelerate would start it without torchrun, which does the restarts
                 accelerate.multi_gpu_launcher(accelerate._validate_launch_command(options)[0])
             else:
                 accelerate.launch_command(options)
     except ChildFailedError as error:
         _, code, how = first_failure(error.failures)
-        after = f" after {job.max_restarts} restart(s)" if job.max_restarts else ""
+        after = f" after {job.max_restarts} restart(s)" if job.max_restarts and not announced else ""
         if code == PREEMPTED and job.job_id is not None:
             after = f": job {job.job_id} is preempted, and goes on when it is started again"
         print(f"meshwright launch: {how}{after}; all processes of this machine are ended", file=sys.stderr)

@@ -120,3 +120,13 @@ def test_ray_s_script_gives_the_workers_the_plan(tmp_path: Path) -> None:
     environment = ast.literal_eval(given)
     assert plan_in(environment["MESHWRIGHT_PLAN"])["dp"] == 8
     assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+@pytest.mark.quick
+def test_a_job_without_a_name_is_refused(tmp_path: Path) -> None:
+    """As where the variable of a scheduler is not set."""
+    (tmp_path / "train.py").write_text("")
+    done = CliRunner().invoke(
+        app, ["launch", "--cpu", "--num_processes", "1", "--job_id", "", str(tmp_path / "train.py")]
+    )
+    assert done.exit_code == 2 and "--job_id is empty; give the scheduler's name" in done.output

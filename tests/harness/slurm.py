@@ -53,7 +53,10 @@ def why_no_slurm() -> str | None:
     missing = [name for name in PROGRAMS if _program(name) is None]
     if missing:
         return f"a local Slurm needs {', '.join(missing)}; make slurm installs them"
-    return None if os.geteuid() == 0 else "the daemons of a local Slurm need root"
+    if os.geteuid() != 0:
+        return "the daemons of a local Slurm need root"
+    is_permitted = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+    return None if is_permitted else "the nodes of a local Slurm need mount namespaces, which are not permitted here"
 
 
 @dataclass(frozen=True)

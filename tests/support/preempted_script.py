@@ -1,6 +1,6 @@
 """A run that a scheduler preempts, whose ranks are killed, and that goes on when it is started again.
 
-python preempted_script.py loop|trainer FOLDER STEPS
+python preempted_script.py loop|accelerate|trainer FOLDER STEPS
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ PACE = 0.05  # seconds that a step takes at least, so that there is time to dist
 
 def main(kind: str, folder: Path, steps: int) -> None:
     """Train, note each step, and write the digest of the weights at the end."""
-    import meshwright as mw
-
     rank = os.environ["RANK"]
     (folder / f"pid-{rank}").write_text(f"{os.getpid()} {os.getppid()}")
 
@@ -31,12 +29,20 @@ def main(kind: str, folder: Path, steps: int) -> None:
                 file.write(f"{step} of {os.environ['WORLD_SIZE']}\n")
         time.sleep(PACE)
 
-    model = {"loop": by_loop, "trainer": by_trainer}[kind](folder, steps, note)
+    digest = trained(kind, folder, steps, note)
+    if rank == "0":
+        (folder / "result").write_text(digest)
+
+
+def trained(kind: str, folder: Path, steps: int, note: Callable[[int], None]) -> str:
+    """Train on every rank; return the digest of the weights, which rank 0 has."""
+    import meshwright as mw
+
+    model = {"loop": by_loop, "accelerate": by_accelerate, "trainer": by_trainer}[kind](folder, steps, note)
     digest = hashlib.sha256()
     for name, tensor in sorted(mw.full_state_dict(model).items()):
         digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    if rank == "0":
-        (folder / "result").write_text(digest.hexdigest())
+    return digest.hexdigest()
 
 
 def by_loop(folder: Path, steps: int, note: Callable[[int], None]) -> nn.Module:
@@ -70,6 +76,42 @@ def by_loop(folder: Path, steps: int, note: Callable[[int], None]) -> nn.Module:
                     folder / "saved" / f"step-{step}", model, optimizer, loader=loader, step=step, keep=2
                 )
             if is_last:
+                preemption.leave()
+            note(step)
+            if step == steps:
+                break
+    return model
+
+
+def by_accelerate(folder: Path, steps: int, note: Callable[[int], None]) -> nn.Module:
+    """accelerate's loop, whose state is saved by accelerate's own methods."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    import meshwright as mw
+    from meshwright_hf.accelerate import Accelerator
+    from support.models import build
+    from support.trainers import Rows
+
+    model = build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
+    accelerator = Accelerator()
+    loader = DataLoader(Rows(24), batch_size=2, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    preemption, saved = mw.Preemption(), folder / "saved"
+    if saved.exists():
+        accelerator.load_state(saved)
+    step = scheduler.scheduler.last_epoch // accelerator.num_processes
+    while step < steps:
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            step += 1
+            if preemption.is_due():
+                accelerator.save_state(saved)
                 preemption.leave()
             note(step)
             if step == steps:
