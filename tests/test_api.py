@@ -66,6 +66,7 @@ PUBLIC = {
     "load_checkpoint",
     "load_optimizer",
     "load_weights",
+    "log_values",
     "memory_of",
     "no_sync",
     "plan_of",

@@ -146,6 +146,8 @@ def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
         environment |= dict.fromkeys((JOB_VARIABLE, LAUNCH_VARIABLE, RESTARTED_VARIABLE), job.job_id)
     if on_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
+        if "DS_ACCELERATOR" not in os.environ:  # without it, accelerate's import of DeepSpeed warns on every rank
+            environment["DS_ACCELERATOR"] = "cpu"
     if job.plan is not None:
         environment[PLAN_VARIABLE] = plan_line(dataclasses.asdict(job.plan))
     if job.may_shrink:

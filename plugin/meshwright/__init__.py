@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from meshwright.faults.preemption import Preemption
     from meshwright.mesh.process_mesh import ParallelDims, ProcessMesh
     from meshwright.monitor.held_memory import HeldMemory, MemoryOfRanks
-    from meshwright.monitor.read_out import memory_of
+    from meshwright.monitor.read_out import log_values, memory_of
     from meshwright.optim.attach_gradients import shard_optimizer
     from meshwright.optim.balance_experts import balance_experts, expert_counts
     from meshwright.optim.chained import ChainedOptimizer
@@ -87,7 +87,7 @@ _HOMES = {
     "faults.preemption": ("Preemption",),
     "mesh.process_mesh": ("ParallelDims", "ProcessMesh"),
     "monitor.held_memory": ("HeldMemory", "MemoryOfRanks"),
-    "monitor.read_out": ("memory_of",),
+    "monitor.read_out": ("log_values", "memory_of"),
     "optim.balance_experts": ("balance_experts", "expert_counts"),
     "optim.chained": ("ChainedOptimizer",),
     "optim.clip_grad_norm": ("clip_grad_norm_",),
@@ -147,6 +147,7 @@ __all__ = [
     "load_checkpoint",
     "load_optimizer",
     "load_weights",
+    "log_values",
     "memory_of",
     "no_sync",
     "plan_of",

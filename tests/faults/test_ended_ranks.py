@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,34 @@ def test_ranks_with_equal_tracebacks_print_one(
     for claim in tmp_path.glob("ended-*/speaks-for"):
         claim.write_text("")  # the rank that was to print has died
     assert end_of(0, "full") == first
+
+
+def test_ranks_with_equal_warnings_of_libraries_print_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = logging.getLogger("a_library")
+
+    def said_by(rank: int, record: str, path: str) -> str:
+        at_rank(monkeypatch, tmp_path, rank)
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        monkeypatch.setattr(warnings, "showwarning", shows)
+        handler = logging.StreamHandler(sys.stderr)
+        monkeypatch.setattr(library, "handlers", [handler])
+        say_equal_texts_once()
+        library.handle(logging.LogRecord("a_library", logging.WARNING, path, 1, record, (), None))
+        warnings.showwarning(FutureWarning(record), FutureWarning, path, 1)
+        return capsys.readouterr().err
+
+    def shows(message: object, category: type, filename: str, *_: object) -> None:
+        print(f"{category.__name__}: {message}", file=sys.stderr)
+
+    theirs, own = "/x/site-packages/a_library/b.py", "/x/train.py"
+    both = "deprecated\nFutureWarning: deprecated\n"
+    assert [said_by(rank, "deprecated", theirs) for rank in (1, 0, 1)] == [both, "", both]  # a rank may say it again
+    assert said_by(0, "of rank 0", theirs) != ""
+    assert [said_by(rank, "of the program", own) for rank in (0, 1)] == [
+        "of the program\nFutureWarning: of the program\n"
+    ] * 2
 
 
 FRAMES = """gloo broke at 0x7f01

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
 from test_accelerate import difference, reference
+from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.checkpoint.sealed.sealed_folder import check_seal
+from meshwright.cli import app
 from support.accelerated import ACCUMULATION, Run, Script, accelerator, exact, resume_script, run_script
 from support.kills import counted, endings, fingerprint, try_faults
 
@@ -77,6 +79,19 @@ def test_names_limits_objects_and_hooks(pool2: Any, tmp_path: Path) -> None:
         assert lines == ([line] if rank == 0 else [])
         assert seen == [f"checkpoint_{number}" for number in (0, 0, 1, 1, 2, 2)]
         assert names == ["checkpoint_1", "checkpoint_2"] and (newest, other) == (2, 1)
+    # The command takes the newest whole one: checkpoint_2 has lost a file.
+    found = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert found.exit_code == 0 and "2 checkpoints: checkpoint_1, checkpoint_2" in found.output
+    for shown in (
+        f"\n{tmp_path / 'checkpoints' / 'checkpoint_1'}\n",
+        "of accelerate, sealed",
+        "dp2 zero1",
+        "WHOLE: all ",
+    ):
+        assert shown in found.output, shown
+    assert CliRunner().invoke(app, ["inspect", str(tmp_path / "checkpoints" / "checkpoint_2")]).exit_code == 1
+    found = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "out")])
+    assert found.exit_code == 2 and "meshwright.load_weights(model, " in found.output
 
 
 def damaged_states(directory: Path) -> int:

@@ -20,10 +20,12 @@ import torch.distributed as dist
 from test_trainer import assert_same_training, last_three, reference
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.checkpoint.sealed.seal import Seal
 from meshwright.checkpoint.sealed.sealed_folder import check_seal
+from meshwright.cli import app
 from meshwright_hf.launch_job import RESTARTED_VARIABLE
 from meshwright_hf.trainer_folders import checkpoint_to_resume
 from meshwright_hf.trainer_state import PROGRESS, TrainerProgress
@@ -108,6 +110,40 @@ def test_every_damage_of_every_file_is_named(saved: Path, tmp_path: Path) -> Non
     with pytest.raises(mw.CheckpointError, match=r"optimizer\.pt is not a file of this checkpoint"):
         checkpoint_to_resume(str(tmp_path), str(tmp_path / "checkpoint-6"))
     print(f"{tried} damages, {tried} named")
+
+
+def command(*words: str | Path) -> tuple[int, str]:
+    found = CliRunner().invoke(app, [str(word) for word in words])
+    return found.exit_code, found.output
+
+
+def test_the_commands_understand_a_trainers_folder(saved: Path, tmp_path: Path) -> None:
+    for name in ("checkpoint-3", "checkpoint-6"):
+        shutil.copytree(saved / name, tmp_path / name)
+    code, said = command("inspect", tmp_path)
+    assert code == 0 and said.startswith(f"2 checkpoints: checkpoint-3, checkpoint-6\n\n{tmp_path / 'checkpoint-6'}\n")
+    for shown in ("of the Trainer, sealed", "step            6", "dp2 zero1", "WHOLE: all ", "model.safetensors",
+                  f"from_pretrained('{tmp_path / 'checkpoint-6'}') reads its weights"):  # fmt: skip
+        assert shown in said, shown
+    code, said = command("export", tmp_path, tmp_path / "out")
+    assert code == 2 and "one-device files already" in said and "checkpoint-6')" in said
+    assert not (tmp_path / "out").exists()
+    code, said = command("report", tmp_path, "--json")
+    assert code == 0 and json.loads(said)["runs"][0]["axes"]["step"] == [1, 2, 3, 4, 5, 6]
+
+    path = tmp_path / "checkpoint-6" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    code, said = command("inspect", tmp_path / "checkpoint-6", "--json")
+    found = json.loads(said)
+    assert code == 1 and found["is_whole"] is False and "model.safetensors is damaged" in found["damages"][0]["problem"]
+    code, said = command("inspect", tmp_path)
+    assert code == 0 and f"\n{tmp_path / 'checkpoint-3'}\n" in said  # the newest whole one
+    assert command("inspect", tmp_path / "checkpoint-6", "--no-check")[0] == 0
+    (tmp_path / "checkpoint-3" / "meshwright_seal.json").unlink()
+    code, said = command("inspect", tmp_path / "checkpoint-3")
+    assert code == 1 and "meshwright_seal.json is missing" in said
 
 
 def test_a_resumed_run_says_what_it_has_loaded(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

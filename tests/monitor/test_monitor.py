@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,21 @@ def test_the_last_step_has_a_line_and_a_second_run_in_a_folder_is_told(tmp_path:
             monitor_of(runtime_of(model)).close()
         assert [step["step"] for step in read_records(tmp_path).steps] == [1, 3]
         assert ("has an earlier run" in said.getvalue()) == (run == 1)
+
+
+def test_a_program_logs_its_own_values(tmp_path: Path) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):
+        model, optimizer = made({}, logging_steps=1, logging_dir=tmp_path)
+        train(model, optimizer, range(2))
+        mw.log_values(model, {"eval_loss": torch.tensor(2.5), "accuracy": 1})
+        mw.log_values(model, {"eval_loss": math.nan}, step=1)
+        monitor_of(runtime_of(model)).close()
+    found = [(one["step"], one["values"]) for one in read_records(tmp_path).values]
+    assert found == [(2, {"eval_loss": 2.5, "accuracy": 1.0}), (1, {"eval_loss": "nan"})]
+    with pytest.raises(mw.PlanError, match="'why' is a str"):
+        mw.log_values(model, {"why": "so"})
+    with pytest.raises(mw.PlanError, match=r"this run has none; call to_distributed\(.*logging_dir"):
+        mw.log_values(made({})[0], {"eval_loss": 1.0})
 
 
 def test_posted_values_are_taken_once_and_old_topics_are_forgotten() -> None:

@@ -22,9 +22,9 @@ def inspect(
     """Show what a checkpoint holds, and everything that is wrong with it.
 
     Prints the step, the date, the versions, the plan, the components and the files of a checkpoint that
-    mw.save_checkpoint wrote. For a folder of checkpoints, lists all of them and shows the newest whole one. Reads every
-    byte and compares it with its digest, unless --no-check. Needs no GPU, no model and no launcher, and changes
-    nothing.
+    mw.save_checkpoint wrote, or of a checkpoint of the Trainer or of accelerate. For a folder of checkpoints, lists all
+    of them and shows the newest whole one. Reads every byte and compares it with its digest, unless --no-check. Needs
+    no GPU, no model and no launcher, and changes nothing.
 
     The exit code is 0 if nothing is wrong, 1 if the checkpoint is damaged or no checkpoint of the folder is whole, and
     2 if there is no checkpoint.
@@ -43,6 +43,7 @@ def inspect(
 def _inspect(folder: Path, check: bool, json: bool) -> int:
     # Imported here so that --help is fast.
     from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint, is_checkpoint, newest_checkpoint
+    from meshwright.checkpoint.inspect.foreign_checkpoint import find_foreign
     from meshwright.checkpoint.inspect.inspect_checkpoint import inspect_checkpoint
     from meshwright.checkpoint.inspect.inspection_report import as_dict, as_text, listing, listing_lines
     from meshwright.errors import CheckpointError
@@ -52,6 +53,8 @@ def _inspect(folder: Path, check: bool, json: bool) -> int:
     chosen, rows = folder, None
     if not is_checkpoint(folder):
         rows = listing(folder) or None
+        if rows is None and (foreign := find_foreign(folder)):
+            return _inspect_foreign(foreign, check, json)
         newest = newest_checkpoint(folder)
         if rows and newest is None:
             text = "\n".join([*listing_lines(rows), "", "DAMAGED: none of these checkpoints is whole."])
@@ -60,4 +63,19 @@ def _inspect(folder: Path, check: bool, json: bool) -> int:
         chosen = find_checkpoint(folder)[0] if newest is None else newest[0]
     found = inspect_checkpoint(chosen, reads_tensors=check)
     typer.echo(json_format.dumps(as_dict(found, rows), indent=2) if json else as_text(found, rows))
+    return 1 if found.damages else 0
+
+
+def _inspect_foreign(folders: list[Path], check: bool, json: bool) -> int:
+    """Show the newest whole checkpoint of the Trainer or of accelerate, or the newest one if none is whole."""
+    from meshwright.checkpoint.inspect.foreign_checkpoint import foreign_dict, foreign_text, inspect_foreign
+
+    found = inspect_foreign(folders[-1], reads_tensors=check)
+    for folder in reversed(folders[:-1]):
+        if not found.damages:
+            break
+        older = inspect_foreign(folder, reads_tensors=check)
+        found = found if older.damages else older
+    others = folders if len(folders) > 1 else None
+    typer.echo(json_format.dumps(foreign_dict(found, others), indent=2) if json else foreign_text(found, others))
     return 1 if found.damages else 0

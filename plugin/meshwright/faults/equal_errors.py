@@ -1,4 +1,4 @@
-"""Prints what several ranks of a host say alike once: a traceback with which they end, and warnings of Meshwright."""
+"""Prints what several ranks of a host say alike once: a traceback with which they end, and warnings of libraries."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import os
 import re
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 _GATHERS = 0.5  # seconds in which the rank that prints a traceback waits for others with the same one
 _PATIENCE = 1.5  # seconds that a rank waits until the first one has printed, before it prints its own
@@ -28,7 +30,8 @@ _installed: Path | None = None  # the folder for which the hooks are installed
 def say_equal_texts_once() -> None:
     """Let the ranks that torch's launchers started on this host share one traceback and one copy of each warning.
 
-    Every exception hook of the program runs on every rank, and only what it prints is compared.
+    Every exception hook of the program runs on every rank, and only what it prints is compared. Warnings are those of
+    Meshwright and of installed packages; what the program itself says is printed on every rank.
     """
     global _installed
     folder = _folder()
@@ -46,9 +49,15 @@ def say_equal_texts_once() -> None:
         sys.stderr.flush()
 
     sys.excepthook = report
-    for handler in (*logging.root.handlers, logging.lastResort):
-        if handler is not None:
-            handler.addFilter(lambda record: not _is_ours(record) or is_first_to_say(record.getMessage()))
+    for handler in _handlers():
+        handler.addFilter(lambda record: not _is_of_library(record) or is_first_to_say(record.getMessage()))
+    show = warnings.showwarning
+
+    def show_once(message: Warning | str, category: type[Warning], filename: str, *about: Any, **more: Any) -> None:
+        if not _is_installed(filename) or is_first_to_say(f"{category.__name__}: {message}"):
+            show(message, category, filename, *about, **more)
+
+    warnings.showwarning = show_once
 
 
 def is_first_to_say(text: str) -> bool:
@@ -67,8 +76,21 @@ def is_first_to_say(text: str) -> bool:
     return True
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING and record.name.partition(".")[0] in ("meshwright", "meshwright_hf")
+def _handlers() -> list[logging.Handler]:
+    """Return the handlers that print: those of the root logger, and of libraries that have their own."""
+    own = (getattr(logger, "handlers", ()) for logger in logging.Logger.manager.loggerDict.values())
+    prints = [x for handlers in own for x in handlers if getattr(x, "stream", None) in (sys.stderr, sys.stdout)]
+    return [*logging.root.handlers, *filter(None, [logging.lastResort]), *prints]
+
+
+def _is_of_library(record: logging.LogRecord) -> bool:
+    is_ours = record.name.partition(".")[0] in ("meshwright", "meshwright_hf")
+    return record.levelno >= logging.WARNING and (is_ours or _is_installed(record.pathname))
+
+
+def _is_installed(path: str) -> bool:
+    """Return whether a file belongs to an installed package, and not to the program."""
+    return bool({"site-packages", "dist-packages"} & set(Path(path).parts))
 
 
 def _folder() -> Path | None:

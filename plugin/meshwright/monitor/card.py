@@ -81,8 +81,7 @@ class Card:
         else:
             lines += [
                 f"  memory  {_memory(self.estimate, is_cpu=self.is_cpu)}; measured after step 1",
-                f"  time    {seconds(self.estimate.time.total)} per step estimated, ±{self.estimate.band:.0%} "
-                f"({self.basis})",
+                f"  time    {self._time(self.estimate)}",
                 *(f"    {note}" for note in self.notes),
             ]
         if self.unused_profile:
@@ -90,6 +89,11 @@ class Card:
         if self.unknown_peak:
             lines.append(f"  MFU     unknown: {self.unknown_peak}")
         return "\n".join(lines)
+
+    def _time(self, estimate: Estimate) -> str:
+        is_guess = self.is_cpu and self.unknown_peak  # which has no band
+        band = "" if is_guess else f", ±{estimate.band:.0%}"
+        return f"{seconds(estimate.time.total)} per step estimated{band} ({self.basis})"
 
 
 def _memory(estimate: Estimate, *, is_cpu: bool) -> str:
@@ -145,9 +149,13 @@ class Comparison:
 
     def __str__(self) -> str:
         estimate = self.estimate
-        sure = f"±{estimate.band:.0%}" if self.has_profile or not self.is_cpu else "a guess for some CPU"
+        if self.is_cpu and not self.has_profile:
+            return (
+                f"meshwright: measured {seconds(self.seconds)} per step, and {size(self.peak)} of memory on rank "
+                f"{self.rank}. To compare them with estimates, measure this CPU: {self.command}"
+            )
         lines = [
-            f"meshwright: estimated {seconds(estimate.time.total)} per step ({sure}), measured "
+            f"meshwright: estimated {seconds(estimate.time.total)} per step (±{estimate.band:.0%}), measured "
             f"{seconds(self.seconds)} ({self.time_ratio:.2f}x); estimated {size(estimate.fullest.total)} of memory, "
             f"measured {size(self.peak)} on rank {self.rank} ({self.memory_ratio:.2f}x)"
         ]

@@ -113,7 +113,7 @@ class Monitor(Watch):
         self.latest: Figures | None = None
         self._number = next(_MONITORS)
         self._sent: tuple[int, PendingRecord | None] | None = None  # the steps before the last line, and that line
-        self._max_steps = config.max_steps
+        self._max_steps, self._has_log_folder = config.max_steps, config.logging_dir is not None
         self._prepared, self._runtime = prepared, runtime
         self._device = device_of(model)
         self._model_name = type(without_wrappers(model)[1]).__name__
@@ -198,6 +198,11 @@ class Monitor(Watch):
             return None
         pending.done.wait(_SOON)
         return pending.figures
+
+    @property
+    def has_log_folder(self) -> bool:
+        """Whether rank 0 writes a log; every rank knows."""
+        return self._has_log_folder
 
     def note_values(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
         """Write numbers of the program, such as an evaluation's loss, to the log; rank 0 makes the call.

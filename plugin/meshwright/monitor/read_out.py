@@ -1,6 +1,8 @@
-"""``memory_of`` lets a program read the memory of every rank."""
+"""What a program asks of its run's monitor: the memory of every rank, and to log numbers of its own."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -57,6 +59,36 @@ def memory_of(
             if batch_shape is not None:
                 raise
     return memory_of_ranks(model, optimizer, estimated)
+
+
+def log_values(model: nn.Module, values: Mapping[str, float], *, step: int | None = None) -> None:
+    """Write numbers of the program, such as the loss of an evaluation, to the log of the run, for the report.
+
+    Every rank may make the call; rank 0 writes. A name that begins with "eval" and ends with "loss" is drawn beside the
+    loss.
+
+    Args:
+        model: the model that ``to_distributed`` returned.
+        values: name -> number.
+        step: the step to which the numbers belong; the default is the last one.
+
+    Raises:
+        ValueError: if the run has no log, or a value is not a number.
+
+    Example::
+
+        mw.log_values(model, {"eval_loss": total / count, "accuracy": right / count})
+    """
+    monitor = monitor_of(runtime_of(model))
+    if monitor is None or not monitor.has_log_folder:
+        raise PlanError(
+            "log_values writes to the log of a run, and this run has none; call to_distributed(..., "
+            "config=ToDistributedConfig(logging_steps=10, logging_dir='runs/first'))"
+        )
+    numbers = {name: x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for name, x in values.items()}
+    if wrong := [name for name, x in numbers.items() if isinstance(x, bool) or not isinstance(x, int | float)]:
+        raise PlanError(f"log_values takes numbers, and {wrong[0]!r} is a {type(numbers[wrong[0]]).__name__}")
+    monitor.note_values(numbers, step=step)
 
 
 def _check(model: nn.Module, optimizer: object, batch_shape: object) -> None:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.staged_folder import StagedFolder
-from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint
+from meshwright.checkpoint.format.checkpoint_folders import checkpoint_folders, find_checkpoint, is_checkpoint
 from meshwright.checkpoint.format.load_weights import CheckpointWeights
 from meshwright.checkpoint.format.model_config import ties_weights, with_dtype
 from meshwright.checkpoint.format.open_checkpoint import OpenCheckpoint
+from meshwright.checkpoint.inspect.foreign_checkpoint import find_foreign, inspect_foreign
 from meshwright.checkpoint.one_device.safetensors_file import Form, SafetensorsWriter, num_bytes
 from meshwright.checkpoint.one_device.streamed_files import index_of, parse_bytes, split
 from meshwright.errors import CheckpointError
@@ -66,6 +67,7 @@ def export_checkpoint(
         OSError: if the disk fails; ``out`` is then what it was before.
     """
     most = parse_bytes(max_shard_size)
+    _check_source(Path(checkpoint))
     source, target = find_checkpoint(Path(checkpoint))[0], Path(out)
     weights = CheckpointWeights.of(OpenCheckpoint.read(source))
     _check_target(target, source, overwrite)
@@ -83,6 +85,20 @@ def export_checkpoint(
     finally:
         staging.close()
     return Export(folder=target, checkpoint=source, step=weights.opened.manifest.step, files=files)
+
+
+def _check_source(source: Path) -> None:
+    """Raise for a checkpoint of the Trainer or of accelerate, whose weights are one-device files already."""
+    if is_checkpoint(source) or checkpoint_folders(source) or not (folders := find_foreign(source)):
+        return
+    newest = inspect_foreign(folders[-1], reads_tensors=False)
+    how = f"AutoModelForCausalLM.from_pretrained({str(newest.folder)!r})"
+    if not newest.has_model:
+        how = f"meshwright.load_weights(model, {str(newest.folder)!r}), since it has no config.json"
+    raise CheckpointError(
+        f"{newest.folder} is a checkpoint of {'the Trainer' if newest.program == 'Trainer' else 'accelerate'}, whose "
+        f"weights are one-device files already, so there is nothing to export. Read it with {how}"
+    )
 
 
 def _check_target(target: Path, source: Path, overwrite: bool) -> None:

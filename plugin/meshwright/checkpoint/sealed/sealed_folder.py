@@ -154,14 +154,7 @@ def check_seal(folder: Path) -> None:
 
     def compare() -> list[str]:
         seal = Seal.read(folder)
-        if problems := seal.problems(folder):
-            return problems
-        shared = _share([(name, size) for name, (size, _) in sorted(seal.files.items())])
-        return [
-            f"{folder / name} is damaged: its bytes from {start} on are not what was saved"
-            for name, start, stop in shared
-            if _digest_of(folder / name, start, stop) != seal.files[name][1][start // CHUNK]
-        ]
+        return seal.problems(folder) or damaged_chunks(folder, seal)
 
     found, seen = [], ""
     try:
@@ -175,6 +168,16 @@ def check_seal(folder: Path) -> None:
         shown = "; ".join(problems[:5] + ([f"and {len(problems) - 5} more"] if len(problems) > 5 else []))
         raise CheckpointError(f"{folder} is not whole: {shown}. Load another checkpoint")
     check_same(folder, [other for _, other in answers])
+
+
+def damaged_chunks(folder: Path, seal: Seal) -> list[str]:
+    """Return what is wrong with the bytes of a sealed folder's files; each rank reads its share of them."""
+    shared = _share([(name, size) for name, (size, _) in sorted(seal.files.items())])
+    return [
+        f"{folder / name} is damaged: its bytes from {start} on are not what was saved"
+        for name, start, stop in shared
+        if _digest_of(folder / name, start, stop) != seal.files[name][1][start // CHUNK]
+    ]
 
 
 def _digested(folder: Path, sizes: list[tuple[str, int]]) -> dict[str, tuple[int, list[str]]]:

@@ -2,7 +2,7 @@
 
 let data = JSON.parse(document.getElementById("data").textContent);
 const $ = (selector) => document.querySelector(selector);
-const AXES = { step: "step", tokens: "tokens", hours: "hours" };
+const AXES = ["step", "tokens", "hours"];
 const COLOURS = 8;
 const NOT_DRAWN = /runtime|_per_second|total_flos|^(loss|grad_norm|learning_rate|epoch|train_loss)$/;
 const MOST_OWN = 24; // charts of the program's own values
@@ -149,7 +149,7 @@ function remember() {
 
 function recall() {
   const state = new URLSearchParams(location.hash.slice(1));
-  page.axis = state.get("x") in AXES ? state.get("x") : "step";
+  page.axis = AXES.includes(state.get("x")) ? state.get("x") : "step";
   page.smooth = Math.min(0.99, Math.max(0, Number(state.get("smooth")) || 0));
   page.logs = new Set((state.get("log") ?? "").split(",").filter(Boolean));
   page.hidden = new Set(state.getAll("hide"));
