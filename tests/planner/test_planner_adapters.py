@@ -73,6 +73,11 @@ def test_a_quantised_base_by_hand() -> None:
     for plan in (Candidate(), Candidate(shard=2, zero_stage=2)):
         memory = peak_memory(EIGHT, plan, job)
         assert memory.weights == pytest.approx(packed * (0.5 + 4 / 64) + 2 * rest + 4 * adapters, rel=1e-3)
+    assert Lora(rank=8, quantised="nf4").against_tensor(EIGHT.runs, 8) is None
+    assert "4096 packed channels" in str(Lora(rank=8, quantised="nf4").against_tensor(EIGHT.runs, 128))
+    assert Lora(rank=8, quantised="int8").against_tensor(EIGHT.runs, 2) and not Lora(rank=8).against_tensor(
+        EIGHT.runs, 3
+    )
     assert not job.rounds_updates(Candidate())  # adapters are in 32 bits
     assert state_memory(EIGHT, job) < memory.total
 

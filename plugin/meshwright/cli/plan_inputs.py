@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshwright.planner.search import Search
     from meshwright.planner.shapes import ModelShape
     from meshwright.planner.space import Space
-    from meshwright.planner.trainings import Training
+    from meshwright.planner.trainings import TrainingWay
 
 Number = TypeVar("Number", int, float)
 
@@ -359,7 +359,7 @@ class PlanQuestion:
         found = find(space, explains=is_shown)
         return without_repetitions(with_simple_plans(found, space, find, within=within), wanted)
 
-    def compared(self, space: Space) -> list[Training]:
+    def compared(self, space: Space) -> list[TrainingWay]:
         """Return the ways to train the model, if adapters are asked for."""
         from meshwright.planner.trainings import trainings
 

@@ -8,7 +8,7 @@ the head are frozen without one. A quantised base is what bitsandbytes makes of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -24,8 +24,9 @@ ADAPTER_BYTES = 4  # PEFT casts the factors of a 16-bit model to 32 bits (autoca
 ADAPTED_LAUNCHES = 6 / 50
 # Bytes per element of a packed weight: 4 bits and a 32-bit scale for each 64 elements, or 8 bits. The scale for each
 # row of an 8-bit weight is left out.
-_PACKED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}
-_DOUBLE = 0.5 + 1 / 64 + 4 / (64 * 256)  # the scales in 8 bits, with a scale of their own for each 256
+_BLOCK = 64
+_PACKED = {"nf4": 0.5 + 4 / _BLOCK, "int8": 1.0}
+_DOUBLE = 0.5 + 1 / _BLOCK + 4 / (_BLOCK * 256)  # the scales in 8 bits, with a scale of their own for each 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,16 @@ class Lora:
         if self.quantised is None:
             return element_bytes
         return _DOUBLE if self.quantised == "nf4" and self.double else _PACKED[self.quantised]
+
+    def against_tensor(self, runs: Sequence[LayerShape], tp: int) -> str | None:
+        """Return why ``tp`` ranks cannot share a quantised base; None if they can."""
+        if self.quantised == "int8":
+            return "bitsandbytes quantises each token's activations by all of them, of which a rank has a part"
+        widths = sorted({each.inner for run in runs for each in projections(run) if each.is_row})
+        cut = next((width for width in widths if width % (tp * _BLOCK)), None)
+        if self.quantised is None or cut is None:
+            return None
+        return f"a rank's part of {cut} packed channels is not a multiple of {_BLOCK}, which share a scale"
 
     def elements(self, layer: LayerShape, tp: int = 1) -> float:
         """Return the elements of the adapters of one layer on one of ``tp`` ranks.

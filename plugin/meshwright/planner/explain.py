@@ -17,7 +17,7 @@ from meshwright.planner.remedies import masters_line, no_fit
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simplicity import TIE
-from meshwright.planner.trainings import Training, training_dict, training_text
+from meshwright.planner.trainings import TrainingWay, training_dict, training_text
 
 __all__ = ["TIE", "grid", "no_fit"]
 _GIB = 2**30
@@ -83,7 +83,7 @@ def text(
     *,
     changed: Sequence[Change] | None = None,
     budget: Budget | None = None,
-    compared: Sequence[Training] = (),
+    compared: Sequence[TrainingWay] = (),
 ) -> str:
     """Return the whole answer as text.
 
@@ -185,7 +185,7 @@ def error_band(found: Search) -> str:
 
 
 def as_dict(
-    found: Search, *, changed: Sequence[Change] = (), budget: Budget | None = None, compared: Sequence[Training] = ()
+    found: Search, *, changed: Sequence[Change] = (), budget: Budget | None = None, compared: Sequence[TrainingWay] = ()
 ) -> dict[str, object]:
     """Return the whole answer as plain data, for ``--json``."""
     return {

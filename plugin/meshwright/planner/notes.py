@@ -91,9 +91,10 @@ def measured_notes(shape: ModelShape, job: Job) -> Iterator[str]:
                     f"a sequence of {job.seq_len} tokens cannot hold {images:g} x {towers.image}, which takes "
                     f"{towers.tokens:,} tokens each: use a longer --seq-len, or fewer --images-per-row"
                 )
+            tower = "and their tower" if job.lora is None else "and the weights of their tower, which is frozen"
             yield (
                 f"{weights}; memory counts {images:g} x {towers.image} per sequence, {towers.tokens:,} tokens each, "
-                "and their tower; the time of the tower is not estimated"
+                f"{tower}; the time of the tower is not estimated"
             )
     if any(run.measured is not None for run in shape.runs):
         yield "the memory of layers was measured in a pass without values, with torch's own kernels"

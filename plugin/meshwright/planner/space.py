@@ -170,6 +170,9 @@ class Space:
             return f"crosses the fast domain of {domain} devices"
         if domain % tp and tp > 1:
             return f"is not a divisor of {domain}, the number of devices in the fast domain"
+        lora = self.job.lora
+        if tp > 1 and lora is not None and (reason := lora.against_tensor(shape.runs, tp)):
+            return reason
         if uneven := next(shape.uneven(tp), None):
             return f"{uneven} is not divisible by {tp}"
         return self.too_narrow(tp)

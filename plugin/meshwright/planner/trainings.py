@@ -16,7 +16,7 @@ from meshwright.planner.shapes import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingWay:
     """One way to train a model, with its best plan.
 
     Args:
@@ -41,7 +41,7 @@ class Training:
         return plan.label + " *" * self.job.rounds_updates(plan)
 
 
-def trainings(shape: ModelShape, job: Job, find: Callable[[Job], Search]) -> list[Training]:
+def trainings(shape: ModelShape, job: Job, find: Callable[[Job], Search]) -> list[TrainingWay]:
     """Return the ways to train a model, beginning with all weights; the job's own adapters are among them.
 
     Args:
@@ -59,7 +59,7 @@ def trainings(shape: ModelShape, job: Job, find: Callable[[Job], Search]) -> lis
             found: Search | None = find(each)
         except PlanError:
             found = None
-        rows.append(Training(job=each, trained=trained_parameters(shape, lora), found=found))
+        rows.append(TrainingWay(job=each, trained=trained_parameters(shape, lora), found=found))
     return rows
 
 
@@ -73,7 +73,7 @@ def trained_parameters(shape: ModelShape, lora: Lora | None) -> int:
 HEAD = ("trained", "parameters", "plan", "step", "tokens/s/GPU", "memory")
 
 
-def training_rows(rows: Sequence[Training], budget: Budget | None) -> list[tuple[str, ...]]:
+def training_rows(rows: Sequence[TrainingWay], budget: Budget | None) -> list[tuple[str, ...]]:
     """Return the cells of a table, its heading first."""
     has_price = budget is not None and budget.price is not None
     extra = ("days", "GPU-hours", *(["cost"] if has_price else [])) if budget else ()
@@ -93,12 +93,12 @@ def training_rows(rows: Sequence[Training], budget: Budget | None) -> list[tuple
     return cells
 
 
-def training_text(rows: Sequence[Training], budget: Budget | None) -> str:
+def training_text(rows: Sequence[TrainingWay], budget: Budget | None) -> str:
     """Return the table as text."""
     return "What is trained, with the first plan of each:\n\n" + grid(training_rows(rows, budget), left=3)
 
 
-def training_dict(rows: Sequence[Training], budget: Budget | None) -> list[dict[str, object]]:
+def training_dict(rows: Sequence[TrainingWay], budget: Budget | None) -> list[dict[str, object]]:
     """Return the rows as plain data."""
     found: list[dict[str, object]] = []
     for row in rows:
