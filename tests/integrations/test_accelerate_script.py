@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import re
 import socket
@@ -25,6 +26,7 @@ import meshwright as mw
 from examples import accelerate_train
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.optim.runtime import runtime_of
+from meshwright.temporarily import temporarily
 from meshwright_hf.accelerate import activate, deactivate, prepare
 from support.accelerated import accelerator, dataset, forget
 from support.models import build, tokens
@@ -242,17 +244,24 @@ def test_evaluation_inside_an_epoch_of_a_stream(pool2: Any) -> None:
     assert skipped == [1], "the break before it ended another epoch"
 
 
-def pick() -> tuple[mw.ParallelPlan, int]:
-    with accelerator() as accelerate:
+def pick() -> tuple[mw.ParallelPlan, int, list[str]]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    with (
+        accelerator() as accelerate,
+        temporarily(logging.getLogger("meshwright.choose.picked_plan"), handlers=[handler]),
+    ):
         model = build("llama")
         objects = (model, make_optimizer(model), DataLoader(dataset(8), batch_size=2))
         model, _, loader = prepare(accelerate, *objects)
-        return mw.plan_of(model), len(loader)
+        return mw.plan_of(model), len(loader), told
 
 
 def test_a_plan_is_picked_for_the_batch_that_it_makes(pool2: Any) -> None:
-    (plan, steps), other = pool2.run(pick)
-    assert (plan, steps) == other
+    (plan, steps, told), other = pool2.run(pick)
+    assert (plan, steps, []) == other
+    assert len(told) == 1 and f"picked {plan.label}" in told[0] and f", {2 * plan.dp} x " in told[0]
     assert plan.world_size == 2
     assert steps == 8 // (2 * plan.dp)
 

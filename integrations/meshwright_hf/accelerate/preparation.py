@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from meshwright.choose.given_plan import config_with, given_plan, plan_in_model, source_of_plan
-from meshwright.choose.picked_plan import choose_plan
+from meshwright.choose.picked_plan import pick_plan, tell_reasons
 from meshwright.compiling import leave_out_of_graphs, without_compilation
 from meshwright.distribute.attach_optimizer import plan_to_complete
 from meshwright.distribute.to_distributed import to_distributed
@@ -279,8 +279,9 @@ def _pick_plan(
         if loader is not None and not accelerator.split_batches:
             loader = global_batches(loader, dp)
         device = device_for(device_of(model))
-        plan = choose_plan(model, optimizer, loader, config, node_num=None, device=device)
+        plan, reasons = pick_plan(model, optimizer, loader, config, node_num=None, device=device)
         tried.add(dp)
         if plan.dp in tried or accelerator.split_batches or config.input_spec is not None:
+            tell_reasons(reasons)  # those of earlier rounds are about other batches
             return plan
         dp = plan.dp

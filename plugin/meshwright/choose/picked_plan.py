@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
@@ -66,7 +67,31 @@ def choose_plan(
     node_num: int | None,
     device: torch.device,
 ) -> ParallelPlan:
-    """Return the plan that the planner picks on rank 0; every rank gets the same plan.
+    """Return the plan that the planner picks on rank 0, which logs the reasons; every rank gets the same plan.
+
+    The arguments are those of :func:`pick_plan`.
+    """
+    plan, reasons = pick_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
+    tell_reasons(reasons)
+    return plan
+
+
+def tell_reasons(reasons: str) -> None:
+    """Log the reasons for a picked plan on rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("%s", reasons)  # INFO is hidden by default
+
+
+def pick_plan(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    dataloader: Iterable[object] | None,
+    config: ToDistributedConfig,
+    *,
+    node_num: int | None,
+    device: torch.device,
+) -> tuple[ParallelPlan, str]:
+    """Return the plan that the planner picks on rank 0, and its reasons, without logging them.
 
     Args:
         model: a model with a transformers config, or with a decoder's structure.
@@ -89,10 +114,11 @@ def choose_plan(
         if choice.plan.pp > 1 and (reason := why_not_cut(model, config)) is not None:
             found = _search(model, rows, length, nodes, config, device, no_stages=reason)
             choice = _first_runnable(found, model, optimizer, config)
-        logger.warning("%s", "\n".join(_lines(found, choice, type(model).__name__)))  # INFO is hidden by default
-        return choice.plan.runnable_fields()
+        reasons = "\n".join(_lines(found, choice, type(model).__name__))
+        return {"plan": choice.plan.runnable_fields(), "reasons": reasons}
 
-    return with_sequence_parallel(ParallelPlan(**on_first_rank(pick)), config)
+    picked = on_first_rank(pick)
+    return with_sequence_parallel(ParallelPlan(**picked["plan"]), config), picked["reasons"]
 
 
 def _search(
