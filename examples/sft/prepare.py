@@ -3,7 +3,7 @@
     python -m examples.sft.prepare
 
 In place of a download, the base model is a tiny random Llama. Its tokenizer has one token per word, and a chat template
-that marks what the assistant says. The conversations ask to count on: "3 4 5 6" has the answer "7 8 9 10".
+that marks what the assistant says. The conversations ask to count on: "3 4 5 6" has the answer "7 8 9".
 """
 
 from __future__ import annotations
@@ -39,16 +39,11 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **roles)
 
 
-def conversation(start: int) -> dict[str, list[dict[str, str]]]:
-    """Return a question and its answer, of several lengths."""
-    asked, answered = (" ".join(str(n % NUMBERS) for n in numbers) for numbers in _numbers(start))
-    user, assistant = {"role": "user", "content": f"Count on: {asked}"}, {"role": "assistant", "content": answered}
-    return {"messages": [user, assistant]}
-
-
-def _numbers(start: int) -> tuple[range, range]:
-    middle = start + 4
-    return range(start, middle), range(middle, middle + 3 + start % 3)
+def conversation(start: int, asked: int) -> dict[str, list[dict[str, str]]]:
+    """Return a question with this many numbers, and an answer of three."""
+    numbers = [str(n % NUMBERS) for n in range(start, start + asked + 3)]
+    user = {"role": "user", "content": f"Count on: {' '.join(numbers[:asked])}"}
+    return {"messages": [user, {"role": "assistant", "content": " ".join(numbers[asked:])}]}
 
 
 def main(folder: Path) -> None:
@@ -56,12 +51,14 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     tokenizer = chat_tokenizer()
     tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.1, **SIZES, **HEADS, **tokens)
+    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.05, **SIZES, **HEADS, **tokens)
     LlamaForCausalLM(config).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    held_out = [start for start in range(NUMBERS) if start % 8 == 5]
-    for name, starts in (("train", sorted(set(range(NUMBERS)) - set(held_out))), ("held_out", held_out)):
-        lines = [json.dumps(conversation(start)) for start in starts]
+    conversations = [conversation(start, asked) for start in range(NUMBERS) for asked in (2, 3, 4)]
+    held_out = conversations[::12]
+    rest = [each for each in conversations if each not in held_out]
+    for name, rows in (("train", rest), ("held_out", held_out)):
+        lines = [json.dumps(row) for row in rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
         print(f"{len(lines)} conversations in {folder / name}.jsonl")
 
