@@ -50,8 +50,8 @@ PARSED_ONLY = {
 WHOLE_PROGRAMS = [
     "CONTRIBUTING.md", "accelerate.md", "calibration.md", "checkpoints.md", "compile.md", "context.md", "cuda.md",
     "data.md", "deepspeed.md", "gaps.md", "launching.md", "lora.md", "moe.md", "pipeline.md", "plan_70b.md",
-    "planner.md", "pretraining.md", "primitives.md", "questions.md", "sft.md", "trainer.md", "transformers.md", "verify.md",
-    "vision.md",
+    "planner.md", "pretraining.md", "primitives.md", "questions.md", "sft.md", "trainer.md", "transformers.md",
+    "verify.md", "vision.md",
 ]  # fmt: skip
 ADDED = {
     "calibrate": (["--seconds", "1"], "measures for 100 seconds unless told otherwise"),
