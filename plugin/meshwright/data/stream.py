@@ -74,7 +74,7 @@ class ShardedStream:
     Raises:
         ValueError: a size below 1, or a dataset without shards.
 
-    Examples:
+    Example:
         >>> stream = ShardedStream([range(3), range(3, 5)], batch_size=4, dp=Axis("dp"))
         >>> [rows.samples for rows in stream]
         [[0, 3, 1, 4], [2]]
