@@ -130,13 +130,24 @@ def test_the_trainer_steps_saves_and_resumes_a_chain(pool2: Any, tmp_path: Path)
     assert_equal(resumed[0], expected)
 
 
-def part_of_a_chain() -> None:
+def test_a_chain_refuses_the_state_of_a_part_and_another_chain() -> None:
+    muon, adamw = make(build("qwen3"))
+    chain = mw.ChainedOptimizer(muon, adamw)
+    with pytest.raises(mw.UnreadableTensorError, match="save_optimizer"):
+        adamw.state_dict()
+    with pytest.raises(mw.UnreadableTensorError, match="of the chain"):
+        muon.load_state_dict(chain.state_dict())
+    with pytest.raises(ValueError, match="part of another"):
+        mw.ChainedOptimizer(chain)
+
+
+def different_parts() -> None:
     model = build("qwen3")
-    muon, adamw = make(model)
-    mw.to_distributed(model, mw.ChainedOptimizer(muon, adamw), plan="dp2 zero1")
-    adamw.state_dict()
+    parts = make(model)
+    mw.to_distributed(model, mw.ChainedOptimizer(*parts), plan="dp2 zero1")
+    parts[dist.get_rank()].step()
 
 
-def test_the_state_of_a_part_is_refused_as_that_of_the_chain(pool2: Any) -> None:
-    for kind, message in pool2.run_expecting_error(part_of_a_chain):
-        assert kind == "UnreadableTensorError" and "meshwright.save_optimizer" in message
+def test_ranks_that_step_different_parts_are_an_error(pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(different_parts):
+        assert kind == "DivergenceError" and "Muon alone" in message and "AdamW alone" in message

@@ -1,4 +1,4 @@
-"""``offload="optimizer"``: the host keeps the optimizer's state and masters, and every number stays as it is."""
+"""``offload="optimizer"``: the host keeps the optimizer's state and masters, and on CPU no bit of a number changes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
+from meshwright.checkpoint.format.background import Background
 from meshwright.optim import host_copy
 from support.models import build, labels_for, tokens
 from support.tiers import crossings
@@ -143,13 +144,21 @@ def test_a_run_resumes_with_and_without(
     assert_same(resumed, pool2.run(train, PLANS["dp2 zero1"], kind)[0])
 
 
-def stepped_parts(plan: dict[str, Any]) -> list[tuple[int, ...]]:
-    """The numbers of parameters that the optimizer has when the host steps, in each call; and whether it is in one."""
+def before_a_step(plan: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
     model = build("qwen3")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, _ = mw.to_distributed(
         model, optimizer, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), bucket_size_mb=0.03)
     )
+    ids = tokens(4, 12)
+    model(input_ids=ids, labels=labels_for(ids)).loss.backward()
+    return model, optimizer
+
+
+def stepped_parts(plan: dict[str, Any]) -> list[int]:
+    """How many parameters have a state when a bucket is sent, for each bucket."""
+    _, optimizer = before_a_step(plan)
     calls = []
     send = host_copy.HostCopy.send
 
@@ -157,8 +166,6 @@ def stepped_parts(plan: dict[str, Any]) -> list[tuple[int, ...]]:
         calls.append(len(optimizer.state))
         send(self)
 
-    ids = tokens(4, 12)
-    model(input_ids=ids, labels=labels_for(ids)).loss.backward()
     with mock.patch.object(host_copy.HostCopy, "send", sent):
         optimizer.step()
     return calls
@@ -167,6 +174,27 @@ def stepped_parts(plan: dict[str, Any]) -> list[tuple[int, ...]]:
 def test_a_bucket_returns_before_the_next_is_stepped() -> None:
     calls = stepped_parts(offloaded(PLANS["zero1"]))
     assert len(calls) > 2 and calls == sorted(set(calls)), "each bucket is sent once, when those before have a state"
+
+
+def with_a_hook(plan: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model, optimizer = before_a_step(plan)
+    optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups[0].update(lr=1e-3))
+    optimizer.step()
+    return mw.full_state_dict(model)
+
+
+def test_a_hook_of_the_program_changes_the_step_of_each_bucket() -> None:
+    assert_same(with_a_hook(offloaded(PLANS["zero1"])), with_a_hook(PLANS["zero1"]))
+
+
+def test_no_bucket_is_stepped_before_a_save_has_its_copy() -> None:
+    _, optimizer = before_a_step(offloaded(PLANS["zero1"]))
+    seen: list[int] = []
+    with mock.patch.object(Background, "wait_for_copy", lambda _: seen.append(len(optimizer.state))):
+        background = Background()
+        background.hold_steps_of(optimizer)
+        optimizer.step()
+    assert seen == [0] and optimizer.state
 
 
 def with_a_closure() -> None:

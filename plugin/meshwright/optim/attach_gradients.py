@@ -16,7 +16,7 @@ from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.process_group import ensure_process_group, world_size
 from meshwright.mesh.process_mesh import ProcessMesh
-from meshwright.optim.chained import ChainedOptimizer, members
+from meshwright.optim.chained import ChainedOptimizer, members, step_name
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.modes import follow_modes
@@ -71,7 +71,7 @@ def install_gradient_sync(
         # step.
         host = HostSteps(optimizer, gradients.zero, whole_groups) if gradients.zero is not None and on_host else None
         if whole is not None:
-            optimizer.register_step_pre_hook(lambda *_: runtime.meet_all("optimizer step"))
+            optimizer.register_step_pre_hook(lambda *_: runtime.meet_all(step_name(optimizer)))
             whole.hook_end()
         elif gradients.zero is not None and runtime.weights is None:
             optimizer.register_step_pre_hook(runtime.meet_before_publishing)
@@ -87,6 +87,8 @@ def install_gradient_sync(
         if runtime.weights is not None:
             optimizer.register_step_post_hook(runtime.weights.release)
         StepWindow().over(optimizer)
+        if host is not None:
+            host.end_hooks()
         if isinstance(optimizer, ChainedOptimizer):
             optimizer.step_together()
         for each in {optimizer, *members(optimizer)}:

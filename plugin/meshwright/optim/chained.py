@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from meshwright.errors import UnreadableTensorError
+
 _CHAIN = "_meshwright_chain"
 
 
@@ -17,13 +19,13 @@ class ChainedOptimizer(Optimizer):
 
     It has the groups and the state of all of them, so a scheduler, a scaler, ``zero_grad`` and a checkpoint reach each.
     Nothing is copied: a group of the chain is the group of its optimizer. A program may also step and clear the
-    optimizers by themselves, in any order, as it did before they were chained.
+    optimizers by themselves, in any order, as it did before they were chained. Their state dicts are that of the chain.
 
     Args:
         optimizers: the optimizers, each of other parameters, in the order in which they step.
 
     Raises:
-        ValueError: without optimizers, or if two of them have the same parameter.
+        ValueError: without optimizers, if one of them is a chain, or if two of them have the same parameter.
 
     Example::
 
@@ -36,12 +38,16 @@ class ChainedOptimizer(Optimizer):
     def __init__(self, *optimizers: Optimizer):
         if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
             raise ValueError("ChainedOptimizer takes torch optimizers: ChainedOptimizer(Muon(...), AdamW(...))")
+        if any(isinstance(each, ChainedOptimizer) for each in optimizers):
+            raise ValueError("a chain cannot be a part of another: ChainedOptimizer(*chain.optimizers, optimizer)")
         self.optimizers = optimizers
         self._alone: Optimizer | None = None  # the only one that steps now
         self._steps: dict[int, Callable[[], object]] = {}  # of a distributed chain, whose optimizers step as its parts
         super().__init__([group for each in optimizers for group in each.param_groups], {})
         for each in optimizers:
             self.state.update(each.state)
+            each.register_state_dict_pre_hook(_refuse_state_dict)
+            each.register_load_state_dict_pre_hook(_refuse_state_dict)
         self._share()
 
     def _share(self) -> None:
@@ -88,10 +94,26 @@ class ChainedOptimizer(Optimizer):
             each.__setstate__({"state": self.state, "param_groups": each.param_groups})
 
 
+def _refuse_state_dict(optimizer: Optimizer, *_: object) -> None:
+    raise UnreadableTensorError(
+        f"this {type(optimizer).__name__} is a part of a ChainedOptimizer, which has the state of all its parts. Call "
+        "state_dict() or load_state_dict() of the chain; or, on all ranks, meshwright.save_optimizer(model, optimizer, "
+        "folder) and meshwright.load_optimizer"
+    )
+
+
 def stepping(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """Return the optimizers of a chain that step now, or the optimizer itself."""
     alone = optimizer._alone if isinstance(optimizer, ChainedOptimizer) else None
     return members(optimizer) if alone is None else (alone,)
+
+
+def step_name(optimizer: Optimizer) -> str:
+    """Return what the present step is called where ranks meet, which all must make."""
+    if len(stepping(optimizer)) == len(members(optimizer)):
+        return "optimizer step"
+    (alone,) = stepping(optimizer)
+    return f"step of {type(alone).__name__} alone, number {members(optimizer).index(alone) + 1} of the chain"
 
 
 def groups_of(optimizer: Optimizer, chain: Optimizer) -> list[int]:

@@ -23,7 +23,7 @@ class HostCopy:
     """
 
     def __init__(self, own: Tensor, dtype: torch.dtype):
-        self._own = own
+        self._own, self._is_async = own, own.is_cuda
         self._values = _pinned(own, own.dtype)
         self.master = self._values if dtype == own.dtype else torch.zeros(own.shape, dtype=dtype, device="cpu")
         self.gradient = _pinned(own, dtype)
@@ -31,9 +31,9 @@ class HostCopy:
 
     def fetch(self, gradients: Iterable[tuple[slice, Tensor]]) -> None:
         """Start to copy the weights and these gradients, each with its place in the segment, to the host."""
-        self._values.copy_(self._own, non_blocking=True)
+        self._values.copy_(self._own, non_blocking=self._is_async)
         for place, gradient in gradients:
-            self.gradient[place].copy_(gradient.as_subclass(Tensor), non_blocking=True)
+            self.gradient[place].copy_(gradient.as_subclass(Tensor), non_blocking=self._is_async)
 
     def take_in(self) -> None:
         """Use what the program wrote into the weights since they were sent, once they have been fetched.
@@ -61,7 +61,7 @@ class HostCopy:
         """Start to copy the stepped values to the device."""
         if self.master is not self._values:
             self._values.copy_(self.master)
-        self._own.copy_(self._values, non_blocking=True)
+        self._own.copy_(self._values, non_blocking=self._is_async)
 
 
 def _pinned(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.optim.chained import stepping
+from meshwright.optim.chained import members, stepping
 from meshwright.optim.host_copy import HostCopy, SideStream
 from meshwright.optim.reads import ELEMENTWISE
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket
@@ -43,10 +43,15 @@ class HostSteps:
         self._slices: list[list[nn.Parameter]] = []  # what each group has between steps
         self._sent: set[int] = set()  # the ids of the buckets whose stepped weights are on their way back
         self._side: SideStream | None = None
+        self._last_hook: int | None = None  # of those that the call adds
 
     def hook_begin(self) -> None:
         """Add the hook that begins a step, after those that settle the gradients."""
         self._optimizer.register_step_pre_hook(self._open)
+
+    def end_hooks(self) -> None:
+        """Say that all hooks of the call are added. Those that follow are the program's, and see a step as a whole."""
+        self._last_hook = self._newest_hook()
 
     def hook_end(self) -> None:
         """Add the hook that ends a step, before those that publish what was stepped."""
@@ -81,11 +86,13 @@ class HostSteps:
                 f"{type(optimizer).__name__}.step(closure) computes gradients inside of the step, but under offload="
                 "'optimizer' they are copied to the host before it. Call loss.backward(), and then optimizer.step()"
             )
-        for name in ("grad_scale", "found_inf"):  # what a scaler leaves for a fused optimizer
-            if isinstance(number := getattr(optimizer, name, None), Tensor):
-                setattr(optimizer, name, number.cpu())
+        for each in stepping(optimizer):
+            for name in ("grad_scale", "found_inf"):  # what a scaler leaves for a fused optimizer
+                if isinstance(number := getattr(each, name, None), Tensor):
+                    setattr(each, name, number.cpu())
         self._sent = set()
         self.lend()
+        is_early = not self._has_other_hooks()
         with torch.no_grad(), reading_shards():
             arriving = [(sharded, self._fetch(sharded)) for sharded in self._reduction.sharded]
             for sharded, wait in arriving:
@@ -94,7 +101,8 @@ class HostSteps:
                 for piece in sharded.slices:
                     if piece.shard.grad is not None:
                         piece.stepped.grad = _host(sharded).gradient[piece.in_shard]
-                self._step_early(sharded)
+                if is_early:
+                    self._step_early(sharded)
         done = {id(p.stepped) for s in self._reduction.sharded if id(s) in self._sent for p in s.slices}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in done]
@@ -109,6 +117,14 @@ class HostSteps:
             self._side = SideStream(sharded.weights.master.device)
         gradients = [(p.in_shard, p.shard.grad) for p in sharded.slices if p.shard.grad is not None]
         return self._side.run(functools.partial(host.fetch, gradients))
+
+    def _has_other_hooks(self) -> bool:
+        """Return whether hooks of the program run after this one, which may change what is stepped."""
+        of_parts = [each for each in members(self._optimizer) if each is not self._optimizer]
+        return self._newest_hook() != self._last_hook or any(each._optimizer_step_pre_hooks for each in of_parts)
+
+    def _newest_hook(self) -> int:
+        return list(self._optimizer._optimizer_step_pre_hooks)[-1]
 
     def _step_early(self, sharded: ShardedBucket) -> None:
         """Step a bucket while others arrive, if its optimizers are torch's, which step each parameter by itself."""

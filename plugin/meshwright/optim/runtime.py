@@ -21,6 +21,7 @@ from meshwright.faults.guard import Guard
 from meshwright.faults.together import attempt, raise_if_any, succeed_together
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis, Mesh
+from meshwright.optim.chained import step_name
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.parallel.dropout_streams import DropoutStreams
@@ -220,12 +221,12 @@ class Runtime:
         self.compare_before_save()
         return cast(T, result)
 
-    def meet_before_publishing(self, *_: object) -> None:
+    def meet_before_publishing(self, optimizer: Optimizer, *_: object) -> None:
         """Compare the ranks that are about to step their slices of the same weights."""
         # Of the two axes over which ZeRO shards, the ranks of one are some of those of the other.
         axis = max(self.mesh.tokens, self.mesh.copies, key=lambda axis: axis.size)
         if self.guard is not None and axis.size > 1:
-            self.guard.meet("optimizer step", axis.group)
+            self.guard.meet(step_name(optimizer), axis.group)
 
     def meet_all(self, place: str) -> None:
         """Compare all ranks of the model, which are about to make collectives outside of a pass.

@@ -49,7 +49,9 @@ def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[Sharde
 def _slice_state(value: object, piece: Slice) -> object:
     if torch.is_tensor(value) and value.shape == piece.parameter.shape and value.ndim:
         return piece.layout.own(value).to(piece.stepped.device, piece.stepped.dtype).clone()
-    return value.clone() if torch.is_tensor(value) else value
+    if not torch.is_tensor(value):
+        return value
+    return value.clone() if piece.stepped is piece.shard else value.to(piece.stepped.device, copy=True)
 
 
 def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:

@@ -75,7 +75,8 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
             f"this {type(optimizer).__name__} was not distributed with the model, but steps {names[0]} and "
             f"{len(names) - 1} more parameter(s) that ZeRO shards over the data-parallel ranks. Its step would "
             "change none of them. Pass a single optimizer with several groups: "
-            "to_distributed(model, AdamW([{'params': a}, {'params': b, 'lr': 1e-4}]), loader); or use zero_stage=0"
+            "to_distributed(model, AdamW([{'params': a}, {'params': b, 'lr': 1e-4}]), loader), or several in one "
+            "mw.ChainedOptimizer(first, second); or use zero_stage=0"
         )
     if any(id(p) in stepped and layout_of(p).is_sharded for p in runtime.gradients.parameters):
         check_elementwise(optimizer, is_trusted=is_trusted, plan=runtime.plan)

@@ -292,6 +292,8 @@ def _without_memory(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _as_state(value: object, whole: nn.Parameter) -> object:
     """Return a value of a state that was made before the call, on the device and in the dtype of what is stepped."""
-    if not isinstance(value, Tensor) or not value.ndim:
+    if not isinstance(value, Tensor):
         return value
+    if not value.ndim:
+        return value.cpu() if whole.is_cpu else value
     return value.to(whole.device, whole.dtype if value.is_floating_point() else value.dtype)

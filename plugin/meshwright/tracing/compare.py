@@ -106,7 +106,7 @@ def trace_and_compare(model: nn.Module, shape: ModelShape, plan: Candidate, job:
     for name in ("parameters", "activations", "gradients", "optimizer", "peak"):
         if name != "activations" or count == 1:
             rows.append(_row(name, getattr(held, name), getattr(trace, name)))
-    lines = [f"Traced {plan.label} on {plan.world_size} fake ranks, {count} of its micro-batches, as on CPU with gloo:"]
+    lines = [f"Traced {plan.label} on {plan.world_size} fake ranks, {count} of its micro-batches, {_where(plan)}:"]
     lines += ["", grid(rows), "", grid(_traffic_rows(shape, plan, trace, sizes), left=3)]
     return "\n".join(lines)
 
@@ -145,8 +145,15 @@ def _of_stage(model: nn.Module, shape: ModelShape, plan: Candidate, job: Job, st
     ]
     return (
         f"Traced {plan.label} on {plan.world_size} fake ranks, stage {stage} of {plan.pp}, {count} of its "
-        f"micro-batches, as on CPU with gloo:\n\n{grid(sizes)}"
+        f"micro-batches, {_where(plan)}:\n\n{grid(sizes)}"
     )
+
+
+def _where(plan: Candidate) -> str:
+    host = (
+        "" if plan.offload is None else "; it counts also what the host has, which is not in the estimate of a device"
+    )
+    return f"as on CPU with gloo{host}"
 
 
 def _row(name: str, estimated: float, traced: float) -> tuple[str, ...]:

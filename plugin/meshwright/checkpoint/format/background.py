@@ -12,8 +12,9 @@ import threading
 import time
 import weakref
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -87,7 +88,9 @@ class Background:
             if (found := wait()) is not None:
                 found()
 
-        optimizer.register_step_pre_hook(hold)
+        handle = optimizer.register_step_pre_hook(hold)
+        hooks = cast("OrderedDict[int, object]", optimizer._optimizer_step_pre_hooks)
+        hooks.move_to_end(handle.id, last=False)  # before that of offload, which begins to step
         self._held.add(optimizer)
 
     def wait_for_copy(self) -> None:
