@@ -14,7 +14,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.plan.config import ParallelPlan
 
-_LEAST = "0.50"  # the version of bitsandbytes from which a packed weight may have the shape of its matrix
+_LEAST = "0.50"  # of bitsandbytes; earlier versions may transpose a packed weight, which then must be a column
 
 
 def is_quantised(model: nn.Module) -> bool:
@@ -74,8 +74,8 @@ def check_quantised(model: nn.Module, plan: ParallelPlan, device: torch.device) 
         version = getattr(sys.modules.get("bitsandbytes"), "__version__", _LEAST)
         if TorchVersion(version) < _LEAST:
             raise PlanError(
-                f"{name} is quantised to 4 bits, and bitsandbytes {version} multiplies by columns of elements alone. "
-                f"Run pip install 'bitsandbytes>={_LEAST}'"
+                f"{name} is quantised to 4 bits, and bitsandbytes {version} may read it as a column of elements, "
+                f"but plans keep it as a matrix. Run pip install 'bitsandbytes>={_LEAST}'"
             )
         if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
             raise PlanError(
