@@ -89,6 +89,9 @@ def test_widths_that_float8_does_not_take_after_tp_have_no_plan(tmp_path: Path) 
     done = run(path, "--tp 4 --gpus 8 --precision fp8", "weigh")
     assert done.exit_code == 2 and "ffn=2080 over tp=4 is no multiple of 16" in done.output, done.output
     assert run(path, "--tp 4 --gpus 8", "weigh").exit_code == 0
+    path.write_text(json.dumps({**CONFIG, "num_key_value_heads": 2}))
+    done = run(path, "--tp 4 --gpus 8 --precision fp8", "weigh")
+    assert done.exit_code == 2 and "tp=4 ranks would share 2 key heads" in done.output, done.output
 
 
 @pytest.mark.parametrize(("gpu", "precision"), [("b200", "fp4")])

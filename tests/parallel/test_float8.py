@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.distribute.check_float8 import check_float8
 from meshwright_hf.accelerate import prepare
 from support.accelerated import accelerator, dataset
 from support.float8 import Float8Run, run, with_float8
@@ -90,6 +91,17 @@ def refused(plan: dict[str, Any], what: str) -> str:
             from torchao.prototype.quantized_training.int8_mixed_precision import Int8MixedPrecisionTrainingLinear
 
             model.model.layers[0].mlp.up_proj.__class__ = Int8MixedPrecisionTrainingLinear
+        case "weights of another kind":
+            from torchao.prototype.quantized_training import int8_mixed_precision_training
+            from torchao.quantization import quantize_
+
+            quantize_(model, int8_mixed_precision_training(), lambda module, name: "up_proj" in name)
+        case "shared heads":
+            model = with_float8(build("llama", num_key_value_heads=1), "rowwise")
+        case "adapters":
+            from peft import LoraConfig, get_peft_model
+
+            model = with_float8(get_peft_model(model, LoraConfig(r=4, target_modules=["o_proj"])), "tensorwise")
         case "data parallel":
             try:
                 mw.DataParallel(with_float8(model, "tensorwise"))
@@ -112,7 +124,10 @@ def refused(plan: dict[str, Any], what: str) -> str:
     {
         "width": r"layers.0.mlp.gate_proj has a weight of 80 x 64, .* 40 x 64, .*multiples of 16.*smaller tp",
         "all-gather": "enable_fsdp_float8_all_gather=False",
-        "another kind": "mlp.up_proj is a torchao.*convert_to_float8_training",
+        "another kind": "mlp.up_proj computes as torchao.*convert_to_float8_training",
+        "weights of another kind": "mlp.up_proj computes as torchao.*Int8MixedPrecisionTrainingLinearWeight",
+        "shared heads": "k_proj is a float8 layer that several ranks of tp=2 have.*smaller tp",
+        "adapters": "o_proj.lora_B.default is a float8 layer that several ranks.*name.endswith",
         "data parallel": "float8 layer.*to_distributed",
         "compiled": "compile='layers' would end the graph",
         "late": "converted to float8 after to_distributed.*Convert the model first",
@@ -121,6 +136,14 @@ def refused(plan: dict[str, Any], what: str) -> str:
 def test_what_is_not_equal_is_refused(what: str, text: str, pool2: Any) -> None:
     for message in pool2.run(refused, {"tp": 2}, what):
         assert re.search(text, message, re.DOTALL), message
+
+
+@pytest.mark.parametrize("plan", [{"dp": 3}, {"dp": 2, "cp": 3}])
+def test_scales_of_powers_of_2_need_such_a_number_of_ranks(plan: dict[str, int]) -> None:
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+    with pytest.raises(mw.PlanError, match=r"times cp=\d is none.*round_scales_to_power_of_2=False"):
+        check_float8(with_float8(build("llama"), "rowwise"), mw.ParallelPlan(**plan), config, None, {})
+    check_float8(with_float8(build("llama"), "tensorwise"), mw.ParallelPlan(**plan), config, None, {})
 
 
 def train_with_accelerate(plan: dict[str, Any] | None, *, all_gather: bool) -> tuple[list[float], list[str]]:

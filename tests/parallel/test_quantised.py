@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.distribute.check_quantised import check_quantised
 from meshwright.layout.packed_weights import PackedMatrix, cut_statistics
 from meshwright.layout.row_layout import RowLayout
 from meshwright.roles.blocks.block import cut_over_tp
@@ -153,7 +154,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
     assert max(worst.values()) < tolerance, max(worst.items(), key=lambda item: item[1])
 
 
-PLANS = ["dp2", "dp2 zero2", "dp2 zero3", "tp2", "tp2+sp", "pp2"]
+PLANS = ["dp2", "dp2 zero2", "dp2 zero3", "tp2", "tp2+sp", "pp2", "dp2 zero1", "cp2", "dp2 tp2+sp zero1"]
 CASES = [
     *(("nf4, double", "llama", plan) for plan in PLANS),
     *(("fp4", "phi3", plan) for plan in ("tp2+sp", "pp2")),
@@ -165,8 +166,9 @@ CASES = [
 @pytest.mark.parametrize(
     ("kind", "family", "plan"), crossings(CASES, but=[CASES[4], CASES[5], ("fp4", "phi3", "tp2+sp"), CASES[-2]])
 )
-def test_training_equals_one_process(kind: str, family: str, plan: str, pool2: Any) -> None:
-    assert_equal(pool2.run(train, plan, kind, family)[0], train(None, kind, family))
+def test_training_equals_one_process(kind: str, family: str, plan: str, request: pytest.FixtureRequest) -> None:
+    pool: Any = request.getfixturevalue("pool4" if plan == PLANS[-1] else "pool2")
+    assert_equal(pool.run(train, plan, kind, family)[0], train(None, kind, family))
 
 
 def test_training_in_float32(pool2: Any) -> None:
@@ -260,3 +262,11 @@ def refused(what: str, plan: str) -> None:
 def test_what_would_change_the_numbers_is_refused(what: str, plan: str, said: str, pool2: Any) -> None:
     for kind, message in pool2.run_expecting_error(refused, what, plan):
         assert kind == "PlanError" and re.search(said, message, re.DOTALL), message
+
+
+def test_an_earlier_bitsandbytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantised()
+    check_quantised(model, mw.ParallelPlan(dp=2), torch.device("cpu"))
+    monkeypatch.setattr(bnb, "__version__", "0.49.2")
+    with pytest.raises(mw.PlanError, match=r"bitsandbytes 0.49.2 .*bitsandbytes>=0.50"):
+        check_quantised(model, mw.ParallelPlan(dp=2), torch.device("cpu"))

@@ -58,7 +58,14 @@ def check_float8(
             f"{first} is a float8 layer, whose scales are maxima over ranks, and compile={config.compile!r} would end "
             "the graph at each of them. Leave compile out, or convert_to_float8_training"
         )
+    parts = plan.dp * plan.cp
     for name, layer in layers.items():
+        if layer.config.round_scales_to_power_of_2 and parts.bit_count() > 1:
+            raise PlanError(
+                f"{name} rounds its scales to powers of 2, and dp={plan.dp} times cp={plan.cp} is none: a rank's "
+                f"gradients are {parts} times those of one device, and their elements would round to others. Use a "
+                "power of 2, or write Float8LinearConfig(round_scales_to_power_of_2=False), or use 'tensorwise'"
+            )
         if layer.config.enable_fsdp_float8_all_gather:
             raise PlanError(
                 f"{name} has Float8LinearConfig(enable_fsdp_float8_all_gather=True), which is for torch's FSDP2: this "
@@ -71,11 +78,11 @@ def check_float8(
     beside = modules_left_out(decoder, structure)
     _keep_out(layers, beside, "a tower", "only ranks whose rows have images or sound run it")
     if isinstance(structure, DecoderStructure):
-        _check_widths(structure, plan, layers)
+        _check_cuts(structure, plan, layers)
 
 
 def check_kinds(model: nn.Module, plan: str) -> None:
-    """Raise if a linear layer of torchao computes otherwise than by float8 with a scale for a tensor or a row.
+    """Raise if a layer or a weight of torchao computes otherwise than by float8 with a scale for a tensor or a row.
 
     Args:
         model: the model.
@@ -83,13 +90,15 @@ def check_kinds(model: nn.Module, plan: str) -> None:
     """
     known = {id(layer) for _, layer in float8_layers(model)}
     for name, module in model.named_modules():
-        kind = type(module)
-        is_own = isinstance(module, nn.Linear) and kind.forward is not nn.Linear.forward and id(module) not in known
-        if is_own and kind.__module__.partition(".")[0] == _LIBRARY:
+        if id(module) in known:
+            continue
+        own = type(module), *(type(parameter) for parameter in module.parameters(recurse=False))
+        kind = next((kind for kind in own if kind.__module__.partition(".")[0] == _LIBRARY), None)
+        if kind is not None:
             raise PlanError(
-                f"{name} is a {kind.__module__}.{kind.__name__}, and the plan {plan!r} would compute its scales from "
-                "parts of its tensors (MXFP8, NVFP4, blocks, int8). Use torchao.float8.convert_to_float8_training with "
-                "the recipe 'tensorwise' or 'rowwise' instead, or train in bf16"
+                f"{name} computes as {kind.__module__}.{kind.__name__}, and the plan {plan!r} would compute its scales "
+                "from parts of its tensors (MXFP8, NVFP4, blocks, int8). Use convert_to_float8_training of "
+                "torchao.float8 with the recipe 'tensorwise' or 'rowwise' instead, or train in bf16"
             )
 
 
@@ -103,9 +112,15 @@ def _keep_out(layers: Mapping[str, Float8Linear], owners: set[nn.Module], owner:
             )
 
 
-def _check_widths(structure: DecoderStructure, plan: ParallelPlan, layers: Mapping[str, Float8Linear]) -> None:
+def _check_cuts(structure: DecoderStructure, plan: ParallelPlan, layers: Mapping[str, Float8Linear]) -> None:
     for name, layer in layers.items():
         whole, layout = tuple(layer.weight.shape), structure.parameters.get(f"{name}.weight")
+        if layout is not None and layout.has_addends:
+            raise PlanError(
+                f"{name} is a float8 layer that several ranks of tp={plan.tp} have, each with an addend of its "
+                "gradient, as of key and value heads that ranks share and of adapters. The sum of addends in float8 is "
+                "not the gradient of one device. Use a smaller tp, or keep the layer in 16 bits. " + _keep(name)
+            )
         part = whole if layout is None else layout.local_shape
         if layer.config.emulate or not any(size % _MULTIPLE for size in part):
             continue

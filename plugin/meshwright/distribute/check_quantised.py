@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshwright.errors import PlanError
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.plan.config import ParallelPlan
+
+_LEAST = "0.50"  # of bitsandbytes; earlier versions may transpose a packed weight, which then must be a column
 
 
 def is_quantised(model: nn.Module) -> bool:
@@ -66,7 +70,14 @@ def check_quantised(model: nn.Module, plan: ParallelPlan, device: torch.device) 
     for name, module, packing in packed_modules(model):
         if packing.block == 1:
             _check_8_bit(name, module, plan, device)
-        elif getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+            continue
+        version = getattr(sys.modules.get("bitsandbytes"), "__version__", _LEAST)
+        if TorchVersion(version) < _LEAST:
+            raise PlanError(
+                f"{name} is quantised to 4 bits, and bitsandbytes {version} may read it as a column of elements, "
+                f"but plans keep it as a matrix. Run pip install 'bitsandbytes>={_LEAST}'"
+            )
+        if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
             raise PlanError(
                 f"{name} was evaluated on a CPU, where bitsandbytes has rounded its statistics to bfloat16, and it "
                 "could not be trained any more. Load the model again, and distribute it before it is evaluated"

@@ -173,7 +173,7 @@ class Float8Kernel(LinearKernel):
             _Operand(_rows(x), ("tokens", "in"), "in", c.cast_config_input, Role.INPUT),
             _Operand(weight.t(), ("in", "out"), "in", c.cast_config_weight, Role.WEIGHT),
         )
-        y = torch.mm(a, b).view(*x.shape[:-1], -1)
+        y = torch.mm(a, b).view(*x.shape[:-1], weight.shape[0])
         y = y if bias is None else y + bias
         return y if out is None else out.copy_(y)
 
@@ -185,7 +185,7 @@ class Float8Kernel(LinearKernel):
             _Operand(_rows(gradient), ("tokens", "out"), "out", c.cast_config_grad_output, Role.GRAD_OUTPUT),
             _Operand(weight.t(), ("in", "out"), "out", c.cast_config_weight_for_grad_input, Role.WEIGHT),
         )
-        result = torch.mm(a, b.t()).view(*gradient.shape[:-1], -1)
+        result = torch.mm(a, b.t()).view(*gradient.shape[:-1], weight.shape[1])
         return result if out is None else out.copy_(result)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor, *, total: Tensor | None = None) -> Tensor:

@@ -189,6 +189,8 @@ class Space:
             for name, whole, part in widths:
                 if part % 16:
                     return f"{name}={whole} over tp={tp} is no multiple of 16, which float8 needs"
+            if run.local_kv_width(tp) * tp > run.kv_width:
+                return f"tp={tp} ranks would share {run.kv_heads} key heads, which float8 does not take"
         return None
 
     def _cp_reason(self, cp: int) -> str | None:
