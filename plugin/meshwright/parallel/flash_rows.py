@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.parallel.batch_schema import BORDERS
 from meshwright.parallel.document_rows import Documents
 from meshwright.parallel.method_chain import BatchStep, StepOrder, add_step
 from meshwright.temporarily import temporarily
@@ -98,15 +99,34 @@ class FlashRows(BatchStep):
         self._takes_any = any(x.kind is x.VAR_KEYWORD for x in self.signature.parameters.values())
 
     @classmethod
-    def over(cls, model: nn.Module, *, is_told: bool, parts_tokens: bool) -> None:
-        """Add the step to a model that calls a flash attention package."""
+    def over(cls, model: nn.Module, towers: Collection[nn.Module], *, is_told: bool, parts_tokens: bool) -> None:
+        """Add the step to a model that calls a flash attention package.
+
+        Args:
+            model: the model.
+            towers: its towers, whose tokens are not those of the documents.
+            is_told: see the class.
+            parts_tokens: see the class.
+        """
         if flash_implementation(model) is None:
             return
         step = cls(model, is_told=is_told, parts_tokens=parts_tokens)
         add_step(model, step)
+        beside = [tower for tower in towers if tower is not model]
+        for tower in beside:  # some models pass all options of a call on to their towers
+            tower.register_forward_pre_hook(step.without_borders, with_kwargs=True)
+        inside = {module for tower in beside for module in tower.modules()}
         for name, module in model.named_modules():
-            if hasattr(module, "is_causal"):
+            if hasattr(module, "is_causal") and module not in inside:
                 module.register_forward_pre_hook(partial(step.check_attention, name), with_kwargs=True)
+
+    def without_borders(
+        self, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        """Return the arguments of a tower without the borders of documents, if they were added here."""
+        if self.now is None:
+            return None
+        return args, {name: x for name, x in kwargs.items() if name not in BORDERS}
 
     def check_attention(
         self, name: str, attention: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
