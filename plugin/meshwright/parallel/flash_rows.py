@@ -150,7 +150,10 @@ class FlashRows(BatchStep):
         mask = batch.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             documents = Documents.of(batch)
-            return documents if documents is not None and (documents.rows > 1 or self._parts_tokens) else None
+            if documents is None or not (documents.rows > 1 or self._parts_tokens):
+                return None
+            _check_first_positions(batch["position_ids"], documents)
+            return documents
         documents = Documents.of({name: x for name, x in batch.items() if name != "attention_mask"})
         # A row without padding is packed or not, depending on the other rows of its call.
         if documents is not None and any(
@@ -183,4 +186,17 @@ class FlashRows(BatchStep):
             f"the rows of a call have several documents, and {what}, so flash attention would let the documents see "
             "each other. Without cp, use ParallelPlan(micro_batch_size=1). Or load the model with "
             "attn_implementation='sdpa'"
+        )
+
+
+def _check_first_positions(positions: Tensor, documents: Documents) -> None:
+    """Raise a PlanError if positions begin anew at another place than 0, which transformers takes for no border."""
+    of_rows = positions[0] if positions.ndim == 3 else positions
+    of_rows = of_rows.expand(documents.rows, -1).cpu()
+    first = next((int(of_rows[row, start]) for row, start, _ in documents.spans if of_rows[row, start]), None)
+    if first is not None:
+        raise PlanError(
+            f"position_ids jump to {first} within a row, or begin there. In a call of one row transformers takes only "
+            "position 0 for the first token of a document, if flash attention runs. Let the positions of each document "
+            "begin at 0, or load the model with attn_implementation='sdpa'"
         )
