@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,13 +37,13 @@ def is_flash(stock: Callable[..., object]) -> bool:
     return module is not None and stock is module.flash_attention_forward
 
 
-def flash_implementation(model: nn.Module) -> str | None:
-    """Return the name of the flash attention package that a model's modules call; None if they call none."""
+def flash_implementation(modules: Iterable[nn.Module]) -> str | None:
+    """Return the name of the flash attention package that some of a model's modules call; None if they call none."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return None
     functions = transformers.ALL_ATTENTION_FUNCTIONS
-    names = (getattr(getattr(x, "config", None), "_attn_implementation", None) for x in model.modules())
+    names = (getattr(getattr(x, "config", None), "_attn_implementation", None) for x in modules)
     found: str | None = next((name for name in names if name in functions and is_flash(functions[name])), None)
     return found
 
@@ -74,7 +74,7 @@ def flash_function(implementation: str) -> Callable[..., Tensor]:
 
 def check_package(model: nn.Module) -> None:
     """Raise a PlanError if a model calls a flash attention package that this process cannot load."""
-    implementation = flash_implementation(model)
+    implementation = flash_implementation(model.modules())
     if implementation is not None:
         flash_function(implementation)
 
@@ -108,14 +108,14 @@ class FlashRows(BatchStep):
             is_told: see the class.
             parts_tokens: see the class.
         """
-        if flash_implementation(model) is None:
+        beside = [tower for tower in towers if tower is not model]
+        inside = {module for tower in beside for module in tower.modules()}
+        if flash_implementation(module for module in model.modules() if module not in inside) is None:
             return
         step = cls(model, is_told=is_told, parts_tokens=parts_tokens)
         add_step(model, step)
-        beside = [tower for tower in towers if tower is not model]
         for tower in beside:  # some models pass all options of a call on to their towers
             tower.register_forward_pre_hook(step.without_borders, with_kwargs=True)
-        inside = {module for tower in beside for module in tower.modules()}
         for name, module in model.named_modules():
             if hasattr(module, "is_causal") and module not in inside:
                 module.register_forward_pre_hook(partial(step.check_attention, name), with_kwargs=True)
