@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import meshwright as mw
@@ -135,9 +136,9 @@ def reference(family: str) -> dict[str, Tensor]:
         but=[
             ("llama", "tp2+sp"),
             ("llama", "pp2"),
-            ("mistral", "cp2, ulysses"),
+            ("gemma2", "cp2"),
+            ("gemma2", "cp2, ulysses"),
             ("gemma2", "cp2, ring"),
-            ("deepseek_v3", "cp2"),
         ],
     ),
 )
@@ -151,7 +152,7 @@ def test_equals_one_process(family: str, plan_name: str, request: pytest.Fixture
 
 @pytest.mark.parametrize(
     ("family", "plan_name"),
-    crossings(product(("llama", "gemma2", "gpt_oss"), FOUR), but=[("gemma2", "cp4, hybrid")]),
+    crossings(product(("llama", "gemma2", "gpt_oss"), FOUR)),
 )
 def test_equals_one_process_on_four_ranks(family: str, plan_name: str, pool4: Any) -> None:
     assert_equals_one_process(pool4.run(train, FOUR[plan_name], family), reference(family))
@@ -174,7 +175,7 @@ def train_planted(plan: dict[str, Any], family: str, fault: str) -> dict[str, Te
 @pytest.mark.parametrize(
     ("family", "plan_name", "fault", "result"),
     [
-        ("mistral", "cp2", "no window", "loss 0"),
+        ("gemma2", "cp2", "no window", "loss 0"),
         ("llama", "cp2", "padding sees and is seen", "loss 1"),
         ("llama", "tp2+sp", "borders of documents are left out", "loss 3"),
         ("llama", "cp2, ring", "the logarithm of a block alone", "norm 0"),
@@ -221,11 +222,14 @@ def message_of(plan: dict[str, Any], family: str, batch: dict[str, Any], **trait
 def test_what_would_differ_is_refused(pool2: Any) -> None:
     rows = {"input_ids": tokens(2, 12), "labels": tokens(2, 12)}
     packed = rows | {"position_ids": _positions(5, 7).expand(2, -1)}
+    jump = rows | {"position_ids": (torch.arange(12) + 4 * (torch.arange(12) > 4)).expand(2, -1)}
     mask = torch.ones(2, 12, dtype=torch.int64)
     holes = mask.clone()
     holes[0, 4] = 0
     cases: list[tuple[dict[str, Any], str, dict[str, Any], dict[str, Any], str]] = [
         (PLANS["tp2+sp"], "llama", packed | {"attention_mask": mask}, {}, "Leave attention_mask out"),
+        (PLANS["tp2+sp"], "llama", jump, {}, "begin at 0"),
+        (PLANS["cp2"], "llama", jump, {}, "begin at 0"),
         (PLANS["cp2"], "llama", rows | {"attention_mask": holes}, {}, "padding between the tokens"),
         (PLANS["cp2"], "llama", rows | _borders(0, 24), {}, "position_ids that begin anew"),
         (PLANS["pp2"], "llama", rows | _borders(0, 24), {}, "position_ids that begin anew"),
@@ -247,6 +251,30 @@ def test_a_missing_package_is_an_error_on_all_ranks(pool2: Any) -> None:
     for plan in (PLANS["tp2+sp"], PLANS["cp2"]):
         for message in pool2.run(message_without_package, plan):
             assert "pip install flash-attn" in message and "attn_implementation='sdpa'" in message
+
+
+def test_borders_of_documents_do_not_reach_a_tower() -> None:
+    """Qwen2-VL passes all options of a call on to its tower, which has borders of its own."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    rotary = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    text = {**sizes, "num_key_value_heads": 2, "vocab_size": 99, "rope_parameters": rotary}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=90)
+    ids = tokens(2, 14).clamp(max=80)
+    ids[:, 2:6] = 90
+    rows = {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == 90, -100),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+    }
+    with Float64(), installed():
+        rows |= {"pixel_values": torch.randn(2, 16, 96), "position_ids": _positions(8, 6).expand(4, 2, -1)}
+        alone: Any = with_flash(transformers.Qwen2VLForConditionalGeneration(config).double())
+        row = [{n: x[:, i : i + 1] if n == "position_ids" else x[i : i + 1] for n, x in rows.items()} for i in (0, 1)]
+        expected = [alone(**one | {"pixel_values": one["pixel_values"][0]}).loss.item() for one in row]
+        model = mw.to_distributed(alone, plan=mw.ParallelPlan())[0]
+        loss = model(**rows | {"pixel_values": rows["pixel_values"].flatten(0, 1)}).loss.item()
+    assert loss == pytest.approx(sum(expected) / 2, rel=1e-12)  # float64: the rows have equally many labels
 
 
 def test_a_kernel_with_other_numbers_is_refused() -> None:

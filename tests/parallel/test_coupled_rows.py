@@ -61,6 +61,19 @@ def step(plan: dict[str, Any], name: str) -> tuple[list[str], dict[str, Tensor]]
     return said, mw.full_gradients(model)
 
 
+def later_step(plan: dict[str, Any]) -> None:
+    """A step without the loss, and then one with it."""
+    model, batch = program("clip")
+    model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
+    model(**own_rows(batch) | {"return_loss": False}).logits_per_text.sum().backward()
+    model(**own_rows(batch))
+
+
+def test_a_contrastive_loss_of_a_later_call_is_refused(pool2: Any) -> None:
+    for kind, said in pool2.run_expecting_error(later_step, {"dp": 2}):
+        assert kind == "PlanError" and "for the same rows twice" in said, said
+
+
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_a_stock_contrastive_loss_is_refused(name: str, pool2: Any) -> None:
     for plan in ({"dp": 2}, {"dp": 2, "zero_stage": 3}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import MethodType
 from typing import Any
 
@@ -37,13 +38,21 @@ def model_with(forward: Any) -> Any:
     return model
 
 
+def failing(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
+    return self.lm_head(input_ids)
+
+
 BATCH = {"input_ids": tokens(4, 9), "labels": labels_for(tokens(4, 9))}
 PLAN = mw.ParallelPlan(micro_batch_size=1)
 
 
-def test_a_forward_without_the_loss_function_is_refused() -> None:
-    model = mw.to_distributed(model_with(fused), plan=PLAN)[0]
-    with pytest.raises(PlanError, match=r"kernels_of_others\.fused"):
+@pytest.mark.parametrize(
+    ("forward", "what"),
+    [(fused, "without calling the model's loss function"), (failing, "failed before it called .*RuntimeError")],
+)
+def test_a_forward_without_the_loss_function_is_refused(forward: Any, what: str) -> None:
+    model = mw.to_distributed(model_with(forward), plan=PLAN)[0]
+    with pytest.raises(PlanError, match=rf"kernels_of_others\.{forward.__name__}.*{what}.*self\.loss_function"):
         model(**BATCH)
 
 
@@ -51,4 +60,8 @@ def test_a_forward_with_the_loss_function_is_exact() -> None:
     with Float64():
         expected = build("llama").double()(**BATCH).loss
         loss = mw.to_distributed(model_with(calling_the_function), plan=PLAN)[0](**BATCH).loss
-    assert abs(loss.item() - expected.item()) <= 1e-12  # only the order of the sum over the micro-batches differs
+        model: Any = build("llama").double()
+        model.forward = functools.partial(model.forward)
+        wrapped = mw.to_distributed(model, plan=PLAN)[0](**BATCH).loss
+    for found in (loss, wrapped):
+        assert abs(found.item() - expected.item()) <= 1e-12  # only the order of the sum over the micro-batches differs

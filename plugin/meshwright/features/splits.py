@@ -73,7 +73,8 @@ def separate_documents(build: Build) -> None:
     documents = RowDocuments.over(build.decoder, build.mixers, is_told=build.runtime.mesh.is_first)
     if documents is not None:
         build.runtime.features.add(documents)
-    FlashRows.over(build.decoder, is_told=build.runtime.mesh.is_first, parts_tokens=build.context is not None)
+    is_told, parts_tokens = build.runtime.mesh.is_first, build.context is not None
+    FlashRows.over(build.decoder, build.towers, is_told=is_told, parts_tokens=parts_tokens)
 
 
 def part_features(build: Build) -> None:

@@ -1,6 +1,6 @@
 """Refuses losses that are no mean over the rows of a batch, such as contrastive ones, where the batch is split.
 
-What the loss of a stock model is the mean over may be unknown. In its first pass the loss is then computed for the same
+What the loss of a stock model is the mean over may be unknown. In the first pass the loss is then computed for the same
 rows once and twice. A mean, over rows, labels or elements, is the same for both. A loss that compares each row with all
 others is not, and neither is a sum.
 """
@@ -39,8 +39,9 @@ def has_stock_loss(model: nn.Module) -> bool:
 class CoupledRows(BatchStep):
     """The step of a model's forward that compares the loss of the first batch with that of the same rows twice.
 
-    The trial passes are those of evaluation, so that dropout draws nothing. A loss that still depends on random draws
-    is not tried, and a warning says so.
+    It does so again for a call with other options, such as ``return_loss=True``. The trial passes are those of
+    evaluation, so that dropout draws nothing. A loss that still depends on random draws is not tried, and a warning
+    says so.
 
     Args:
         model: the model.
@@ -52,19 +53,24 @@ class CoupledRows(BatchStep):
     def __init__(self, model: nn.Module, plan: ParallelPlan, format: BatchFormat, *, is_told: bool):
         super().__init__(model)
         self.plan, self.format, self.is_told = plan, format, is_told
-        self._is_tried = False
+        self._tried: set[frozenset[tuple[str, bool]]] = set()
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         trains = self.model.training and torch.is_grad_enabled() and not in_backward()
-        if trains and not self._is_tried and active_backend() is None:
-            self._is_tried = True
+        if trains and active_backend() is None:
             self._try(self.batch_of(args, kwargs))
         return self.method(*args, **kwargs)
 
     def _try(self, batch: dict[str, Any]) -> None:
+        # Of what all ranks pass alike, since they must run the trial passes together.
+        options = frozenset({name: x for name, x in batch.items() if isinstance(x, bool)}.items())
+        options |= {("labels", batch.get("labels") is not None)}
+        if options in self._tried:
+            return
         schema = BatchSchema(batch, self.format)
         if not schema.tensors or any(isinstance(x, FakeTensor) for x in schema.tensors.values()):
             return
+        self._tried.add(options)
         parts = [module for module in self.model.modules() if module.training]
         device = next(iter(schema.tensors.values())).device
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -74,7 +80,7 @@ class CoupledRows(BatchStep):
                     return
                 # Every rank runs all passes, whatever it finds, since they may gather weights.
                 again = self._loss(batch, seed=1)
-                twice = self._loss({name: _twice(schema, name, x) for name, x in batch.items()})
+                twice = self._loss_of_twice(schema, batch)
             finally:
                 for module in parts:
                     module.training = True
@@ -82,6 +88,8 @@ class CoupledRows(BatchStep):
             return
         if not torch.allclose(again, alone, rtol=_ROUNDING):
             self._tell_of_draws()
+        elif twice is None:
+            self._tell_of_no_trial()
         elif not torch.allclose(twice, alone, rtol=_OTHER_SHAPES, atol=1e-3):
             raise PlanError(
                 f"the loss that {type(self.model).__name__} returns is {alone.item():.4g} for this rank's rows and "
@@ -99,6 +107,22 @@ class CoupledRows(BatchStep):
                 "if it takes them (such as noise and timestep)",
                 type(self.model).__name__, self.plan.dp,
             )  # fmt: skip
+
+    def _tell_of_no_trial(self) -> None:
+        if self.is_told:
+            logger.warning(
+                "the loss of %s could not be computed for the same rows twice, so it is not known whether it is a mean "
+                "over rows, as the average over the ranks of dp=%d must be",
+                type(self.model).__name__, self.plan.dp,
+            )  # fmt: skip
+
+    def _loss_of_twice(self, schema: BatchSchema, batch: dict[str, Any]) -> Tensor | None:
+        """Return the loss of the same rows twice; None if an argument does not show its rows, or memory is short."""
+        try:
+            loss: Tensor | None = self._loss({name: _twice(schema, name, x) for name, x in batch.items()})
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+            return None
+        return loss
 
     def _loss(self, batch: dict[str, Any], seed: int = 0) -> Any:
         torch.manual_seed(seed)

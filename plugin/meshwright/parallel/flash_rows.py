@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.parallel.batch_schema import BORDERS
 from meshwright.parallel.document_rows import Documents
 from meshwright.parallel.method_chain import BatchStep, StepOrder, add_step
 from meshwright.temporarily import temporarily
@@ -36,13 +37,13 @@ def is_flash(stock: Callable[..., object]) -> bool:
     return module is not None and stock is module.flash_attention_forward
 
 
-def flash_implementation(model: nn.Module) -> str | None:
-    """Return the name of the flash attention package that a model's modules call; None if they call none."""
+def flash_implementation(modules: Iterable[nn.Module]) -> str | None:
+    """Return the name of the flash attention package that some of a model's modules call; None if they call none."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return None
     functions = transformers.ALL_ATTENTION_FUNCTIONS
-    names = (getattr(getattr(x, "config", None), "_attn_implementation", None) for x in model.modules())
+    names = (getattr(getattr(x, "config", None), "_attn_implementation", None) for x in modules)
     found: str | None = next((name for name in names if name in functions and is_flash(functions[name])), None)
     return found
 
@@ -73,7 +74,7 @@ def flash_function(implementation: str) -> Callable[..., Tensor]:
 
 def check_package(model: nn.Module) -> None:
     """Raise a PlanError if a model calls a flash attention package that this process cannot load."""
-    implementation = flash_implementation(model)
+    implementation = flash_implementation(model.modules())
     if implementation is not None:
         flash_function(implementation)
 
@@ -98,15 +99,34 @@ class FlashRows(BatchStep):
         self._takes_any = any(x.kind is x.VAR_KEYWORD for x in self.signature.parameters.values())
 
     @classmethod
-    def over(cls, model: nn.Module, *, is_told: bool, parts_tokens: bool) -> None:
-        """Add the step to a model that calls a flash attention package."""
-        if flash_implementation(model) is None:
+    def over(cls, model: nn.Module, towers: Collection[nn.Module], *, is_told: bool, parts_tokens: bool) -> None:
+        """Add the step to a model that calls a flash attention package.
+
+        Args:
+            model: the model.
+            towers: its towers, whose tokens are not those of the documents.
+            is_told: see the class.
+            parts_tokens: see the class.
+        """
+        beside = [tower for tower in towers if tower is not model]
+        inside = {module for tower in beside for module in tower.modules()}
+        if flash_implementation(module for module in model.modules() if module not in inside) is None:
             return
         step = cls(model, is_told=is_told, parts_tokens=parts_tokens)
         add_step(model, step)
+        for tower in beside:  # some models pass all options of a call on to their towers
+            tower.register_forward_pre_hook(step.without_borders, with_kwargs=True)
         for name, module in model.named_modules():
-            if hasattr(module, "is_causal"):
+            if hasattr(module, "is_causal") and module not in inside:
                 module.register_forward_pre_hook(partial(step.check_attention, name), with_kwargs=True)
+
+    def without_borders(
+        self, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        """Return the arguments of a tower without the borders of documents, if they were added here."""
+        if self.now is None:
+            return None
+        return args, {name: x for name, x in kwargs.items() if name not in BORDERS}
 
     def check_attention(
         self, name: str, attention: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -130,7 +150,10 @@ class FlashRows(BatchStep):
         mask = batch.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             documents = Documents.of(batch)
-            return documents if documents is not None and (documents.rows > 1 or self._parts_tokens) else None
+            if documents is None or not (documents.rows > 1 or self._parts_tokens):
+                return None
+            _check_first_positions(batch["position_ids"], documents)
+            return documents
         documents = Documents.of({name: x for name, x in batch.items() if name != "attention_mask"})
         # A row without padding is packed or not, depending on the other rows of its call.
         if documents is not None and any(
@@ -163,4 +186,17 @@ class FlashRows(BatchStep):
             f"the rows of a call have several documents, and {what}, so flash attention would let the documents see "
             "each other. Without cp, use ParallelPlan(micro_batch_size=1). Or load the model with "
             "attn_implementation='sdpa'"
+        )
+
+
+def _check_first_positions(positions: Tensor, documents: Documents) -> None:
+    """Raise a PlanError if positions begin anew at another place than 0, which transformers takes for no border."""
+    of_rows = positions[0] if positions.ndim == 3 else positions
+    of_rows = of_rows.expand(documents.rows, -1).cpu()
+    first = next((int(of_rows[row, start]) for row, start, _ in documents.spans if of_rows[row, start]), None)
+    if first is not None:
+        raise PlanError(
+            f"position_ids jump to {first} within a row, or begin there. In a call of one row transformers takes only "
+            "position 0 for the first token of a document, if flash attention runs. Let the positions of each document "
+            "begin at 0, or load the model with attn_implementation='sdpa'"
         )

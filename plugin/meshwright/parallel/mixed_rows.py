@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import PlanError
 from meshwright.parallel.method_chain import ChainStep
@@ -72,7 +72,7 @@ class PositionsOfRows(ChainStep):
         has_sizes = any(not x.is_floating_point() and x.ndim == 2 and x.shape[1] == 3 for x in given)
         if not self._is_checked and has_sizes and not any(isinstance(x, FakeTensor) for x in given):
             self._is_checked = True
-            self._check(*tree_map(_twice, (list(args), kwargs)))
+            self._check([_twice(x) for x in args], {name: _twice(x) for name, x in kwargs.items()})
         return self.method(*args, **kwargs)
 
     def _check(self, args: list[object], kwargs: dict[str, object]) -> None:
@@ -87,7 +87,9 @@ class PositionsOfRows(ChainStep):
             )
 
 
-def _twice(x: Any) -> Any:
+def _twice(x: object) -> object:
+    if isinstance(x, list):  # such as seconds for each video
+        return [*x, *x]
     return torch.cat([x, x]) if isinstance(x, Tensor) and x.ndim else x
 
 

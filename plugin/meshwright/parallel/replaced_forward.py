@@ -1,4 +1,4 @@
-"""Models whose forward another package has replaced, such as one with kernels that compute head and loss in one."""
+"""Models whose forward was replaced, such as by a package with kernels that compute head and loss in one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.mean_over_ranks import GlobalMean
-from meshwright.parallel.method_chain import BatchStep, MethodChain, StepOrder, add_step
+from meshwright.parallel.method_chain import BatchStep, StepOrder, add_step
 from meshwright.parallel.output_loss import loss_of
 
 
 def check_replaced_forward(model: nn.Module, mean: GlobalMean) -> None:
-    """Let a forward of another package raise in training if it does not call the model's loss function.
+    """Let a forward that is not the model's own raise in training if it does not call the model's loss function.
 
     Args:
         model: the model, whose loss function computes ``mean``.
@@ -44,34 +44,45 @@ class CallsLossFunction(BatchStep):
         batch = self.batch_of(args, kwargs)
         if batch.get("labels") is None or not torch.is_grad_enabled():
             return self.method(**batch)
+        self.mean.returned(None)  # forget the mean of an earlier pass
         try:
             output = self.method(**batch)
-        except PlanError:
-            raise
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            if self.mean.is_pending:
+            tells_why = type(error).__module__ == PlanError.__module__ or isinstance(error, torch.OutOfMemoryError)
+            if self.mean.is_pending or tells_why:
                 raise
-            raise self._refusal() from error
-        if loss_of(output) is not None and not self.mean.is_pending:
-            raise self._refusal()
+            what = f"failed before it called the model's loss function ({type(error).__name__}: {error})"
+            raise self._refusal(what) from error
+        loss = loss_of(output)
+        if loss is not None and loss.requires_grad and not self.mean.is_pending:
+            raise self._refusal("returns a loss without calling the model's loss function")
         return output
 
-    def _refusal(self) -> PlanError:
+    def _refusal(self, what: str) -> PlanError:
+        cure = "Keep the model's own forward, whose head and loss run in chunks here"
+        if self.replacement.startswith("liger_kernel."):
+            cure += (
+                ": apply_liger_kernel_to_llama(fused_linear_cross_entropy=False), or in the Trainer "
+                "liger_kernel_config={'fused_linear_cross_entropy': False}"
+            )
         return PlanError(
-            f"the forward of {type(self.model).__name__} was replaced by {self.replacement}, which computes head and "
-            "loss without the model's loss function. It reads a weight of which a rank may hold a part, and the loss "
-            "is the mean of one rank's or one micro-batch's tokens. Keep the model's own forward, whose head and loss "
-            "run in chunks here: apply_liger_kernel_to_llama(fused_linear_cross_entropy=False), or in the Trainer "
-            "liger_kernel_config={'fused_linear_cross_entropy': False}"
+            f"the forward of {type(self.model).__name__} was replaced by {self.replacement}, which {what}. Such a loss "
+            "is the mean of the tokens of one rank or one micro-batch, and a weight that the forward reads itself may "
+            f"be a part of the whole. {cure}; or let the new forward compute the logits by the model's head, and "
+            "return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)"
         )
 
 
 def _replacement_of(model: nn.Module) -> str | None:
-    """Return the name of the function that a package of none of the model's classes has put in place of forward."""
-    method = model.forward.method if isinstance(model.forward, MethodChain) else model.forward
+    """Return the name of a model's forward if it is not one that the package of a class of the model gave the class."""
+    method = inspect.unwrap(model.forward)
     function = inspect.unwrap(getattr(method, "__func__", method))
-    home = getattr(function, "__module__", None)
-    if home is None or "labels" not in inspect.signature(function).parameters:
+    if "labels" not in inspect.signature(function).parameters:
         return None
-    packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
-    return None if home.partition(".")[0] in packages else f"{home}.{function.__name__}"
+    home = function.__module__
+    own = [
+        inspect.unwrap(vars(kind)["forward"])
+        for kind in type(model).__mro__
+        if "forward" in vars(kind) and kind.__module__.partition(".")[0] == home.partition(".")[0]
+    ]
+    return None if function in own else f"{home}.{getattr(function, '__name__', type(function).__name__)}"

@@ -64,7 +64,7 @@ class Stages:
         self._length = 0
         self._active: int | None = None
         self._received: Tensor | None = None
-        self._optional = {x.name for x in step.signature.parameters.values() if x.default is not x.empty}
+        self._required = {x.name for x in step.signature.parameters.values() if x.default is x.empty}
         self._signatures = [inspect.signature(layer.forward) for layer in cut.layers]
         self._checked: set[tuple[int, str]] = set()  # layers and the names of what they were given
         self._checkpointed = [
@@ -107,7 +107,7 @@ class Stages:
             self._received, self._length = hidden, local_tokens(schema.tokens.shape[1], self.cp)
             # Features of images are in the embeddings, which the first stage alone has.
             beside = [name for name in schema.of_towers if self.cut.has_towers or kind_of(name) is not None]
-            unread = self._optional.intersection(beside) if stage else ()
+            unread = set(beside) - self._required if stage else set()
             try:
                 return self.step.method(**{name: value for name, value in batch.items() if name not in unread})
             except StageEnd as end:
