@@ -115,7 +115,7 @@ def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
     if not found.choices:
         raise explain.no_fit(found)
     _check_runs(found, outputs)
-    changed, compared = explain.changes(found), question.compared(space)
+    changed, compared = explain.changes(found), question.compared(space, found)
     if outputs.emit is not None:
         typer.echo(_emitted(found, outputs.emit, outputs.save))
     elif outputs.json:

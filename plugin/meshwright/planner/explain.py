@@ -71,7 +71,7 @@ def changes(found: Search) -> list[Change]:
 
 
 def _change(found: Search, what: str, cluster: Cluster, job: Job, budget: float) -> Change:
-    other = search(found.space(cluster, job), found.profile, top=1, budget=budget, explains=False)
+    other = search(found.space(cluster, job), found.profile, top=1, budget=budget, explains=False, within=found.within)
     if not other.choices:
         return Change(what=what, plan=None, speed=0.0)
     best = other.choices[0]
