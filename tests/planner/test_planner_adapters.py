@@ -13,7 +13,7 @@ import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.planner.adapters import Lora
 from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.devices import device_of_spec
+from meshwright.planner.devices import device_of_spec, spec_of
 from meshwright.planner.footprint import footprint
 from meshwright.planner.hardware import Cluster, Coefficients, device
 from meshwright.planner.memory import peak_memory, state_memory
@@ -136,10 +136,13 @@ def test_a_device_by_its_data_sheet() -> None:
     known = device("h20")
     for name in ("memory", "flops", "bandwidth", "fast_link", "slow_link"):
         assert getattr(given, name) == getattr(known, name)
+    assert device_of_spec(spec_of(given)) == given
     for text, words in {
         "memory=96,flops=148,link=450": "no bandwidth",
         "memory=0,flops=148,bandwidth=4000,link=450": "above zero",
         "vram=96": "'vram=96' is not known",
+        "domain=0.5,memory=96": "an integer above zero",
+        "memory=96,memory=80": "memory twice",
     }.items():
         with pytest.raises(PlanError, match=words):
             device_of_spec(text)
