@@ -13,14 +13,14 @@ import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.planner.adapters import Lora
 from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.devices import device_of_spec
+from meshwright.planner.devices import device_of_spec, spec_of
 from meshwright.planner.footprint import footprint
 from meshwright.planner.hardware import Cluster, Coefficients, device
 from meshwright.planner.memory import peak_memory, state_memory
 from meshwright.planner.optimizers import OPTIMIZERS
 from meshwright.planner.search import search
 from meshwright.planner.shapes import ModelShape, describe
-from meshwright.planner.simplicity import TIE, complexity, in_order
+from meshwright.planner.simplicity import SIMPLER, TIE, complexity, in_order
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 from meshwright.tracing.trace import trace_step
@@ -70,9 +70,9 @@ def test_a_quantised_base_by_hand() -> None:
     job = Job(seq_len=1024, global_batch=8, own_runtime=True, lora=Lora(rank=16, quantised="nf4"))
     packed, rest = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336), 2 * 128256 * 4096 + 65 * 4096
     adapters = 32 * 16 * (2 * 8192 + 2 * 5120 + 3 * (4096 + 14336))  # 41.9 M
-    for plan in (Candidate(), Candidate(shard=2, zero_stage=2)):
-        memory = peak_memory(EIGHT, plan, job)
-        assert memory.weights == pytest.approx(packed * (0.5 + 4 / 64) + 2 * rest + 4 * adapters, rel=1e-3)
+    for plan, ranks in ((Candidate(), 1), (Candidate(shard=2, zero_stage=2), 1), (Candidate(shard=2, zero_stage=3), 2)):
+        memory = peak_memory(EIGHT, plan, job)  # packed weights are whole on every rank
+        assert memory.weights == pytest.approx(packed * (0.5 + 4 / 64) + (2 * rest + 4 * adapters) / ranks, rel=1e-3)
     assert Lora(rank=8, quantised="nf4").against_tensor(EIGHT.runs, 8) is None
     assert "4096 packed channels" in str(Lora(rank=8, quantised="nf4").against_tensor(EIGHT.runs, 128))
     assert Lora(rank=8, quantised="int8").against_tensor(EIGHT.runs, 2) and not Lora(rank=8).against_tensor(
@@ -120,15 +120,29 @@ def test_the_simplest_of_ties_comes_first() -> None:
     assert rest == sorted(rest) and sorted(by_time) == sorted(choice.time.total for choice in ordered)
 
 
+def test_a_simpler_tie_behind_many_faster_plans_is_found() -> None:
+    space = Space(shape=EIGHT, cluster=Cluster(device=device("a100-80"), gpus=16), job=replace(JOB, global_batch=128))
+    fastest = search(space, top=2, explains=False)
+    found = search(space, top=2, explains=False, within=SIMPLER)
+    slowest = (1 + SIMPLER) * fastest.choices[0].time.total
+    assert complexity(found.choices[0].plan) < min(complexity(choice.plan) for choice in fastest.choices)
+    assert found.choices[0].time.total <= slowest and {c.plan for c in fastest.choices} <= {
+        c.plan for c in found.choices
+    }
+
+
 def test_a_device_by_its_data_sheet() -> None:
     given = device_of_spec("name=x,memory=96,flops=148,bandwidth=4000,link=450,network=50")
     known = device("h20")
     for name in ("memory", "flops", "bandwidth", "fast_link", "slow_link"):
         assert getattr(given, name) == getattr(known, name)
+    assert device_of_spec(spec_of(given)) == given
     for text, words in {
         "memory=96,flops=148,link=450": "no bandwidth",
         "memory=0,flops=148,bandwidth=4000,link=450": "above zero",
         "vram=96": "'vram=96' is not known",
+        "domain=0.5,memory=96": "an integer above zero",
+        "memory=96,memory=80": "memory twice",
     }.items():
         with pytest.raises(PlanError, match=words):
             device_of_spec(text)

@@ -115,7 +115,9 @@ def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
     if not found.choices:
         raise explain.no_fit(found)
     _check_runs(found, outputs)
-    changed, compared = explain.changes(found), question.compared(space)
+    is_answered = outputs.emit is None or outputs.html is not None  # a file for a launcher needs the first plan alone
+    changed = explain.changes(found) if is_answered else []
+    compared = question.compared(space, found) if is_answered else []
     if outputs.emit is not None:
         typer.echo(_emitted(found, outputs.emit, outputs.save))
     elif outputs.json:

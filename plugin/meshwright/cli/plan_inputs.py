@@ -349,25 +349,30 @@ class PlanQuestion:
         """
         from meshwright.planner.notes import without_repetitions
         from meshwright.planner.search import search
-        from meshwright.planner.simplicity import SIMPLER, TIE, with_simple_plans
+        from meshwright.planner.simplicity import SIMPLER, TIE
 
         wanted, within = top or self.search_options.top, SIMPLER if self.search_options.simple else TIE
+        found = search(
+            space, self.measured, top=2 * wanted, budget=self.filled(space), explains=is_shown, within=within
+        )
+        return without_repetitions(found, wanted)
 
-        def find(space: Space, *, explains: bool = False) -> Search:
-            return search(space, self.measured, top=2 * wanted, budget=self.filled(space), explains=explains)
+    def compared(self, space: Space, found: Search) -> list[TrainingWay]:
+        """Return the ways to train the model, if adapters are asked for.
 
-        found = find(space, explains=is_shown)
-        return without_repetitions(with_simple_plans(found, space, find, within=within), wanted)
-
-    def compared(self, space: Space) -> list[TrainingWay]:
-        """Return the ways to train the model, if adapters are asked for."""
+        Args:
+            space: the space of the job.
+            found: its search, so that the table has its first plan.
+        """
         from meshwright.planner.trainings import trainings
 
         if space.job.lora is None:
             return []
-        return trainings(
-            self.shape, space.job, lambda job: self.search(dataclasses.replace(space, job=job), top=1, is_shown=False)
-        )
+
+        def find(job: Job) -> Search:
+            return found if job == space.job else self.search(dataclasses.replace(space, job=job), is_shown=False)
+
+        return trainings(self.shape, space.job, find)
 
     def filled(self, space: Space) -> float:
         """Return the bytes of a device that a plan may fill."""

@@ -117,10 +117,13 @@ class Lora:
         """
         return float(sum(self.rank * sum(each.cut(tp)) for each in projections(layer)))
 
-    def saved_by_packing(self, layer: LayerShape, tp: int, element_bytes: int) -> float:
-        """Return the bytes that a quantised base saves in one layer on one of ``tp`` ranks."""
-        spared = element_bytes - self.packed(element_bytes)
-        return spared * sum(each.elements for each in projections(layer)) / tp
+    def packed_elements(self, layer: LayerShape, tp: int) -> float:
+        """Return the elements of one layer that are packed on one of ``tp`` ranks."""
+        return 0.0 if self.quantised is None else sum(each.elements for each in projections(layer)) / tp
+
+    def frozen_bytes(self, packed: float, others: float, element_bytes: int) -> float:
+        """Return the bytes of packed elements, and of others, which have ``element_bytes``."""
+        return packed * self.packed(element_bytes) + others * element_bytes
 
     def unpacked(self, layer: LayerShape, tp: int, element_bytes: int) -> float:
         """Return the bytes of the largest projection of a layer, which a kernel unpacks for its product."""

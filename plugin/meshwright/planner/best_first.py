@@ -8,12 +8,14 @@ communication. If the plan may be among the fastest, its memory is computed, and
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, rank_layers
 from meshwright.planner.memory import Memory, least_memory, peak_memory
+from meshwright.planner.simplicity import BESIDE_DP, axes_of
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
@@ -72,21 +74,41 @@ class BestFirst:
         found = self._fastest(top, rounds=False)
         return found + self._fastest(top - len(found), rounds=True)
 
-    def _fastest(self, top: int, *, rounds: bool | None = None) -> list[tuple[Candidate, StepTime]]:
-        """Return the fastest plans; those with or without masters alone, if ``rounds`` is given."""
+    def fastest_with(
+        self, axes: Collection[str], top: int, *, slowest: float, rounds: bool | None
+    ) -> list[tuple[Candidate, StepTime]]:
+        """Return the fastest plans that fit and have no axis beside dp but some.
+
+        Args:
+            axes: these axes.
+            top: number of plans.
+            slowest: seconds that a plan may take.
+            rounds: whether the plans have no masters; None for plans with and without.
+        """
+        return self._fastest(top, rounds=rounds, axes=axes, slowest=slowest)
+
+    def _fastest(
+        self,
+        top: int,
+        *,
+        rounds: bool | None = None,
+        axes: Collection[str] = BESIDE_DP,
+        slowest: float = math.inf,
+    ) -> list[tuple[Candidate, StepTime]]:
+        """Return the fastest plans, of those that the arguments leave."""
         if top < 1:
             return []
         model, job = self.model, self.space.job
         heap = [
             _Entry(self._bound(slot), (index, -1, 0))
             for index, slot in enumerate(self.slots)
-            if self._least(self._leanest(slot)) <= self.budget
+            if set(axes_of(slot[0])) <= set(axes) and self._least(self._leanest(slot)) <= self.budget
         ]
         heapq.heapify(heap)
         best: list[tuple[float, tuple[int, int, int], Candidate, StepTime]] = []
         while heap:
             entry = heapq.heappop(heap)
-            if len(best) >= top and entry.bound > best[-1][0]:
+            if entry.bound > min(slowest, best[-1][0] if len(best) >= top else math.inf):
                 break
             if entry.plan is None:
                 for inner in self._opened(entry.order[0]):
@@ -99,7 +121,7 @@ class BestFirst:
             elif entry.slower:
                 plan = self._fewest_recomputed(entry.slower[0])
                 heapq.heappush(heap, _Entry(model.bound(plan, job), entry.order, plan, entry.slower[1:]))
-        return [(plan, time) for _, _, plan, time in best]
+        return [(plan, time) for seconds, _, plan, time in best if seconds <= slowest]
 
     def binding(self) -> dict[str, tuple[Candidate, Memory]]:
         """Return each axis value with which no plan fits, and the plan with this value that needs the least memory."""

@@ -259,7 +259,7 @@ def device_of_spec(text: str) -> Device:
         >>> device_of_spec("memory=96,flops=148,bandwidth=4000,link=450").memory
         96000000000.0
     """
-    name, figures = "custom", {"slow_link": 25 * _GB}
+    name, figures, given = "custom", {"slow_link": 25 * _GB}, set[str]()
     for word in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = word.partition("=")
         if key == "name" and value:
@@ -273,8 +273,12 @@ def device_of_spec(text: str) -> Device:
             figure = float(value)
         except ValueError:
             figure = 0.0
-        if not 0 < figure < float("inf"):
-            raise PlanError(f"--gpu-spec: {word!r} must be a number above zero, in {words}")
+        if not 0 < figure < float("inf") or (key == "domain" and figure % 1):
+            kind = "an integer" if key == "domain" else "a number"
+            raise PlanError(f"--gpu-spec: {word!r} must be {kind} above zero, in {words}")
+        if key in given:
+            raise PlanError(f"--gpu-spec {text!r} gives {key} twice; write it once")
+        given.add(key)
         figures[field] = figure * unit
     missing = [key for key in ("memory", "flops", "bandwidth", "link") if _SPEC[key][0] not in figures]
     if missing:
@@ -287,3 +291,15 @@ def device_of_spec(text: str) -> Device:
         fast_link=figures["fast_link"], slow_link=figures["slow_link"], fast_domain=int(figures.get("fast_domain", 8)),
         flops_8bit=figures.get("flops_8bit"), flops_4bit=figures.get("flops_4bit"), source="given by --gpu-spec",
     )  # fmt: skip
+
+
+def spec_of(device: Device) -> str:
+    """Return the words from which ``device_of_spec`` makes a device.
+
+    Example:
+        >>> spec_of(device_of_spec("memory=96,flops=148,bandwidth=4000,link=450"))
+        'name=custom,memory=96,flops=148,bandwidth=4000,link=450,network=25,domain=8'
+    """
+    figures = {key: getattr(device, field) for key, (field, _, _) in _SPEC.items()}
+    words = [f"{key}={figure / _SPEC[key][1]:.12g}" for key, figure in figures.items() if figure is not None]
+    return ",".join([f"name={device.name}", *words])

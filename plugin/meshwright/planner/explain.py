@@ -51,7 +51,7 @@ def ties(found: Search) -> int:
         choice.time.total <= fastest * (1 + TIE) and job.rounds_updates(choice.plan) == job.rounds_updates(first.plan)
         for choice in found.choices
     )
-    return sum(itertools.takewhile(bool, close))
+    return max(1, sum(itertools.takewhile(bool, close)))  # with --simple, the first may be slower than a tie
 
 
 def changes(found: Search) -> list[Change]:
@@ -71,7 +71,9 @@ def changes(found: Search) -> list[Change]:
 
 
 def _change(found: Search, what: str, cluster: Cluster, job: Job, budget: float) -> Change:
-    other = search(found.space(cluster, job), found.profile, top=1, budget=budget, explains=False)
+    other = search(
+        found.space(cluster, job), found.profile, top=1, budget=budget, explains=False, within=found.within or None
+    )
     if not other.choices:
         return Change(what=what, plan=None, speed=0.0)
     best = other.choices[0]

@@ -97,8 +97,9 @@ def footprint(
     if lora is not None:
         weights += _frozen(shape, layout, lora, b)
     held = weights + optimizer_state
-    base = _members(shape, layout, None)
-    gathered = _Gathered.of(base, shape, b) if is_gathered else _Gathered()
+    gathered = _Gathered()
+    if is_gathered:
+        gathered = _Gathered.of(_members(shape, layout, None), shape, b, _packed(shape, layout, lora))
     recomputed = count_recomputed(plan, shape.layers)
     # All micro-batches but the last run backward within the model's call and add their gradients in 32 bits.
     micro = _MicroBatch(
@@ -140,10 +141,16 @@ def footprint(
 @lru_cache(maxsize=256)
 def _frozen(shape: ModelShape, layout: Candidate, lora: Lora, b: int) -> float:
     """Return the bytes of a rank's frozen weights, which ZeRO-3 shards in their own dtype unless they are packed."""
-    numel = sum(member.numel for member in parameters(shape, layout))
-    packed = sum(run.count * lora.saved_by_packing(run, layout.tp, b) for run in shape.runs)
-    is_sharded = layout.zero_stage == 3 and lora.quantised is None
-    return (numel * b - packed) / (layout.data_ranks if is_sharded else 1)
+    is_sharded, packed = layout.zero_stage == 3, sum(_packed(shape, layout, lora))
+    kept = sum(m.numel / (_ranks(m, layout) if is_sharded else 1) for m in parameters(shape, layout))
+    return lora.frozen_bytes(packed, kept - packed / (layout.data_ranks if is_sharded else 1), b)
+
+
+def _packed(shape: ModelShape, layout: Candidate, lora: Lora | None) -> list[float]:
+    """Return the packed elements of each layer on a rank."""
+    return [
+        0.0 if lora is None else lora.packed_elements(run, layout.tp) for run in shape.runs for _ in range(run.count)
+    ]
 
 
 def _ranks(member: Parameter, layout: Candidate) -> int:
@@ -182,11 +189,11 @@ class _Gathered:
     head: float = 0
 
     @staticmethod
-    def of(members: Sequence[Parameter], shape: ModelShape, b: int) -> _Gathered:
+    def of(members: Sequence[Parameter], shape: ModelShape, b: int, packed: Sequence[float]) -> _Gathered:
         sizes = Counter[int]()
         for member in members:
             sizes[member.layer] += member.numel
-        layer = max(sizes[index] for index in range(shape.layers)) * b
+        layer = max(sizes[index] - packed[index] for index in range(shape.layers)) * b
         head = members[0 if shape.tied else -1].numel * b
         return _Gathered(layers=layer * min(2, shape.layers), head=head)
 

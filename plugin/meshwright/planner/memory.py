@@ -254,9 +254,11 @@ class _Stage:
         lora, plan, b = self.job.lora, self.plan, self.job.weight_bytes
         if lora is None:
             return 0.0
-        held = zip(self.counts, self.shape.runs, strict=True)
-        whole = sum(self.elements) * b - sum(count * lora.saved_by_packing(run, plan.tp, b) for count, run in held)
-        return whole / (self.shards if plan.zero_stage == 3 and lora.quantised is None else 1)
+        held, (dense, experts) = zip(self.counts, self.shape.runs, strict=True), self.elements
+        packed = sum(count * lora.packed_elements(run, plan.tp) for count, run in held)
+        if plan.zero_stage < 3:
+            return lora.frozen_bytes(packed, dense + experts - packed, b)
+        return lora.frozen_bytes(packed, (dense - packed) / self.shards + experts / plan.expert_shard, b)
 
     def states(self) -> float:
         """Return the bytes of the optimizer's state, with the 32-bit masters."""
@@ -398,8 +400,8 @@ def state_memory(shape: ModelShape, job: Job) -> float:
     lora, b = job.lora, job.weight_bytes
     if lora is not None:
         adapters = sum(run.count * lora.elements(run) for run in shape.runs)
-        packed = sum(run.count * lora.saved_by_packing(run, 1, b) for run in shape.runs)
-        return shape.parameters * b - packed + adapters * job.trained_bytes
+        packed = sum(run.count * lora.packed_elements(run, 1) for run in shape.runs)
+        return lora.frozen_bytes(packed, shape.parameters - packed, b) + adapters * job.trained_bytes
     # Without ZeRO, the optimizer of this runtime has the fewest bytes per weight.
     if not job.own_runtime or job.optimizer == "adamw":
         return shape.parameters * (b + optimizer_bytes(Candidate(), job))

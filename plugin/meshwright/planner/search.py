@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
@@ -13,6 +13,7 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.hardware import Cluster, HardwareProfile
 from meshwright.planner.memory import Memory
 from meshwright.planner.shapes import ModelShape
+from meshwright.planner.simplicity import BESIDE_DP, axes_of, in_order
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
@@ -104,6 +105,7 @@ def search(
     top: int = 5,
     budget: float | None = None,
     explains: bool = True,
+    within: float | None = None,
 ) -> Search:
     """Return the fastest plans that fit.
 
@@ -116,6 +118,9 @@ def search(
         top: number of plans to return.
         budget: memory per device that a plan may fill, in bytes (default: 90 % of the device's memory).
         explains: whether to find out with which values no plan fits, which weighs more plans.
+        within: the share of the fastest plan's time within which simpler plans come first. There may be many faster
+            plans than a simpler one, so those with one axis beside dp at most are looked for too (default: the fastest
+            plans alone, by their time).
 
     Raises:
         PlanError: there is no legal plan.
@@ -131,11 +136,29 @@ def search(
             f"{reasons}. Change --global-batch to a multiple of the number of devices, or change --gpus"
         )
     choices = [choice_of(space, plan, time, walk.weigh(plan)) for plan, time in walk.fastest(top)]
+    if within is not None and choices:
+        choices = _with_simpler(walk, choices, within)
     binding = walk.binding() if explains else {}  # weighs more plans
     return outcome(
         space, profile, budget, choices, walk.weights, binding=binding, considered=walk.count(),
-        simulated=walk.simulated,
+        simulated=walk.simulated, within=within or 0.0,
     )  # fmt: skip
+
+
+def _with_simpler(walk: BestFirst, choices: Sequence[Choice], within: float) -> list[Choice]:
+    """Return the fastest plans and simpler ones that tie with them, in the order in which plans are shown."""
+    space, job = walk.space, walk.space.job
+    first = in_order(choices, job, within=within)[0]
+    rounds = job.rounds_updates(first.plan) if job.prefers_masters else None
+    alike = [choice for choice in choices if rounds is None or job.rounds_updates(choice.plan) == rounds]
+    slowest = (1 + within) * min(choice.time.total for choice in alike)
+    fewest = len(axes_of(first.plan))
+    found = {choice.plan: choice for choice in choices}
+    # A plan with as many axes as the first one is not looked for.
+    for axes in ((), *((name,) for name in BESIDE_DP))[: fewest if fewest < 2 else None]:
+        for plan, time in walk.fastest_with(axes, len(choices), slowest=slowest, rounds=rounds):
+            found.setdefault(plan, choice_of(space, plan, time, walk.weigh(plan)))
+    return in_order(list(found.values()), job, within=within)
 
 
 def outcome(
@@ -148,6 +171,7 @@ def outcome(
     binding: dict[str, tuple[Candidate, Memory]],
     considered: int,
     simulated: int,
+    within: float = 0.0,
 ) -> Search:
     """Return the outcome of a search whose weighed plans have the memory ``weights``; the rest is as in ``Search``."""
     return Search(
@@ -155,7 +179,7 @@ def outcome(
         no_stages=space.no_stages, no_tensor=space.no_tensor, choices=tuple(choices), pruned=space.pruned,
         considered=considered, weighed=len(weights),
         fitting=sum(memory.total <= budget for memory in weights.values()), simulated=simulated, budget=budget,
-        smallest=min(weights.items(), key=lambda item: item[1].total), binding=binding,
+        smallest=min(weights.items(), key=lambda item: item[1].total), binding=binding, within=within,
     )  # fmt: skip
 
 

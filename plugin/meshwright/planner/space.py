@@ -107,11 +107,7 @@ class Space:
         if dp * cp > 1:
             ways.append((1, 1, dp))
             if region.pp == 1:
-                # Packed weights are whole on every data rank.
-                is_packed = self.job.lora is not None and self.job.lora.quantised is not None
-                if is_packed:
-                    self.pruned.setdefault("zero=3", "a quantised base is not sharded over dp")
-                ways += [(stage, 1, dp) for stage in (2, 3) if stage <= self.most_zero - is_packed]
+                ways += [(stage, 1, dp) for stage in (2, 3) if stage <= self.most_zero]
                 local = max(1, self.cluster.domain // (region.tp * cp))
                 if 1 < local < dp and dp % local == 0 and self.allow_future and self.most_zero == 3:
                     ways.append((3, dp // local, local))

@@ -182,7 +182,11 @@ class StepModel(LayerModel):
             forward, backward: seconds of the rank's compute for one micro-batch.
         """
         held, trained, compute = self.stage_parameters(plan), self.trained_parameters(plan, job), (forward, backward)
-        found = self._reduced((held[0], trained[0]), plan, job, compute) if plan.data_ranks > 1 else []
+        lora = job.lora
+        packed = (
+            0.0 if lora is None else self._most(plan, [lora.packed_elements(run, plan.tp) for run in self.shape.runs])
+        )
+        found = self._reduced((held[0] - packed, trained[0]), plan, job, compute) if plan.data_ranks > 1 else []
         if held[1] and plan.copies > 1 and (trained[1] or plan.zero_stage == 3):
             found += self._reduced((held[1], trained[1]), plan, job, compute, of_experts=True)
         return found
@@ -191,8 +195,11 @@ class StepModel(LayerModel):
         """Return those of ``stage_parameters`` that are trained."""
         if job.lora is None:
             return self.stage_parameters(plan)
-        each = [job.lora.elements(run, plan.tp) for run in self.shape.runs]
-        return max(_weighted(rank_runs(plan, self.shape), each)), 0.0
+        return self._most(plan, [job.lora.elements(run, plan.tp) for run in self.shape.runs]), 0.0
+
+    def _most(self, plan: Candidate, each: list[float]) -> float:
+        """Return the largest sum over a rank's layers, of which ``each`` has the value of one layer of each run."""
+        return max(_weighted(rank_runs(plan, self.shape), each))
 
     def _reduced(
         self,
@@ -206,7 +213,7 @@ class StepModel(LayerModel):
         """Return the communication of weights over the ranks that hold the same ones, with what hides it.
 
         Args:
-            sizes: elements of these weights on a rank, and of the trained ones.
+            sizes: elements of these weights on a rank, without packed ones, and of the trained ones.
             plan, job: the plan and the job.
             compute: seconds of the rank's forward and backward of one micro-batch.
             of_experts: whether the weights are those of experts that ep spreads.
@@ -279,9 +286,7 @@ class StepModel(LayerModel):
             own = sum(self.trained_parameters(plan, job)) * t / ranks
             seconds += 3 * 4 * own / rate
         if kind.orthogonalises:
-            held = max(
-                _weighted(rank_runs(plan, self.shape), [self._orthogonalised(run, job) for run in self.shape.runs])
-            )
+            held = self._most(plan, [self._orthogonalised(run, job) for run in self.shape.runs])
             seconds += held / ranks / (self.cluster.device.flops * self.cluster.device.sustained * k.matmul)
         return seconds
 

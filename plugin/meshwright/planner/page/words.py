@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 from meshwright.mesh.axis_sizes import AXES
 from meshwright.planner.candidate import Candidate
+from meshwright.planner.devices import CATALOGUE, spec_of
 from meshwright.planner.search import Search
+from meshwright.planner.simplicity import SIMPLER
 
 
 def describe_plan(plan: Candidate) -> str:
@@ -59,7 +63,10 @@ def plan_command(found: Search, model: str) -> str:
         model: the value of ``--model``.
     """
     cluster, job = found.cluster, found.job
-    device = "" if found.profile.device is not None else f" --gpu {cluster.device.name}"
+    device, is_known = "", CATALOGUE.get(cluster.device.name) == cluster.device
+    if found.profile.device is None:
+        device = f" --gpu {cluster.device.name}" if is_known else f" --gpu-spec {shlex.quote(spec_of(cluster.device))}"
+        device += "" if cluster.slow_link is None else f" --interconnect {8e-9 * cluster.slow_link:g}"
     in_node = "" if cluster.gpus_per_node == 8 else f" --gpus-per-node {cluster.gpus_per_node}"
     precision = "" if job.precision == "bf16" else f" --precision {job.precision}"
     options = "" if job.expert_load == 1 else f" --expert-load {job.expert_load:g}"
@@ -72,6 +79,8 @@ def plan_command(found: Search, model: str) -> str:
     share = found.budget / cluster.device.memory
     options += "" if abs(share - 0.9) < 1e-9 else f" --memory {share:.4g}"
     options += " --allow-future" if found.allow_future else ""
+    options += " --gather-logits" if job.logits == "gathered" else ""
+    options += " --simple" if found.within == SIMPLER else ""
     return (
         f"meshwright plan --model {model} --gpus {{gpus}}{device}{in_node} --seq-len {{length}} "
         f"--global-batch {{batch}}{precision}{options} --html plan.html"

@@ -6,7 +6,9 @@ const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 const isPlannedSetting = () => state.setting.every((at, slider) => at === data.planned[slider]);
 const everyChoice = () => data.plans.map((_, index) => choiceAt(index, state.setting));
 // Plans that fit come first, plans without 32-bit masters after the others, then the simplest of the fastest plans.
+// At the planned job this is the order of the data, but for the planner's first plan, which leads.
 function inOrder(choices) {
+  if (isPlannedSetting()) return choices;
   const fastest = [false, true].map((rounds) =>
     Math.min(...choices.filter((one) => one.fits && one.plan.rounds === rounds).map((one) => one.time)));
   const far = (one) => !(one.fits && one.time <= fastest[+one.plan.rounds] * (1 + data.within));

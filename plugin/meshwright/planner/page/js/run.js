@@ -11,7 +11,7 @@ function tokensOf(text) {
 
 function priceOf(text) {
   const price = Number(text);
-  return text.trim() && Number.isFinite(price) && price > 0 ? price : null;
+  return /^[\d.e+\s-]+$/i.test(text) && Number.isFinite(price) && price > 0 ? price : null; // as --price reads it
 }
 
 const days = (value) => (value >= 730 ? `${(value / 365.25).toFixed(1)} years`
