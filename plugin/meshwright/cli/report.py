@@ -48,8 +48,11 @@ def report(
     with failures_of("report", json=json):
         check_pages()
         # Imported here so that --help is fast.
+        from meshwright.errors import PlanError
         from meshwright.monitor.report import figures_of, write_report
 
+        if serve + json + (output is not None) > 1:
+            raise PlanError("--output, --serve and --json each say where the runs are shown; give one of them")
         if json:
             typer.echo(figures_of(runs))
         elif serve:
