@@ -8,7 +8,6 @@ import functools
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
@@ -23,7 +22,7 @@ from torch.distributed.launcher import api as torch_launcher
 
 from meshwright.faults.preemption import PREEMPTED, SIGNALS
 from meshwright_hf import network
-from meshwright_hf.launch_job import LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch
+from meshwright_hf.launch_job import LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch, launch_name
 from meshwright_hf.tied_to_launcher import tied
 
 # Without it, the processes of all attempts would meet in one store, where they read addresses of ended processes.
@@ -141,7 +140,7 @@ class Agent(LocalElasticAgent):
         self._announced, announced.agent = announced, self
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._launch = self._launch or self._announced.job_id or uuid.uuid4().hex
+        self._launch = self._launch or launch_name(self._announced.job_id)
         os.environ[LAUNCH_VARIABLE] = self._launch  # for the Trainer (trainer_folders.py)
         started = super()._start_workers(worker_group)
         self._announced.pass_on()  # what came while there were no processes

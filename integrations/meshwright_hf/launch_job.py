@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,21 @@ from meshwright.choose.plan_file import PLAN_VARIABLE, launched_plan
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan
 
-LAUNCH_VARIABLE = "MESHWRIGHT_LAUNCH"  # a random name of the launch, the same in a restart
+LAUNCH_VARIABLE = "MESHWRIGHT_LAUNCH"  # the launch's name, the same in a restart
 RESTARTED_VARIABLE = "MESHWRIGHT_RESTARTED"  # set in a restart, to the same name
 JOB_VARIABLE = "MESHWRIGHT_JOB"  # the name that a scheduler gives the job, the same when it starts the job again
 RESUME_VARIABLE = "MESHWRIGHT_RESUME"  # the checkpoint from which MeshwrightTrainer.train() goes on
 START_TIMEOUT = 300  # seconds that machines wait for each other
+
+
+def launch_name(job_id: str | None) -> str:
+    """Return the name under which checkpoints know a launch: that of a scheduler's job, or a random one."""
+    return uuid.uuid4().hex if job_id is None else uuid.uuid5(uuid.NAMESPACE_OID, job_id).hex
+
+
+def job_environment(job_id: str) -> dict[str, str]:
+    """Return the variables of a job that a scheduler starts again; each start may be a restart."""
+    return {JOB_VARIABLE: job_id, **dict.fromkeys((LAUNCH_VARIABLE, RESTARTED_VARIABLE), launch_name(job_id))}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from meshwright.faults.preemption import PREEMPTED
 from meshwright.mesh.cores import core_count
 from meshwright.plan.config import ParallelPlan
 from meshwright_hf import network
-from meshwright_hf.launch_job import JOB_VARIABLE, LAUNCH_VARIABLE, RESTARTED_VARIABLE, RESUME_VARIABLE, Launch
+from meshwright_hf.launch_job import RESUME_VARIABLE, Launch, job_environment
 from meshwright_hf.unused_plan import watched_plan
 from meshwright_hf.versions import outside_range
 
@@ -143,7 +143,7 @@ def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
     """Return the environment variables to set besides accelerate's; GLOO_SOCKET_IFNAME is kept if the user set it."""
     environment = {} if job.resume is None else {RESUME_VARIABLE: job.resume}
     if job.job_id is not None:
-        environment |= dict.fromkeys((JOB_VARIABLE, LAUNCH_VARIABLE, RESTARTED_VARIABLE), job.job_id)
+        environment |= job_environment(job.job_id)
     if on_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
         if "DS_ACCELERATOR" not in os.environ:  # without it, accelerate's import of DeepSpeed warns on every rank

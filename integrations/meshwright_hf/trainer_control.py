@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
@@ -70,9 +71,18 @@ class SavesTogether(JITCheckpointCallback):
 
 
 def save_together_on_sigterm(trainer: StockTrainer) -> None:
-    """Replace the callback of ``enable_jit_checkpoint``, which saves on the rank alone that got the signal."""
+    """Replace the callback of ``enable_jit_checkpoint``, which saves on the rank alone that got the signal.
+
+    In a job that a scheduler starts again it is removed, since ``Control`` saves, and ends the process with the exit
+    code for which the scheduler starts it again.
+    """
     callbacks = trainer.callback_handler.callbacks
-    for index, stock in enumerate(callbacks):
+    for index, stock in enumerate([*callbacks]):
         if type(stock) is JITCheckpointCallback:
+            if os.environ.get(JOB_VARIABLE):
+                assert stock.jit_manager is not None
+                signal.signal(signal.SIGTERM, stock.jit_manager._original_sigterm_handler)
+                callbacks.remove(stock)
+                continue
             callbacks[index] = ours = SavesTogether()
             ours.trainer, ours.jit_manager = stock.trainer, stock.jit_manager

@@ -31,6 +31,7 @@ def undisturbed(kind: str, plan: str, folder: Path, steps: int) -> str:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     with pytest.MonkeyPatch.context() as patch, fresh_accelerate():
         patch.setenv(PLAN_VARIABLE, plan)
+        patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.setattr("meshwright.faults.preemption._heard", {})
         digest = trained(kind, folder, steps, lambda _: None)
     for number, handler in before.items():

@@ -353,6 +353,13 @@ def test_ranks_with_equal_warnings_of_libraries_print_one(
     both = "deprecated\nFutureWarning: deprecated\n"
     assert [said_by(rank, "deprecated", theirs) for rank in (1, 0, 1)] == [both, "", both]  # a rank may say it again
     assert said_by(0, "of rank 0", theirs) != ""
+    with (tmp_path / "of_the_rank").open("w") as file:
+        monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler(file)])
+        assert said_by(0, "deprecated", theirs) == ""
+        # Arguments that do not fit: the handlers tell of it, and nothing is raised.
+        library.handle(logging.LogRecord("a_library", logging.WARNING, theirs, 1, "no place", (FutureWarning,), None))
+    assert (tmp_path / "of_the_rank").read_text() == "deprecated\n" and "Logging error" in capsys.readouterr().err
+    monkeypatch.setattr(logging.root, "handlers", [])
     assert [said_by(rank, "of the program", own) for rank in (0, 1)] == [
         "of the program\nFutureWarning: of the program\n"
     ] * 2

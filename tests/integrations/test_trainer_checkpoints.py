@@ -12,6 +12,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ import meshwright as mw
 from meshwright.checkpoint.sealed.seal import Seal
 from meshwright.checkpoint.sealed.sealed_folder import check_seal
 from meshwright.cli import app
-from meshwright_hf.launch_job import RESTARTED_VARIABLE
+from meshwright_hf.launch_job import JOB_VARIABLE, RESTARTED_VARIABLE
+from meshwright_hf.trainer_control import save_together_on_sigterm
 from meshwright_hf.trainer_folders import checkpoint_to_resume
 from meshwright_hf.trainer_state import PROGRESS, TrainerProgress
 from support.kills import counted, endings, fingerprint, try_faults
@@ -359,6 +361,18 @@ def test_what_one_rank_asks_for_happens_on_all(
     assert step == 2 if logging_steps == 1 else 2 <= step < 60
     assert first[0] == (60 if ask is save else step)
     assert first[2] == str(tmp_path / checkpoint)
+
+
+def test_in_a_scheduler_s_job_the_stock_callback_does_not_take_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the training with exit code 0, after which the scheduler does not start the job again."""
+    monkeypatch.setenv(JOB_VARIABLE, "one")
+    before, stock = signal.getsignal(signal.SIGTERM), JITCheckpointCallback()
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(enable_jit_checkpoint=True), callback_handler=SimpleNamespace(callbacks=[stock])
+    )
+    stock.set_trainer(trainer)
+    save_together_on_sigterm(trainer)
+    assert trainer.callback_handler.callbacks == [] and signal.getsignal(signal.SIGTERM) is before
 
 
 def best_on_own_disk(folder: Path) -> str:

@@ -56,7 +56,7 @@ def test_runs_stand_beside_each_other(tmp_path: Path) -> None:
     changes = {"revision": "ffffffffffff", "settings": {"lr": 2e-3}}
     log = written(tmp_path / "b", **changes)
     log.write("fault", {"step": 200, "what": "rank 1 is gone"})
-    log.write("run", {**RUN, "first_step": 200, "plan": "dp1", "estimated_seconds": 0.8, **changes})
+    log.write("run", {**RUN, "first_step": 200, "plan": "dp1", "estimated_seconds": 0.8, "band": math.nan, **changes})
     log.write("step", step(210, loss=50.0, seconds_per_step=1.0))
     page = report(tmp_path)  # the folder of both
     root = ElementTree.fromstring(page.replace("<!DOCTYPE html>", ""))
@@ -79,8 +79,8 @@ def test_runs_stand_beside_each_other(tmp_path: Path) -> None:
     assert [(mark["kind"], mark["step"]) for mark in second["marks"]] == [
         ("start", 200), ("fault", 200), ("alert", 210)
     ]  # fmt: skip
-    assert [(one["from"], one["to"], one["seconds"]) for one in second["estimates"]] == [
-        (0, 200, 0.5), (200, None, 0.8)
+    assert [(one["from"], one["to"], one["seconds"], one["band"]) for one in second["estimates"]] == [
+        (0, 200, 0.5, 0.4), (200, None, 0.8, None)
     ]  # fmt: skip
 
 
@@ -143,8 +143,11 @@ def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
         report(tmp_path / "events")
     found = CliRunner().invoke(app, ["report", str(tmp_path / "a"), "--json"])
     assert found.exit_code == 0 and json.loads(found.stdout)["runs"][0]["name"] == "a"
-    found = CliRunner().invoke(app, ["report", str(tmp_path / "a"), "--serve", "--every", "0"])
-    assert found.exit_code == 2 and "must be a number of seconds above 0" in found.output
+    for every in ("0", "inf"):
+        found = CliRunner().invoke(app, ["report", str(tmp_path / "a"), "--serve", "--every", every])
+        assert found.exit_code == 2 and "must be a number of seconds above 0" in found.output
+    found = CliRunner().invoke(app, ["report", str(tmp_path / "a"), "--serve", "--output", "b.html"])
+    assert found.exit_code == 2 and "give one of them" in found.output
 
 
 def test_the_server_follows_the_run_for_this_machine_alone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from meshwright.planner.hardware import Cluster
 
 GRACE = 120  # seconds before the end in which the ranks save
 RESTARTS = 3  # that the launcher makes by itself after a process has failed
-OUTSIDE = 10  # that the scheduler makes after a node has failed; preemptions do not count
+OUTSIDE = 10  # that the scheduler makes after a node has failed
 PAGE = "docs/clusters.md"
 
 

@@ -21,13 +21,15 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-NAME = "train"
+from meshwright_hf.launch_job import job_environment
+
+NAME = "train"  # of the job: a training under another name does not go on from its checkpoints
 ENVIRONMENT = {environment}
 
 
 def work(settings: dict) -> None:
     """Run one rank: the variables are those of meshwright launch."""
-    os.environ.update(ENVIRONMENT, MESHWRIGHT_JOB=NAME, MESHWRIGHT_LAUNCH=NAME, MESHWRIGHT_RESTARTED=NAME)
+    os.environ.update(ENVIRONMENT | job_environment(NAME))
     from train import train
 
     try:

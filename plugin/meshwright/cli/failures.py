@@ -25,9 +25,10 @@ def fail(command: str, message: object, *, code: int, kind: str, json: bool) -> 
         kind: the class of the error.
         json: whether ``--json`` was given.
     """
-    typer.echo(f"meshwright {command}: {message}", err=True)
+    command = f"meshwright {command}".rstrip()
+    typer.echo(f"{command}: {message}", err=True)
     if json:
-        error = {"command": f"meshwright {command}", "kind": kind, "message": str(message), "exit_code": code}
+        error = {"command": command, "kind": kind, "message": str(message), "exit_code": code}
         typer.echo(json_format.dumps({"error": error}, indent=2))
     sys.exit(code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -47,8 +48,11 @@ def report(
     with failures_of("report", json=json):
         check_pages()
         # Imported here so that --help is fast.
+        from meshwright.errors import PlanError
         from meshwright.monitor.report import figures_of, write_report
 
+        if serve + json + (output is not None) > 1:
+            raise PlanError("--output, --serve and --json each say where the runs are shown; give one of them")
         if json:
             typer.echo(figures_of(runs))
         elif serve:
@@ -63,7 +67,7 @@ def _serve(runs: list[Path], port: int, every: float) -> None:
     from meshwright.errors import PlanError
     from meshwright.monitor.report_server import ReportServer
 
-    if not every > 0:
+    if not 0 < every < math.inf:
         raise PlanError(f"--every {every:g} must be a number of seconds above 0")
     with ReportServer(runs, port=port, every=every) as server:
         typer.echo(f"{server.address} shows the runs; Ctrl-C ends it")

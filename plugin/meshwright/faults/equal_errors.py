@@ -50,7 +50,7 @@ def say_equal_texts_once() -> None:
 
     sys.excepthook = report
     for handler in _handlers():
-        handler.addFilter(lambda record: not _is_of_library(record) or is_first_to_say(record.getMessage()))
+        handler.addFilter(_is_to_be_printed)
     show = warnings.showwarning
 
     def show_once(message: Warning | str, category: type[Warning], filename: str, *about: Any, **more: Any) -> None:
@@ -77,15 +77,26 @@ def is_first_to_say(text: str) -> bool:
 
 
 def _handlers() -> list[logging.Handler]:
-    """Return the handlers that print: those of the root logger, and of libraries that have their own."""
+    """Return the handlers that print: those of the root logger, and of libraries that have their own.
+
+    A file that the program gives each rank gets the warnings of that rank.
+    """
+    printed = (sys.stderr, sys.stdout)
     own = (getattr(logger, "handlers", ()) for logger in logging.Logger.manager.loggerDict.values())
-    prints = [x for handlers in own for x in handlers if getattr(x, "stream", None) in (sys.stderr, sys.stdout)]
-    return [*logging.root.handlers, *filter(None, [logging.lastResort]), *prints]
+    of_root = [x for x in logging.root.handlers if getattr(x, "stream", sys.stderr) in printed]
+    of_libraries = [x for handlers in own for x in handlers if getattr(x, "stream", None) in printed]
+    return [*of_root, *filter(None, [logging.lastResort]), *of_libraries]
 
 
-def _is_of_library(record: logging.LogRecord) -> bool:
+def _is_to_be_printed(record: logging.LogRecord) -> bool:
     is_ours = record.name.partition(".")[0] in ("meshwright", "meshwright_hf")
-    return record.levelno >= logging.WARNING and (is_ours or _is_installed(record.pathname))
+    if record.levelno < logging.WARNING or not (is_ours or _is_installed(record.pathname)):
+        return True
+    try:
+        text = record.getMessage()
+    except Exception:  # arguments that do not fit the text, of which the handler tells without raising
+        return True
+    return is_first_to_say(text)
 
 
 def _is_installed(path: str) -> bool:

@@ -15,6 +15,7 @@ from meshwright.monitor.run_folders import LoggedRun
 _GIB = 2**30
 _RANKS = 8  # ranks with a line of their own; of more ranks, the two at the ends have one
 _NUMBERS = 60_000  # numbers in a page, about six bytes each
+_OWN_NUMBERS = 30_000  # of the program's own
 _WINDOW = 20  # lines from whose losses the next one may differ
 _SPIKE = 6.0  # standard deviations of these losses that are a spike
 _FEWEST = 0.1  # of the loss that a spike is above their mean
@@ -27,7 +28,12 @@ def report_data(runs: Sequence[LoggedRun]) -> list[Data]:
     columns = [_columns(run.records.steps) for run in runs]
     total = sum(len(run.records.steps) * len(found) for run, found in zip(runs, columns, strict=True))
     size = max(1, -(-total // _NUMBERS))  # lines that become one point
-    return [_run_data(run, found, size) for run, found in zip(runs, columns, strict=True)]
+    found = [_run_data(run, own, size) for run, own in zip(runs, columns, strict=True)]
+    curves = [curve for data in found for curve in data["values"].values()]
+    for curve in curves:
+        size = max(1, -(-len(curve["step"]) * 2 * len(curves) // _OWN_NUMBERS))
+        curve |= {name: _thinned(numbers, size) for name, numbers in curve.items()}
+    return found
 
 
 def number(value: object) -> float | None:
@@ -140,7 +146,7 @@ def _values(records: RunRecords) -> dict[str, Data]:
             if value is not None and math.isfinite(value):
                 own = found.setdefault(name, {"step": [], "value": []})
                 own["step"].append(record["step"])
-                own["value"].append(float(f"{value:.6g}"))
+                own["value"].append(value)
     return found
 
 
@@ -159,13 +165,16 @@ def _estimates(records: RunRecords) -> list[Data]:
     firsts = [start["first_step"] for start in records.runs]
     for index, start in enumerate(records.runs):
         peak = estimated_memory(start)
+        figures = {
+            "seconds": number(start.get("estimated_seconds")),
+            "memory": None if peak is None else peak / _GIB,
+            "band": number(start.get("band")),
+        }
         found.append(
             {
                 "from": start["first_step"],
                 "to": firsts[index + 1] if index + 1 < len(firsts) else None,
-                "seconds": number(start.get("estimated_seconds")),
-                "memory": None if peak is None else peak / _GIB,
-                "band": number(start.get("band")),
+                **{name: x if x is not None and math.isfinite(x) else None for name, x in figures.items()},
             }
         )
     return found

@@ -31,12 +31,12 @@ def header(runs: Sequence[LoggedRun]) -> dict[str, Any]:
     speed = statistics.median_high(speeds) if speeds else number(last.get("tokens_per_second"))
     peaks = by_rank(last, "peak")
     loss, left = number(last.get("loss")), number(last.get("left"))
-    ranks, of_device = run.get("ranks") or 1, run.get("device", "unknown")
+    ranks, of_device = run.get("ranks"), run.get("device", "unknown")
     tiles = [
         ("Step", steps, f"{clock(left)} left" if left else "the last line"),
         ("Loss", "unknown" if loss is None else f"{loss:.4f}", "of the last line"),
         ("Tokens/s", "unknown" if speed is None else f"{speed:,.0f}", ""
-         if speed is None else f"median; {speed / ranks:,.0f} per device"),
+         if speed is None else f"median; {speed / ranks:,.0f} per device" if ranks else "median"),
         ("MFU", f"{statistics.median_high(mfus):.1%}" if mfus else "unknown",
          "median; model FLOPs / peak FLOPs" if mfus else f"the peak of the device ({of_device}) is not known"),
         ("Memory", memory(max(peaks.values())) if peaks else "unknown",
@@ -45,7 +45,7 @@ def header(runs: Sequence[LoggedRun]) -> dict[str, Any]:
     mesh = f" {_TIMES} ".join(f"{name}={size}" for name, size in (run.get("mesh") or {}).items() if size and size > 1)
     beside = f"{newest.name}, the newest of {len(runs)} runs" if len(runs) > 1 else ""
     count = run.get("parameters")
-    job = f"{parameters(count)} on {ranks} {_TIMES} {of_device}" if count else newest.name
+    job = f"{parameters(count)} on {ranks or 1} {_TIMES} {of_device}" if count else newest.name
     return {
         "name": str(run.get("model", "A run")),
         "job": "; ".join(filter(None, (job, beside))),
@@ -134,8 +134,10 @@ def events(runs: Sequence[LoggedRun]) -> dict[str, Any] | None:
     for run in runs:
         found = [(one["first_step"], "start", _start_words(one)) for one in run.records.runs if one["first_step"]]
         found += [(step, "alert", what) for step, what in alerts(run.records.steps)]
-        for step, kind, what in sorted(found, key=lambda event: event[0])[:_EVENTS]:
-            rows.append((_of(runs, run, kind), what, f"step {step:,}"))
+        found.sort(key=lambda event: event[0])
+        rows += [(_of(runs, run, kind), what, f"step {step:,}") for step, kind, what in found[-_EVENTS:]]
+        if len(found) > _EVENTS:
+            rows.append((_of(runs, run, "earlier"), f"{len(found) - _EVENTS} more", ""))
     return {"head": ("event", "what", "at"), "rows": rows} if rows else None
 
 

@@ -4,7 +4,7 @@ let data = JSON.parse(document.getElementById("data").textContent);
 const $ = (selector) => document.querySelector(selector);
 const AXES = ["step", "tokens", "hours"];
 const COLOURS = 8;
-const NOT_DRAWN = /runtime|_per_second|total_flos|^(loss|grad_norm|learning_rate|epoch|train_loss)$/;
+const NOT_DRAWN = /_(runtime|(samples|steps)_per_second)$|^(total_flos|loss|grad_norm|learning_rate|epoch|train_loss)$/;
 const MOST_OWN = 24; // charts of the program's own values
 
 const page = {
@@ -101,7 +101,7 @@ function specs() {
     .filter((name) => !NOT_DRAWN.test(name) && !taken.some((one) => one.test(name)))
     .sort((a, b) => a.startsWith("eval") === b.startsWith("eval") ? (a < b ? -1 : 1) : a.startsWith("eval") ? -1 : 1);
   return [...known, ...names.slice(0, MOST_OWN).map((name) => ({
-    id: `own-${name.replace(/[^\w-]/g, "-")}`, title: name, words: "A value that the program has logged.", unit: "number", lines: [],
+    id: `own-${name.replace(/[^\w-]/g, (character) => `-${character.codePointAt(0)}-`)}`, title: name, words: "A value that the program has logged.", unit: "number", lines: [],
     values: `^${name.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")}$`,
   }))];
 }
