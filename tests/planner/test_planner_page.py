@@ -433,10 +433,8 @@ def test_a_reader_works_the_page_in_a_browser(tmp_path: Path) -> None:
     command, address = report["priced"]
     assert "--tokens 300B --price 2.5 --html" in command and "tokens=300B&price=2.5" in address
     assert report["linked"] == ["128", "300B"] and report["zoom"] == pytest.approx(4, abs=0.1)
-    assert (
-        report["meaning"].splitlines()[0]
-        == f"dp{best.plan.dp}: the batch is split over {best.plan.dp} data-parallel ranks"
-    )
+    ranks = f"{best.plan.dp} data-parallel rank{'s' if best.plan.dp > 1 else ''}"
+    assert report["meaning"].splitlines()[0] == f"dp{best.plan.dp}: the batch is split over {ranks}"
     assert len(report["meaning"].splitlines()) == len(best.plan.label.split()), "a word of the plan is not explained"
     trace = [event for event in report["trace"]["traceEvents"] if event["ph"] == "X"]
     assert {event["tid"] for event in trace} == set(range(best.plan.pp))
