@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,8 @@ def test_a_script_that_does_not_save_is_not_said_to_go_on(tmp_path: Path) -> Non
     assert "was killed by SIGTERM" in ended.output and "goes on when" not in ended.output
 
 
+@pytest.mark.skipif("MESHWRIGHT_CLUSTERS" not in os.environ, reason="takes minutes; `make clusters` runs ten")
+@pytest.mark.timeout(900)
 @pytest.mark.crossing
 @pytest.mark.parametrize("scheduler", ["slurm", "ray"])
 def test_a_job_on_a_real_cluster_of_two_nodes(
