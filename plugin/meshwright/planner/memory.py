@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.flat_offsets import IN_FLIGHT
@@ -199,12 +199,12 @@ class _Stage:
     job: Job
     rank: int
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """The number of layers of each run that the rank holds."""
         return rank_runs(self.plan, self.shape)[self.rank]
 
-    @property
+    @cached_property
     def is_last(self) -> bool:
         plan = self.plan
         return self.rank == rank_of_stage(plan.schedule, plan.pp * plan.chunks - 1, plan.pp)
@@ -214,7 +214,7 @@ class _Stage:
         """The number of ranks over which ZeRO shards."""
         return self.plan.shard * self.plan.cp if self.plan.zero_stage else 1
 
-    @property
+    @cached_property
     def elements(self) -> tuple[float, float]:
         """The parameters of the rank beside its experts, and of these, before ZeRO shards them."""
         shape, held = self.shape, list(zip(self.counts, self.shape.runs, strict=True))
@@ -234,7 +234,7 @@ class _Stage:
             replicated += shape.towers.elements
         return split / self.plan.tp + replicated, experts / self.plan.ep
 
-    @property
+    @cached_property
     def trained(self) -> tuple[float, float]:
         """The trained parameters of the rank beside its experts, and of these, before ZeRO shards them."""
         lora, held = self.job.lora, zip(self.counts, self.shape.runs, strict=True)
