@@ -8,6 +8,7 @@ PIP = $(BIN)/python -m pip install --constraint .venv/constraints.txt
 # What is installed depends on these alone, whatever the files' dates say.
 KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH)'; } | cksum | cut -d ' ' -f 1)
 INSTALLED := .venv/.installed-$(KEY)
+TESTABLE := .venv/.testable-$(KEY)
 
 # The oldest versions that are declared (pyproject.toml, meshwright_hf/versions.py), in an environment of their own.
 # PyPI's torch is the CUDA build; it runs on CPU too. With a CPU build at hand: OLDEST="torch==2.11.0+cpu ..."
@@ -74,26 +75,26 @@ setup: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo $(DEMO)
 
-test-quick: $(INSTALLED)
+test-quick: $(TESTABLE)
 	$(PYTEST) -m quick
 
-test: $(INSTALLED)
+test: $(TESTABLE)
 	$(PYTEST) -m 'not crossing'
 
 test-all: test
 	$(PYTEST) -m crossing
 
-kills: $(INSTALLED)
+kills: $(TESTABLE)
 	MESHWRIGHT_FAULT_STRIDE=1 $(BIN)/python -m pytest -q -s -k 'ends_early or ends_at_any_step or the_old_or_the_new' \
 		-m crossing tests/checkpoint tests/integrations
 
-resumes: $(INSTALLED)
+resumes: $(TESTABLE)
 	MESHWRIGHT_RESUME_STEPS=20 $(BIN)/python -m pytest -q -k equal_to_the_bit tests/checkpoint/test_resume.py
 
 test-oldest: $(OLDEST_INSTALLED)
 	$(OLDEST_BIN)/python -m pytest -q $(OLDEST_TESTS) -k 'not test_parity or llama or qwen3'
 
-coverage: $(INSTALLED)
+coverage: $(TESTABLE)
 	$(PYTEST) -m quick --cov --cov-report=term --cov-report=html:.coverage-html
 
 # The newest versions of what it needs, as a user gets them; of torch the one that is chosen here.
@@ -108,7 +109,7 @@ wheel:
 	.venv-wheel/bin/python -m pip check
 	.venv-wheel/bin/python -P .ci/try_wheel.py
 
-lint: $(INSTALLED)
+lint: $(TESTABLE)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
@@ -166,7 +167,7 @@ families: $(INSTALLED)
 random-kills: $(INSTALLED)
 	$(BIN)/python -m conformance.random_kills
 
-clusters: $(INSTALLED)
+clusters: $(TESTABLE)
 	$(BIN)/python -m conformance.clusters slurm
 	$(BIN)/python -m conformance.clusters ray
 
@@ -192,7 +193,11 @@ $(INSTALLED):
 	sed '/^torch==/d' constraints.txt > .venv/constraints.txt
 	$(PIP) $(TORCH)
 	$(PIP) --editable '.[hf,deepspeed,dev]'
-	rm -f .venv/.installed-*
+	rm -f .venv/.installed-* .venv/.testable-*
+	touch $@
+
+$(TESTABLE): $(INSTALLED)
+	$(PIP) --editable '.[hf,deepspeed,dev,test-libraries]'
 	touch $@
 
 # Neither the new versions of the three nor those of what they require in other versions.
