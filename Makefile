@@ -219,7 +219,7 @@ browser:
 			&& apt-get install --yes --no-install-recommends chromium; } \
 		|| echo 'no chromium, and no way to install it here: the test that opens a page in a browser is skipped'
 
-# The tests that start a Slurm of their own are skipped where it cannot be installed. Nothing of it runs otherwise.
+# The tests that start a Slurm of their own are skipped where it cannot be installed.
 slurm:
 	@command -v sbatch > /dev/null \
 		|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq -o Acquire::http::Timeout=20 \

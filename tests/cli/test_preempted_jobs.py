@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from conformance.clusters import local_cluster
+from conformance.clusters import local_cluster, why_not
 from harness.launchers import Ended, run_command
-from harness.slurm import why_no_slurm
 from meshwright.choose.plan_file import PLAN_VARIABLE
 from support.preempted_script import trained
 from support.preemptions import PLAN, SCRIPT, SlurmJob
@@ -20,7 +18,6 @@ from support.tiers import crossings
 from support.trainers import fresh_accelerate
 
 STEPS = 16
-HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -92,12 +89,9 @@ def test_a_script_that_does_not_save_is_not_said_to_go_on(tmp_path: Path) -> Non
 @pytest.mark.timeout(900)
 @pytest.mark.crossing
 @pytest.mark.parametrize("scheduler", ["slurm", "ray"])
-def test_a_job_on_a_real_cluster_of_two_nodes(
-    scheduler: str, pool4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_on_a_real_cluster_of_two_nodes(scheduler: str, pool4: Any, tmp_path: Path) -> None:
     """Started by the file that ``meshwright plan --emit`` prints; bitwise."""
-    why = why_no_slurm() if scheduler == "slurm" else None if HAS_RAY else "a local Ray needs ray; pip install ray"
-    if why is not None:
+    if why := why_not(scheduler):
         pytest.skip(why)
     with local_cluster(scheduler, tmp_path) as start:
         job = start(tmp_path / "job")

@@ -131,6 +131,26 @@ def test_the_folders_of_a_trainer_are_read(tmp_path: Path) -> None:
         report(tmp_path / "checkpoint-9")
 
 
+def test_a_run_that_has_logged_nothing_yet_is_left_out(tmp_path: Path) -> None:
+    RunLog(tmp_path / "a")
+    with pytest.raises(PlanError, match="none of its 0 lines"):
+        find_runs([tmp_path])
+    written(tmp_path / "b")
+    assert [run.name for run in find_runs([tmp_path])] == ["b"]
+    with pytest.raises(PlanError, match="none of its 0 lines"):
+        find_runs([tmp_path / "b", tmp_path / "a"])  # named by the user
+
+
+@pytest.mark.parametrize("text", ["nan", "unknown"])
+def test_text_in_a_trainer_s_state_is_no_figure(text: str, tmp_path: Path) -> None:
+    names = ("peak_memory_gib", "peak_memory_rank", "slowest_rank", "slowest_rank_behind_ms", "grad_norm")
+    history = [{"step": 10, "loss": 2.0, **dict.fromkeys(names, text)}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    [run] = find_runs([tmp_path])
+    assert run.records.steps == [{"step": 10, "time": None, "loss": 2.0, "norm": text}]
+    assert report(tmp_path)
+
+
 def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
     written(tmp_path / "a")
     assert len(find_runs([tmp_path / "a", tmp_path / "a" / ".." / "a"])) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.faults.preemption import PREEMPTED
 from meshwright_hf.cluster_files.cluster_job import GRACE, OUTSIDE, PAGE, ClusterJob
 
 _TEXT = """\
@@ -37,8 +38,8 @@ while kill -0 "$step" 2> /dev/null; do  # the signal has ended the wait, and the
     code=$?
 done
 
-# 75: all ranks have saved. Above 128: a signal has ended the launcher or a process, as when a node is lost.
-if [ "$code" = 75 ] || {{ [ "$code" -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {outside} ]; }}; then
+# {preempted}: all ranks have saved. Above 128: a signal has ended the launcher or a process, as when a node is lost.
+if [ "$code" = {preempted} ] || {{ [ "$code" -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {outside} ]; }}; then
     scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script
 fi
 exit "$code"
@@ -61,6 +62,7 @@ def text(job: ClusterJob) -> str:
         nodes=job.nodes,
         gpus="" if job.is_cpu else f"#SBATCH --gpus-per-node={job.per_node}\n",
         grace=GRACE,
+        preempted=PREEMPTED,
         outside=OUTSIDE,
         exports=job.exports(),
         launch=launch,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import PlanError
-from meshwright.monitor.records import RunRecords
+from meshwright.monitor.records import NoRecordsError, RunRecords, finite_number
 
 STATE = "trainer_state.json"
 EVENTS = "events.out.tfevents*"
@@ -31,7 +31,7 @@ def read_trainer_state(path: Path) -> RunRecords:
     """Read the history in a Trainer's state.
 
     Raises:
-        PlanError: if the file is not a Trainer's state, or has no history.
+        PlanError: if the file is not a Trainer's state, or (``NoRecordsError``) has no history.
     """
     try:
         state = json.loads(path.read_bytes())
@@ -62,7 +62,7 @@ def read_events(folder: Path) -> RunRecords:
     """Read the scalars in a folder of TensorBoard's event files, which the Trainer's and accelerate's trackers write.
 
     Raises:
-        PlanError: if tensorboard is not installed, or the files have no scalars.
+        PlanError: if tensorboard is not installed, or (``NoRecordsError``) the files have no scalars.
     """
     if find_spec("tensorboard") is None:
         raise PlanError(
@@ -93,10 +93,12 @@ def _add(found: RunRecords, step: int, entry: Mapping[str, Any]) -> None:
     time = values.pop("time", None)
     if "loss" in values:
         line: dict[str, Any] = {ours: values.pop(theirs) for theirs, ours in _NAMES.items() if theirs in values}
-        if _PEAK in values:
-            line["peak"] = {str(int(values.pop(_FULLEST, 0))): values.pop(_PEAK) * 2**30}
-        if _SLOWEST in values:
-            line |= {"slowest": int(values.pop(_SLOWEST)), "behind": values.pop(_BEHIND, 0.0) / 1e3}
+        fullest, peak = finite_number(values.pop(_FULLEST, 0)), finite_number(values.pop(_PEAK, None))
+        if fullest is not None and peak is not None:
+            line["peak"] = {str(int(fullest)): peak * 2**30}
+        slowest, behind = finite_number(values.pop(_SLOWEST, None)), finite_number(values.pop(_BEHIND, 0.0))
+        if slowest is not None and behind is not None:
+            line |= {"slowest": int(slowest), "behind": behind / 1e3}
         found.steps.append({"step": step, "time": time, **line})
     if values:
         found.values.append({"step": step, "values": values, "time": time})
@@ -104,7 +106,7 @@ def _add(found: RunRecords, step: int, entry: Mapping[str, Any]) -> None:
 
 def _check(found: RunRecords, path: Path) -> None:
     if not found.steps and not found.values:
-        raise PlanError(f"{path} has no figures yet: the run has not logged a step")
+        raise NoRecordsError(f"{path} has no figures yet: the run has not logged a step")
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class Monitor(Watch):
         return self._has_log_folder
 
     def note_values(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
-        """Write numbers of the program, such as an evaluation's loss, to the log; rank 0 makes the call.
+        """Write numbers of the program, such as an evaluation's loss, to the log, which rank 0 has.
 
         Args:
             values: name -> number; other values are left out.
@@ -287,7 +287,7 @@ class Monitor(Watch):
                 "row_tokens": None if card.batch is None else card.batch[1],
                 "tokens_per_pass": card.tokens_per_pass,
                 "max_steps": self._max_steps,
-                "memory_is": "allocated" if self._device.type == "cuda" else "resident",
+                "memory_is": "resident" if self._device.type == "cpu" else "allocated",
                 **self._prepared.origin,
             }
             self._prepared.log.write("run", record | _of_estimate(found))
@@ -333,7 +333,7 @@ class Monitor(Watch):
 
     def _show_memory(self, figures: Figures) -> None:
         """Show the memory after the first step, and the tokens of a step that has several forward passes."""
-        what = "allocated" if self._device.type == "cuda" else "resident memory of the process"
+        what = "resident memory of the process" if self._device.type == "cpu" else "allocated"
         words = f"peak {memory(figures.peak[figures.fullest])} on rank {figures.fullest}, the fullest ({what})"
         if self.steps.passes_per_step > 1:
             words += f"; {self.steps.passes_per_step} forward passes per step"

@@ -20,6 +20,10 @@ VERSION = 1
 KINDS = ("run", "memory", "step", "estimate", "values", "fault")
 
 
+class NoRecordsError(PlanError):
+    """The log of a run has no record yet, which the report of several runs leaves out."""
+
+
 class RunLog:
     """Appends records to a run's file.
 
@@ -97,6 +101,22 @@ class RunRecords:
     torn: int = 0
 
 
+def number(value: object) -> float | None:
+    """Return a number of the log; None if it is missing, and nan or inf for the strings that stand for them."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
+def finite_number(value: object) -> float | None:
+    """Return a number of the log; None if it is missing, nan or infinite."""
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
+
+
 def read_records(run: str | os.PathLike[str]) -> RunRecords:
     """Read a run's log.
 
@@ -106,7 +126,7 @@ def read_records(run: str | os.PathLike[str]) -> RunRecords:
         run: the folder of the log, or its file.
 
     Raises:
-        PlanError: if there is no log, or it has no record.
+        PlanError: if there is no log, or (``NoRecordsError``) it has no record.
     """
     path = Path(run)
     path = path / FILE if path.is_dir() else path
@@ -134,7 +154,7 @@ def read_records(run: str | os.PathLike[str]) -> RunRecords:
         else:
             lists[record["kind"]].append(record)
     if not found.runs and not found.steps:
-        raise PlanError(
+        raise NoRecordsError(
             f"{path}: none of its {len(lines)} lines is a record of a run; give the folder that was passed as "
             "logging_dir, after the run's first step"
         )

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.monitor.figures import PARTS
-from meshwright.monitor.records import RunRecords
+from meshwright.monitor.records import RunRecords, finite_number, number
 from meshwright.monitor.run_folders import LoggedRun
 
-_GIB = 2**30
+GIB = 2**30
 _RANKS = 8  # ranks with a line of their own; of more ranks, the two at the ends have one
 _NUMBERS = 60_000  # numbers in a page, about six bytes each
 _OWN_NUMBERS = 30_000  # of the program's own
@@ -36,21 +36,17 @@ def report_data(runs: Sequence[LoggedRun]) -> list[Data]:
     return found
 
 
-def number(value: object) -> float | None:
-    """Return a number of the log; None if it is missing, and nan or inf for the strings that stand for them."""
-    if isinstance(value, bool) or value is None:
-        return None
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
-
-
 def by_rank(step: Mapping[str, Any], name: str) -> dict[int, float]:
     """Return a figure of each rank in a line."""
     found = step.get(name)
     items = found.items() if isinstance(found, Mapping) else ()
     return {int(rank): value for rank, text in items if (value := number(text)) is not None}
+
+
+def shown_ranks(last: Mapping[int, float]) -> list[int]:
+    """Return the ranks with a line of their own, the one with the largest last value first."""
+    order = sorted(last, key=lambda rank: (-last[rank], rank))
+    return order if len(order) <= _RANKS else [order[0], order[-1]]
 
 
 def estimated_memory(record: Mapping[str, Any]) -> float | None:
@@ -67,8 +63,8 @@ def alerts(steps: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
             value = number(step.get(name))
             if value is not None and not math.isfinite(value):
                 yield step["step"], f"{name} is {value}"
-        loss = number(step.get("loss"))
-        if loss is None or not math.isfinite(loss):
+        loss = finite_number(step.get("loss"))
+        if loss is None:
             continue
         if len(last) == _WINDOW:
             mean = sum(last) / _WINDOW
@@ -82,10 +78,11 @@ def _columns(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]
     """Return the figures that at least one line has: name -> a value for each line."""
     names = ("loss", "norm", "lr", "tokens_per_second", "seconds_per_step", "mfu", "behind", "waited", "rank_load")
     found = {name: [number(step.get(name)) for step in steps] for name in names}
-    for name, of, unit in (("memory", "peak", _GIB), ("busy", "busy", 1.0), ("read", "read", 1.0)):
+    for name, of, unit in (("memory", "peak", GIB), ("busy", "busy", 1.0), ("read", "read", 1.0)):
         ranks = [{rank: value / unit for rank, value in by_rank(step, of).items()} for step in steps]
         found[name] = [max(values.values(), default=None) for values in ranks]
-        for rank in _shown(ranks):
+        last = next((values for values in reversed(ranks) if values), {})
+        for rank in sorted(shown_ranks(last)):
             found[f"{name}/{rank}"] = [values.get(rank) for values in ranks]
     parts = [step["parts"] if isinstance(step.get("parts"), Mapping) else {} for step in steps]
     for part in PARTS:
@@ -93,13 +90,6 @@ def _columns(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]
     loads = [by_name.values() if isinstance(by_name := step.get("expert_load"), Mapping) else () for step in steps]
     found["expert_load"] = [max(filter(None, map(number, values)), default=None) for values in loads]
     return {name: values for name, values in found.items() if any(value is not None for value in values)}
-
-
-def _shown(lines: Sequence[Mapping[int, float]]) -> list[int]:
-    """Return the ranks with a line of their own, by the values of the last line that has any."""
-    last = next((values for values in reversed(lines) if values), {})
-    order = sorted(last, key=lambda rank: (-last[rank], rank))
-    return sorted(order if len(order) <= _RANKS else (order[0], order[-1]))
 
 
 def _run_data(run: LoggedRun, columns: Mapping[str, Sequence[float | None]], size: int) -> Data:
@@ -142,8 +132,7 @@ def _values(records: RunRecords) -> dict[str, Data]:
     found: dict[str, Data] = {}
     for record in records.values:
         for name, text in record.get("values", {}).items():
-            value = number(text)
-            if value is not None and math.isfinite(value):
+            if (value := finite_number(text)) is not None:
                 own = found.setdefault(name, {"step": [], "value": []})
                 own["step"].append(record["step"])
                 own["value"].append(value)
@@ -165,16 +154,13 @@ def _estimates(records: RunRecords) -> list[Data]:
     firsts = [start["first_step"] for start in records.runs]
     for index, start in enumerate(records.runs):
         peak = estimated_memory(start)
-        figures = {
-            "seconds": number(start.get("estimated_seconds")),
-            "memory": None if peak is None else peak / _GIB,
-            "band": number(start.get("band")),
-        }
         found.append(
             {
                 "from": start["first_step"],
                 "to": firsts[index + 1] if index + 1 < len(firsts) else None,
-                **{name: x if x is not None and math.isfinite(x) else None for name, x in figures.items()},
+                "seconds": finite_number(start.get("estimated_seconds")),
+                "memory": None if peak is None else finite_number(peak / GIB),
+                "band": finite_number(start.get("band")),
             }
         )
     return found

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from meshwright.monitor.line import clock
-from meshwright.monitor.records import RunRecords
-from meshwright.monitor.report_data import alerts, by_rank, estimated_memory, number
+from meshwright.monitor.records import RunRecords, number
+from meshwright.monitor.report_data import alerts, by_rank, estimated_memory
 from meshwright.monitor.run_folders import LoggedRun
 from meshwright.plan.text import format_plan
 from meshwright.planner.formatting import memory, seconds

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.errors import PlanError
 from meshwright.monitor.foreign_logs import EVENTS, STATE, read_events, read_trainer_state
-from meshwright.monitor.records import FILE, RunRecords, read_records
+from meshwright.monitor.records import FILE, NoRecordsError, RunRecords, read_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,8 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[LoggedRun]:
     """Return the runs in folders, the runs of each folder in the order of their names.
 
     A folder has one run if it has a log of Meshwright or a Trainer's state, itself or in a checkpoint of the Trainer;
-    otherwise all runs of the folders in it, and otherwise TensorBoard's event files.
+    otherwise all runs of the folders in it, and otherwise TensorBoard's event files. Of several runs in a folder, those
+    that have logged nothing yet are left out.
 
     Args:
         paths: folders, or files in them.
@@ -41,8 +42,14 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[LoggedRun]:
     """
     found: dict[Path, RunRecords] = {}
     for path in map(Path, paths):
-        for source, read in _sources(path):
-            found.setdefault(source.resolve(), read(source))
+        sources, empty = _sources(path), []
+        for source, read in sources:
+            try:
+                found.setdefault(source.resolve(), read(source))
+            except NoRecordsError as error:
+                empty.append(error)
+        if len(empty) == len(sources):
+            raise PlanError(str(empty[0]))
     names = _names(list(found))
     return [LoggedRun(name=names[path], path=path, records=records) for path, records in found.items()]
 

@@ -11,14 +11,12 @@ from markupsafe import Markup
 
 from meshwright.monitor.figures import PARTS
 from meshwright.monitor.plots import COLOURS, Marks, Series, line_plot, parts_plot
-from meshwright.monitor.records import RunRecords
-from meshwright.monitor.report_data import by_rank, estimated_memory, number
+from meshwright.monitor.records import RunRecords, number
+from meshwright.monitor.report_data import GIB, by_rank, estimated_memory, shown_ranks
 from meshwright.planner.formatting import memory, seconds
 from meshwright.planner.page.draw import Svg
 
 _HALF, _NARROW = 538, 336  # widths of pictures in pixels: half a page, and a phone
-_GIB = 2**30
-_RANKS = 8  # ranks whose memory has a line of its own; of more ranks, the fullest and the emptiest have one
 Draw = Callable[[float, str], Svg]
 
 
@@ -85,15 +83,14 @@ def _memory(found: RunRecords, run: Mapping[str, Any]) -> Plot:
     points: dict[int, list[tuple[float, float]]] = {}
     for step in found.steps:
         for rank, value in by_rank(step, "peak").items():
-            points.setdefault(rank, []).append((float(step["step"]), value / _GIB))
-    order = sorted(points, key=lambda rank: -points[rank][-1][1])
-    shown = order if len(order) <= _RANKS else [order[0], order[-1]]
+            points.setdefault(rank, []).append((float(step["step"]), value / GIB))
+    shown = shown_ranks({rank: values[-1][1] for rank, values in points.items()})
     series = [
-        Series(name=f"rank {rank}", points=points[rank], kind="front" if rank == order[0] else "series")
+        Series(name=f"rank {rank}", points=points[rank], kind="front" if rank == shown[0] else "series")
         for rank in reversed(shown)
     ]
     estimated = estimated_memory(run)
-    levels = [] if estimated is None else [(estimated / _GIB, f"estimated {memory(estimated)}")]
+    levels = [] if estimated is None else [(estimated / GIB, f"estimated {memory(estimated)}")]
     is_host = run.get("memory_is") == "resident"
     words = "The largest memory of each rank so far: " + (
         "resident memory of the process, which includes its libraries." if is_host else "what torch had allocated."
