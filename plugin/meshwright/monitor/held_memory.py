@@ -142,7 +142,8 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> float:
 def peak_memory(device: torch.device) -> float:
     """Return this rank's largest memory so far in bytes: of its GPU, or of the process on CPU."""
     if device.type != "cpu":
-        return float(torch.accelerator.max_memory_allocated(device))
+        # Not of torch.accelerator, which raises where a device has tensors but no allocator, as fake CUDA tensors do.
+        return float(torch.get_device_module(device).max_memory_allocated(device))
     try:
         import resource
     except ImportError:  # Windows
