@@ -29,6 +29,7 @@ _SIGNATURES: dict[tuple[Any, Any], tuple[tuple[Kind, ...], Kind]] = {
     (collectives.all_gather, collectives._own_rows): ((Kind.VARYING,), Kind.INVARIANT),
     (collectives._same, collectives._sum): ((Kind.INVARIANT,), Kind.REPLICATED),
     (collectives._sum, collectives._same): ((Kind.PARTIAL,), Kind.INVARIANT),
+    (collectives._same, collectives._of_first): ((Kind.REPLICATED,), Kind.INVARIANT),
     # This pair computes the mean square of a sharded width: each rank adds the sum over its own part.
     (collectives._sum, collectives._sum): ((Kind.PARTIAL, Kind.VARYING), Kind.REPLICATED),
 }

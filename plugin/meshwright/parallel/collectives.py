@@ -316,6 +316,10 @@ def _same(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x)
 
 
+def _of_first(x: Tensor, axis: Axis) -> Tensor:
+    return x if axis.rank == 0 else torch.zeros_like(x)
+
+
 def gather_rows(x: Tensor, axis: Axis) -> Tensor:
     """Gather all rows for a sharded consumer; backward sums the partial gradients and keeps this rank's rows."""
     return _Collective.apply(x, axis, all_gather, reduce_scatter)
@@ -349,6 +353,12 @@ def share(x: Tensor, axis: Axis) -> Tensor:
 def reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum partial results for a replicated consumer; backward passes the gradient through unchanged."""
     return _Collective.apply(x, axis, _sum, _same) if axis.size > 1 else x
+
+
+def count_once(x: Tensor, axis: Axis) -> Tensor:
+    """Pass what every rank has computed to a replicated consumer; backward gives the gradient to the first rank alone,
+    so that a sum over the ranks counts it once."""
+    return _Collective.apply(x, axis, _same, _of_first) if axis.size > 1 else x
 
 
 def reduce_for_shards(x: Tensor, axis: Axis) -> Tensor:

@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.autograd_graph import scale_gradient, tensors_in
-from meshwright.parallel.collectives import gather_rows, largest, share, unsplit_rows
+from meshwright.parallel.autograd_graph import tensors_in
+from meshwright.parallel.collectives import count_once, gather_rows, largest, share, unsplit_rows
 from meshwright.parallel.method_chain import ChainStep, arguments
 from meshwright.plan.config import ParallelPlan
 
@@ -135,9 +135,9 @@ class SharedTower(ChainStep):
 
     def _counted_once(self, output: object) -> object:
         """Let the first rank alone have the gradient of what every rank has computed, whose gradients are summed."""
-        if self.has_own_tokens or self.axis.rank == 0:
+        if self.has_own_tokens:
             return output
-        return tree_map_only(Tensor, lambda x: scale_gradient(x, 0.0) if x.requires_grad else x, output)
+        return tree_map_only(Tensor, lambda x: count_once(x, self.axis) if x.requires_grad else x, output)
 
     def _agrees(self, images: Images, whole: object) -> bool:
         """Return whether the parts of a result on all images are those of the images alone, on every rank."""
