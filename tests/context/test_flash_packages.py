@@ -281,7 +281,7 @@ def test_a_kernel_with_other_numbers_is_refused() -> None:
     with installed():
         kernel = PackageKernel(TWO)
         assert is_right(torch.device("cpu"), torch.float32, kernel)
-        wrong = mock.patch.object(PackageKernel, "forward", lambda self, q, *_: (q, q[..., 0]))
+        wrong = mock.patch.object(PackageKernel, "forward", lambda self, call, block, q, *_: (q, q[..., 0]))
         is_right.cache_clear()
         with wrong:
             assert not is_right(torch.device("cpu"), torch.float32, kernel)

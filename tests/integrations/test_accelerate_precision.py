@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from meshwright_hf.accelerate import prepare
-from support.accelerated import accelerator, dataset
+from support.accelerated import accelerator, dataset, losses_of
 from support.models import build
 from support.reference import make_optimizer
 from support.tiers import crossing
@@ -34,15 +34,7 @@ def prepared(accelerate: Any, plan: dict[str, Any] | None) -> Any:
 
 def train_in_bf16(plan: dict[str, Any] | None) -> list[float]:
     with accelerator(mixed_precision="bf16") as accelerate:
-        model, optimizer, loader = prepared(accelerate, plan)
-        losses = []
-        for batch in loader:
-            loss = model(**batch).loss
-            accelerate.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+        return losses_of(accelerate, *prepared(accelerate, plan))
 
 
 @pytest.mark.parametrize("plan", [crossing({"tp": 2, "sequence_parallel": True}), PP2], ids=["tp2", "pp2"])

@@ -12,7 +12,7 @@ import torch
 import meshwright as mw
 from meshwright.distribute.check_float8 import check_float8
 from meshwright_hf.accelerate import prepare
-from support.accelerated import accelerator, dataset
+from support.accelerated import accelerator, dataset, losses_of
 from support.float8 import Float8Run, run, with_float8
 from support.models import build
 from support.short_programs import batches, distribute, worst
@@ -162,13 +162,7 @@ def train_with_accelerate(plan: dict[str, Any] | None, *, all_gather: bool) -> t
         else:
             config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
             model, optimizer, loader = prepare(accelerate, model, optimizer, loader, config=config)
-        losses = []
-        for batch in loader:
-            loss = model(**batch).loss
-            accelerate.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses = losses_of(accelerate, model, optimizer, loader)
         wide = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
         return losses, wide
 

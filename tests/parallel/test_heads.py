@@ -25,6 +25,8 @@ from transformers import (
     LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
+    Pix2StructConfig,
+    Pix2StructForConditionalGeneration,
     PreTrainedModel,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
@@ -35,7 +37,6 @@ from transformers import (
 import meshwright as mw
 from meshwright.distribute.check_arguments import check_router_loss
 from meshwright.mesh.axes import Axis
-from meshwright.parallel import head_losses
 from meshwright.parallel.head_losses import LossKind, OutputLoss, find_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.observed_loss import ObservedLoss, observe_loss
@@ -243,23 +244,36 @@ def blip() -> PreTrainedModel:
     return BlipForConditionalGeneration(config).double().eval()
 
 
-@pytest.mark.parametrize(
-    ("build", "find", "part"),
-    [(switch, find_loss, None), (blip, find_loss, None), (blip, head_losses._of_part, "text_decoder")],
-)
-def test_the_loss_of_a_model_that_needs_values_or_images_is_known(build: Any, find: Any, part: str | None) -> None:
+def pix2struct() -> PreTrainedModel:
+    sizes = {"hidden_size": 32, "d_ff": 48, "d_kv": 8}
+    text = {**sizes, "vocab_size": 97, "num_layers": 1, "num_heads": 4}
+    vision = {**sizes, "num_hidden_layers": 1, "num_attention_heads": 4, "patch_embed_hidden_size": 48}
+    return Pix2StructForConditionalGeneration(Pix2StructConfig(text_config=text, vision_config=vision)).double().eval()
+
+
+def batch_for(build: Any, rows: int) -> dict[str, Tensor]:
+    batch = make_batch("tokens", rows)
+    batch["labels"] = batch["input_ids"].clone()
+    if build is blip:
+        batch["pixel_values"] = torch.randn(rows, 3, 8, 8, dtype=torch.float64)
+    if build is pix2struct:  # each patch has its row and its column first
+        patches = torch.cat([torch.ones(rows, 6, 2), torch.randn(rows, 6, 48)], 2).double()
+        return {"flattened_patches": patches, "labels": batch["labels"]}
+    return batch
+
+
+@pytest.mark.parametrize(("build", "part"), [(switch, None), (blip, None), (pix2struct, "decoder")])
+def test_the_loss_of_a_model_that_needs_values_or_images_is_known(build: Any, part: str | None) -> None:
     """Row 17: experts that route by values do not hide the loss, and a decoder's own loss is that of the model."""
     torch.manual_seed(0)
     with Float64():
         model = build()
         before = [{name: id(x) for name, x in vars(module).items()} for module in model.modules()]
-        kind = find(model)
+        kind = find_loss(model)
         assert [{name: id(x) for name, x in vars(module).items()} for module in model.modules()] == before
         assert kind is not None and kind.part == part
-        batch = {**make_batch("tokens", 4), "labels": make_batch("tokens", 4)["input_ids"].clone()}
+        batch = batch_for(build, 4)
         batch["labels"][0, :7] = -100
-        if build is blip:
-            batch["pixel_values"] = torch.randn(4, 3, 8, 8, dtype=torch.float64)
         whole = model(**batch).loss
         parts = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
         losses = [model(**rows).loss for rows in parts]
@@ -270,16 +284,15 @@ def test_the_loss_of_a_model_that_needs_values_or_images_is_known(build: Any, fi
 
 def test_another_loss_than_that_of_the_part_is_an_error() -> None:
     """Row 17: a loss that the model has changed after its decoder has returned it is not taken for the decoder's."""
-    model = blip()
-    kind = head_losses._of_part(model)  # as where no pass without values shows the loss
+    model = pix2struct()
+    kind = find_loss(model)
     assert kind is not None
     loss = OutputLoss(kind, GlobalMean(Axis("dp")))
     loss.watch(model)
-    batch = {**make_batch("tokens", 2), "labels": make_batch("tokens", 2)["input_ids"]}
-    batch["pixel_values"] = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    batch = batch_for(pix2struct, 2)
     assert model(**batch).loss.isfinite()
-    model.text_decoder.register_forward_hook(lambda module, args, output: with_loss(output, output.loss * 2))
-    with pytest.raises(ValueError, match="another loss than its text_decoder"):
+    model.decoder.register_forward_hook(lambda module, args, output: with_loss(output, output.loss * 2))
+    with pytest.raises(ValueError, match="another loss than its decoder"):
         model(**batch)
 
 

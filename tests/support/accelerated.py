@@ -59,6 +59,18 @@ def dataset(rows: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids[i], "labels": labels[i]} for i in range(rows)]
 
 
+def losses_of(accelerate: Accelerator, model: Any, optimizer: Any, loader: Any) -> list[float]:
+    """Train on each batch of a loader, and return the losses."""
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerate.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def decay(batch: int) -> float:
     """By batches of the loader that a scheduler has counted: steep, so that a wrong count shows."""
     return 0.98**batch

@@ -59,6 +59,11 @@ class AttentionCall:
         found = [x for x in (*self.options.values(), *self.module._parameters.values()) if isinstance(x, Tensor)]
         return tuple({id(x): x for x in found if x.requires_grad}.values())
 
+    def scale(self, width: int) -> float:
+        """Return the factor of the scores of heads with ``width`` channels."""
+        given: float | None = self.options.get("scaling")
+        return width**-0.5 if given is None else given
+
     @property
     def implementation(self) -> str:
         """The name of the function in the module's config."""

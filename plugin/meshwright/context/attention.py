@@ -153,8 +153,7 @@ def _flash_call(
     documents = call.documents_alone
     if documents is None or not has_flash(as_autocast(q), k, v):
         return None
-    scale = call.options.get("scaling")
-    return FlashCall(keys=keys, runs=runs, documents=documents, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+    return FlashCall(keys=keys, runs=runs, documents=documents, scale=call.scale(q.shape[-1]))
 
 
 def _with_own_heads(call: AttentionCall, rank: int, ranks: int) -> AttentionCall:

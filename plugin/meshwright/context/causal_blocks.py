@@ -19,10 +19,10 @@ class CausalBlock:
         rows: the rows of the batch.
         queries: places among this rank's queries.
         keys: places among the keys that are at hand.
-        is_causal: whether the last query is at the place of the last key, and a query attends to the keys up to its
-            own place. Without a window the block is a square. Otherwise every query attends to every key.
-        window: how many keys before the one that is as far from the last key as a query is from the last query the
-            query attends to; None for all.
+        is_causal: whether a query attends to no key after its own place; the last query is at the place of the last
+            key. Without a window the block is a square.
+        window: the number of keys before its own place to which a query attends; None for all. Places are counted from
+            the ends, as if the last query were at the place of the last key.
     """
 
     rows: slice
@@ -54,35 +54,31 @@ def causal_blocks(
         rows = slice(None) if len(documents) == 1 else slice(row, row + 1)
         for offset, run in _placed(queries):
             for document, own in _documents_in(run, starts):
-                places = slice(offset + own.start - run.start, offset + own.stop - run.start)
                 for key_offset, held in _placed(keys):
-                    if window is not None:
-                        block = _within(window, document, own, held)
-                        if block is not None:
-                            kept = diagonal if block.is_causal else full
-                            kept.append(_moved(block, rows, offset - run.start, key_offset - held.start))
-                        continue
-                    if held.start <= own.start < held.stop:
-                        assert own.stop <= held.stop, (own, held)
-                        at = slice(key_offset + own.start - held.start, key_offset + own.stop - held.start)
-                        diagonal.append(CausalBlock(rows, places, at, True))
-                    low, high = max(held.start, document), min(held.stop, own.start)
-                    if low < high:
-                        at = slice(key_offset + low - held.start, key_offset + high - held.start)
-                        full.append(CausalBlock(rows, places, at, False))
+                    for block in _of_runs(document, own, held, window):
+                        kept = diagonal if block.is_causal else full
+                        kept.append(_moved(block, rows, offset - run.start, key_offset - held.start))
     return diagonal + (_joined(full) if window is None else full)
 
 
-def _within(window: int, document: int, own: TokenRun, held: TokenRun) -> CausalBlock | None:
-    """Return the block of a document's queries and a run of keys under a window, by places in the sequence."""
+def _of_runs(document: int, own: TokenRun, held: TokenRun, window: int | None) -> Iterator[CausalBlock]:
+    """Yield the blocks of a document's queries and a run of keys, by places in the sequence."""
+    queries, is_causal = slice(own.start, own.stop), held.start <= own.start < held.stop
+    assert not is_causal or own.stop <= held.stop, (own, held)
+    if window is None:
+        if is_causal:
+            yield CausalBlock(slice(None), queries, queries, True)
+        low, high = max(held.start, document), min(held.stop, own.start)
+        if low < high:
+            yield CausalBlock(slice(None), queries, slice(low, high), False)
+        return
     low = max(held.start, document, own.start - window + 1)
-    if held.start <= own.start < held.stop:
-        return CausalBlock(slice(None), slice(own.start, own.stop), slice(low, own.stop), True, window - 1)
     stop = min(own.stop, held.stop + window - 1)  # later queries attend to none of these keys
-    if held.start > own.start or low >= held.stop or stop <= own.start:
-        return None
-    reach = window - 1 + held.stop - stop if stop - low > window else None
-    return CausalBlock(slice(None), slice(own.start, stop), slice(low, held.stop), False, reach)
+    if is_causal:
+        yield CausalBlock(slice(None), queries, slice(low, own.stop), True, window - 1)
+    elif held.start <= own.start < stop and low < held.stop:
+        reach = window - 1 + held.stop - stop if stop - low > window else None
+        yield CausalBlock(slice(None), slice(own.start, stop), slice(low, held.stop), False, reach)
 
 
 def _moved(block: CausalBlock, rows: slice, queries: int, keys: int) -> CausalBlock:

@@ -27,48 +27,40 @@ _ALIGNED = 8
 class FlashKernel(Protocol):
     """Runs a block of attention, on queries, keys and values ``[B, heads, tokens, d]``."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: CausalBlock, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: FlashCall, block: CausalBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return a block's result, and the logarithms of its sums, ``[B, heads, queries]``."""
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        sums: Tensor,
-        block: CausalBlock,
-        scale: float,
-        softcap: float,
+        self, call: FlashCall, block: CausalBlock, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of a block's queries, keys and values, given the results over all keys."""
+        """Return the gradients of a block's queries, keys and values, given ``g`` and the results over all keys."""
 
 
 class TorchKernel:
     """Runs blocks by torch's own kernels, without a window or soft cap."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: CausalBlock, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
-        assert block.window is None and not softcap
-        return _forward(q, k, v, block.is_causal, scale)
+    def forward(self, call: FlashCall, block: CausalBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        assert block.window is None and not call.softcap
+        run = torch.ops.aten._scaled_dot_product_flash_attention
+        if q.device.type == "cpu":
+            run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        found = run(q, k, v, 0.0, block.is_causal, scale=call.scale)
+        return found[0], found[1]
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        sums: Tensor,
-        block: CausalBlock,
-        scale: float,
-        softcap: float,
+        self, call: FlashCall, block: CausalBlock, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(grad, q, k, v, output, sums, block.is_causal, scale)
+        sums, is_causal, scale = sums.contiguous(), block.is_causal, call.scale
+        if q.device.type == "cpu":
+            d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                g, q, k, v, out, sums, 0.0, is_causal, scale=scale
+            )
+            return d_q, d_k, d_v
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # in place of dropout's random state
+        d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            g, q, k, v, out, sums, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused, scale=scale
+        )
+        return d_q, d_k, d_v
 
 
 TORCH = TorchKernel()
@@ -146,7 +138,7 @@ class _Flash(torch.autograd.Function):
             for block in call.blocks(runs):
                 own = block.rows, slice(None), block.queries
                 at = block.rows, slice(None), block.keys
-                new, sums = call.kernel.forward(q[own], keys[at], values[at], block, call.scale, call.softcap)
+                new, sums = call.kernel.forward(call, block, q[own], keys[at], values[at])
                 sums = sums.to(dtype)
                 if not block.is_causal:  # for its queries, a causal block comes first
                     before = total[own]
@@ -177,7 +169,7 @@ class _Flash(torch.autograd.Function):
                 own = block.rows, slice(None), block.queries
                 at = block.rows, slice(None), block.keys
                 found = call.kernel.backward(
-                    grad[own], q[own], keys[at], values[at], output[own], total[own], block, call.scale, call.softcap
+                    call, block, grad[own], q[own], keys[at], values[at], output[own], total[own]
                 )
                 if block.is_causal:
                     d_q[own] = found[0]
@@ -192,32 +184,6 @@ class _Flash(torch.autograd.Function):
             share = (sinks.to(dtype)[:, None] - total).exp()
             d_sinks = -(share * (grad.to(dtype) * output.to(dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
         return None, d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return a block's result ``[B, heads, queries, d]``, and the logarithms of its sums ``[B, heads, queries]``."""
-    if q.device.type == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
-    else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
-    return found[0], found[1]
-
-
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, sums: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a block's queries, keys and values, given the results over all keys."""
-    sums = sums.contiguous()
-    if q.device.type == "cpu":
-        d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, output, sums, 0.0, is_causal, scale=scale
-        )
-        return d_q, d_k, d_v
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # in place of dropout's random state
-    d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, output, sums, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused, scale=scale
-    )
-    return d_q, d_k, d_v
 
 
 @functools.cache

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.context.causal_blocks import CausalBlock
+from meshwright.context.flash import FlashCall
 from meshwright.errors import PlanError
 from meshwright.parallel.flash_rows import flash_function
 
@@ -46,36 +47,25 @@ class PackageKernel:
         """Raise a PlanError if the package lacks the functions for blocks."""
         _functions(self.implementation)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: CausalBlock, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: FlashCall, block: CausalBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return a block's result, and the logarithms of its sums; see :class:`FlashKernel`."""
         forward, _ = _functions(self.implementation)
         width = q.shape[-1]
         given = dict(zip("qkv", map(_tokens_first, (q, k, v)), strict=True))
-        output, sums, *_ = forward(**forward.bound(_settings(block, scale, softcap) | given))
+        output, sums, *_ = forward(**forward.bound(_settings(call, block) | given))
         return output[..., :width].transpose(1, 2), sums
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: Tensor,
-        sums: Tensor,
-        block: CausalBlock,
-        scale: float,
-        softcap: float,
+        self, call: FlashCall, block: CausalBlock, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of a block; see :class:`FlashKernel`."""
         _, backward = _functions(self.implementation)
         width = q.shape[-1]
         names = ("dout", "q", "k", "v", "out")
-        given = dict(zip(names, map(_tokens_first, (grad, q, k, v, output)), strict=True))
+        given = dict(zip(names, map(_tokens_first, (g, q, k, v, out)), strict=True))
         results = {f"d{name}": torch.empty_like(given[name], memory_format=torch.contiguous_format) for name in "qkv"}
         given |= results | {"softmax_lse": sums.contiguous()}
-        backward(**backward.bound(_settings(block, scale, softcap) | given))
+        backward(**backward.bound(_settings(call, block) | given))
         d_q, d_k, d_v = (results[name][..., :width].transpose(1, 2) for name in ("dq", "dk", "dv"))
         return d_q, d_k, d_v
 
@@ -88,15 +78,15 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _settings(block: CausalBlock, scale: float, softcap: float) -> dict[str, Any]:
+def _settings(call: FlashCall, block: CausalBlock) -> dict[str, Any]:
     left, right = (-1, -1) if block.window is None else (block.window, 0 if block.is_causal else -1)
     return {
-        "softmax_scale": scale,
+        "softmax_scale": call.scale,
         "causal": block.is_causal,
         "window_size_left": left,
         "window_size_right": right,
         "window_size": (left, right),
-        "softcap": softcap,
+        "softcap": call.softcap,
         "dropout_p": 0.0,
         "return_softmax": False,
         "deterministic": os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1",

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.context.attend import AttentionCall
-from meshwright.context.causal_blocks import Documents
 from meshwright.context.flash import FlashCall, flash_attention, is_right
 from meshwright.context.flash_package import PackageKernel
 from meshwright.context.key_exchange import KeyExchange
 from meshwright.errors import PlanError
 from meshwright.parallel.batch_schema import BORDERS
+from meshwright.parallel.flash_rows import borders_at
 from meshwright.parallel.sequence_parts import TokenRun
 
 
@@ -40,7 +39,9 @@ def over_whole_rows(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Ten
         return call.run(q, k, v, F.pad(~mask.holes, (0, length - mask.length)), is_causal=True)
     if documents == ((0,),):
         return call.run(q, k, v, None, is_causal=True)
-    return call.run(q, k, v, None, is_causal=True, **_borders_of(documents, len(q), length, q.device))
+    of_rows = documents * len(q) if len(documents) == 1 else documents
+    starts = [row * length + start for row, own in enumerate(of_rows) for start in own]
+    return call.run(q, k, v, None, is_causal=True, **borders_at([*starts, len(q) * length], q.device))
 
 
 def over_keys(
@@ -64,12 +65,11 @@ def over_keys(
             "or give other numbers than plain operations. Use ParallelPlan(context='ulysses'), which calls the "
             "package as a whole, or load the model with attn_implementation='sdpa'"
         )
-    scale = options.get("scaling")
     flash = FlashCall(
         keys=keys,
         runs=runs,
         documents=call.mask.documents_of_kernel(_borders(call)),
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=call.scale(q.shape[-1]),
         kernel=kernel,
         window=options.get("sliding_window"),
         softcap=options.get("softcap") or 0.0,
@@ -82,16 +82,6 @@ def over_keys(
 def _borders(call: AttentionCall) -> Tensor | None:
     borders: Tensor | None = call.options.get("cu_seq_lens_q")
     return borders
-
-
-def _borders_of(documents: Documents, rows: int, length: int, device: torch.device) -> dict[str, Any]:
-    """Return the options by which transformers tells a package where documents begin in all rows together."""
-    by_row = documents * rows if len(documents) == 1 else documents
-    starts = [row * length + start for row, own in enumerate(by_row) for start in own]
-    borders = torch.tensor([*starts, rows * length], dtype=torch.int32)
-    longest = int(borders.diff().max())
-    borders = borders.to(device)
-    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
 
 
 def _own(holes: Tensor, runs: tuple[TokenRun, ...]) -> Tensor:

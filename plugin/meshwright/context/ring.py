@@ -43,11 +43,10 @@ class RingCall:
     @classmethod
     def of(cls, call: AttentionCall, keys: RingKeys, *, width: int) -> RingCall:
         """Return a call of a model's attention function as one over the ring; queries have ``width`` channels."""
-        scale = call.options.get("scaling")
         return cls(
             keys=keys,
             mask=call.mask,
-            scale=width**-0.5 if scale is None else scale,
+            scale=call.scale(width),
             softcap=call.options.get("softcap"),
         )
 

@@ -21,6 +21,7 @@ from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_schema import BatchSchema
 from meshwright.parallel.method_chain import BatchStep
 from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.replaced_forward import stock_owner
 from meshwright.plan.config import ParallelPlan
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,7 @@ _ROUNDING, _OTHER_SHAPES = 1e-5, 1e-2
 
 def has_stock_loss(model: nn.Module) -> bool:
     """Return whether a model runs a forward of transformers, whose passes without gradients change nothing."""
-    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
-    return owner.__module__.startswith("transformers.models.")
+    return stock_owner(model) is not None
 
 
 class CoupledRows(BatchStep):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,19 @@ def flash_function(implementation: str) -> Callable[..., Tensor]:
             "with attn_implementation='sdpa', which runs torch's own flash kernels"
         )
     return found
+
+
+def borders_at(places: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Return the options by which transformers tells a package where documents begin.
+
+    Args:
+        places: where each document begins among the tokens of all rows, and the end.
+        device: the device of the tokens.
+    """
+    borders = torch.tensor(places, dtype=torch.int32)
+    longest = int(borders.diff().max())
+    borders = borders.to(device)
+    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
 
 
 def check_package(model: nn.Module) -> None:
@@ -176,10 +189,7 @@ class FlashRows(BatchStep):
                 type(self.model).__name__,
             )
         starts = [row * documents.length + start for row, start, _ in documents.spans]
-        borders = torch.tensor([*starts, documents.rows * documents.length], dtype=torch.int32)
-        longest = int(borders.diff().max())
-        borders = borders.to(next(self.model.parameters()).device)
-        return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
+        return borders_at([*starts, documents.rows * documents.length], next(self.model.parameters()).device)
 
     def _refusal(self, what: str) -> PlanError:
         return PlanError(

@@ -34,9 +34,15 @@ from meshwright.roles.linear_kernel import LinearKernel, kernel_of, set_kernel
 if TYPE_CHECKING:
     from torchao.float8.config import CastConfig
     from torchao.float8.float8_linear import Float8Linear
-    from torchao.float8.float8_training_tensor import GemmInputRole
 
 Dim = Literal["tokens", "in", "out"]
+
+# The dims of an operand -> torchao's name for it.
+_ROLES: dict[tuple[Dim, Dim], str] = {
+    ("tokens", "in"): "input",
+    ("in", "out"): "weight",
+    ("tokens", "out"): "grad_output",
+}
 
 
 def float8_layers(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
@@ -118,14 +124,12 @@ class _Operand:
         dims: what its two dims are.
         inner: the dim along which elements are multiplied and summed, and of which a scale by rows is a maximum.
         cast: how torchao casts it.
-        role: what torchao calls it.
     """
 
     values: Tensor
     dims: tuple[Dim, Dim]
     inner: Dim
     cast: CastConfig
-    role: GemmInputRole
 
     @property
     def is_by_rows(self) -> bool:
@@ -166,43 +170,37 @@ class Float8Kernel(LinearKernel):
         return bool(cast.scaling_type.value != "disabled" and cast.scaling_granularity.value == "tensorwise")
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
-        from torchao.float8.float8_training_tensor import GemmInputRole as Role
-
         c = self.config
         a, b = self._cast(
-            _Operand(_rows(x), ("tokens", "in"), "in", c.cast_config_input, Role.INPUT),
-            _Operand(weight.t(), ("in", "out"), "in", c.cast_config_weight, Role.WEIGHT),
+            _Operand(_rows(x), ("tokens", "in"), "in", c.cast_config_input),
+            _Operand(weight.t(), ("in", "out"), "in", c.cast_config_weight),
         )
         y = torch.mm(a, b).view(*x.shape[:-1], weight.shape[0])
         y = y if bias is None else y + bias
         return y if out is None else out.copy_(y)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        from torchao.float8.float8_training_tensor import GemmInputRole as Role
-
         c = self.config
         a, b = self._cast(
-            _Operand(_rows(gradient), ("tokens", "out"), "out", c.cast_config_grad_output, Role.GRAD_OUTPUT),
-            _Operand(weight.t(), ("in", "out"), "out", c.cast_config_weight_for_grad_input, Role.WEIGHT),
+            _Operand(_rows(gradient), ("tokens", "out"), "out", c.cast_config_grad_output),
+            _Operand(weight.t(), ("in", "out"), "out", c.cast_config_weight_for_grad_input),
         )
         result = torch.mm(a, b.t()).view(*gradient.shape[:-1], weight.shape[1])
         return result if out is None else out.copy_(result)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor, *, total: Tensor | None = None) -> Tensor:
-        from torchao.float8.float8_training_tensor import GemmInputRole as Role
-
         c = self.config
         cast = c.cast_config_grad_output_for_grad_weight
         a, b = self._cast(
-            _Operand(_rows(gradient), ("tokens", "out"), "tokens", cast, Role.GRAD_OUTPUT),
-            _Operand(_rows(x), ("tokens", "in"), "tokens", c.cast_config_input_for_grad_weight, Role.INPUT),
+            _Operand(_rows(gradient), ("tokens", "out"), "tokens", cast),
+            _Operand(_rows(x), ("tokens", "in"), "tokens", c.cast_config_input_for_grad_weight),
         )
         own = torch.mm(a.t(), b)
         return own if total is None else total.add_(own)
 
     def _cast(self, *operands: _Operand) -> list[Tensor]:
         """Return the operands in float8; in their own dtype if the recipe leaves this multiplication in it."""
-        from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+        from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
         from torchao.float8.float8_utils import amax_to_scale
 
         if operands[0].cast.scaling_type.value == "disabled":  # which torchao asserts to be so of both
@@ -224,7 +222,7 @@ class Float8Kernel(LinearKernel):
                 amax_to_scale(most, operand.cast.target_dtype, self.config.round_scales_to_power_of_2),
                 operand.cast.target_dtype,
                 self.mm_config,
-                operand.role,
+                GemmInputRole(_ROLES[operand.dims]),
                 operand.axiswise_dim,
             )
             for operand, most in zip(operands, largest, strict=True)

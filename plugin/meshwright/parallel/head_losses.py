@@ -26,6 +26,7 @@ from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.observed_loss import observe_loss
 from meshwright.parallel.output_loss import loss_of, with_loss
+from meshwright.parallel.replaced_forward import stock_owner
 from meshwright.plan.config import AveragesOver
 
 
@@ -85,9 +86,9 @@ def _of_function(model: nn.Module) -> LossKind | None:
 
 def _of_class(model: nn.Module) -> LossKind | None:
     """Return the loss kind of a head whose forward computes the loss in the same way in all families, or None."""
-    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
-    task = re.search(r"For([A-Z]\w*?)(Simple)?$", owner.__name__)
-    if task is None or not owner.__module__.startswith("transformers.models."):
+    owner = stock_owner(model)
+    task = None if owner is None else re.search(r"For([A-Z]\w*?)(Simple)?$", owner.__name__)
+    if owner is None or task is None:
         return None
     names = _names_read(owner)
     if "CrossEntropyLoss" not in names:
@@ -99,10 +100,7 @@ def _of_class(model: nn.Module) -> LossKind | None:
 
 def _of_pass(model: nn.Module) -> LossKind | None:
     """Return the loss kind of a transformers model that a pass on fake tensors shows, or None."""
-    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
-    if not owner.__module__.startswith("transformers.models."):
-        return None
-    observed = observe_loss(model)
+    observed = None if stock_owner(model) is None else observe_loss(model)
     return None if observed is None else LossKind(counts=observed.count, is_observed=True)
 
 

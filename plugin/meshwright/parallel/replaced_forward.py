@@ -13,6 +13,12 @@ from meshwright.parallel.method_chain import BatchStep, StepOrder, add_step
 from meshwright.parallel.output_loss import loss_of
 
 
+def stock_owner(model: nn.Module) -> type[nn.Module] | None:
+    """Return the class of transformers that has a model's forward; None if the forward is of another class."""
+    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    return owner if owner.__module__.startswith("transformers.models.") else None
+
+
 def check_replaced_forward(model: nn.Module, mean: GlobalMean) -> None:
     """Let a forward that is not the model's own raise in training if it does not call the model's loss function.
 

@@ -22,6 +22,7 @@ from meshwright.parallel.autograd_graph import bypasses, in_backward
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.collectives import share
 from meshwright.parallel.local_heads import PER_HEAD
+from meshwright.parallel.method_chain import arguments
 from meshwright.roles.blocks import Block
 
 
@@ -124,7 +125,7 @@ def second_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _named(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(inspect.signature(layer.forward).parameters, args, strict=False)), **kwargs}
+    return arguments(inspect.signature(layer.forward), args, kwargs)
 
 
 def _is_cache_with_gradient(value: Any) -> bool:
