@@ -67,10 +67,7 @@ class CallsLossFunction(BatchStep):
     def _refusal(self, what: str) -> PlanError:
         cure = "Keep the model's own forward, whose head and loss run in chunks here"
         if self.replacement.startswith("liger_kernel."):
-            cure += (
-                ": apply_liger_kernel_to_llama(fused_linear_cross_entropy=False), or in the Trainer "
-                "liger_kernel_config={'fused_linear_cross_entropy': False}"
-            )
+            cure += ": apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)"
         return PlanError(
             f"the forward of {type(self.model).__name__} was replaced by {self.replacement}, which {what}. Such a loss "
             "is the mean of the tokens of one rank or one micro-batch, and a weight that the forward reads itself may "
