@@ -110,7 +110,8 @@ def saved_activations(
     rotated = max(run.head_dim * (4 if run.traits.rotates_in_float32 else b) for run in shape.runs)
     embedded = 0.0
     if lora is not None and plan.recompute == "full":
-        embedded = n * shape.hidden * b if plan.sp > 1 else 0.0  # whole, since the first layer's input is a view of it
+        # The first layer's input is a view of all tokens under sequence parallelism, a part of them under cp.
+        embedded = shape.hidden * b * (plan.micro_batch * seq_len if plan.cp > 1 else n if plan.sp > 1 else 0.0)
     elif lora is not None and not shape.runs[0].measured:
         # Nothing before the first adapter needs a gradient, so what the first norm reads is not kept.
         embedded = -_norm(shape.runs[0], n, share, b, frozen=True)
@@ -153,7 +154,7 @@ def _saved_by_layer(
     # parallelism keeps a rank's part of what it gathers.
     inputs = 2 * n * hidden * b * (_keeps_inputs(lora, b) or plan.sp > 1)
     block = (traits.norms * _norm(layer, n, share, b, frozen=is_frozen) + inputs) / 2
-    of_attention = _attention(layer, tp, seq_len, b) if plan.cp == 1 else _in_parts(layer, plan, seq_len, b)
+    of_attention = _attention(layer, plan, seq_len, b, keeps_input=_keeps_inputs(lora, b))
     attention = block + n * of_attention + _query_norm(layer, n, b, tp, frozen=is_frozen)
     inside = 2 * layer.mlp_inputs - (not _keeps_inputs(lora, b))  # the input of the last projection is one of these
     mlp = block + n * b * (layer.ffn / tp) * inside
@@ -204,35 +205,39 @@ def _masks(shape: ModelShape, n: int, seq_len: int, b: int) -> float:
     return seq_len**2 if any(_is_masked(run, seq_len) for run in shape.runs) else 0
 
 
-def _attention(layer: LayerShape, tp: int, seq_len: int, b: int) -> float:
-    """Return the bytes per position that attention saves, from q, k and v to the output projection."""
+def _attention(layer: LayerShape, plan: Candidate, seq_len: int, b: int, *, keeps_input: bool) -> float:
+    """Return the bytes per position that attention saves, from q, k and v to what the output projection keeps."""
+    if plan.cp > 1:
+        return _in_parts(layer, plan, seq_len, b, keeps_input=keeps_input)
+    tp = plan.tp
     query, own_keys, heads = layer.query_width / tp, layer.local_kv_width(tp), layer.heads / tp
+    read = query * keeps_input  # by the output projection
     if layer.traits.keeps_scores:
-        # Attention saves q, k and v for every query head, the output, capped scores, their 32-bit softmax and a cast.
+        # Attention saves q, k and v for every query head, capped scores, their 32-bit softmax and a cast.
         capped = b
         scores = heads * seq_len * (capped + 4 + (b if b < 4 else 0))
-        return b * 4 * query + scores
+        return b * (3 * query + read) + scores
     masked = _is_masked(layer, seq_len)
     keys = query if masked and own_keys > layer.head_dim else own_keys  # a single key head is repeated without a copy
-    # After a fused projection, attention's output is copied. Unless v is repeated, v is a view that keeps the whole
-    # projection alive.
+    # After a fused projection, the output projection reads a copy of attention's output. Unless v is repeated, v is a
+    # view that keeps the whole projection alive.
     values = keys
     if layer.traits.fused_qkv:
-        values = query + (keys if masked else query + 2 * own_keys)
+        values = read + (keys if masked else query + 2 * own_keys)
     return b * (2 * query + keys + values + (seq_len if masked else 0)) + 4 * heads
 
 
-def _in_parts(layer: LayerShape, plan: Candidate, seq_len: int, b: int) -> float:
+def _in_parts(layer: LayerShape, plan: Candidate, seq_len: int, b: int, *, keeps_input: bool) -> float:
     """Return the bytes per position that attention saves under context parallelism."""
     inner, outer = group_sizes(plan.context, plan.cp, plan.ulysses)
     query, keys = layer.query_width / plan.tp, exchanged_keys(layer, plan)
-    # Kept: q, k and v, and the output as the output projection reads it. Unless attention runs again in backward, the
-    # logarithm of each row's sum of exponentials too. An exchange of heads copies the output that attention keeps.
+    # Unless attention runs again in backward, it keeps its output and the logarithm of each row's sum of exponentials.
+    # The output projection reads the same output, or a copy after an exchange of heads.
     is_kept = outer > 1 or runs_flash(layer, seq_len)
-    copied = query if is_kept and inner > 1 else 0
+    output = query * is_kept + (query * keeps_input if inner > 1 or not is_kept else 0)
     # Without an exchange, the values of a fused projection are a view that keeps the whole projection alive.
     values = query + 2 * keys if layer.traits.fused_qkv and inner == 1 else keys
-    return b * (2 * query + keys + values + copied) + (4 * (layer.heads / plan.tp) if is_kept else 0)
+    return b * (query + keys + values + output) + (4 * (layer.heads / plan.tp) if is_kept else 0)
 
 
 def _query_norm(layer: LayerShape, n: int, b: int, tp: int, *, frozen: bool) -> float:
