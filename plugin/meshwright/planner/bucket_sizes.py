@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwright.plan.flat_offsets import BUCKET_MB
 from meshwright.planner.adapters import Lora, projections
@@ -90,6 +91,12 @@ def adapters(shape: ModelShape, plan: Candidate, lora: Lora) -> Iterator[Paramet
             first, second = rank * inner, rank * outer
             yield Parameter(numel=first, full=0 if each.is_row or tp == 1 else first, layer=index)
             yield Parameter(numel=second, full=second if each.is_row and tp > 1 else 0, layer=index)
+
+
+@lru_cache(maxsize=64)
+def trained_members(shape: ModelShape, plan: Candidate, lora: Lora | None) -> tuple[Parameter, ...]:
+    """Return the parameters of a rank that are trained."""
+    return tuple(parameters(shape, plan) if lora is None else adapters(shape, plan, lora))
 
 
 def _layer(layer: LayerShape, plan: Candidate, index: int) -> Iterator[Parameter]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,7 +10,7 @@ from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.flat_offsets import IN_FLIGHT, flat_offsets, sharded_length
 from meshwright.planner.activations import Saved, measured_share, saved_activations
 from meshwright.planner.adapters import ADAPTER_BYTES, Lora
-from meshwright.planner.bucket_sizes import TOWER, Parameter, adapters, buckets, parameters, units
+from meshwright.planner.bucket_sizes import TOWER, Parameter, buckets, parameters, trained_members, units
 from meshwright.planner.candidate import Candidate, Logits, count_recomputed
 from meshwright.planner.context_memory import attention_memory, embedding_memory
 from meshwright.planner.head_memory import after_head, head_peak
@@ -74,8 +73,7 @@ def footprint(
         shard=plan.data_ranks, tp=plan.tp, sequence_parallel=plan.sequence_parallel, zero_stage=plan.zero_stage,
         reduce_dtype=plan.reduce_dtype, ep=plan.ep,
     )  # fmt: skip
-    members = _members(shape, layout, lora)
-    counted = _Elements.of(members, layout)
+    counted = _Elements.of(shape, layout, lora)
     elements = counted.whole
     saved = saved_activations(
         shape, plan, seq_len=seq_len, element_bytes=b, logits=logits, expert_load=expert_load, images=images, lora=lora
@@ -85,7 +83,7 @@ def footprint(
     state = 4 if is_sharded else trained
     own = counted.own if is_sharded else elements
     is_gathered = is_sharded and plan.zero_stage == 3
-    states = held_states(shape, layout, members, optimizer, lora, unit=state)
+    states = held_states(shape, layout, optimizer, lora, unit=state)
     optimizer_state = states.bytes
     if is_sharded and trained < 4 and not is_gathered:
         optimizer_state += 4 * counted.own_padded
@@ -97,9 +95,7 @@ def footprint(
     if lora is not None:
         weights += _frozen(shape, layout, lora, b)
     held = weights + optimizer_state
-    gathered = _Gathered()
-    if is_gathered:
-        gathered = _Gathered.of(_members(shape, layout, None), shape, b, _packed(shape, layout, lora))
+    gathered = _Gathered.of(shape, layout, lora, b) if is_gathered else _Gathered()
     recomputed = count_recomputed(plan, shape.layers)
     # All micro-batches but the last run backward within the model's call and add their gradients in 32 bits.
     micro = _MicroBatch(
@@ -109,7 +105,7 @@ def footprint(
     unpacked = 0.0 if lora is None else max(lora.unpacked(run, plan.tp, b) for run in shape.runs)
     forward, backward = (
         _forward(micro) + unpacked,
-        unpacked + _backward(micro, members, _gradients(shape, layout, lora, trained, cpu)),
+        unpacked + _backward(micro, counted, _gradients(shape, layout, lora, trained, cpu)),
     )
     accumulated: float = 4 * elements if plan.accumulation > 1 else 0
     if accumulated and is_sharded and plan.zero_stage > 1:
@@ -122,7 +118,7 @@ def footprint(
         forward = accumulated + max(forward, elements * trained)
     activations = saved.total(recomputed) + gathered.head
     # On CPU the optimizer steps one parameter after the other, on other devices all parameters at once.
-    largest = max(member.numel / (_ranks(member, layout) if is_sharded else 1) for member in members)
+    largest = counted.own_largest if is_sharded else counted.largest
     temporary = 0 if plan.offload is not None else (2 * largest if cpu else own) * state
     return Footprint(
         parameters=weights,
@@ -160,15 +156,24 @@ def _ranks(member: Parameter, layout: Candidate) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Elements:
-    """A rank's elements: all, in the flat tensors of ZeRO, and both after ZeRO has sharded them."""
+    """A rank's trained elements: all, in the flat tensors of ZeRO, and those of the largest parameter.
+
+    ``own``, ``own_padded`` and ``own_largest`` are the same after ZeRO has sharded them. ``counts`` has the number of
+    parameters of each layer.
+    """
 
     whole: int
     padded: int
+    largest: int
     own: float
     own_padded: float
+    own_largest: float
+    counts: Counter[int]
 
     @staticmethod
-    def of(members: Sequence[Parameter], layout: Candidate) -> _Elements:
+    @lru_cache(maxsize=64)
+    def of(shape: ModelShape, layout: Candidate, lora: Lora | None) -> _Elements:
+        members = trained_members(shape, layout, lora)
         groups = [[m for m in members if m.is_spread is is_spread] for is_spread in (False, True)]
         ranks = (layout.data_ranks, layout.copies)
         whole = [sum(member.numel for member in group) for group in groups]
@@ -176,8 +181,11 @@ class _Elements:
         return _Elements(
             whole=sum(whole),
             padded=sum(padded),
+            largest=max(member.numel for member in members),
             own=sum(size / count for size, count in zip(whole, ranks, strict=True)),
             own_padded=sum(size / count for size, count in zip(padded, ranks, strict=True)),
+            own_largest=max(member.numel / _ranks(member, layout) for member in members),
+            counts=Counter(member.layer for member in members),
         )
 
 
@@ -189,8 +197,9 @@ class _Gathered:
     head: float = 0
 
     @staticmethod
-    def of(members: Sequence[Parameter], shape: ModelShape, b: int, packed: Sequence[float]) -> _Gathered:
-        sizes = Counter[int]()
+    @lru_cache(maxsize=64)
+    def of(shape: ModelShape, layout: Candidate, lora: Lora | None, b: int) -> _Gathered:
+        members, packed, sizes = trained_members(shape, layout, None), _packed(shape, layout, lora), Counter[int]()
         for member in members:
             sizes[member.layer] += member.numel
         layer = max(sizes[index] - packed[index] for index in range(shape.layers)) * b
@@ -280,7 +289,7 @@ def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
     return n * shape.hidden * b * (2 if plan.tp > 1 else 1)
 
 
-def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Gradients) -> float:
+def _backward(micro: _MicroBatch, counted: _Elements, gradients: _Gradients) -> float:
     shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     rows = n * shape.hidden * b
@@ -288,12 +297,13 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
     norm = 24 * n * shape.hidden / plan.sp  # six 32-bit tensors of a norm's size
     working = [_in_backward(micro, run, norm) for run in shape.runs]
     run_of = [number for number, run in enumerate(shape.runs) for _ in range(run.count)]
-    counts = Counter(member.layer for member in members)
+    in_recomputed = [micro.in_mlp(run, 2) for run in shape.runs] if recomputed else []
+    below = [saved.below(layer, recomputed) for layer in range(shape.layers + 1)]
     # The sum over earlier micro-batches is first cast to the gradients' dtype, then becomes the gradients one by one.
     is_reduced = plan.zero_stage > 1 and plan.data_ranks > 1
-    before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 and not is_reduced else 0
+    before = 4 * counted.whole if plan.accumulation > 1 and not is_reduced else 0
     left_over = before * b / 4
-    at_once = 4 * max(member.numel for member in members) if before and b < 4 else 0
+    at_once = 4 * counted.largest if before and b < 4 else 0
     at_head = total + gathered.head + left_over + after_head(shape, plan, n, b, micro.logits)
     peak, arrived = max(total + before + at_once, at_head), Counter[int]()
     for member, arrival, most in gradients:
@@ -302,11 +312,10 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
             number = run_of[layer]
             run, own, (mlp, attention) = shape.runs[number], saved.runs[number], working[number]
             # A layer's activations are freed as its gradients arrive, first those of the MLP.
-            left = 1 - arrived[layer] / counts[layer]
+            left = 1 - arrived[layer] / counted.counts[layer]
             of_mlp, of_attention = max(0.0, 2 * left - 1), min(1.0, 2 * left)
             of_mlp *= own.layer - own.attention
-            below = saved.below(layer, recomputed)
-            rest += below + of_attention * own.attention + (saved.arguments if recomputed else 0)
+            rest += below[layer] + of_attention * own.attention + (saved.arguments if recomputed else 0)
             if left <= 0.5:
                 rest += attention + of_mlp
             elif run.measured is not None:
@@ -314,16 +323,16 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
             elif layer < recomputed:  # backward frees a recomputed tensor after its last reader, which is the norm
                 # Three 32-bit tensors of the last adapter's output, if adapters are wider than the base.
                 width = 12 if micro.is_widened else b
-                rest += max(norm, of_mlp + micro.in_mlp(run, 2) + n * width * shape.hidden)
+                rest += max(norm, of_mlp + in_recomputed[number] + n * width * shape.hidden)
             else:
                 # The first gradients of a layer are those of norms, before the backward of the MLP.
                 first = norm + rows if micro.lora is None else 2 * rows  # a frozen norm has none
                 rest += (mlp if arrived[layer] else first) + of_mlp
             rest += gathered.layers if layer else gathered.layers / 2
         elif layer == shape.layers:
-            rest += saved.below(layer, recomputed) + gathered.head
+            rest += below[layer] + gathered.head
         elif layer == TOWER:
-            rest -= saved.towers * arrived[layer] / counts[layer]
+            rest -= saved.towers * arrived[layer] / counted.counts[layer]
         elif shape.tied:
             arrival += member.numel * b  # the embedding's gradient, which is added to the gradient of the tied head
         arrived[layer] += 1
@@ -346,12 +355,6 @@ def _in_backward(micro: _MicroBatch, layer: LayerShape, norm: float) -> tuple[fl
 
 
 @lru_cache(maxsize=64)
-def _members(shape: ModelShape, layout: Candidate, lora: Lora | None) -> tuple[Parameter, ...]:
-    """Return the parameters of a rank that are trained."""
-    return tuple(parameters(shape, layout) if lora is None else adapters(shape, layout, lora))
-
-
-@lru_cache(maxsize=64)
 def _gradients(shape: ModelShape, layout: Candidate, lora: Lora | None, b: int, cpu: bool) -> _Gradients:
     """Return (parameter, bytes now, most bytes) for each gradient, in the order in which the gradients arrive.
 
@@ -360,7 +363,7 @@ def _gradients(shape: ModelShape, layout: Candidate, lora: Lora | None, b: int, 
     The bytes now are the size of all gradients and their buffers when this gradient arrives. If it completes a bucket,
     the most bytes are their largest size while the reduction of the bucket starts.
     """
-    members, plan = list(_members(shape, layout, lora)), layout
+    members, plan = list(trained_members(shape, layout, lora)), layout
     found: list[tuple[Parameter, float, float]] = []
     is_gathered = plan.zero_stage == 3 and plan.data_ranks > 1
     in_flight = 1 if is_gathered else IN_FLIGHT

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.planner.adapters import Lora
-from meshwright.planner.bucket_sizes import Parameter, adapters, parameters
+from meshwright.planner.bucket_sizes import Parameter, trained_members
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.optimizers import OptimizerKind, is_matrix, optimizer_kind
 from meshwright.planner.shapes import ModelShape
@@ -26,15 +25,13 @@ class HeldStates:
     stepped: float = 0.0
 
 
-def held_states(
-    shape: ModelShape, layout: Candidate, members: Sequence[Parameter], optimizer: str, lora: Lora | None, *, unit: int
-) -> HeldStates:
+@lru_cache(maxsize=256)
+def held_states(shape: ModelShape, layout: Candidate, optimizer: str, lora: Lora | None, *, unit: int) -> HeldStates:
     """Return the state of the optimizer on one rank.
 
     Args:
         shape: the model.
         layout: the plan's sizes, with its data ranks as ``shard``.
-        members: the trained parameters of the rank.
         optimizer: as in ``Job``.
         lora: as in ``Job``.
         unit: bytes per element of what is stepped.
@@ -47,14 +44,14 @@ def held_states(
         ranks = (layout.copies if member.is_spread else layout.data_ranks) if is_sharded else 1
         return _bytes(kind, shape, member, unit, lora) / ranks
 
-    return HeldStates(bytes=sum(map(share, members)))
+    return HeldStates(bytes=sum(map(share, trained_members(shape, layout, lora))))
 
 
 @lru_cache(maxsize=256)
 def _owned(shape: ModelShape, ranks: int, optimizer: str, lora: Lora | None, unit: int) -> HeldStates:
     """Return the state of the rank that owns the most: parameters go to the rank that has the fewest elements."""
     kind = optimizer_kind(optimizer)
-    whole = list(parameters(shape, Candidate()) if lora is None else adapters(shape, Candidate(), lora))
+    whole = trained_members(shape, Candidate(), lora)
     stepped = [member for member in whole if kind.steps_whole(is_matrix=_is_matrix(kind, shape, member, lora))]
     parts = sum(_bytes(kind, shape, member, unit, lora) for member in whole if member not in stepped)
     total, largest = sum(m.numel for m in stepped), max((m.numel for m in stepped), default=0)
@@ -116,5 +113,5 @@ def staged_states(shape: ModelShape, plan: Candidate, job: Job, trained: tuple[f
 def _summed(shape: ModelShape, optimizer: str, lora: Lora | None, unit: int) -> tuple[float, float]:
     """Return the bytes of the state of the whole model, and its trained elements."""
     kind = optimizer_kind(optimizer)
-    whole = list(parameters(shape, Candidate()) if lora is None else adapters(shape, Candidate(), lora))
+    whole = trained_members(shape, Candidate(), lora)
     return sum(_bytes(kind, shape, member, unit, lora) for member in whole), float(sum(m.numel for m in whole))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from meshwright.plan.context_methods import local_tokens
@@ -21,6 +21,8 @@ _CONTEXT = 0.6e9  # bytes of the device's context and kernels
 _GROUP = 0.15e9  # bytes of the buffers of one communicator
 _PROCESS = 0.4e9  # bytes of Python, torch and transformers
 _SLACK = 0.03  # unfilled parts of the allocator's blocks, relative to the allocated memory
+
+_saved_by_layout = lru_cache(maxsize=1024)(saved_activations)  # in a search, many plans save the same bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +91,7 @@ def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
         tp=plan.tp, sequence_parallel=plan.sequence_parallel, cp=plan.cp, context=plan.context, ulysses=plan.ulysses,
         ep=plan.ep if job.expert_load > 1 else 1, micro_batch=plan.micro_batch,
     )  # fmt: skip
-    # In a search, many plans save the same bytes, whatever the batch.
-    return _saved_by_layout(shape, layout, replace(job, global_batch=1))
-
-
-@lru_cache(maxsize=1024)
-def _saved_by_layout(shape: ModelShape, layout: Candidate, job: Job) -> Saved:
-    return saved_activations(
+    return _saved_by_layout(
         shape, layout, seq_len=job.seq_len, element_bytes=job.activation_bytes, expert_load=job.expert_load,
         images=job.images, lora=job.lora,
     )  # fmt: skip

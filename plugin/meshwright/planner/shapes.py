@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -242,7 +243,7 @@ class ModelShape:
             if run.window is not None and run.window < 1:
                 raise PlanError(f"{self.name}: window={run.window} must be above zero; use None for no window")
 
-    @property
+    @cached_property
     def layers(self) -> int:
         """The number of layers."""
         return sum(self.counts)
@@ -256,7 +257,7 @@ class ModelShape:
         """The properties of the family's code outside of the layers, such as the last norm's."""
         return self.runs[0].traits
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """The number of layers of each run."""
         return tuple(run.count for run in self.runs)

@@ -25,6 +25,8 @@ _MICRO_FACTORS = (0.5, 1.0, 2.0, 4.0)
 _SHORTEST = 128  # tokens of the shortest sequence on the slider
 _SAME = 2**26  # a smaller difference in bytes is not visible in a bar
 
+_Layout = tuple[object, ...]  # what a plan has in common with the same plan at other settings
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranges:
@@ -126,7 +128,7 @@ class PageSettings:
 
     found: Search
     ranges: Ranges
-    _spaces: dict[tuple[int, int, int], tuple[Space, dict[Candidate, Candidate]]] = field(default_factory=dict)
+    _spaces: dict[tuple[int, int, int], tuple[Space, dict[_Layout, Candidate]]] = field(default_factory=dict)
     _models: dict[int, StepModel] = field(default_factory=dict)
     _weights: dict[tuple[Candidate, int], tuple[tuple[int, int, Memory], ...]] = field(default_factory=dict)
 
@@ -181,7 +183,7 @@ class PageSettings:
         at = space.candidate(region, int(micro), ways[0], plan.recompute, plan.recomputed)
         return dataclasses.replace(at, stages=plan.stages)
 
-    def _space(self, batch: int, length: int, gpus: int) -> tuple[Space, dict[Candidate, Candidate]]:
+    def _space(self, batch: int, length: int, gpus: int) -> tuple[Space, dict[_Layout, Candidate]]:
         if (batch, length, gpus) not in self._spaces:
             job = dataclasses.replace(
                 self.found.job, global_batch=self.ranges.batches[batch], seq_len=self.ranges.lengths[length]
@@ -241,12 +243,9 @@ def stage_work(model: StepModel, plan: Candidate, job: Job) -> StageWork:
     )
 
 
-def _layout(plan: Candidate) -> Candidate:
-    """Return the plan without dp and what does not belong to the layout of the ranks."""
-    method = Candidate(
-        context=plan.context, ulysses=plan.ulysses, ep=plan.ep, schedule=plan.schedule, chunks=plan.chunks
-    )  # fmt: skip
-    return method.resized(plan.sizes_beside_dp)
+def _layout(plan: Candidate) -> _Layout:
+    """Return the sizes and the methods of a plan's layout of the ranks, without dp."""
+    return *plan.sizes_beside_dp.values(), plan.context, plan.ulysses, plan.ep, plan.schedule, plan.chunks
 
 
 def _missing(plan: Candidate, space: Space) -> str:
