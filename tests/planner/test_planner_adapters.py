@@ -16,7 +16,7 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.devices import device_of_spec, spec_of
 from meshwright.planner.footprint import footprint
 from meshwright.planner.hardware import Cluster, Coefficients, device
-from meshwright.planner.memory import peak_memory, state_memory
+from meshwright.planner.memory import peak_memory, stage_memory, state_memory
 from meshwright.planner.optimizers import OPTIMIZERS
 from meshwright.planner.search import search
 from meshwright.planner.shapes import ModelShape, describe
@@ -99,6 +99,11 @@ def test_what_optimizers_keep() -> None:
     assert kept("muon") == pytest.approx((4 * matrices + 8 * (EIGHT.parameters - matrices)) / 8 + 4 * shard, rel=0.01)
     assert 4 * shard < kept("adafactor") < 4.1 * shard
     assert set(OPTIMIZERS) >= {"adamw", "muon", "adafactor", "lion", "adamw8bit"}
+    job = Job(seq_len=512, global_batch=8, own_runtime=True, optimizer="muon")
+    for offload in (None, "optimizer"):  # owners exchange whole matrices on the devices
+        stages = Candidate(shard=2, pp=4, accumulation=4, zero_stage=1, offload=offload)
+        memory = stage_memory(EIGHT, stages, job, 1)
+        assert memory.activations + memory.working == pytest.approx(4 * 4 * matrices / 4 / 2, rel=0.01)
 
 
 def test_a_frozen_base_takes_less_time_for_products_and_more_for_the_rest() -> None:

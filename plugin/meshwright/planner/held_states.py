@@ -11,6 +11,8 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.optimizers import OptimizerKind, is_matrix, optimizer_kind
 from meshwright.planner.shapes import ModelShape
 
+_EXCHANGED = 4  # copies in a step: the weights and the gradients that are sent to owners, and those that arrive there
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeldStates:
@@ -57,8 +59,7 @@ def _owned(shape: ModelShape, ranks: int, optimizer: str, lora: Lora | None, uni
     total, largest = sum(m.numel for m in stepped), max((m.numel for m in stepped), default=0)
     owned = max(total / ranks, largest)
     per_element = sum(_bytes(kind, shape, member, unit, lora) for member in stepped) / max(1, total)
-    # The weights and gradients that are sent to owners and arrive there, each once.
-    return HeldStates(bytes=owned * per_element + parts / ranks, stepped=4 * owned * unit)
+    return HeldStates(bytes=owned * per_element + parts / ranks, stepped=_EXCHANGED * owned * unit)
 
 
 def _bytes(kind: OptimizerKind, shape: ModelShape, member: Parameter, unit: int, lora: Lora | None) -> float:
@@ -102,16 +103,31 @@ def staged_states(shape: ModelShape, plan: Candidate, job: Job, trained: tuple[f
         kept: those of which the rank has state, if state is sharded.
     """
     unit = 4 if plan.zero_stage else job.trained_bytes
-    total, elements = _summed(shape, job.optimizer, job.lora, unit)
+    total, elements, _ = _summed(shape, job.optimizer, job.lora, unit)
     if job.kind.is_whole and (plan.zero_stage or plan.tp > 1 or plan.ep > 1):
         # The ranks of a stage share its parameters, of which each of them has 1 / tp.
         kept = sum(trained) * plan.tp / (plan.data_ranks * plan.tp)
     return total / max(1.0, elements) * kept
 
 
+def staged_exchange(shape: ModelShape, plan: Candidate, job: Job, layers: int) -> float:
+    """Return the bytes of whole weights and gradients that a rank of a pipeline sends and owns in a step.
+
+    Args:
+        shape, plan, job: the model, the plan and the job.
+        layers: number of the rank's layers.
+    """
+    if not job.kind.is_whole or not (plan.zero_stage or plan.tp > 1 or plan.ep > 1):
+        return 0.0
+    unit = 4 if plan.zero_stage else job.trained_bytes
+    whole = _summed(shape, job.optimizer, job.lora, unit)[2] * layers / shape.layers
+    return _EXCHANGED * whole / (plan.data_ranks * plan.tp) * unit
+
+
 @lru_cache(maxsize=64)
-def _summed(shape: ModelShape, optimizer: str, lora: Lora | None, unit: int) -> tuple[float, float]:
-    """Return the bytes of the state of the whole model, and its trained elements."""
-    kind = optimizer_kind(optimizer)
-    whole = trained_members(shape, Candidate(), lora)
-    return sum(_bytes(kind, shape, member, unit, lora) for member in whole), float(sum(m.numel for m in whole))
+def _summed(shape: ModelShape, optimizer: str, lora: Lora | None, unit: int) -> tuple[float, float, float]:
+    """Return the bytes of the state of the whole model, its trained elements, and those of parameters with an owner."""
+    kind, members = optimizer_kind(optimizer), trained_members(shape, Candidate(), lora)
+    owned = sum(m.numel for m in members if kind.steps_whole(is_matrix=_is_matrix(kind, shape, m, lora)))
+    total = sum(_bytes(kind, shape, member, unit, lora) for member in members)
+    return total, float(sum(m.numel for m in members)), float(owned)

@@ -14,7 +14,7 @@ from meshwright.planner.candidate import Candidate, Job, count_recomputed, rank_
 from meshwright.planner.context_memory import attention_memory, embedding_memory
 from meshwright.planner.footprint import footprint
 from meshwright.planner.head_memory import after_head, head_peak, saved_by_head
-from meshwright.planner.held_states import master_bytes, optimizer_bytes, staged_states, whole_states
+from meshwright.planner.held_states import master_bytes, optimizer_bytes, staged_exchange, staged_states, whole_states
 from meshwright.planner.shapes import LayerShape, ModelShape
 
 _CONTEXT = 0.6e9  # bytes of the device's context and kernels
@@ -265,6 +265,13 @@ class _Stage:
             return self.kept(1) * optimizer_bytes(plan, job)
         return self.kept(1) * master_bytes(plan, job) + staged_states(shape, plan, job, self.trained, self.kept(1))
 
+    def stepped(self) -> float:
+        """Return the bytes of the update of one step, when the activations are already freed."""
+        plan, job = self.plan, self.job
+        update = 0.0 if plan.offload is not None else 4 * self.kept(1)  # with offload the host has it
+        exchange = staged_exchange(self.shape, plan, job, sum(self.counts)) if job.own_runtime else 0.0
+        return max(update, exchange)
+
     def working(self, saved: Saved) -> float:
         """Return the temporary bytes of a layer's backward."""
         shape, plan, job = self.shape, self.plan, self.job
@@ -329,12 +336,10 @@ class _Stage:
         if self.rank == 0:
             activations += saved.towers * min(plan.accumulation, plan.pp)
         working, logits, unsharded = self.working(saved), self.logits(), self.unsharded()
-        # The 32-bit update of one step, when the activations are already freed; with offload the host has it.
-        step = 0 if plan.offload is not None else 4 * self.kept(1)
         buckets = 2 * BUCKET_BYTES if plan.data_ranks > 1 else 0
         communication = 0.0 if job.on_cpu else _groups(plan) * _GROUP + buckets
         # The backward of the head, the backward of the last layer and the optimizer step peak at different times.
-        peak = max(working + activations, logits + activations, step)
+        peak = max(working + activations, logits + activations, self.stepped())
         if is_pipeline:
             passed = activations + working + self.new_gradients(saved, elements)
             peak = max(peak, passed, _reduction(plan, job, elements))
