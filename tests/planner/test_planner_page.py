@@ -256,13 +256,18 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("more", [[], ["--allow-future"]])
-def test_the_command_writes_the_page_and_still_answers(tmp_path: Path, config: Path, more: list[str]) -> None:
+@pytest.mark.parametrize("more", [[], ["--allow-future"], ["--profile", "tiny/my profile.json"]])
+def test_the_command_writes_the_page_and_still_answers(
+    tmp_path: Path, config: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    HardwareProfile(name="mine").save("tiny/my profile.json")
     target = tmp_path / "plan.html"
     target.write_text("an older page")
     result = CliRunner().invoke(app, ["plan", "--model", str(config), "--html", str(target), *more])
     assert result.exit_code == 0 and "Error band" in result.output
     assert tree(target.read_text()).tag == "html"
+    assert ("--profile 'tiny/my profile.json' " in target.read_text()) == (more[:1] == ["--profile"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "tiny"]  # no draft is left
 
 

@@ -147,8 +147,11 @@ def _write_page(
             if sys.stderr.isatty():
                 bar.update(done - bar.pos)
 
-        model, budget = str(question.options.model), question.budget
-        write_page(found, html, changed=changed, model=model, budget=budget, progress=progress, compared=compared)
+        options = question.options
+        write_page(
+            found, html, changed=changed, model=str(options.model), profile=options.profile and str(options.profile),
+            budget=question.budget, progress=progress, compared=compared,
+        )  # fmt: skip
 
 
 def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:

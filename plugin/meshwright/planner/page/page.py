@@ -46,6 +46,7 @@ def page(
     *,
     changed: Sequence[explain.Change] | None = None,
     model: str | None = None,
+    profile: str | None = None,
     budget: Budget | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     compared: Sequence[tuple[str, ...]] = (),
@@ -56,6 +57,7 @@ def page(
         found: the outcome of a search.
         changed: result of ``explain.changes``; computed if not given.
         model: what the page's commands give to ``--model`` (default: the model's name).
+        profile: what they give to ``--profile``; None for a search without one.
         budget: the tokens and the price with which the page's figures of a whole run begin.
         progress: a function that is called with the number of slider settings computed so far, and their total number.
         compared: the table of ways to train the model, its heading first.
@@ -70,7 +72,7 @@ def page(
     plans = listed_plans(found, points, front)
     settings = PageSettings(found=found, ranges=ranges(found))
     data = page_data(settings, plans, points, front, progress=progress)
-    commands = {"plan": plan_command(found, shlex.quote(model or found.shape.name))}
+    commands = {"plan": plan_command(found, shlex.quote(model or found.shape.name), profile)}
     rows = _changes(found, changed)
     run = {
         "tokens": f"{budget.tokens}" if budget else "",
@@ -101,6 +103,7 @@ def write_page(
     *,
     changed: Sequence[explain.Change] | None = None,
     model: str | None = None,
+    profile: str | None = None,
     budget: Budget | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     compared: Sequence[tuple[str, ...]] = (),
@@ -108,7 +111,7 @@ def write_page(
     """Write the page atomically, so that readers of the file never see a part of the page.
 
     Args:
-        found, changed, model, budget, progress, compared: as in ``page``.
+        found, changed, model, profile, budget, progress, compared: as in ``page``.
         path: the file.
 
     Raises:
@@ -119,7 +122,9 @@ def write_page(
         raise PlanError(f"--html {path}: there is no directory {path.parent}; create it, or choose another file")
     if path.is_dir():
         raise PlanError(f"--html {path} is a directory; choose a file in it")
-    content = page(found, changed=changed, model=model, budget=budget, progress=progress, compared=compared)
+    content = page(
+        found, changed=changed, model=model, profile=profile, budget=budget, progress=progress, compared=compared
+    )
     write_whole(content, path, option="--html")
 
 

@@ -55,19 +55,22 @@ def launch_command(plan: str, nodes: int) -> str:
     return f'meshwright launch {machines}--plan "{plan}" train.py'
 
 
-def plan_command(found: Search, model: str) -> str:
+def plan_command(found: Search, model: str, profile: str | None = None) -> str:
     """Return the command that plans another job, with fields in braces for the page's sliders.
 
     Args:
         found: the outcome of a search.
         model: the value of ``--model``.
+        profile: the value of ``--profile``; None for a search without one.
     """
     cluster, job = found.cluster, found.job
     device, is_known = "", CATALOGUE.get(cluster.device.name) == cluster.device
     if found.profile.device is None:
         device = f" --gpu {cluster.device.name}" if is_known else f" --gpu-spec {shlex.quote(spec_of(cluster.device))}"
-        device += "" if cluster.slow_link is None else f" --interconnect {8e-9 * cluster.slow_link:g}"
-    in_node = "" if cluster.gpus_per_node == 8 else f" --gpus-per-node {cluster.gpus_per_node}"
+    device += "" if profile is None else f" --profile {shlex.quote(profile)}"
+    device += "" if cluster.slow_link is None else f" --interconnect {8e-9 * cluster.slow_link:g}"
+    is_usual = cluster.gpus_per_node == 8 and found.profile.device is None  # a profile's own number of devices differs
+    in_node = "" if is_usual else f" --gpus-per-node {cluster.gpus_per_node}"
     precision = "" if job.precision == "bf16" else f" --precision {job.precision}"
     options = "" if job.expert_load == 1 else f" --expert-load {job.expert_load:g}"
     options += "" if job.images == 1 else f" --images-per-row {job.images:g}"
