@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,17 @@ import pytest
 import torch
 import transformers
 from torch.utils.data import DataLoader
+from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.choose.allowed_stages import against_stages, why_not_cut
 from meshwright.choose.given_plan import given_plan
+from meshwright.choose.picked_plan import pick_plan
 from meshwright.choose.plan_file import save_plan
+from meshwright.cli import app
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.footprint import footprint
+from meshwright.planner.hardware import CATALOGUE, Cluster
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.shapes import describe
 from support.models import build, tokens
@@ -114,11 +119,11 @@ def test_reasons_against_stages() -> None:
 
 
 def test_a_budget_decides(pool2: Any) -> None:
-    """Just below what the fastest plan needs it is not picked, and what is picked fits."""
+    """Just below what the first plan needs it is not picked, and what is picked fits."""
     free, _ = pool2.run(picked, {})[0]
-    fastest = Candidate(shard=2, zero_stage=1, micro_batch=4)
-    assert (free["dp"], free["zero_stage"], free["micro_batch_size"]) == (2, 1, None)
-    budget = needs(fastest) - 1
+    simplest = Candidate(replicate=2, micro_batch=4)
+    assert (free["dp"], free["zero_stage"], free["micro_batch_size"]) == (2, 0, None)
+    budget = needs(simplest) - 1
     tight, losses = pool2.run(picked, {"memory_budget": budget})[0]
     assert tight != free
     micro = tight["micro_batch_size"] or ROWS // tight["dp"]
@@ -149,6 +154,26 @@ def test_nothing_fits(pool2: Any) -> None:
     errors = pool2.run_expecting_error(picked, {"memory_budget": 1_000_000.0})
     assert len(errors) == 2 and all(kind == "PlanError" and "no plan fits" in text for kind, text in errors)
     assert "GiB too much" in errors[1][1] and "What would make one fit" in errors[1][1]
+
+
+@pytest.mark.parametrize(("gpus", "rows", "label"), [(4, 8, "dp4 zero1 mb2x1"), (2, 64, "dp2 zero2 mb1x32")])
+def test_the_plan_is_the_first_that_meshwright_plan_prints(
+    gpus: int, rows: int, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest plans are dp2 tp2+sp, which ties and is less simple, and zero0, which keeps no 32-bit masters."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=128256)
+    config.save_pretrained(tmp_path)
+    job = ["--gpus", str(gpus), "--seq-len", "4096", "--global-batch", str(rows)]
+    answer = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), *job, "--json"])
+    assert json.loads(answer.stdout)["plans"][0]["label"] == label
+    cluster = Cluster(device=CATALOGUE["h100-sxm"], gpus=gpus)
+    monkeypatch.setattr("meshwright.choose.picked_plan.cluster_at_hand", lambda *args: cluster)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    options = mw.ToDistributedConfig(input_spec={"input_ids": ((rows, 4096), torch.int64)})
+    _, reasons = pick_plan(model, None, None, options, node_num=1, device=torch.device("cuda"))
+    assert reasons.startswith(f"picked {label} for")
 
 
 class Broken(torch.utils.data.Dataset[Any]):
@@ -183,7 +208,8 @@ def test_a_stream_tells_no_length(pool2: Any) -> None:
 def test_an_optimizer_that_may_not_be_sharded_decides_too(pool2: Any) -> None:
     plan, _ = pool2.run(picked, {}, OfOneNorm)[0]
     assert (plan["tp"], plan["zero_stage"]) == (1, 0)
-    plan, _ = pool2.run(picked, {}, torch.optim.Adafactor)[0]  # one rank steps each parameter whole
+    budget = {"memory_budget": needs(Candidate(replicate=2, micro_batch=4)) - 1}
+    plan, _ = pool2.run(picked, budget, torch.optim.Adafactor)[0]  # one rank steps each parameter whole
     assert (plan["tp"], plan["zero_stage"]) == (1, 1)
 
 

@@ -1,4 +1,4 @@
-"""Picks the plan for ``to_distributed``: the fastest for this model, batch and machine."""
+"""Picks the plan for ``to_distributed``: that which ``meshwright plan`` would show first, if the model can run it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from meshwright.planner.devices import Device
 from meshwright.planner.formatting import memory as memory_text
 from meshwright.planner.formatting import seconds
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
-from meshwright.planner.search import Choice, Search, search
+from meshwright.planner.search import TIED, Choice, Search, search
+from meshwright.planner.simplicity import TIE
 from meshwright.planner.space import Space
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
@@ -55,25 +56,6 @@ logger = logging.getLogger(__name__)
 _ROWS_TO_MEASURE = 8  # samples from which the length of a row is measured
 _TOLERANCE = 0.1  # share of a model's parameters by which the planner's count may be off without a warning
 _EXPLAINED = {*AXES, "zero", "micro_batch"} - {"cp"}  # the log says why other values of these were not chosen
-_CHOICES = 64  # number of the fastest plans to try, since the model may be unable to run some
-
-
-def choose_plan(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    dataloader: Iterable[object] | None,
-    config: ToDistributedConfig,
-    *,
-    node_num: int | None,
-    device: torch.device,
-) -> ParallelPlan:
-    """Return the plan that the planner picks on rank 0, which logs the reasons; every rank gets the same plan.
-
-    The arguments are those of :func:`pick_plan`.
-    """
-    plan, reasons = pick_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
-    tell_reasons(reasons)
-    return plan
 
 
 def tell_reasons(reasons: str) -> None:
@@ -91,7 +73,7 @@ def pick_plan(
     node_num: int | None,
     device: torch.device,
 ) -> tuple[ParallelPlan, str]:
-    """Return the plan that the planner picks on rank 0, and its reasons, without logging them.
+    """Return the plan that the planner picks on rank 0, and its reasons; every rank gets the same plan.
 
     Args:
         model: a model with a transformers config, or with a decoder's structure.
@@ -137,7 +119,7 @@ def _search(
     cluster = cluster_at_hand(device, nodes, profile)
     job = Job(
         seq_len=length, global_batch=rows, own_runtime=True, on_cpu=device.type == "cpu",
-        expert_load=config.expert_load, logits=logits_in_training(model, config),
+        expert_load=config.expert_load, prefers_masters=True, logits=logits_in_training(model, config),
     )  # fmt: skip
     if next(model.parameters()).element_size() == 4:
         job = job.in_32_bits()
@@ -155,14 +137,14 @@ def _search(
     space = Space(shape=shape, cluster=cluster, job=job, most_zero=2, no_stages=no_stages, no_context=no_context,
                   no_tensor=against_tensor(model, config.sharding_plan), no_sharing=_against_sharing(config),
                   recomputes_some=can_recompute_some(without_wrappers(model)[1]))  # fmt: skip
-    found = search(space, profile, top=_CHOICES, budget=budget)
+    found = search(space, profile, top=TIED, budget=budget, within=TIE)
     if config.prefer == "memory" and found.choices:
         # Nothing fits into one byte, so each plan is tried with the most recompute.
         leanest = search(space, profile, budget=1).smallest[1].total
-        found = search(space, profile, top=_CHOICES, budget=leanest)
+        found = search(space, profile, top=TIED, budget=leanest, within=TIE)
     if not found.choices:
         # ZeRO stage 3 comes last: its time was never measured, though its memory is as well known as the others'.
-        found = search(dataclasses.replace(space, most_zero=3), profile, top=_CHOICES, budget=budget)
+        found = search(dataclasses.replace(space, most_zero=3), profile, top=TIED, budget=budget, within=TIE)
     if not found.choices:
         raise explain.no_fit(found)
     return found
@@ -178,7 +160,7 @@ def _against_sharing(config: ToDistributedConfig) -> str | None:
 def _first_runnable(
     found: Search, model: nn.Module, optimizer: Optimizer | None, config: ToDistributedConfig
 ) -> Choice:
-    """Return the fastest plan that the model and the optimizer can run."""
+    """Return the first plan that the model and the optimizer can run."""
     refusals: dict[str, str] = {}
     for choice in found.choices:
         refusal = next(_refusals(choice.plan, model, optimizer, config), None)
@@ -293,7 +275,7 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
     slower = ""
     for other in found.choices:
         if other is not choice:
-            slower = f"next {other.plan.label}, {other.time.total / choice.time.total - 1:+.0%} time; "
+            slower = f"next {other.plan.label}, {round(100 * (other.time.total / choice.time.total - 1)):+d}% time; "
             break
     against = "; ".join(
         f"{value} {reason}" for value, reason in explain.reasons(found) if value.partition("=")[0] in _EXPLAINED

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.format.load_weights import settled
 from meshwright.choose.given_plan import config_with, given_plan, plan_in_model, source_of_plan
-from meshwright.choose.picked_plan import choose_plan
+from meshwright.choose.picked_plan import pick_plan, tell_reasons
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh, Peers
@@ -158,7 +158,8 @@ def _distribute(
     is_picked = plan is None
     if plan is None:
         _join(device, config)
-        plan = choose_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
+        plan, reasons = pick_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
+        tell_reasons(reasons)
     check_launch(plan)
     if optimizer is not None:
         check_reads(optimizer, reads=declared(config), plan=plan)

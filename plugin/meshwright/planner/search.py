@@ -17,6 +17,7 @@ from meshwright.planner.simplicity import BESIDE_DP, axes_of, in_order
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
+TIED = 64  # fastest plans among which the simplest is looked for, so that the first one is the same for any ``top``
 HEADROOM = 0.90  # share of the device's memory that a plan may fill; with more, the first unusual batch fails
 
 
@@ -119,8 +120,8 @@ def search(
         budget: memory per device that a plan may fill, in bytes (default: 90 % of the device's memory).
         explains: whether to find out with which values no plan fits, which weighs more plans.
         within: the share of the fastest plan's time within which simpler plans come first. There may be many faster
-            plans than a simpler one, so those with one axis beside dp at most are looked for too (default: the fastest
-            plans alone, by their time).
+            plans than the simplest, which is looked for among more plans than ``top``, and among those with one axis
+            beside dp at most (default: the fastest plans alone, by their time).
 
     Raises:
         PlanError: there is no legal plan.
@@ -135,9 +136,10 @@ def search(
             f"no legal plan for {shape.name} on {cluster.gpus} devices with a global batch of {job.global_batch}: "
             f"{reasons}. Change --global-batch to a multiple of the number of devices, or change --gpus"
         )
-    choices = [choice_of(space, plan, time, walk.weigh(plan)) for plan, time in walk.fastest(top)]
+    wanted = top if within is None else max(top, TIED)
+    choices = [choice_of(space, plan, time, walk.weigh(plan)) for plan, time in walk.fastest(wanted)]
     if within is not None and choices:
-        choices = _with_simpler(walk, choices, within)
+        choices = _with_simplest(walk, choices, within, top)
     binding = walk.binding() if explains else {}  # weighs more plans
     return outcome(
         space, profile, budget, choices, walk.weights, binding=binding, considered=walk.count(),
@@ -145,8 +147,8 @@ def search(
     )  # fmt: skip
 
 
-def _with_simpler(walk: BestFirst, choices: Sequence[Choice], within: float) -> list[Choice]:
-    """Return the fastest plans and simpler ones that tie with them, in the order in which plans are shown."""
+def _with_simplest(walk: BestFirst, choices: Sequence[Choice], within: float, top: int) -> list[Choice]:
+    """Return the simplest plan that ties with the fastest ones, and ``top`` of these, in the order of the table."""
     space, job = walk.space, walk.space.job
     first = in_order(choices, job, within=within)[0]
     rounds = job.rounds_updates(first.plan) if job.prefers_masters else None
@@ -158,7 +160,8 @@ def _with_simpler(walk: BestFirst, choices: Sequence[Choice], within: float) -> 
     for axes in ((), *((name,) for name in BESIDE_DP))[: fewest if fewest < 2 else None]:
         for plan, time in walk.fastest_with(axes, len(choices), slowest=slowest, rounds=rounds):
             found.setdefault(plan, choice_of(space, plan, time, walk.weigh(plan)))
-    return in_order(list(found.values()), job, within=within)
+    simplest = in_order(list(found.values()), job, within=within)[0]
+    return in_order(list({each.plan: each for each in (simplest, *choices[:top])}.values()), job, within=within)
 
 
 def outcome(
