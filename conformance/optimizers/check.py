@@ -60,6 +60,8 @@ def check(name: str) -> Record:
         record.kind = f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}"
         found = {reads for reads in reads_of(optimizer) if isinstance(reads, Reads)}
         record.reads = Reads.PARAMETER if Reads.PARAMETER in found else Reads.ELEMENT if found else ""
+    except NotImplementedError as error:  # the Trainer's own word on the name, where there are several ranks
+        return dataclasses.replace(record, cells=dict.fromkeys(PLANS, f"refused by the Trainer: {error}"))
     except Exception as error:  # of any type: the library is missing, or the Trainer or the optimizer refuses a setting
         return dataclasses.replace(record, missing=_short(error))
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +142,63 @@ def test_a_chain_refuses_the_state_of_a_part_and_another_chain() -> None:
         mw.ChainedOptimizer(chain)
 
 
-def different_parts() -> None:
+def test_a_copy_of_a_chain_steps_a_copy_of_its_model() -> None:
+    model = build("qwen3")
+    chain = mw.ChainedOptimizer(*make(model))
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    chain.step()
+    other, copied = copy.deepcopy((model, chain))
+    for parameter, own in zip(other.parameters(), model.parameters(), strict=True):
+        parameter.grad = own.grad
+    copied.optimizers[1].step()
+    chain.optimizers[1].step()
+    assert not any(id(p) in set(map(id, model.parameters())) for g in copied.param_groups for p in g["params"])
+    assert_equal(dict(other.named_parameters()), dict(model.named_parameters()))
+    assert copied.optimizers[0].state is copied.state and copied.state is not chain.state
+    for part in copied.optimizers:
+        with pytest.raises(mw.UnreadableTensorError, match="of the chain"):
+            part.state_dict()
+
+
+def test_a_refused_prepare_leaves_the_optimizers_as_they_were() -> None:
+    with fresh_accelerate():
+        model = build("qwen3")
+        parts = make(model)
+        before = [(part.param_groups, part.state, part.state_dict()) for part in parts]
+        for plan, config in [("dp1 tp2", None), ("zero1", mw.ToDistributedConfig(logging_dir="runs"))]:
+            with pytest.raises(mw.PlanError):
+                meshwright_hf.accelerate.prepare(Accelerator(cpu=True), model, *parts, plan=plan, config=config)
+            for part, (groups, state, saved) in zip(parts, before, strict=True):
+                assert part.param_groups is groups and part.state is state and part.state_dict() == saved
+        prepared = meshwright_hf.accelerate.prepare(Accelerator(cpu=True), model, *parts, plan="zero1")
+        assert prepared[0] is model
+
+
+def different_parts(plan: str, then: str) -> None:
+    """Step another part of a chain on each rank. ZeRO 3 and tp send nothing in steps that read elements alone."""
     model = build("qwen3")
     parts = make(model)
-    mw.to_distributed(model, mw.ChainedOptimizer(*parts), plan="dp2 zero1")
+    if plan != "dp2 zero1":
+        parts = torch.optim.SGD(parts[0].param_groups, lr=0.1), parts[1]
+    model, _, _ = mw.to_distributed(model, mw.ChainedOptimizer(*parts), plan=plan)
+    model(input_ids=tokens(2, 12), labels=labels_for(tokens(2, 12))).loss.backward()
     parts[dist.get_rank()].step()
+    if then == "the next pass":
+        model(input_ids=tokens(2, 12), labels=labels_for(tokens(2, 12)))
+    else:
+        mw.full_state_dict(model)
 
 
-def test_ranks_that_step_different_parts_are_an_error(pool2: Any) -> None:
-    for kind, message in pool2.run_expecting_error(different_parts):
-        assert kind == "DivergenceError" and "Muon alone" in message and "AdamW alone" in message
+@pytest.mark.parametrize(
+    ("plan", "then", "words"),
+    [
+        ("dp2 zero1", "", ("Muon alone", "AdamW alone")),
+        ("dp2 zero3", "the next pass", ("step() of SGD, number 1 of the chain", "called 0 times", "called 1 times")),
+        ("tp2", "the next pass", ("step() of SGD, number 1 of the chain", "called 0 times", "called 1 times")),
+        ("tp2", "the end", ("optimizer steps",)),
+    ],
+)
+def test_ranks_that_step_different_parts_are_an_error(plan: str, then: str, words: tuple[str, ...], pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(different_parts, plan, then):
+        assert kind == "DivergenceError" and all(word in message for word in words), message

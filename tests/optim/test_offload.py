@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import meshwright as mw
 from meshwright.checkpoint.format.background import Background
-from meshwright.optim import host_copy
+from meshwright.optim import host_copy, offload
+from meshwright.optim.offload import HostSteps
 from support.models import build, labels_for, tokens
 from support.tiers import crossings
 
@@ -195,6 +199,29 @@ def test_no_bucket_is_stepped_before_a_save_has_its_copy() -> None:
         background.hold_steps_of(optimizer)
         optimizer.step()
     assert seen == [0] and optimizer.state
+
+
+def test_options_in_tensors_are_on_the_host_during_a_step() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=1e-2)
+    (group,) = optimizer.param_groups
+    piece = SimpleNamespace(shard=weight, stepped=weight)
+    steps = HostSteps(optimizer, SimpleNamespace(slices=[piece], sharded=[]))  # type: ignore[arg-type]
+    with FakeTensorMode():  # a GPU's tensors without a GPU
+        lr, betas = torch.full((), 1e-2, device="cuda"), (torch.full((), 0.9, device="cuda"), 0.99)
+        group["lr"], group["betas"], group["count"] = lr, betas, 1
+        steps.lend()
+        assert {x.device.type for x in (group["lr"], group["betas"][0])} == {"cpu"} and group["betas"][1] == 0.99
+        group["count"] = 2
+        steps.return_all()
+    assert group["lr"] is lr and group["betas"] is betas and group["count"] == 2
+    group["lr"] = lr = torch.tensor(1e-2)
+    with mock.patch.object(offload, "on_host", copy.deepcopy):  # as of a device whose memory is not the host's
+        steps.lend()
+        group["lr"].mul_(2)
+        assert lr.item() == pytest.approx(1e-2)
+        steps.return_all()
+    assert group["lr"] is lr and lr.item() == pytest.approx(2e-2), "what the step wrote"
 
 
 def with_a_closure() -> None:

@@ -16,7 +16,7 @@ from meshwright.optim.reads import Reads
 from support.anatomies import mixtral
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
-from support.optimizers import TrustRatio
+from support.optimizers import Lamb, Shampoo, TrustRatio
 from support.tiers import crossings
 
 SP = {"tp": 2, "sequence_parallel": True}
@@ -46,7 +46,7 @@ def make(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adafactor([{"params": others}, {"params": matrices, "weight_decay": 0.1}], lr=1e-2)
     if kind == "adafactor of transformers":
         return Adafactor(model.parameters(), scale_parameter=True, relative_step=True, warmup_init=False, lr=None)
-    return TrustRatio(model.parameters())
+    return {"trust ratio": TrustRatio, "LAMB": Lamb, "Shampoo": Shampoo}[kind](model.parameters())
 
 
 def train(
@@ -114,6 +114,11 @@ KINDS = ("muon", "adafactor", "adafactor of transformers", "trust ratio")
 def test_equal_to_one_device(kind: str, plan: str, pool2: Any, pool4: Any) -> None:
     family = "mixtral" if "ep" in PLANS[plan] else "qwen3"
     assert_equal((pool4 if plan in FOUR else pool2).run(train, PLANS[plan], kind, family)[0], train(None, kind, family))
+
+
+@pytest.mark.parametrize(("kind", "plan"), crossings([("LAMB", "tp2+sp"), ("Shampoo", "dp2 zero1")]))
+def test_ten_steps(kind: str, plan: str, pool2: Any) -> None:
+    assert_equal(pool2.run(train, PLANS[plan], kind, last=10)[0], train(None, kind, last=10))
 
 
 SPECIAL: dict[str, tuple[str, str, dict[str, Any]]] = {

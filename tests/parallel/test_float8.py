@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import meshwright as mw
 from meshwright.distribute.check_float8 import check_float8
+from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.mesh.axes import Mesh
+from meshwright.parallel import float8
+from meshwright.parallel.float8 import Float8Kernel
 from meshwright_hf.accelerate import prepare
 from support.accelerated import accelerator, dataset, losses_of
 from support.float8 import Float8Run, run, with_float8
@@ -66,9 +71,50 @@ def test_micro_batches_are_those_of_one_device(pool2: Any) -> None:
     case = ("tensorwise", "lm_head", 9, 4)
     plan = {"pp": 2, "gradient_accumulation_steps": 2, "schedule": "zb-h1"}
     losses, weights, _ = pool2.run(run, plan, *case)[0]
-    expected = run(None, *case, parts=2)
+    expected = run(None, *case, parts=[(0, 1), (2, 3)])
     assert losses == pytest.approx(expected[0], abs=1e-12) and worst(weights, expected[1]) < 1e-10
     assert worst(reference(*case)[1], expected[1]) > 1e-4  # in one batch the scales are others
+
+
+# The plan, and the rows of each micro-batch on one device. The first rank has row 0 for its second micro-batch and
+# none for its first; of a batch with one row, the second rank has none.
+WITHOUT_ROWS: dict[str, tuple[dict[str, Any], list[tuple[int, ...]]]] = {
+    "a micro-batch": (
+        {"dp": 2, "zero_stage": 1, "gradient_accumulation_steps": 2, "recompute": "full"},
+        [(1,), (0, 2)],
+    ),
+    "a batch": ({"dp": 2, "zero_stage": 1}, [(0,)]),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROWS)
+def test_a_rank_without_rows_takes_part_with_none_of_its_own(name: str, pool2: Any) -> None:
+    plan, parts = WITHOUT_ROWS[name]
+    case = ("tensorwise", "lm_head", 9, 3)
+    losses, weights, scales = run(None, *case, parts=parts)
+    got: list[Float8Run] = pool2.run(run, plan, *case, parts=parts)
+    assert got[0][0] == pytest.approx(losses, abs=1e-12) and worst(got[0][1], weights) < 1e-10
+    assert {x for _, _, found in got for x in found["input"]} == set(scales["input"])
+
+
+def test_any_number_of_tokens_has_the_gradient_of_a_weight() -> None:
+    """A rank's part of a multiple of 16 tokens may be none; torch._scaled_mm sums over multiples alone."""
+    from torchao.float8 import float8_ops
+
+    def scaled_mm(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+        assert a.shape[1] == b.shape[0] and a.shape[1] % 16 == 0
+        return ((a.float() / a_scale) @ (b.float() / b_scale)).to(dtype)
+
+    def gradient_of_weight(*, emulate: bool) -> torch.Tensor:
+        (layer,) = with_float8(torch.nn.Sequential(torch.nn.Linear(32, 16)), "tensorwise", emulate=emulate)
+        layer.weight.meshwright = TensorLayout(shape=layer.weight.shape).placed("weight", Mesh())
+        return Float8Kernel(layer, Mesh()).weight_gradient(x, gradient)
+
+    x, gradient = torch.randn(8, 32), torch.randn(8, 16)
+    with mock.patch.object(float8_ops, "addmm_float8_unwrapped", scaled_mm):
+        assert torch.allclose(gradient_of_weight(emulate=False), gradient_of_weight(emulate=True), rtol=0, atol=1e-5)
+        with mock.patch.object(float8, "_MULTIPLE", 8), pytest.raises(AssertionError):
+            gradient_of_weight(emulate=False)
 
 
 @pytest.mark.parametrize("plan", [SP, ZERO3])

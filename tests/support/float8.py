@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -68,7 +68,7 @@ def run(
     *,
     is_shared: bool = True,
     is_exact: bool = True,
-    parts: int = 1,
+    parts: Sequence[Sequence[int]] = ((0, 1, 2, 3),),
 ) -> Float8Run:
     """Return the losses, the whole weights, and the scales of each role, under a plan or on one device.
 
@@ -80,7 +80,7 @@ def run(
         steps: the steps.
         is_shared: whether ranks take maxima together, as they must.
         is_exact: whether all but the casts to float8 is in float64; otherwise all is in float32, as torchao does it.
-        parts: the micro-batches in which one device computes a batch.
+        parts: the rows of each of the micro-batches in which one device computes a batch.
     """
     alone = mock.patch.object(float8, "maximum", lambda x, axis: x)
     with contextlib.ExitStack() as stack:
@@ -93,17 +93,15 @@ def run(
         model = build("llama", mlp_bias=True)
         model = with_float8(model.double() if is_exact else model, recipe, keep=keep)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        data = [{name: x[:, :length] for name, x in batch.items()} for batch in batches(steps)]
+        rows = sum(map(len, parts))
+        data = [{name: x[:rows, :length] for name, x in batch.items()} for batch in batches(steps)]
         model, optimizer, loader = distribute(plan, model, optimizer, data)
 
         def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
-            halves = [
-                dict(zip(batch, rows, strict=True))
-                for rows in zip(*(x.chunk(parts) for x in batch.values()), strict=True)
-            ]
-            return torch.stack([model(**half).loss * next_words(half) for half in halves]).sum() / next_words(batch)
+            pieces = [{name: x[list(own)] for name, x in batch.items()} for own in parts]
+            return torch.stack([model(**piece).loss * next_words(piece) for piece in pieces]).sum() / next_words(batch)
 
-        how = (loss_of,) if parts > 1 else ()
+        how = (loss_of,) if plan is None and len(parts) > 1 else ()
         losses = losses_of(model, optimizer, loader, *how)
     tokens = 1 if plan is None else plan.get("dp", 1) * plan.get("cp", 1)
     found = {}

@@ -100,7 +100,8 @@ def prepare(
     for name, value in given.named:
         check_not_prepared(name, value)
     if given.model is not None:
-        _distribute(accelerator, given, config)
+        with given.unchained_if_refused():
+            _distribute(accelerator, given, config)
     elif not planned_models(accelerator):
         raise PlanError("prepare needs a model: pass it together with its optimizer, loaders and schedulers")
     elif given.optimizer is not None:
@@ -139,6 +140,17 @@ class _Objects:
         if len(self.optimizers) > 1 and not any(find_runtime(optimizer) for optimizer in self.optimizers):
             return ChainedOptimizer(*self.optimizers)
         return self.optimizers[0] if self.optimizers else None
+
+    @contextlib.contextmanager
+    def unchained_if_refused(self) -> Iterator[None]:
+        """Leave the optimizers as they were if the context raises before they are distributed."""
+        try:
+            yield
+        except BaseException:
+            chain = self.__dict__.get("optimizer")  # made when it was first asked for
+            if isinstance(chain, ChainedOptimizer) and chain not in self.optimizers and find_runtime(chain) is None:
+                chain.release()
+            raise
 
     @property
     def named(self) -> list[tuple[str, Any]]:

@@ -46,7 +46,7 @@ def check_quantised(model: nn.Module, plan: ParallelPlan, device: torch.device) 
         PlanError: if it would; the message names the weight, and what to write instead.
     """
     if plan.dims.world_size == 1 and not plan.has_micro_batches:
-        return
+        return  # nothing is cut: stock code has whole weights and whole batches, and so the numbers of one device
     for name, parameter in model.named_parameters() if is_quantised(model) else ():
         if is_traceable_wrapper_subclass(parameter.data):
             raise PlanError(

@@ -16,7 +16,7 @@ from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.process_group import ensure_process_group, world_size
 from meshwright.mesh.process_mesh import ProcessMesh
-from meshwright.optim.chained import ChainedOptimizer, members, step_name
+from meshwright.optim.chained import ChainedOptimizer, members, step_name, stepping
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.modes import follow_modes
@@ -66,7 +66,8 @@ def install_gradient_sync(
         gradients.has_optimizer = True
         optimizer.register_step_pre_hook(gradients.check_synced)
         if runtime.comparison is not None:
-            runtime.comparison.watch(optimizer, is_sharded=zero_stage > 0 or whole is not None)
+            is_sharded = zero_stage > 0 or whole is not None
+            runtime.comparison.watch(optimizer, is_sharded=is_sharded, stepping=lambda: stepping(optimizer))
         # Sending parameters to be stepped, or publishing stepped ones, is a collective, which hangs if a rank does not
         # step.
         host = HostSteps(optimizer, gradients.zero, whole_groups) if gradients.zero is not None and on_host else None

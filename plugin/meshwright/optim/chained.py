@@ -41,14 +41,30 @@ class ChainedOptimizer(Optimizer):
         if any(isinstance(each, ChainedOptimizer) for each in optimizers):
             raise ValueError("a chain cannot be a part of another: ChainedOptimizer(*chain.optimizers, optimizer)")
         self.optimizers = optimizers
-        self._alone: Optimizer | None = None  # the only one that steps now
-        self._steps: dict[int, Callable[[], object]] = {}  # of a distributed chain, whose optimizers step as its parts
         super().__init__([group for each in optimizers for group in each.param_groups], {})
         for each in optimizers:
             self.state.update(each.state)
-            each.register_state_dict_pre_hook(_refuse_state_dict)
-            each.register_load_state_dict_pre_hook(_refuse_state_dict)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Let the optimizers be parts of this chain."""
+        self._alone: Optimizer | None = None  # the only one that steps now
+        self._steps: dict[int, Callable[[], object]] = {}  # of a distributed chain, whose optimizers step as its parts
+        self._own = [(each.param_groups, each.state) for each in self.optimizers]
+        self._refusals = [
+            register(_refuse_state_dict)
+            for each in self.optimizers
+            for register in (each.register_state_dict_pre_hook, each.register_load_state_dict_pre_hook)
+        ]
         self._share()
+
+    def release(self) -> None:
+        """Let the optimizers be by themselves again, as before a chain that nothing has stepped or distributed yet."""
+        assert not self._steps, "a distributed chain stays one"
+        for refusal in self._refusals:
+            refusal.remove()
+        for each, (groups, state) in zip(self.optimizers, self._own, strict=True):
+            each.param_groups, each.state = groups, state
 
     def _share(self) -> None:
         """Let the optimizers have the groups and the state of the chain."""
@@ -87,8 +103,14 @@ class ChainedOptimizer(Optimizer):
             raise ValueError("add the group to one of the optimizers before they are chained")
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "optimizers" in state:  # of a copy, whose optimizers are copies with the same state
+            self._begin()
+            return
         self._share()
         for each in self.optimizers:
             each.__setstate__({"state": self.state, "param_groups": each.param_groups})

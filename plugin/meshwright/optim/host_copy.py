@@ -64,6 +64,15 @@ class HostCopy:
         self._own.copy_(self._values, non_blocking=self._is_async)
 
 
+def on_host(option: object) -> object:
+    """Return an option of an optimizer, such as a learning rate, with its tensors on the host."""
+    if isinstance(option, Tensor):
+        return option.cpu()
+    if isinstance(option, list):
+        return [on_host(part) for part in option]
+    return tuple(on_host(part) for part in option) if isinstance(option, tuple) else option
+
+
 def _pinned(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(like.shape, dtype=dtype, device="cpu", pin_memory=like.is_cuda)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.optim.chained import members, stepping
-from meshwright.optim.host_copy import HostCopy, SideStream
+from meshwright.optim.host_copy import HostCopy, SideStream, on_host
 from meshwright.optim.reads import ELEMENTWISE
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket
 from meshwright.parallel.shard_reads import reading_shards
@@ -41,6 +41,7 @@ class HostSteps:
     def __init__(self, optimizer: Optimizer, reduction: ReduceScatter, whole: Sequence[int] = ()):
         self._optimizer, self._reduction, self._whole = optimizer, reduction, whole
         self._slices: list[list[nn.Parameter]] = []  # what each group has between steps
+        self._options: list[_LentOption] = []
         self._sent: set[int] = set()  # the ids of the buckets whose stepped weights are on their way back
         self._side: SideStream | None = None
         self._last_hook: int | None = None  # of those that the call adds
@@ -63,6 +64,9 @@ class HostSteps:
         stepped = {id(piece.shard): piece.stepped for piece in self._reduction.slices}
         self._slices = [group["params"] for group in self._optimizer.param_groups]
         _set_parameters(self._optimizer, [[stepped[id(shard)] for shard in slices] for slices in self._slices])
+        self._options = [
+            _LentOption(group, name) for group in self._optimizer.param_groups for name in group if name != "params"
+        ]
 
     def return_all(self) -> None:
         """Send all stepped weights back to the device, and let the optimizer have the slices again."""
@@ -78,7 +82,9 @@ class HostSteps:
     def _take_back(self) -> None:
         if self._slices:
             _set_parameters(self._optimizer, self._slices)
-        self._slices = []
+        for option in self._options:
+            option.take_back()
+        self._slices, self._options = [], []
 
     def _open(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if any(callable(argument) for argument in (*args, *kwargs.values())):
@@ -145,6 +151,34 @@ class HostSteps:
             _set_parameters(self._optimizer, lists)
         _host(sharded).send()
         self._sent.add(id(sharded))
+
+
+class _LentOption:
+    """An option of a group, such as a learning rate in a tensor on the device, which a step on the host reads there.
+
+    Args:
+        group: the group, which has the option on the host until it is taken back.
+        name: the name of the option.
+    """
+
+    def __init__(self, group: dict[str, object], name: str):
+        self._group, self._name, self._own = group, name, group[name]
+        self._lent = group[name] = on_host(self._own)
+
+    def take_back(self) -> None:
+        """Let the group have its own option again, with what the step wrote into it, unless the step replaced it."""
+        if self._group.get(self._name) is self._lent:
+            self._group[self._name] = self._own
+            _write_back(self._lent, self._own)
+
+
+def _write_back(lent: object, own: object) -> None:
+    if isinstance(own, Tensor) and isinstance(lent, Tensor):
+        if lent is not own and lent._version:  # written since it was copied
+            own.detach().copy_(lent)
+    elif isinstance(own, tuple | list) and isinstance(lent, tuple | list):
+        for part, of_own in zip(lent, own, strict=True):
+            _write_back(part, of_own)
 
 
 def _has_any(group: dict[str, object], parameters: set[int]) -> bool:

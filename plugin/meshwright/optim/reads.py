@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.optim.chained import members
+from meshwright.optim.host_copy import on_host
 from meshwright.optim.overrides import forget_overrides
 
 ELEMENTWISE = (
@@ -67,6 +68,7 @@ def why_not_on_host(optimizer: Optimizer) -> str | None:
         for group in each.param_groups:
             trial = _Trial(each, group)
             trial.device = torch.device("cpu")
+            trial.options = {name: on_host(option) for name, option in trial.options.items()}
             try:
                 trial._stepped([torch.ones(_SHAPES[0])], [[torch.ones(_SHAPES[0])]])
             except Exception as error:  # of any optimizer's own code

@@ -140,6 +140,11 @@ def runs_filler(inputs: Iterable[object]) -> bool:
     return _process.is_filler or (share is not None and share.is_filler)
 
 
+def is_in_filler() -> bool:
+    """Return whether what runs now, forward or backward, is of rows that only keep this rank in step."""
+    return _process.is_filler or (_process.passed is not None and _process.passed.is_filler)
+
+
 def has_filler_rows(x: Tensor) -> bool:
     """Return whether a tensor, computed from the last batch or pass, has a filler's row.
 
@@ -161,7 +166,7 @@ def has_filler_rows(x: Tensor) -> bool:
 
 
 def cut(*, is_filler: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Say that the forward passes inside the context have some of the rows of their batch, or a filler alone."""
+    """Say that the passes inside the context have some of the rows of their batch, or a filler alone."""
     return temporarily(_process, is_cut=True, is_filler=is_filler)
 
 

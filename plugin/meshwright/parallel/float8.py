@@ -26,6 +26,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import is_held, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel import saved_tensors as saved
+from meshwright.parallel.batch_share import is_in_filler
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.linear_layers import LinearForward
 from meshwright.parallel.method_chain import StepOrder
@@ -34,8 +35,11 @@ from meshwright.roles.linear_kernel import LinearKernel, kernel_of, set_kernel
 if TYPE_CHECKING:
     from torchao.float8.config import CastConfig
     from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_training_tensor import LinearMMConfig
 
 Dim = Literal["tokens", "in", "out"]
+
+_MULTIPLE = 16  # of the numbers over which torch._scaled_mm sums
 
 # The dims of an operand -> torchao's name for it.
 _ROLES: dict[tuple[Dim, Dim], str] = {
@@ -98,21 +102,9 @@ class Float8Forward(LinearForward):
         if torch.is_autocast_enabled("cuda"):  # as the layer's own forward, which asks for no other device
             input = input.to(torch.get_autocast_dtype("cuda"))
         needs_weight = torch.is_grad_enabled() and weight.requires_grad
-        if needs_weight and input.is_cuda:
-            self._check_tokens(input.shape[:-1].numel())
         take = partial(self.weight_gradient, weight, saved.keep(input)) if needs_weight else None
         y = self.kernel.with_graph(input, weight, self.module._parameters.get("bias"), take)
         return y.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") and not y.is_cuda else y
-
-    def _check_tokens(self, tokens: int) -> None:
-        """Raise for a number of tokens of which torch._scaled_mm computes no gradient of the weight."""
-        config = self.module.config
-        is_wide = config.cast_config_input_for_grad_weight.scaling_type.value == "disabled"
-        if tokens % 16 and not (is_wide or config.emulate or config.pad_inner_dim):
-            raise PlanError(
-                f"a float8 layer has {tokens} tokens on this rank, and its gradient of the weight needs a multiple of "
-                "16. Pad the rows to such a length, or write Float8LinearConfig(pad_inner_dim=True)"
-            )
 
 
 @dataclass(frozen=True)
@@ -194,11 +186,20 @@ class Float8Kernel(LinearKernel):
         a, b = self._cast(
             _Operand(_rows(gradient), ("tokens", "out"), "tokens", cast),
             _Operand(_rows(x), ("tokens", "in"), "tokens", c.cast_config_input_for_grad_weight),
+            mm=self._padded if x.shape[:-1].numel() % _MULTIPLE else self.mm_config,
         )
         own = torch.mm(a.t(), b)
         return own if total is None else total.add_(own)
 
-    def _cast(self, *operands: _Operand) -> list[Tensor]:
+    @property
+    def _padded(self) -> LinearMMConfig:
+        """The config for a rank's number of tokens of which torch._scaled_mm computes no product over the tokens.
+
+        One device may have a multiple of 16 tokens where a rank has not. torchao pads them with zeros.
+        """
+        return self.mm_config._replace(grad_weight=self.mm_config.grad_weight._replace(pad_inner_dim=True))
+
+    def _cast(self, *operands: _Operand, mm: LinearMMConfig | None = None) -> list[Tensor]:
         """Return the operands in float8; in their own dtype if the recipe leaves this multiplication in it."""
         from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
         from torchao.float8.float8_utils import amax_to_scale
@@ -206,6 +207,10 @@ class Float8Kernel(LinearKernel):
         if operands[0].cast.scaling_type.value == "disabled":  # which torchao asserts to be so of both
             return [operand.values for operand in operands]
         largest = [_largest(operand) for operand in operands]
+        if is_in_filler():  # of tokens that no batch of one device has here
+            largest = [
+                most * 0 if "tokens" in op.scaled_dims else most for op, most in zip(operands, largest, strict=True)
+            ]
         for axis in dict.fromkeys(self.axes.values()):
             among = [
                 i for i, operand in enumerate(operands) if any(self.axes.get(d) == axis for d in operand.scaled_dims)
@@ -221,7 +226,7 @@ class Float8Kernel(LinearKernel):
                 operand.values,
                 amax_to_scale(most, operand.cast.target_dtype, self.config.round_scales_to_power_of_2),
                 operand.cast.target_dtype,
-                self.mm_config,
+                mm or self.mm_config,
                 GemmInputRole(_ROLES[operand.dims]),
                 operand.axiswise_dim,
             )

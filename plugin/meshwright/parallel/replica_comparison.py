@@ -16,6 +16,7 @@ The check is on by default.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,8 @@ class ReplicaComparison:
         self._optimizer: Optimizer | None = None
         self._has_whole_state = False
         self._steps = self._steps_seen = 0
+        self._steps_of_part: dict[Optimizer, int] = {}
+        self._stepping: Callable[[], Iterable[Optimizer]] = tuple
         self._cleared = ""
         self._compared: dict[tuple[str, str], int] = {}  # axis, kind of values -> the step of the last comparison
         self._due: dict[tuple[str, str], int] = {}  # the same, without the first comparisons
@@ -105,13 +108,31 @@ class ReplicaComparison:
         if self._tensors is not None:
             self._tensors = ModuleTensors(model)
 
-    def watch(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
-        """Compare an optimizer's settings and steps from now on, and its state unless ZeRO shards it."""
+    def watch(self, optimizer: Optimizer, *, is_sharded: bool, stepping: Callable[[], Iterable[Optimizer]]) -> None:
+        """Compare an optimizer's settings and steps from now on, and its state unless ZeRO shards it.
+
+        Args:
+            optimizer: the optimizer.
+            is_sharded: whether ranks have parts of its state.
+            stepping: returns the optimizers that step now, of a chain those whose turn it is; outside of a step, all.
+        """
         self._optimizer, self._has_whole_state = optimizer, not is_sharded
+        self._stepping, self._steps_of_part = stepping, dict.fromkeys(stepping(), 0)
         optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: object) -> None:
         self._steps += 1
+        for part in self._stepping():
+            self._steps_of_part[part] += 1
+
+    def _counted(self) -> dict[str, int]:
+        """Return how often the optimizer was stepped; of a chain, each of its optimizers."""
+        if len(self._steps_of_part) == 1:
+            return {"optimizer.step()": self._steps}
+        return {
+            f"step() of {type(part).__name__}, number {number} of the chain": steps
+            for number, (part, steps) in enumerate(self._steps_of_part.items(), 1)
+        }
 
     def statement(self) -> Statement:
         """Return a statement of what must be equal on all ranks before the optimizer's next step."""
@@ -122,7 +143,8 @@ class ReplicaComparison:
             parts.append(f"random stream {self.streams.moment}")
         if self._optimizer is not None:
             settings = repr([value for group in self._optimizer.param_groups for value in _settings(group).items()])
-            parts += [f"{self._steps} optimizer steps", f"settings {zlib.crc32(settings.encode()):08x}"]
+            steps = " and ".join(map(str, self._counted().values()))
+            parts += [f"{steps} optimizer steps", f"settings {zlib.crc32(settings.encode()):08x}"]
         return Statement(text=", ".join(parts), details=self._details, advice=ADVICE)
 
     def statement_before_forward(self) -> Statement:
@@ -147,7 +169,7 @@ class ReplicaComparison:
         if self.streams is not None:
             found["the model's random stream (seed and training passes)"] = self.streams.moment
         if self._optimizer is not None:
-            found["optimizer.step()"] = f"called {self._steps} times"
+            found |= {name: f"called {times} times" for name, times in self._counted().items()}
             for index, group in enumerate(self._optimizer.param_groups):
                 found |= {f"{key} of the optimizer's group {index}": value for key, value in _settings(group).items()}
         return found | {f"requires_grad of {name}": str(p.requires_grad) for name, p in self._named}

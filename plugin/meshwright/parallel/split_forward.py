@@ -89,15 +89,17 @@ class SplitForward(BatchStep):
         scale: Tensor | float | None = None
         self.writes.start()
         for batch, rows in zip(inner, pieces.rows, strict=False):
-            output = self._forward(batch, rows)
-            pieces.add(output)
-            loss = loss_of(output)
-            assert loss is not None
-            scale = self.scale.of(loss.device) if total is None else scale
-            gradients.add_from(loss if scale is None else loss * scale)
+            with cut(is_filler=rows == 0):
+                output = self._forward(batch)
+                pieces.add(output)
+                loss = loss_of(output)
+                assert loss is not None
+                scale = self.scale.of(loss.device) if total is None else scale
+                gradients.add_from(loss if scale is None else loss * scale)
             total = loss.detach() if total is None else total + loss.detach()
             del output, loss
-        output = self._forward(last, pieces.rows[-1])
+        with cut():  # the last one has a row of the batch
+            output = self._forward(last)
         self.writes.finish()
         if total is None:
             return output
@@ -107,11 +109,10 @@ class SplitForward(BatchStep):
         assert loss is not None
         return pieces.whole(output, gradients.attach(loss * scale, total * scale) / scale)
 
-    def _forward(self, batch: dict[str, object], rows: int) -> object:
-        with cut(is_filler=rows == 0):
-            output = self.method(**batch)
-            self.writes.look()
-            return self.loss.of_output(batch, output)
+    def _forward(self, batch: dict[str, object]) -> object:
+        output = self.method(**batch)
+        self.writes.look()
+        return self.loss.of_output(batch, output)
 
 
 def count_micro_batches(plan: ParallelPlan, rows: int, dp: Axis) -> int:

@@ -113,6 +113,10 @@ class Step:
                     keys.setdefault(cut.rank_of(stage - 1), []).append((True, stage, micro_batch))
         return keys
 
+    def running(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context for what runs of a micro-batch, which says whether it has rows."""
+        return cut(is_filler=True) if micro_batch in self.fillers else contextlib.nullcontext()
+
     def forward(self, stage: int, micro_batch: int, *, trains: bool) -> None:
         """Run a stage's forward on one micro-batch, and send the result on."""
         stages = self.stages.cut
@@ -123,7 +127,7 @@ class Step:
             for x in _present(received):
                 x.requires_grad_(trains)
         batch = self.batches[micro_batch]
-        with cut(is_filler=True) if micro_batch in self.fillers else contextlib.nullcontext():
+        with self.running(micro_batch):
             output = self.stages.run(stage, batch, received)
         self.look()
         if stage == stages.last:
@@ -208,9 +212,11 @@ def run_training(step: Step, sums: SummedGradients, later: WeightGradients) -> N
             if operation.kind is Kind.FORWARD:
                 step.forward(operation.stage, operation.micro_batch, trains=True)
             elif operation.kind is Kind.WEIGHT_GRAD:
-                later.add_to(sums, operation.stage, operation.micro_batch)
+                with step.running(operation.micro_batch):
+                    later.add_to(sums, operation.stage, operation.micro_batch)
             else:
-                step.backward(operation, sums, later)
+                with step.running(operation.micro_batch):
+                    step.backward(operation, sums, later)
     step.links.end()
 
 
