@@ -150,7 +150,8 @@ class _Pass:
 
 def _pass(decoder: Decoder, length: int) -> _Pass:
     found, model = _Pass(), decoder.model
-    handles = [layer.register_forward_pre_hook(found.enter, with_kwargs=True) for layer in dict.fromkeys(decoder.layers)]
+    layers = dict.fromkeys(decoder.layers)
+    handles = [layer.register_forward_pre_hook(found.enter, with_kwargs=True) for layer in layers]
     attach_attention(decoder, found)
     try:
         run_without_values(model, rows=_ROWS, length=length, instead=INSTEAD)
