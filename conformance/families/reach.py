@@ -194,11 +194,11 @@ def _run_ranks(model: Tiny, plans: Sequence[str]) -> dict[str, Cell]:
         of_ranks = [of_rank[plan] for of_rank in cells if plan in of_rank]
         if found and not of_ranks:
             break  # an earlier plan has ended the ranks
-        if len(of_ranks) == RANKS and all(cell.status == of_ranks[0].status for cell in of_ranks):
-            found[plan] = of_ranks[0]
-            continue
         faults = [cell for cell in of_ranks if cell.status != "equal"]
         faults.sort(key=lambda cell: "PeerFailed" in cell.reason)
+        if len(of_ranks) == RANKS and all(cell.status == of_ranks[0].status for cell in of_ranks):
+            found[plan] = (faults or of_ranks)[0]
+            continue
         if len(of_ranks) == RANKS and faults[0].status in ("equal", "differs"):
             found[plan] = of_ranks[0]
             continue

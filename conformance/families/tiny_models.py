@@ -33,6 +33,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "chameleon": {
         "vocabulary_map": {"<image>": 96, **{word: 70 + i for i, word in enumerate(_IMAGE_WORDS)}}
     },
+    "codegen": {"n_head": 8},  # its fused rows are in four parts, each with heads for both ranks
     "cohere_compass": {"text_config.rope_parameters": models.DENSE["cohere_compass_text"]["rope_parameters"]},
     "deepseek_ocr2": {
         "text_config.mlp_layer_types": ["dense", "sparse"], "vision_config.sam_config.downsample_channels": [64, 64],

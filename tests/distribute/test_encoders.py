@@ -14,9 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.context.record import record_context
 from meshwright.distribute.cuts import structure_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.read_weights import read_weights
@@ -24,9 +26,11 @@ from meshwright.optim.units import units_of
 from meshwright.parallel import second_inputs
 from meshwright.parallel.added_parameters import KeptModules
 from meshwright.parallel.second_inputs import SecondInputs
+from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.roles import Role
 from meshwright.roles.blocks import Attention
+from meshwright.roles.decoder import find_decoder
 from support.encoder_models import MODELS, build, loader
 from support.exact import Float64, gradient_differences
 from support.parity import pool_for
@@ -42,10 +46,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2, micro-batches": {"dp": 2, "gradient_accumulation_steps": 2},
     "dp2 x tp2+sp, zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
     "pp2, micro-batches": {"pp": 2, "gradient_accumulation_steps": 2},
+    "cp2": {"cp": 2},
 }  # fmt: skip
 # Layers that run again, and what enters beside the hidden states, are not cut into stages.
 STAGED = {"bert, rows", "bert, words", "distilbert, tokens", "fnet, rows"}
-CASES = [(name, plan) for name in MODELS for plan in PLANS if name in STAGED or "pp2" not in plan]
+CASES = [(name, plan) for name in MODELS for plan in PLANS if plan != "cp2" and (name in STAGED or "pp2" not in plan)]
+CASES += [("albert, tokens", "cp2")]
 CASES.remove(("albert, tokens", "tp2+sp, micro-batches, recompute"))  # it has no activation checkpointing
 
 
@@ -133,6 +139,34 @@ def test_layers_without_a_known_place_where_tokens_meet_stay_whole() -> None:
     """FNet mixes tokens in a module without weights, which a rank with its own tokens would get wrong."""
     found = structure("fnet, rows")
     assert not found.blocks and not found.is_sequence_parallel
+
+
+def test_layers_that_run_again_and_layers_that_mix_tokens_are_known_under_cp() -> None:
+    """ALBERT runs one group of layers twice, and FNet's layers have no attention."""
+    albert = find_decoder(build("albert, tokens"))
+    assert record_context(albert).layers == albert.layers * 2
+    with pytest.raises(mw.PlanError, match="does not call transformers' attention interface"):
+        record_context(find_decoder(build("fnet, rows")))
+
+
+@pytest.mark.quick
+def test_reversible_layers_are_refused_where_tokens_or_layers_are_cut() -> None:
+    sizes = {"attn_layers": ["local"] * 2, "axial_pos_embds": False, "hidden_size": 32, "num_attention_heads": 2}
+    model = transformers.ReformerModelWithLMHead(transformers.ReformerConfig(**sizes, is_decoder=True, vocab_size=97))
+    assert structure_of(model, mw.ParallelPlan(tp=2), mw.ToDistributedConfig()) is not None
+    for plan, cure in (({"tp": 2, "sequence_parallel": True}, "sequence_parallel=False"), ({"pp": 2}, "pp=1")):
+        with pytest.raises(mw.PlanError, match=rf"ReformerLayer is a reversible layer.*ParallelPlan\({cure}\)"):
+            structure_of(model, mw.ParallelPlan(**plan), mw.ToDistributedConfig())
+
+
+@pytest.mark.quick
+def test_an_encoders_result_is_not_taken_for_a_ranks_tokens_of_the_same_number() -> None:
+    """As in ProphetNet, whose attention stays whole: 14 tokens of a text, and 14 of the decoder's 27 on each rank."""
+    sequence, text, own = SequenceSharding(Axis("tp", size=2, rank=0)), torch.randn(2, 14, 4), torch.randn(2, 14, 4)
+    sequence.set_length(27)
+    sequence.keep_whole([text.view_as(text)])  # the view ends with the layer that was given it
+    assert sequence.is_kept_whole(text.view_as(text)) and not sequence.is_kept_whole(own)
+    assert sequence.is_local(14) and not sequence.is_kept_whole(text[:, :7])
 
 
 class Table(nn.Module):

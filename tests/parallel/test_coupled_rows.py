@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.parallel.batch_items import BatchFormat
+from meshwright.parallel.coupled_rows import CoupledRows
 from meshwright.parallel.mixed_rows import POSITIONS, PositionsOfRows
 from support.exact import Float64
 from support.logs import logged
@@ -98,6 +102,32 @@ def test_a_mean_over_chosen_patches_is_told_of_and_exact_where_they_are_as_many(
 def test_random_draws_of_a_forward_are_told_of(pool2: Any) -> None:
     (first, _), (second, _) = pool2.run(step, {"dp": 2}, "random")
     assert len(first) == 1 and "draws random numbers" in first[0] and not second, first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("scale", "added"), [(1.0, 0.0), (1.0, 1e3), (1e-3, 0.0), (1e-6, 0.0), (1e3, 0.0)])
+@pytest.mark.parametrize("compares", [True, False])
+def test_rows_that_are_compared_are_found_whatever_the_size_of_the_loss(
+    compares: bool, scale: float, added: float, dtype: torch.dtype
+) -> None:
+    """Of a loss, a factor and a constant added; a loss that rounding hides is told of."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16).to(dtype)
+
+    def loss(x: Tensor) -> Tensor:
+        logits = (model(x) @ x.T if compares else model(x)).float()
+        return F.cross_entropy(logits, torch.arange(len(x)) % ROWS) * scale + added
+
+    check = CoupledRows(model, mw.ParallelPlan(dp=2), BatchFormat(), is_told=True)
+    check.signature, check.method = inspect.signature(loss), loss
+    is_hidden = scale == 1e-6 or (dtype is torch.bfloat16 and (scale, added) in ((1.0, 1e3), (1e-3, 0.0)))
+    with logged(level=logging.WARNING) as said:
+        if compares and not is_hidden:
+            with pytest.raises(mw.PlanError, match="for the same rows twice"):
+                check(torch.randn(ROWS, 16, dtype=dtype))
+        else:
+            check(torch.randn(ROWS, 16, dtype=dtype))
+    assert not compares or bool(said) == is_hidden, said
 
 
 class Positions(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,7 @@ class ContextRecord:
     """The facts about a decoder that context parallelism uses.
 
     Args:
+        layers: the layers in the order in which they run; one that a forward pass runs again is listed at each place.
         token_dims: for each argument of each layer that has a value for each token: the dim of the tokens.
         arguments: the places of all tensors among the arguments of each layer.
         sites: the attentions, in the order in which they run.
@@ -59,6 +61,7 @@ class ContextRecord:
         gives_masks: whether each layer is given the mask that its attention uses.
     """
 
+    layers: tuple[nn.Module, ...]
     token_dims: dict[nn.Module, dict[Place, int]]
     arguments: dict[nn.Module, frozenset[Place]]
     sites: tuple[AttentionSite, ...]
@@ -104,10 +107,11 @@ def record_context(decoder: Decoder) -> ContextRecord:
             )
     arguments = {layer: frozenset(shapes) for layer, shapes in first.shapes.items()}
     return ContextRecord(
+        layers=tuple(first.ran),
         token_dims=token_dims,
         arguments=arguments,
         sites=tuple(first.sites),
-        reshapes=_reshapes(decoder),
+        reshapes=_reshapes(dataclasses.replace(decoder, layers=tuple(first.ran))),
         gives_masks=first.gives_masks,
     )
 
@@ -116,6 +120,7 @@ def record_context(decoder: Decoder) -> ContextRecord:
 class _Pass:
     """Stands in place of the ContextAttention in a fake pass."""
 
+    ran: list[nn.Module] = field(default_factory=list)
     shapes: dict[nn.Module, dict[Place, tuple[int, ...]]] = field(default_factory=dict)
     sites: list[AttentionSite] = field(default_factory=list)
     gives_masks: bool = True
@@ -138,13 +143,15 @@ class _Pass:
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
 
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.ran.append(layer)
         self.shapes[layer] = {place: tuple(x.shape) for place, x in tensors_in((args, kwargs))}
         self.mask = mask_in(args, kwargs)
 
 
 def _pass(decoder: Decoder, length: int) -> _Pass:
     found, model = _Pass(), decoder.model
-    handles = [layer.register_forward_pre_hook(found.enter, with_kwargs=True) for layer in decoder.layers]
+    layers = dict.fromkeys(decoder.layers)
+    handles = [layer.register_forward_pre_hook(found.enter, with_kwargs=True) for layer in layers]
     attach_attention(decoder, found)
     try:
         run_without_values(model, rows=_ROWS, length=length, instead=INSTEAD)

@@ -18,6 +18,7 @@ this layer only passes its input on. For B rows of S tokens, on each rank of cp:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ class ContextRegion:
         self.takes_padding = True  # whether layers may compute with padding, which no token that counts may see
         self.joins = False  # whether passes join their tokens after the final norm, also those of a causal LM
         self.inputs: tuple[Tensor, ...] = ()  # what the caller passes for each token, ``[B, S, ...]``
-        self._borders = RegionBorders(structure)
+        self._borders = RegionBorders(dataclasses.replace(structure, layers=record.layers))
         self._last_length = 0  # of the last forward pass, which recomputation in backward reads
         self._restore: Restore | None = None  # restores the random stream that the ranks share
         self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # arguments that several layers share, cut once per pass

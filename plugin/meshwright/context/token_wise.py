@@ -56,14 +56,23 @@ def check_token_wise(decoder: Decoder, plan: ShardingPlan | None) -> None:
 def is_token_wise(layer: nn.Module) -> bool:
     """Return whether a layer has only norms, MLPs and modules with experts, each of which takes each token by itself.
 
-    Another MLP inside of what owns experts is a shared expert.
+    Another MLP inside of what owns experts is a shared expert. A module without weights is known if it is of torch or
+    an activation function of transformers; one of the model's code may mix tokens, as a Fourier transform does.
     """
+    if any(_is_own_function(module) for module in layer.modules()):
+        return False
     sizes = {p.shape[0] for p in layer.parameters() if p.ndim == 1}
     known = set(_of_experts_in(layer))
     for module in layer.modules():
         known |= {module.get_submodule(name) for size in sizes for name in Mlp.claim(module, size, {})}
     own = [module for module in layer.modules() if list(module.parameters(recurse=False))]
     return bool(known) and all(module in known or is_norm(module, *sizes) for module in own)
+
+
+def _is_own_function(module: nn.Module) -> bool:
+    """Return whether a module has neither weights nor modules inside, and the model's code computes something."""
+    is_function = next(module.children(), None) is None and not module._parameters
+    return is_function and not type(module).__module__.startswith(("torch.nn.", "transformers.activations"))
 
 
 def _has_role(name: str, plan: ShardingPlan) -> bool:

@@ -52,6 +52,7 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
         else:
             instead = f"ParallelPlan({', '.join(f'{axis}=1' for axis in axes)})"
             found = outline(decoder, config.sharding_plan, instead=instead)
+        _check_autograd(found, plan)
         if plan.cp > 1:
             check_token_wise(found, config.sharding_plan)
         return found
@@ -59,6 +60,18 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
         if (shown := explained(error, decoder, axes)) is error:
             raise
         raise shown from error
+
+
+def _check_autograd(found: Decoder, plan: ParallelPlan) -> None:
+    """Raise if layers compute their own gradients, from two streams of hidden states, and tokens or layers are cut."""
+    layer = next((layer for layer in found.layers if callable(getattr(layer, "backward_pass", None))), None)
+    options = {"sequence_parallel": (plan.sequence_parallel, False), "pp": (plan.pp > 1, 1), "cp": (plan.cp > 1, 1)}
+    cure = ", ".join(f"{name}={value}" for name, (is_on, value) in options.items() if is_on)
+    if layer is not None and cure:
+        raise PlanError(
+            f"{type(layer).__name__} is a reversible layer, which has two streams of hidden states and computes its "
+            f"gradients itself (backward_pass), so neither tokens nor layers can be cut. Use ParallelPlan({cure})"
+        )
 
 
 def _check_whole_experts(found: Decoder, plan: ParallelPlan) -> None:

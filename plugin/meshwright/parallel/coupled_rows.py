@@ -2,12 +2,14 @@
 
 What the loss of a stock model is the mean over may be unknown. In the first pass the loss is then computed for the same
 rows once and twice. A mean, over rows, labels or elements, is the same for both. A loss that compares each row with all
-others is not, and neither is a sum.
+others is not, and neither is a sum. The two are compared as far as the pass is precise: a contrastive loss grows by
+log(2) only, whatever is added to it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_schema import BatchSchema
+from meshwright.parallel.float8 import float8_layers
 from meshwright.parallel.method_chain import BatchStep
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.replaced_forward import stock_owner
@@ -26,9 +29,13 @@ from meshwright.plan.config import ParallelPlan
 
 logger = logging.getLogger(__name__)
 
-# Relative differences of a loss: of the same kernels, which may sum in another order, and of kernels for another number
-# of rows, which may round in 16 bits. A contrastive loss grows by log(2), and a sum to twice its value.
-_ROUNDING, _OTHER_SHAPES = 1e-5, 1e-2
+# Relative differences of a loss: of the same kernels, which may sum in another order; and of kernels for another number
+# of rows, which round otherwise, in 32 bits and in fewer.
+_ROUNDING, _OTHER_SHAPES, _OTHER_SHAPES_IN_16_BITS = 1e-5, 2e-4, 1e-2
+# Differences of a loss that is small since large numbers cancel in it, in 32 bits and in fewer.
+_CANCELLED, _CANCELLED_IN_16_BITS = 1e-6, 1e-3
+# By which part a contrastive loss alone grows: log(2) of log(rows), for a million rows.
+_LEAST_GROWTH = 0.05
 
 
 def has_stock_loss(model: nn.Module) -> bool:
@@ -90,7 +97,7 @@ class CoupledRows(BatchStep):
             self._tell_of_draws()
         elif twice is None:
             self._tell_of_no_trial()
-        elif not torch.allclose(twice, alone, rtol=_OTHER_SHAPES, atol=1e-3):
+        elif (grown := abs(twice.item() - alone.item())) > self._rounding(alone, device):
             raise PlanError(
                 f"the loss that {type(self.model).__name__} returns is {alone.item():.4g} for this rank's rows and "
                 f"{twice.item():.4g} for the same rows twice: it compares rows with each other, or is a sum, so the "
@@ -98,6 +105,28 @@ class CoupledRows(BatchStep):
                 "example plan='tp2+sp'; or compute the loss in the program, from the rows of all ranks: "
                 "meshwright.gather_rows(features)"
             )
+        elif grown and not self._shows_growth(alone, device):
+            self._tell_of_rounding(alone)
+
+    def _rounding(self, loss: Tensor, device: torch.device) -> float:
+        """Return by how much a mean over rows may differ between the two passes."""
+        relative, absolute = _OTHER_SHAPES, _CANCELLED
+        if not self._is_precise(device):
+            relative, absolute = _OTHER_SHAPES_IN_16_BITS, _CANCELLED_IN_16_BITS
+        return max(relative * abs(loss.item()), absolute)
+
+    def _shows_growth(self, loss: Tensor, device: torch.device) -> bool:
+        """Return whether rounding is less than what a loss that compares rows would grow by: log(2), and if it is
+        scaled by a factor, a part of the logarithm of the number of rows."""
+        return self._rounding(loss, device) < min(math.log(2), _LEAST_GROWTH * abs(loss.item()))
+
+    def _is_precise(self, device: torch.device) -> bool:
+        """Return whether a pass computes in 32 bits or more."""
+        if torch.get_float32_matmul_precision() != "highest" or torch.is_autocast_enabled(device.type):
+            return False
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        is_wide = all(dtype.is_floating_point and dtype.itemsize >= 4 for dtype in dtypes)
+        return is_wide and not any(float8_layers(self.model))
 
     def _tell_of_draws(self) -> None:
         if self.is_told:
@@ -114,6 +143,16 @@ class CoupledRows(BatchStep):
                 "the loss of %s could not be computed for the same rows twice, so it is not known whether it is a mean "
                 "over rows, as the average over the ranks of dp=%d must be",
                 type(self.model).__name__, self.plan.dp,
+            )  # fmt: skip
+
+    def _tell_of_rounding(self, loss: Tensor) -> None:
+        if self.is_told:
+            logger.warning(
+                "the loss of %s is %.4g, and what it would grow by for the same rows twice, if it compared rows with "
+                "each other, is less than the rounding of this pass, so it is not known whether it is a mean over "
+                "rows, as the average over the ranks of dp=%d must be. It shows in float32, and without a factor or an "
+                "addend that makes the loss this small or large",
+                type(self.model).__name__, loss.item(), self.plan.dp,
             )  # fmt: skip
 
     def _loss_of_twice(self, schema: BatchSchema, batch: dict[str, Any]) -> Tensor | None:

@@ -10,6 +10,8 @@ Shape suffixes: B batch, S sequence, L local sequence (padded S / tp), H hidden.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
+from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.collectives import Operation, gather_rows, reduce_scatter_rows, split_rows, unsplit_rows
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 
@@ -30,6 +33,7 @@ class SequenceSharding:
         # The true sequence length of the last forward pass, which recomputation in backward reads too. It
         # matters only for lengths that are not divisible by tp.
         self._length = 0
+        self._beside: list[tuple[weakref.ref[Tensor], int, tuple[int, int]]] = []
 
     def set_length(self, length: int) -> None:
         """Set the length of the whole sequence, for a rank that receives its tokens from another pipeline stage."""
@@ -42,6 +46,18 @@ class SequenceSharding:
     def is_local(self, length: int) -> bool:
         """Return whether an activation of this length has this rank's tokens of the last forward pass."""
         return length == self._local_length(self._length)
+
+    def keep_whole(self, given: Iterable[Tensor]) -> None:
+        """Remember what every rank has whole inside of the layers, whatever its length, such as an encoder's result."""
+        self._beside = [known for known in self._beside if known[0]() is not None]
+        for x in given:  # a layer may be given a view that ends with it
+            owner = x if x._base is None else x._base
+            self._beside.append((weakref.ref(owner), x.numel(), saved.memory(x)))
+
+    def is_kept_whole(self, x: Tensor) -> bool:
+        """Return whether a tensor is one of those of :meth:`keep_whole`, or all of it under another shape."""
+        own = x.numel(), saved.memory(x)
+        return any(owner() is not None and own == (numel, memory) for owner, numel, memory in self._beside)
 
     def split(self, x_BSH: Tensor) -> Tensor:
         """Return this rank's tokens of a replicated activation, ``[B, L, H]``."""
@@ -109,6 +125,7 @@ class AllTokens:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = [x for x in given if not self.sequence.is_kept_whole(x)]
         shape = next((x.shape[:2] for x in given if x.ndim == 3 and x.is_floating_point()), None)
         own = [x for x in given if x.shape[:2] == shape]
         is_known = all(x.ndim == 3 and x.is_floating_point() for x in own)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import PlanError
 from meshwright.layout.packed_weights import PackedMatrix, cut_statistics
@@ -290,6 +291,8 @@ class SequenceRegion:
         # If the first layer runs at a later place too, its input there is this rank's tokens already.
         if self._borders.is_first_again and (not self.sequence.is_whole(x) if in_backward() else self._is_open):
             return args, kwargs
+        beside = (y for y in tree_leaves((args, kwargs)) if isinstance(y, Tensor) and y is not x)
+        self.sequence.keep_whole(y for y in beside if y.is_floating_point())
         self._open(x)
         return put_back(self.sequence.split(x))
 
