@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from meshwright.parallel.flash_rows import flash_function, is_flash
 from meshwright.parallel.sequence_parts import TokenRun
 from meshwright.plan.config import ParallelPlan
 from meshwright.plan.context_methods import can_exchange, group_sizes
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _DELEGATED = ("sdpa", "eager")
 _KNOWN = {"scaling", "dropout", "softcap", "s_aux", "sliding_window"}  # options for the ring or for masks
@@ -186,6 +189,6 @@ def _example(site: AttentionSite) -> tuple[AttentionCall, Tensor, Tensor, Tensor
     return call, q, k, v
 
 
-def _mask(call: AttentionCall) -> Tensor:
+def _mask(call: AttentionCall) -> Tensor | BlockMask:
     run = TokenRun(0, _LENGTH)
     return call.block(run, run, torch.get_default_dtype())
