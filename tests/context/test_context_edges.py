@@ -312,7 +312,7 @@ def refusals() -> dict[str, str]:
     engine = mw.ToDistributedConfig(plan=mw.ParallelPlan(cp=2), engine="DeepSpeed")
     record("an engine", lambda: mw.to_distributed(build("llama"), config=engine))
     flex = build("llama", attn_implementation="flex_attention")
-    record("flex attention", lambda: mw.to_distributed(flex, plan=mw.ParallelPlan(cp=2)))
+    record("flex attention", lambda: mw.to_distributed(flex, plan=mw.ParallelPlan(cp=2, context="ring")))
     model = distributed()
     ids = batch()["input_ids"]
     model(**batch()).loss.backward()
@@ -333,7 +333,7 @@ WORDS = {
     "heads": "context='gather' or 'ring'",
     "an engine": "use cp=1",
     "dropout in a ring": "attention_dropout to 0",
-    "flex attention": "attn_implementation='sdpa'",
+    "flex attention": "Use context='gather' or 'ulysses'",
     "generate": "save_pretrained",
     "cache": "use_cache",
     "a mask of its own": "position_ids",

@@ -42,6 +42,7 @@ PARSED_ONLY = {
     "conformance.families.stages_page": "reads what a sweep of minutes has written",
     "conformance.gpu": "takes minutes and a GPU; tests/gpu_command/test_gpu_command.py runs it on a CPU",
     "conformance.outside_scripts": "takes checkouts of other projects; tests/integrations/test_outside_scripts.py",
+    "conformance.precision": "takes minutes; tests/optim/test_summation_orders.py compares some plans",
     "conformance.random_programs": "takes minutes; tests/distribute/test_random_programs.py runs some of them",
     "benchmarks.referee": "sleeps for half a minute; tests/faults/test_referee.py checks what it measures",
     "--num_machines": "needs two machines; tests/cli/test_launch_hosts.py makes two and launches over them",

@@ -10,17 +10,21 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.context.block_masks import block_mask, is_flex
 from meshwright.context.causal_blocks import Documents
 from meshwright.context.key_exchange import WholeKeys
 from meshwright.context.masks import ContextMask, query_blocks
 from meshwright.parallel.flash_rows import is_flash
 from meshwright.parallel.sequence_parts import TokenRun
 from meshwright.temporarily import temporarily
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # An attention function of transformers: (module, query, key, value, mask, **options) -> (output [B, S, heads, d], ...).
 StockAttention = Callable[..., tuple[Tensor, Any]]
@@ -46,8 +50,10 @@ class AttentionCall:
     options: dict[str, Any]
     config: Any = None
 
-    def block(self, queries: TokenRun, keys: TokenRun, dtype: torch.dtype) -> Tensor:
+    def block(self, queries: TokenRun, keys: TokenRun, dtype: torch.dtype) -> Tensor | BlockMask:
         """Return the mask of a block in the form that the function takes."""
+        if self.is_flex:
+            return block_mask(self.mask, queries, keys)
         mask = self.mask.block(queries, keys)
         if not self.is_additive:
             return mask
@@ -75,6 +81,11 @@ class AttentionCall:
         return is_flash(self.stock)
 
     @property
+    def is_flex(self) -> bool:
+        """Whether the function calls FlexAttention, which takes masks of its own."""
+        return is_flex(self.stock)
+
+    @property
     def documents_alone(self) -> Documents | None:
         """Where documents start, if the call is torch's attention, causal within documents and nothing else."""
         stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
@@ -83,7 +94,7 @@ class AttentionCall:
             return None
         return self.mask.documents
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: object) -> Tensor:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, **options: object) -> Tensor:
         """Run the function with some options replaced, and return ``[B, S, heads, d]``."""
         with _key_heads(self.module, q.shape[1], k.shape[1]), self._own_config():
             return self.stock(self.module, q, k, v, mask, **{**self.options, **options})[0]
@@ -92,7 +103,9 @@ class AttentionCall:
         """Let the function see the config that names it, by which transformers finds a flash attention package."""
         return temporarily(self.module, config=self.config) if self.is_flash else contextlib.nullcontext()
 
-    def run_with(self, trained: list[Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def run_with(
+        self, trained: list[Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None
+    ) -> Tensor:
         """Run the function with other tensors in place of :attr:`trained`, in its order."""
         stand_ins = dict(zip(map(id, self.trained), trained, strict=True))
         options = {name: stand_ins.get(id(x), x) for name, x in self.options.items()}

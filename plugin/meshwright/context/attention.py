@@ -106,20 +106,22 @@ class ContextAttention:
         if call.is_flash:
             q, k, v = in_kernel_dtype(call, q, k, v)
         dtype = q.dtype
-        k, v = as_autocast(k), as_autocast(v)  # before they are sent
+        # Autocast leaves the dtypes of FlexAttention as they are. Others are cast before they are sent.
+        cast = (lambda x: x) if call.is_flex else as_autocast
+        k, v = cast(k), cast(v)
         if self.method == "gather":
             return self._over(call, parts.runs(length), WholeKeys(parts), q, k, v)
         if self.method == "ring":
             return self._over_ring(call, parts, q, k, v)
         rank = self.axes.inner.rank
-        q, k, v = self._exchange.to_heads(parts, as_autocast(q), k, v)
+        q, k, v = self._exchange.to_heads(parts, cast(q), k, v)
         q = q.to(dtype)  # the model's function may take the dtype of its mask and probabilities from q
         call = _with_own_heads(call, rank, self.axes.inner.size)
         if self.method == "hybrid":
             output = self._over_ring(call, parts, q, k, v)
         elif call.is_flash:
             output = over_whole_rows(call, q, k, v)
-        elif call.mask.is_causal_alone and not call.is_additive:
+        elif call.mask.is_causal_alone and not (call.is_additive or call.is_flex):
             output = call.run(q, k, v, None, is_causal=True)
         else:
             output = self._over(call, parts.runs(length, 0, self.axes.cp.size), WholeKeys(None), q, k, v)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from meshwright.context.attend import AttentionCall
 from meshwright.context.attention import stock_attention
+from meshwright.context.block_masks import is_flex
 from meshwright.context.flash_package import PackageKernel, takes_sinks
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask
@@ -20,6 +21,9 @@ from meshwright.parallel.flash_rows import flash_function, is_flash
 from meshwright.parallel.sequence_parts import TokenRun
 from meshwright.plan.config import ParallelPlan
 from meshwright.plan.context_methods import can_exchange, group_sizes
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _DELEGATED = ("sdpa", "eager")
 _KNOWN = {"scaling", "dropout", "softcap", "s_aux", "sliding_window"}  # options for the ring or for masks
@@ -45,10 +49,14 @@ def check_method(record: ContextRecord, plan: ParallelPlan) -> None:
         if is_flash(stock):
             _check_package(site, name, implementation, plan, exchange_size)
             continue
+        if is_flex(stock):
+            _check_flex(site, name, plan, exchange_size)
+            continue
         if implementation not in _DELEGATED:
             raise PlanError(
                 f"{name} has attn_implementation={implementation!r}, which takes no mask of a block of queries; under "
-                "ParallelPlan.cp > 1 load the model with attn_implementation='sdpa', 'flash_attention_2' or 'eager'"
+                "ParallelPlan.cp > 1 load the model with attn_implementation='sdpa', 'flash_attention_2', "
+                "'flex_attention' or 'eager'"
             )
         if any("dropout" in key and value for key, value in site.options.items()) and ring_size > 1:
             raise PlanError(
@@ -90,6 +98,24 @@ def _check_package(site: AttentionSite, name: str, implementation: str, plan: Pa
                 f"ParallelPlan.context={plan.context!r} do not. Use context='ulysses', or set the config's "
                 "attention_dropout to 0"
             )
+
+
+def _check_flex(site: AttentionSite, name: str, plan: ParallelPlan, exchange_size: int) -> None:
+    """Check an attention that FlexAttention computes, which gives no results of blocks that a ring could merge."""
+    if plan.context not in ("gather", "ulysses"):
+        raise PlanError(
+            f"{name} has attn_implementation='flex_attention', whose results of blocks of keys "
+            f"ParallelPlan.context={plan.context!r} cannot merge. Use context='gather' or 'ulysses', or load the model "
+            "with attn_implementation='sdpa', whose blocks run in flash kernels"
+        )
+    unknown = [key for key, value in site.options.items() if isinstance(value, Tensor) and key not in _KNOWN]
+    if unknown:
+        raise PlanError(
+            f"{name} gives FlexAttention {unknown[0]!r}, which ParallelPlan.cp > 1 cannot cut into the parts of the "
+            "ranks. Load the model with attn_implementation='sdpa' (or 'eager')"
+        )
+    if exchange_size > 1:
+        _check_heads(site, plan, exchange_size)
 
 
 def _check_heads(site: AttentionSite, plan: ParallelPlan, ranks: int) -> None:
@@ -163,6 +189,6 @@ def _example(site: AttentionSite) -> tuple[AttentionCall, Tensor, Tensor, Tensor
     return call, q, k, v
 
 
-def _mask(call: AttentionCall) -> Tensor:
+def _mask(call: AttentionCall) -> Tensor | BlockMask:
     run = TokenRun(0, _LENGTH)
     return call.block(run, run, torch.get_default_dtype())

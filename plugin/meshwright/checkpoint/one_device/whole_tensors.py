@@ -16,6 +16,8 @@ from meshwright.optim.runtime import Runtime, device_of, find_runtime, runtime_o
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.shard_reads import reading_shards
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of gradients
+
 
 @on_every_rank
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -99,10 +101,12 @@ def _of_all_stages(
     """Yield each parameter that has a gradient on some pipeline stage, in the order of the model."""
     local = {id(parameter): gradient for parameter, gradient in local_ones}
     parameters = list(model.parameters())
-    have = torch.tensor([float(id(p) in local) for p in parameters], device=device_of(model))
-    for parameter, has_one in zip(parameters, maximum(have, runtime.mesh.pp).tolist(), strict=True):
-        if has_one:
-            yield parameter, local.get(id(parameter), torch.empty(0, dtype=parameter.dtype))
+    # ZeRO has float32 gradients of half-precision weights, and the ranks that receive a gradient must know its dtype.
+    own = [0.0 if (grad := local.get(id(p))) is None else 1.0 + _DTYPES.index(grad.dtype) for p in parameters]
+    numbers = maximum(torch.tensor(own, device=device_of(model)), runtime.mesh.pp).tolist()
+    for parameter, number in zip(parameters, numbers, strict=True):
+        if number:
+            yield parameter, local.get(id(parameter), torch.empty(0, dtype=_DTYPES[int(number) - 1]))
 
 
 def _has_any(parameter: nn.Parameter, runtime: Runtime) -> bool:
