@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -107,6 +108,29 @@ def test_one_node_of_cpus_asks_for_no_gpus(tmp_path: Path) -> None:
         assert "gpu" not in text.lower() and "accelerators" not in text and "--cpu" in options_of(text)
     script = emitted(tmp_path, "ray", *options, plan="dp2")
     assert 'TorchConfig(backend="gloo")' in script and "num_workers=2, use_gpu=False" in script
+
+
+@pytest.mark.quick
+def test_a_batch_file_counts_failures_and_not_preemptions(tmp_path: Path) -> None:
+    """A job that has been preempted many times still survives the loss of a node; one that always fails ends."""
+    (tmp_path / "job").write_text(emitted(tmp_path, "slurm", "--gpus", "2", "--gpu", "cpu", plan="dp2"))
+    for name, text in {"srun": "exit $CODE", "scontrol": "echo $1 >> asked", "sleep": ""}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def is_requeued(code: int, restarts: int) -> bool:
+        (tmp_path / "asked").write_text("")
+        given = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "CODE": str(code),
+                 "SLURM_RESTART_COUNT": str(restarts), "PATH": f"{tmp_path}:{os.environ['PATH']}"}  # fmt: skip
+        done = subprocess.run(["bash", "job"], cwd=tmp_path, env=given, capture_output=True, text=True, check=False)
+        assert done.returncode == code and not done.stderr, done.stderr
+        return "requeue" in (tmp_path / "asked").read_text()
+
+    assert not is_requeued(1, 0), "an error of the program is not mended by another start"
+    assert all(is_requeued(75, restarts) for restarts in range(12))
+    assert all(is_requeued(137, restarts) for restarts in range(12, 22))
+    assert is_requeued(75, 22) and not is_requeued(137, 23)
+    assert (tmp_path / "train-7.failures").read_text().count("exit code 137\n") == 11
 
 
 @pytest.mark.quick

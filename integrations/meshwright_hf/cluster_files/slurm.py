@@ -38,8 +38,13 @@ while kill -0 "$step" 2> /dev/null; do  # the signal has ended the wait, and the
     code=$?
 done
 
-# {preempted}: all ranks have saved. Above 128: a signal has ended the launcher or a process, as when a node is lost.
-if [ "$code" = {preempted} ] || {{ [ "$code" -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {outside} ]; }}; then
+# Exit code {preempted}: all ranks have saved, which may happen any number of times. Above 128, a signal has ended the
+# launcher or a process, as when a node is lost: the file has a line for each time, and {outside} are too many.
+is_counted_failure() {{
+    failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"
+    [ "$code" -gt 128 ] && echo "$(date): exit code $code" >> "$failures" && [ "$(wc -l < "$failures")" -le {outside} ]
+}}
+if [ "$code" = {preempted} ] || is_counted_failure; then
     scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script
 fi
 exit "$code"

@@ -111,13 +111,14 @@ def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
 
     outputs.check()
     space = question.space()
-    found = question.search(space)
-    if not found.choices:
-        raise explain.no_fit(found)
-    _check_runs(found, outputs)
-    is_answered = outputs.emit is None or outputs.html is not None  # a file for a launcher needs the first plan alone
-    changed = explain.changes(found) if is_answered else []
-    compared = question.compared(space, found) if is_answered else []
+    with _searching():
+        found = question.search(space)
+        if not found.choices:
+            raise explain.no_fit(found)
+        _check_runs(found, outputs)
+        is_answered = outputs.emit is None or outputs.html is not None  # a file for a launcher needs one plan alone
+        changed = explain.changes(found) if is_answered else []
+        compared = question.compared(space, found) if is_answered else []
     if outputs.emit is not None:
         typer.echo(_emitted(found, outputs.emit, outputs.save))
     elif outputs.json:
@@ -129,6 +130,13 @@ def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
         rows = training_rows(compared, question.budget) if compared else []
         _write_page(found, outputs.html, changed, question, rows)
     _finish(question, found, outputs)
+
+
+def _searching() -> contextlib.AbstractContextManager[object]:
+    """Show on a terminal that the command is at work, without a word on standard output."""
+    from rich.console import Console
+
+    return Console(stderr=True).status("searching for the fastest plans")
 
 
 def _write_page(
@@ -183,7 +191,7 @@ def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], 
         typer.echo(json_format.dumps(explain.as_dict(found, budget=question.budget), indent=2))
     else:
         best = None
-        with contextlib.suppress(PlanError):  # there may be no legal plan but the given ones
+        with contextlib.suppress(PlanError), _searching():  # there may be no legal plan but the given ones
             best = question.search(question.space(), top=1)
         typer.echo(own_text(found, best=best, budget=question.budget))
     _finish(question, found, outputs)
@@ -201,7 +209,8 @@ def answer_sweep(question: PlanQuestion, outputs: TableOutputs, name: str) -> No
         return question.search(question.space(question.settings.at(name, value)), top=1)
 
     values: Sequence[float] = getattr(question.settings, name)
-    rows = [row_of(value, partial(find, value), question.budget) for value in values]
+    with _searching():
+        rows = [row_of(value, partial(find, value), question.budget) for value in values]
     if not any(row.best for row in rows):
         raise PlanError(f"no plan for any value: {rows[0].reason}")
     if outputs.json:
@@ -227,7 +236,8 @@ def answer_days(question: PlanQuestion, outputs: TableOutputs, days: float) -> N
         return question.search(dataclasses.replace(space, cluster=cluster, job=job), top=1)
 
     flops = question.shape.flops(space.job.seq_len, lora=space.job.lora)
-    rows = smallest_cluster(find, space.cluster, space.job, question.budget, days, flops)
+    with _searching():
+        rows = smallest_cluster(find, space.cluster, space.job, question.budget, days, flops)
     if not is_met(rows, days):
         tried = f"up to {rows[-1].value:,} devices" if rows else "at the devices' peak rate"
         raise PlanError(

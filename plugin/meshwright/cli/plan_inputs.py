@@ -384,6 +384,7 @@ def _described(model: Path) -> tuple[ModelShape, str | None]:
     from meshwright.planner.hub_cache import config_path
     from meshwright.planner.shapes import describe, name_of
 
+    path = config_path(model)  # a missing file is said at once, without an import of torch
     try:
         return describe(model), None
     except PlanError as error:
@@ -396,7 +397,7 @@ def _described(model: Path) -> tuple[ModelShape, str | None]:
     from meshwright.tracing.compare import model_on_meta
 
     try:
-        on_meta = model_on_meta(config_path(model), torch.bfloat16)
+        on_meta = model_on_meta(path, torch.bfloat16)
     except PlanError as error:
         raise PlanError(f"{refusal} ({error})") from None
     if not shows_more_than_its_config(on_meta):

@@ -28,7 +28,10 @@ def config_path(source: str | os.PathLike[str]) -> Path:
         return path
     name = os.fspath(source)
     if not _ID.fullmatch(name) or path.suffix == ".json":
-        raise PlanError(f"{path}: no such file; give a config.json or a directory that holds one")
+        raise PlanError(
+            f"{path}: no such file; give a config.json, a directory that holds one, or the whole id of a model of the "
+            "Hugging Face Hub, such as Qwen/Qwen3-8B"
+        )
     cached = _in_cache(name)
     if cached is not None:
         return cached
