@@ -156,8 +156,9 @@ def _write_page(
                 bar.update(done - bar.pos)
 
         options = question.options
+        profile = None if options.profile is None else str(options.profile)
         write_page(
-            found, html, changed=changed, model=str(options.model), profile=options.profile and str(options.profile),
+            found, html, changed=changed, model=str(options.model), profile=profile,
             budget=question.budget, progress=progress, compared=compared,
         )  # fmt: skip
 
