@@ -262,8 +262,7 @@ def test_the_command_writes_the_page_and_still_answers(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     HardwareProfile(name="mine").save("tiny/my profile.json")
-    target = tmp_path / "plan.html"
-    target.write_text("an older page")
+    (target := tmp_path / "plan.html").write_text("an older page")
     result = CliRunner().invoke(app, ["plan", "--model", str(config), "--html", str(target), *more])
     assert result.exit_code == 0 and "Error band" in result.output
     assert tree(target.read_text()).tag == "html"
@@ -278,8 +277,7 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path, config: Path) ->
 
 
 def test_a_failed_write_leaves_the_older_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "plan.html"
-    target.write_text("an older page")
+    (target := tmp_path / "plan.html").write_text("an older page")
 
     def fail(*_: object) -> None:
         raise OSError("disk full")

@@ -63,7 +63,6 @@ def build(kind: str) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        use_cache=False,
     )
     return LlamaForCausalLM(config).to(torch.float32 if kind == "autocast" else torch.bfloat16).train()
 

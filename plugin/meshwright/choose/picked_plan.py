@@ -272,11 +272,13 @@ def _nearest(name: str, memory: float) -> str:
 def _lines(found: Search, choice: Choice, name: str) -> list[str]:
     """Return the lines with the picked plan, its estimates, and the reasons against others."""
     job, cluster = found.job, found.cluster
-    slower = ""
-    for other in found.choices:
-        if other is not choice:
-            slower = f"next {other.plan.label}, {round(100 * (other.time.total / choice.time.total - 1)):+d}% time; "
-            break
+    following = ""
+    for other in found.choices[found.choices.index(choice) + 1 :][:1]:
+        percent, why = round(100 * (other.time.total / choice.time.total - 1)), ""
+        if percent < 0:  # what comes first is not always the fastest
+            rounds_more = job.rounds_updates(other.plan) > job.rounds_updates(choice.plan)
+            why = " (no 32-bit masters)" if rounds_more else " (a tie, and less simple)"
+        following = f"next {other.plan.label}, {percent:+d}% time{why}; "
     against = "; ".join(
         f"{value} {reason}" for value, reason in explain.reasons(found) if value.partition("=")[0] in _EXPLAINED
     )
@@ -286,7 +288,7 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
         f"  estimated {seconds(choice.time.total)} per step (±{found.profile.band:.0%}), "
         f"{memory_text(choice.memory.total)} of {memory_text(found.budget)} per device; {found.fitting} of "
         f"{found.weighed} plans fit",
-        f"  {slower}{against or 'nothing was ruled out'}. To choose: ToDistributedConfig(plan=ParallelPlan(...))",
+        f"  {following}{against or 'nothing was ruled out'}. To choose: ToDistributedConfig(plan=ParallelPlan(...))",
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from meshwright.context.causal_blocks import Documents
 from meshwright.errors import PlanError
 from meshwright.parallel.sequence_parts import SequenceParts, TokenRun
 from meshwright.plan.context_methods import BLOCK
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _SHORTEST = 64  # mean tokens of a document below which one mask costs less than a block for each document
 
@@ -36,6 +39,7 @@ class ContextMask:
         is_vectorized: whether ``function`` takes tensors that broadcast; otherwise it takes one place at a time.
         device: the device on which blocks are made.
         parts: how the ranks share the sequence; None for zigzag. It is set when the mask enters the first layer.
+        of_flex: the masks of FlexAttention made so far, of queries and keys.
     """
 
     function: Callable[..., Any]
@@ -48,6 +52,7 @@ class ContextMask:
     is_vectorized: bool
     device: torch.device
     parts: SequenceParts | None = None
+    of_flex: dict[tuple[TokenRun, TokenRun], BlockMask] = field(default_factory=dict)
     _visible: dict[TokenRun, tuple[int, int]] = field(default_factory=dict)
     _blind: dict[TokenRun, Tensor] = field(default_factory=dict)
     _of_kernel: dict[int, tuple[Tensor | None, Documents]] = field(default_factory=dict)

@@ -356,8 +356,7 @@ def reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def count_once(x: Tensor, axis: Axis) -> Tensor:
-    """Pass what every rank has computed to a replicated consumer; backward gives the gradient to the first rank alone,
-    so that a sum over the ranks counts it once."""
+    """Pass what every rank computed to a replicated consumer; backward keeps the gradient on the first rank alone."""
     return _Collective.apply(x, axis, _same, _of_first) if axis.size > 1 else x
 
 

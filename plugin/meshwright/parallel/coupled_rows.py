@@ -148,10 +148,9 @@ class CoupledRows(BatchStep):
     def _tell_of_rounding(self, loss: Tensor) -> None:
         if self.is_told:
             logger.warning(
-                "the loss of %s is %.4g, and what it would grow by for the same rows twice, if it compared rows with "
-                "each other, is less than the rounding of this pass, so it is not known whether it is a mean over "
-                "rows, as the average over the ranks of dp=%d must be. It shows in float32, and without a factor or an "
-                "addend that makes the loss this small or large",
+                "the loss of %s is %.4g, of which rounding hides whether it compares rows with each other: such a loss "
+                "is not the average of the losses of the ranks of dp=%d. To find out, run one pass in float32, or "
+                "without the factor or the addend that makes the loss this small or large",
                 type(self.model).__name__, loss.item(), self.plan.dp,
             )  # fmt: skip
 

@@ -102,9 +102,8 @@ def staged_states(shape: ModelShape, plan: Candidate, job: Job, trained: tuple[f
         trained: trained elements on the rank beside its experts, and of these.
         kept: those of which the rank has state, if state is sharded.
     """
-    unit = 4 if plan.zero_stage else job.trained_bytes
-    total, elements, _ = _summed(shape, job.optimizer, job.lora, unit)
-    if job.kind.is_whole and (plan.zero_stage or plan.tp > 1 or plan.ep > 1):
+    total, elements, _ = _summed(shape, job.optimizer, job.lora, _unit(plan, job))
+    if _has_owners(plan, job):
         # The ranks of a stage share its parameters, of which each of them has 1 / tp.
         kept = sum(trained) * plan.tp / (plan.data_ranks * plan.tp)
     return total / max(1.0, elements) * kept
@@ -117,11 +116,21 @@ def staged_exchange(shape: ModelShape, plan: Candidate, job: Job, layers: int) -
         shape, plan, job: the model, the plan and the job.
         layers: number of the rank's layers.
     """
-    if not job.kind.is_whole or not (plan.zero_stage or plan.tp > 1 or plan.ep > 1):
+    if not _has_owners(plan, job):
         return 0.0
-    unit = 4 if plan.zero_stage else job.trained_bytes
+    unit = _unit(plan, job)
     whole = _summed(shape, job.optimizer, job.lora, unit)[2] * layers / shape.layers
     return _EXCHANGED * whole / (plan.data_ranks * plan.tp) * unit
+
+
+def _has_owners(plan: Candidate, job: Job) -> bool:
+    """Return whether one rank steps each whole parameter that the ranks share."""
+    return job.kind.is_whole and bool(plan.zero_stage or plan.tp > 1 or plan.ep > 1)
+
+
+def _unit(plan: Candidate, job: Job) -> int:
+    """Return the bytes per element of what is stepped."""
+    return 4 if plan.zero_stage else job.trained_bytes
 
 
 @lru_cache(maxsize=64)
