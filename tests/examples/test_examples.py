@@ -1,7 +1,8 @@
-"""The examples of adapters and of images, whose numbers are those of one process, and the length of the examples."""
+"""Examples whose numbers are those of one process: adapters, images, a notebook. And the length of the examples."""
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
@@ -47,6 +48,23 @@ def test_a_model_learns_from_images_as_on_one_process(plans: list[str], freeze_t
     for plan in plans:
         for found, wanted in zip(printed(plan, 2, freeze_tower=freeze_tower), expected, strict=True):
             assert found == pytest.approx(wanted, abs=3e-4), plan
+
+
+@pytest.mark.crossing
+def test_a_notebook_trains_with_processes_of_its_own(tmp_path: Path) -> None:
+    """Its launch is run again at the end, when torch has threads in the notebook, which a fork would wait for."""
+    nbclient = pytest.importorskip("nbclient", reason="the environment of the oldest versions has no nbclient")
+    notebook = pytest.importorskip("nbformat").read(ROOT / "examples" / "notebook.ipynb", as_version=4)
+    launch, compared = notebook.cells[2], notebook.cells[-1]
+    assert "notebook_launcher(train" in launch.source
+    again = [copy.deepcopy(cell) for cell in (launch, compared)]
+    again[0].source = "import os\nos.remove('two.json')\n" + launch.source
+    notebook.cells += again
+    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for cell in (compared, again[1]):
+        printed = "".join(output.get("text", "") for output in cell.outputs)
+        losses = re.findall(r"loss ([\d.]+) on one process", printed)
+        assert printed.endswith("equal\n") and float(losses[-1]) < float(losses[0]) - 0.5, printed
 
 
 LINES = [("plain_loop", 80), ("finetune_lora", 120), ("vision_language", 140), ("pretrain/train", 120)]

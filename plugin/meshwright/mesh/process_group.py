@@ -6,6 +6,7 @@ import atexit
 import datetime
 import functools
 import itertools
+import multiprocessing.context
 import os
 import queue
 import socket
@@ -111,6 +112,7 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
         PlanError: if two ranks use the same GPU. The message names them.
         PeerFailedError: if other ranks do not come within the timeout. The message names them.
     """
+    _leave_parents_threads()
     timeout = datetime.timedelta(seconds=timeout_s)
     is_shared = device.type == "cuda" and shares_gpus()
     if is_shared and not (dist.is_initialized() and "cuda:nccl" in str(dist.get_backend_config())):
@@ -135,6 +137,17 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
         backend_for(device), store=store, rank=rank, world_size=world, device_id=device_id, timeout=timeout
     )
     _leave_at_exit()
+
+
+def _leave_parents_threads() -> None:
+    """Compute with one thread in a process that was forked, as accelerate's ``notebook_launcher`` does.
+
+    A fork has none of the threads of its parent. If the parent has computed anything large, OpenMP would wait for them
+    forever in the first large operation. DataLoader's workers do the same, and torchrun's default is one thread, too.
+    """
+    forked = getattr(multiprocessing.context, "ForkProcess", None)  # Windows has none
+    if forked is not None and isinstance(multiprocessing.current_process(), forked):
+        torch.set_num_threads(1)
 
 
 def await_ranks(store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
