@@ -325,7 +325,7 @@ def test_ranks_with_equal_tracebacks_print_one(
     assert first.startswith("Traceback") and first.endswith("ValueError: full\n")
     assert same == broken == "ValueError: full (rank 2 has printed the same traceback)\n"
     assert other.startswith("Traceback") and other.endswith("ValueError: empty\n")
-    for claim in tmp_path.glob("ended-*/speaks-for"):
+    for claim in tmp_path.glob("*/ended-*/speaks-for"):
         claim.write_text("")  # the rank that was to print has died
     assert end_of(0, "full") == first
 
@@ -382,17 +382,25 @@ def ends_alike() -> None:
 
 
 def test_ranks_that_end_alike_speak_with_one_voice(tmp_path: Path) -> None:
-    """Tracebacks of C++ differ in addresses and prefixes only: the first rank prints one and names the ranks."""
-    outcomes = run_program(launched_on_one_host, 2, str(tmp_path), timeout=60.0)
-    texts = "".join(outcome.output for outcome in outcomes)
-    assert [outcome.code for outcome in outcomes] == [1, 1]
-    assert texts.count("Traceback") == texts.count("gloo broke") == texts.count("(the same on ranks 0, 1)") == 1, texts
-    assert "frame #" not in texts and "Exception raised from" not in texts
-    assert (texts.count("the loss is large"), texts.count("of the program")) == (3, 2)
+    """Tracebacks of C++ differ in addresses and prefixes only: the first rank prints one and names the ranks.
+
+    Rank 2 prints into a stream of its own, as one that torchrun hides: it speaks for no one, and no one for it.
+    """
+    outcomes = run_program(launched_on_one_host, 3, str(tmp_path), timeout=60.0)
+    assert [outcome.code for outcome in outcomes] == [1, 1, 1]
+    shared, hidden = (tmp_path / "shared").read_text(), (tmp_path / "hidden").read_text()
+    assert shared.count("(the same on ranks 0, 1)") == 1 and "the same" not in hidden
+    for texts in (shared, hidden):
+        assert texts.count("Traceback") == texts.count("gloo broke") == 1, texts
+        assert "frame #" not in texts and "Exception raised from" not in texts
+    assert (shared.count("the loss is large"), shared.count("of the program")) == (3, 2)
+    assert (hidden.count("the loss is large"), hidden.count("of the program")) == (2, 1)
 
 
 def launched_on_one_host(folder: str) -> None:
     os.environ |= {"TORCHELASTIC_ERROR_FILE": f"{folder}/{os.environ['RANK']}/error.json", "LOCAL_WORLD_SIZE": "2"}
+    with (Path(folder) / ("hidden" if os.environ["RANK"] == "2" else "shared")).open("a") as stream:
+        os.dup2(stream.fileno(), 2)
     ends_alike()
 
 

@@ -65,7 +65,7 @@ def is_first_to_say(text: str) -> bool:
     folder = _folder()
     if folder is None:
         return True
-    claim, rank = folder / f"said-{_digest(text)}", os.environ.get("RANK", "0")
+    claim, rank = folder / f"warned-{_digest(text)}", os.environ.get("RANK", "0")
     try:
         claim.symlink_to(rank)  # made with its content at once, unlike a file
     except FileExistsError:
@@ -105,10 +105,21 @@ def _is_installed(path: str) -> bool:
 
 
 def _folder() -> Path | None:
-    """Return the folder that the ranks of this host and of this attempt share; None without a launcher."""
+    """Return the folder of the ranks of this host and attempt that print into the same stream; None without a launcher.
+
+    torch's launchers can send the ranks' streams to different files, or nowhere (``--local-ranks-filter``). A rank does
+    not speak for those whose stream does not have its words.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    folder = Path(path).parent.parent if path else None
-    return folder if folder is not None and folder.is_dir() else None
+    of_attempt = Path(path).parent.parent if path else None
+    if of_attempt is None or not of_attempt.is_dir():
+        return None
+    with contextlib.suppress(OSError):  # such as a full disk
+        stream = os.fstat(2)
+        folder = of_attempt / f"said-{stream.st_dev}-{stream.st_ino}"
+        folder.mkdir(exist_ok=True)
+        return folder
+    return None
 
 
 def _share(folder: Path, text: str, summary: str) -> str:
