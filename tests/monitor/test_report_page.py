@@ -68,6 +68,7 @@ def test_runs_stand_beside_each_other(tmp_path: Path) -> None:
     for shown in (
         "b, the newest of 2 runs", "22,176 parameters", "b: start", "b: alert", "the loss jumps from",
         "a: time per step of 19 lines", "median 500 ms (1.00\u00d7)", "19 of 19 lines in the band",
+        "These pictures are of b, the last of 2 runs",
     ):  # fmt: skip
         assert shown in words, shown
     first, second = report_data(find_runs([tmp_path]))

@@ -83,6 +83,7 @@ def page_of(runs: Sequence[LoggedRun], *, live: float | None = None) -> str:
         _PAGE / "report.html.j2",
         own_style=(_PAGE / "report.css").read_text(encoding="utf-8"),
         header=tables.header(runs),
+        runs=runs,
         plots=still_plots(runs[-1].records),
         details=_details(runs),
         data=Markup(as_script(_drawn(runs, live))),
