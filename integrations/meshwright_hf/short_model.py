@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from meshwright.errors import PlanError
 from meshwright.parallel.structure import describe
 from meshwright.plan.config import ParallelPlan
+from meshwright.planner.config_file import config_path
 from meshwright.roles import ShardingPlan, plan_for
 from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
 from meshwright_hf.narrower_configs import narrower_configs
@@ -31,7 +32,7 @@ class ConfigFile:
     """A model's config on disk.
 
     Args:
-        path: the config.json, or a directory that holds it.
+        path: the config.json, or what else :func:`config_path` finds.
         trust_remote_code: whether to run Python code that lies beside it.
     """
 
@@ -44,17 +45,14 @@ class ConfigFile:
         Raises:
             PlanError: if there is no such file, or transformers does not know the config.
         """
-        path = self.path
-        file = path / "config.json" if path.is_dir() else path
-        if not file.is_file():
-            raise PlanError(f"--model {path}: there is no {file}; give a config.json, or a directory that holds one")
+        file = config_path(self.path)
         # Code that lies beside a config is found by its directory.
         place = str(file.parent if file.name == "config.json" else file)
         try:
             return transformers.AutoConfig.from_pretrained(place, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0]
-            raise PlanError(f"--model {path}: transformers cannot read its config: {reason}") from error
+            raise PlanError(f"--model {self.path}: transformers cannot read its config: {reason}") from error
 
     def causal_lm(self, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
         """Return the causal LM of a config.
@@ -66,15 +64,11 @@ class ConfigFile:
         try:
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
         except (ValueError, KeyError) as error:
-            cure = ""
-            if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-                cure = (
-                    ". For a model that sees images, write a function that returns a small model of its class, and "
-                    "call mw.verify(function, plan, batch=...) with a batch of its processor (docs/verify.md)"
-                )
             raise PlanError(
                 f"transformers cannot make a causal LM of a {config.model_type} config: "
-                f"{str(error).splitlines()[0].rstrip('.')}{cure}"
+                f"{str(error).splitlines()[0].rstrip('.')}. For another kind of model, write a function that returns a "
+                "small model of its class, and call mw.verify(function, plan, batch=...) with a batch of yours, which "
+                "a processor makes if the model sees images (docs/verify.md)"
             ) from error
 
 

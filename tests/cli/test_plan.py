@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from meshwright.choose.given_plan import resolve_plan
@@ -200,6 +202,15 @@ def test_a_hub_id_is_read_from_the_cache_alone(tmp_path: Path, monkeypatch: pyte
     (refs / "main").write_text("aaa")
     model = json.loads(run("acme/tiny-1B", "--gpus 8 --json").output)["model"]
     assert model["name"] == "tiny-1B" and model["parameters"] < 110e6  # main, of four layers
+
+
+def test_a_model_type_has_its_default_config() -> None:
+    model = json.loads(run("qwen3", "--gpus 8 --json").output)["model"]
+    with torch.device("meta"):
+        qwen3 = Qwen3ForCausalLM(Qwen3Config())
+    expected = sum(x.numel() for x in qwen3.parameters())
+    assert model["name"] == "qwen3" and model["parameters"] == expected
+    assert "a model type of transformers, such as qwen3" in run("qwenx", "--gpus 8").output
 
 
 @pytest.mark.parametrize(

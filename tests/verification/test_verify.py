@@ -159,15 +159,14 @@ def test_the_command_on_a_config_with_two_kinds_of_layers(tmp_path: Path) -> Non
     assert "needs 64 processes" in answer["notes"][-1]
 
 
-def test_the_command_on_stages(tmp_path: Path) -> None:
+def test_the_command_on_stages_of_a_model_type() -> None:
     """Two ranks with two stages each keep four layers; the lengths of the stages are for the whole model."""
-    model = str(write(tmp_path, LlamaConfig(**{**SIZES, "num_hidden_layers": 16})))
-    plan = "dp8 pp4x2 stages=3-2-2-2-2-2-2-1 zero1 mb1"
-    code, output = command("--model", model, "--plan", plan, "--steps", "1", "--processes", "2", "--json")
+    plan = "dp8 pp4x2 stages=6-4-4-4-4-4-4-2 zero1 mb1"
+    code, output = command("--model", "llama", "--plan", plan, "--steps", "1", "--processes", "2", "--json")
     answer = json.loads(output)
     assert code == 0 and answer["ok"], output
     assert answer["plan"].startswith("dp2 pp2x2 zero1")
-    assert answer["notes"][0] == "4 of 16 layers are kept: all layers are of one kind."
+    assert answer["notes"][0] == "4 of 32 layers are kept: all layers are of one kind."
 
 
 MODELING = """
@@ -198,7 +197,7 @@ def test_the_command_ends_with_1_and_names_the_block(tmp_path: Path) -> None:
 def test_wrong_arguments_end_with_2(tmp_path: Path) -> None:
     model = str(write(tmp_path, LlamaConfig(**SIZES)))
     for arguments, message in (
-        (("--model", str(tmp_path / "nowhere"), "--plan", TP), "there is no"),
+        (("--model", str(tmp_path / "nowhere"), "--plan", TP), "no such file; give a config.json"),
         (("--model", model, "--plan", "tq2"), "tq2"),
         (("--model", model, "--plan", TP, "--processes", "0"), "--processes 0 must be at least 1"),
         (("--model", model, "--plan", TP, "--steps", "0"), "steps=0 must be a positive integer"),

@@ -15,9 +15,11 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-ModelConfig = Annotated[
-    Path, typer.Option(help="transformers config.json, or a directory that holds one; no weights are read.")
-]
+MODEL = (
+    "transformers config.json, a directory that holds one, the id of a Hub model whose config is in the local cache, "
+    'or a model type, such as "llama", for its default config; no weights are read.'
+)
+ModelConfig = Annotated[Path, typer.Option(help=MODEL)]
 PlanWords = Annotated[
     str,
     typer.Option(help='Plan in words, for example "dp2 tp2+sp zero1", or a file that meshwright plan --save wrote.'),

@@ -324,7 +324,7 @@ def _emitted(found: Search, emit: Emit, save: Path | None) -> str:
 def _trace(found: Search, model: str, stage: int | None) -> None:
     import torch
 
-    from meshwright.planner.hub_cache import config_path
+    from meshwright.planner.config_file import config_path
     from meshwright.tracing.compare import model_on_meta, trace_and_compare
 
     plan = found.choices[0].plan

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from meshwright.cli.options import option
+from meshwright.cli.options import MODEL, option
 from meshwright.errors import PlanError
 from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES
 
@@ -148,10 +148,7 @@ class SearchOptions:
 class JobOptions:
     """The options about what is trained, and where."""
 
-    model: Path | None = _of_job(
-        "transformers config.json, a directory that holds one, or the id of a Hub model whose config is in the local "
-        "cache; no weights are read. Required."
-    )
+    model: Path | None = _of_job(f"{MODEL} Required.")
     gpus: str | None = _of_job(
         f"Number of devices (default: 8, or as many as --profile measured). {_SEVERAL}", metavar="N"
     )
@@ -381,7 +378,7 @@ class PlanQuestion:
 
 def _described(model: Path) -> tuple[ModelShape, str | None]:
     """Return the shape of a model, and why it has no estimate under tp; modules show what the config does not."""
-    from meshwright.planner.hub_cache import config_path
+    from meshwright.planner.config_file import config_path
     from meshwright.planner.shapes import describe, name_of
 
     path = config_path(model)  # a missing file is said at once, without an import of torch

@@ -56,7 +56,7 @@ def trace_cuda(
     For example:
 
     \b
-      meshwright trace-cuda --model Llama-3-8B --plan "dp2 tp2+sp zero1"
+      meshwright trace-cuda --model llama --plan "dp2 tp2+sp zero1"
       meshwright trace-cuda --model config.json --plan "pp4 mb1" --precision autocast --json
     """
     with failures_of("trace-cuda", json=json):

@@ -62,8 +62,8 @@ def verify(
     For example:
 
     \b
-      meshwright verify --model Llama-3-8B --plan "dp2 tp2+sp zero1"
-      meshwright verify --model Llama-3-8B --plan plan.yaml
+      meshwright verify --model llama --plan "dp2 tp2+sp zero1"
+      meshwright verify --model Qwen/Qwen3-8B --plan plan.yaml
       meshwright verify --model config.json --plan "tp4+sp" --json | jq .suspect
 
     For a model of your own, call mw.verify(model_factory, plan) in a script.
@@ -117,9 +117,10 @@ def _plans(words: str, processes: int | None) -> tuple[ParallelPlan, ParallelPla
 
 def _modules(model: Path) -> list[str]:
     """Return the modules that the processes can start to import before the config is read in full."""
+    from meshwright.planner.config_file import config_path
+
     try:
-        file = model / "config.json" if model.is_dir() else model
-        name = str(json_format.loads(file.read_text())["model_type"]).replace("-", "_")
+        name = str(json_format.loads(config_path(model).read_text())["model_type"]).replace("-", "_")
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [f"transformers.models.{name}.modeling_{name}", "meshwright_hf.short_model"]

@@ -15,6 +15,7 @@ from meshwright.errors import PlanError
 from meshwright.model_kinds import kind_of
 from meshwright.plan.partition import even_stages
 from meshwright.planner.adapters import Lora
+from meshwright.planner.config_file import config_path
 from meshwright.planner.experts import ExpertShape
 from meshwright.planner.family_traits import (
     LEARNED_POSITIONS,
@@ -27,7 +28,6 @@ from meshwright.planner.family_traits import (
     shares_one_key_head,
     traits_of,
 )
-from meshwright.planner.hub_cache import config_path
 from meshwright.planner.measured import Held, MeasuredLayer, TowerShape
 
 _NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # families whose code ignores the config's window

@@ -15,6 +15,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.example_images import example_images
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.config_file import config_path
 from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.footprint import footprint
 from meshwright.planner.formatting import grid
@@ -30,7 +31,7 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
     """Return the model of a config.json, without weights.
 
     Args:
-        path: the config.json, or a directory that contains it.
+        path: the config.json, or what else :func:`config_path` finds.
         dtype: the dtype of its parameters.
 
     Raises:
@@ -44,10 +45,7 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         raise PlanError(
             "tracing a step runs the model's own code, so it needs transformers: pip install transformers"
         ) from None
-    path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.exists():
-        raise PlanError(f"no such file: {path}")
+    path = config_path(path)
     try:
         fields = json.loads(path.read_text())
         kind = fields.get("model_type")
