@@ -38,6 +38,8 @@ def narrower_configs(config: PretrainedConfig, *, real: ParallelPlan, plan: Para
     if not heads or not hidden:
         return
     kv_heads = _count(config, "num_key_value_heads") or heads
+    # Every expert has an MLP, so these decide how long the comparison takes.
+    most = hidden // 2 if any(_count(config, name) for name in _EXPERTS) else 2 * hidden
     for times in (1, 2, 4):
         few, few_kv = _fewer_heads(heads, kv_heads, real_tp, tp, times)
         if few >= heads:
@@ -47,7 +49,7 @@ def narrower_configs(config: PretrainedConfig, *, real: ParallelPlan, plan: Para
             fields["num_key_value_heads"] = few_kv
         for name in _WIDTHS:
             if width := _count(config, name):
-                narrow = _scaled(min(width, 2 * hidden), few, heads, 8 * tp if width % real_tp == 0 else 1)
+                narrow = _scaled(min(width, most), few, heads, 8 * tp if width % real_tp == 0 else 1)
                 # Two widths that are equal only in the narrow model would change the inferred structure.
                 is_equal = width != hidden and narrow == fields["hidden_size"]
                 fields[name] = narrow + 8 * tp if is_equal else narrow
