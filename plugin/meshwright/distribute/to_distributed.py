@@ -17,7 +17,7 @@ from meshwright.choose.given_plan import config_with, given_plan, plan_in_model,
 from meshwright.choose.picked_plan import pick_plan, tell_reasons
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.data.loader import DistributedLoader, made_together
-from meshwright.data.peers import LoaderMesh, Peers
+from meshwright.data.peers import LoaderMesh
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import (
     check_arguments,
@@ -296,7 +296,7 @@ def _complete(
 def _make_loader(
     dataloader: Iterable[Any], mesh: Mesh, device: torch.device, config: ToDistributedConfig, format: BatchFormat
 ) -> DistributedLoader:
-    loader_mesh = LoaderMesh(dp=mesh.dp, peers=Peers(mesh.of_same_rows), device=device)
+    loader_mesh = LoaderMesh.of(mesh, device)
     return made_together(lambda: DistributedLoader(dataloader, loader_mesh, options=config.loader, format=format))
 
 
