@@ -10,10 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.files.lineage import Mark
 from meshwright.checkpoint.inspect.inspect_checkpoint import Damage
 from meshwright.checkpoint.sealed.seal import NAME as SEAL
-from meshwright.checkpoint.sealed.seal import Seal, sizes_in
+from meshwright.checkpoint.sealed.seal import Seal, in_order, sizes_in
 from meshwright.checkpoint.sealed.sealed_folder import damaged_chunks
 from meshwright.errors import CheckpointError
 from meshwright.plan.text import format_plan
@@ -75,10 +74,7 @@ def find_foreign(folder: Path) -> list[Path]:
     found = [path for path in inside if program_of(path) is not None]
     if not found and program_of(folder) is not None:
         return [folder]
-    numbers = {path: Mark.of(path / SEAL).number for path in found}
-    in_order = all(numbers.values())  # what has no seal has no number
-    steps = {path: int(path.name[len("checkpoint") + 1 :]) for path in found}
-    return sorted(found, key=lambda path: (numbers[path] if in_order else 0, steps[path]))
+    return in_order(found)
 
 
 def inspect_foreign(folder: Path, *, reads_tensors: bool = True) -> ForeignInspection:
