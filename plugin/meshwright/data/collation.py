@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from meshwright.data.nested import is_dense, leaves, like
+from meshwright.data.nested import is_dense, leaves, like, like_sequence
 
 Collate = Callable[[list[Any]], Any]
 DEEPEST = 4  # how deep a generator may be inside a collate function, such as the Trainer's around the user's
@@ -140,8 +140,7 @@ def _joined(whole: Any, alone: Any, rows: _Rows, taken: Mapping[int, Tensor]) ->
     if isinstance(whole, list | tuple):
         if rows.of_list(whole, alone):
             return alone
-        items = [_joined(w, a, rows, taken) for w, a in zip(whole, alone, strict=True)]
-        return type(whole)(*items) if hasattr(whole, "_fields") else type(whole)(items)
+        return like_sequence(whole, [_joined(w, a, rows, taken) for w, a in zip(whole, alone, strict=True)])
     return taken.get(id(whole), alone)
 
 

@@ -22,10 +22,8 @@ def fill(value: object, function: Callable[[Any], Any]) -> Any:
     """Return a structure with containers of the same types, and ``function`` applied to every other value."""
     if isinstance(value, Mapping):
         return like(value, {key: fill(item, function) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(fill(item, function) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(fill(item, function) for item in value)
+        return like_sequence(value, [fill(item, function) for item in value])
     return function(value)
 
 
@@ -44,6 +42,11 @@ def like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     except Exception:  # the mapping cannot be copied or changed
         return items
     return out
+
+
+def like_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    """Return the items in a list or tuple of the type of ``value``, which may have named fields."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def is_batch(value: object) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from meshwright.data.global_batches import chunk_share, even_share
-from meshwright.data.input_placement import Placer, Target, Targets, flat, match_targets
+from meshwright.data.input_placement import Placer, Target, Targets, flat, match_targets, place_on
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.data.readers.stream_shards import has_shards
@@ -215,12 +216,10 @@ def _places(targets: list[Targets], device_type: str) -> tuple[Axis, Peers]:
 
 
 def _axis_of(mesh: ProcessMesh, name: str, rank: int, device_type: str) -> Axis:
-    coordinate = mesh.coordinate(rank)
-    assert coordinate is not None
-    size, place = mesh.axis_size(name), coordinate[mesh.dim_names.index(name)]
-    if size == 1 or not dist.is_initialized():
-        return Axis(name, size, place)
-    return Axis(name, size, place, mesh.to_device_mesh(device_type).get_group(name))
+    axis = place_on(mesh, name, rank)
+    if axis.size == 1 or not dist.is_initialized():
+        return axis
+    return replace(axis, group=mesh.to_device_mesh(device_type).get_group(name))
 
 
 def _everyone(targets: list[Targets]) -> Peers:
