@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from meshwright.data.nested import is_dense, leaves, like, like_sequence
+from meshwright.containers import rebuilt
+from meshwright.data.nested import is_dense, leaves, like
 
 Collate = Callable[[list[Any]], Any]
 DEEPEST = 4  # how deep a generator may be inside a collate function, such as the Trainer's around the user's
@@ -140,7 +141,7 @@ def _joined(whole: Any, alone: Any, rows: _Rows, taken: Mapping[int, Tensor]) ->
     if isinstance(whole, list | tuple):
         if rows.of_list(whole, alone):
             return alone
-        return like_sequence(whole, [_joined(w, a, rows, taken) for w, a in zip(whole, alone, strict=True)])
+        return rebuilt(whole, [_joined(w, a, rows, taken) for w, a in zip(whole, alone, strict=True)])
     return taken.get(id(whole), alone)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from meshwright.containers import rebuilt
 from meshwright.data.global_batches import Portion, Sharing
-from meshwright.data.nested import is_dense, kind_of, like_sequence, map_tensors, take_rows
+from meshwright.data.nested import is_dense, kind_of, map_tensors, take_rows
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.placement import accept_plain_tensors
@@ -206,7 +207,7 @@ class Placer:
 
     def _place_each(self, values: list[Any] | tuple[Any, ...], targets: list[Targets], portion: Portion) -> Any:
         pairs = zip(values, targets, strict=True)
-        return like_sequence(values, [self._place(value, target, portion) for value, target in pairs])
+        return rebuilt(values, [self._place(value, target, portion) for value, target in pairs])
 
     def _on(self, target: Target, portion: Portion) -> Callable[[Tensor], Any]:
         def place(x: Tensor) -> Any:

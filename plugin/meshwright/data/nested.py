@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright.containers import rebuilt
 from meshwright.faults.memory_digest import bytes_digest, is_plain
 from meshwright.parallel.batch_schema import leaves as leaves
 from meshwright.parallel.batch_schema import tensors_of as tensors_of
@@ -23,7 +24,7 @@ def fill(value: object, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
         return like(value, {key: fill(item, function) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        return like_sequence(value, [fill(item, function) for item in value])
+        return rebuilt(value, [fill(item, function) for item in value])
     return function(value)
 
 
@@ -42,11 +43,6 @@ def like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     except Exception:  # the mapping cannot be copied or changed
         return items
     return out
-
-
-def like_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """Return the items in a list or tuple of the type of ``value``, which may have named fields."""
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def is_batch(value: object) -> bool:
