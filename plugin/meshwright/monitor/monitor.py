@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,6 +32,7 @@ from meshwright.optim.runtime import Runtime, Watch, device_of
 from meshwright.parallel.expert_counts import ExpertCounts
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.formatting import memory
+from meshwright.progress import is_first_rank
 from meshwright.roles.adapters import without_wrappers
 
 _COMPARED = 10  # steps after which the estimate is compared with what was measured
@@ -77,7 +77,7 @@ class Preparation:
             PlanError: on every rank, if rank 0 cannot write the log.
         """
         folder = config.logging_dir
-        log = succeed_together(lambda: RunLog(folder) if folder is not None and _rank() == 0 else None)
+        log = succeed_together(lambda: RunLog(folder) if folder is not None and is_first_rank() else None)
         try:
             machine: Machine | str = Machine.find(model, config)
         except PlanError as error:
@@ -139,7 +139,7 @@ class Monitor(Watch):
         )
         counts = None if config.compile else runtime.features.find(ExpertCounts)  # a compiled layer has no more steps
         self._experts = None if counts is None else ExpertLoad(model, counts, self._device)
-        if _rank() == 0 and runtime.guard is not None and prepared.log is not None:
+        if is_first_rank() and runtime.guard is not None and prepared.log is not None:
             note = weakref.WeakMethod(self._note_fault)  # the guard lives longer than the model
             runtime.guard.on_failure = lambda what: None if (call := note()) is None else call(what)
         weakref.finalize(self, self.reporter.stop)
@@ -229,7 +229,7 @@ class Monitor(Watch):
         return count in (1, _COMPARED) or step % self.every == 0 or step == self._max_steps
 
     def _end_interval(self, loss: Tensor | None, norm: Tensor | None, lr: Tensor | float | None) -> None:
-        self._send(HostValues({"loss": loss, "norm": norm, "lr": lr} if _rank() == 0 else {}))
+        self._send(HostValues({"loss": loss, "norm": norm, "lr": lr} if is_first_rank() else {}))
 
     def _send(self, values: HostValues) -> PendingRecord | None:
         """Send this rank's figures to rank 0; on rank 0, return the line that will be put together from them."""
@@ -243,7 +243,7 @@ class Monitor(Watch):
         if self._runtime.guard is not None:
             self._runtime.guard.post(topic, own.as_message())
         pending = None
-        if _rank() == 0:
+        if is_first_rank():
             pending = PendingRecord(
                 step=self.step,
                 count=count,
@@ -261,7 +261,7 @@ class Monitor(Watch):
 
     def _begin(self) -> None:
         """Show the card, before the first forward pass in training."""
-        if _rank() != 0:
+        if not is_first_rank():
             return
         card = self._card()
         say(str(card))
@@ -405,7 +405,3 @@ def _of_estimate(found: Estimate | None) -> dict[str, Any]:
         "ranks_per_stage": found.ranks_per_stage,
         "band": found.band,
     }
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
