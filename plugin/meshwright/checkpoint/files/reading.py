@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -45,6 +46,15 @@ def read_json(path: Path, *, allowance: int = 0) -> Any:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, which no such file has")
         content = read_exactly(descriptor, path, 0, size)
     return parse_json(content, path, allowance=allowance)
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a file of another program; an empty one if there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytearray:

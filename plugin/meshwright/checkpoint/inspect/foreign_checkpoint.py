@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.files.reading import json_object
 from meshwright.checkpoint.inspect.inspect_checkpoint import Damage
 from meshwright.checkpoint.sealed.seal import NAME as SEAL
 from meshwright.checkpoint.sealed.seal import Seal, in_order, sizes_in
@@ -85,9 +85,9 @@ def inspect_foreign(folder: Path, *, reads_tensors: bool = True) -> ForeignInspe
         reads_tensors: whether to compare all bytes with the digests of the seal, instead of the sizes only.
     """
     program = program_of(folder) or "Trainer"
-    progress = _json(folder / (_TRAINERS if program == "Trainer" else _ACCELERATES))
+    progress = json_object(folder / (_TRAINERS if program == "Trainer" else _ACCELERATES))
     shown = progress.get("shown_steps") or [None]
-    step = _json(folder / _STATE).get("global_step") if program == "Trainer" else shown[0]
+    step = json_object(folder / _STATE).get("global_step") if program == "Trainer" else shown[0]
     damages: list[Damage] = []
     written, is_compared = None, False
     if (folder / SEAL).exists():
@@ -149,11 +149,3 @@ def _verdict(found: ForeignInspection) -> list[str]:
 
 def _has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (*_WEIGHTS, SEAL))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
