@@ -170,7 +170,8 @@ class PlannedAccelerator(Accelerator):
         is_blank, rows = False, None
         if loader is not None and loader.share is not None:
             is_blank = loader.share.is_filler
-            if loader.share.total < (loader.total_batch_size or 0):  # as accelerate cuts what a script has repeated
+            # As accelerate cuts what a script has repeated for each row of a full batch.
+            if loader.end_of_dataloader and loader.share.total < (loader.total_batch_size or 0):
                 rows = loader.share.total
         gather = gather_values if use_gather_object or not has_only_tensors(input_data) else gather_tensors
         return gather(input_data, dp, is_blank=is_blank, rows=rows)
