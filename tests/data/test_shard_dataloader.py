@@ -167,6 +167,18 @@ def test_a_rank_in_no_mesh_passes_through(pool4: Any) -> None:
     assert ranks[0] == [((2, 3), (0,))] * 2 and ranks[2] == [((2, 3), (1, 3))] * 2
 
 
+def groups_of_loaders() -> list[int]:
+    counts = []
+    for _ in range(3):
+        outside()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_a_second_loader_makes_no_process_group(pool4: Any) -> None:
+    assert all(len(set(counts)) == 1 for counts in pool4.run(groups_of_loaders))
+
+
 class Noise(Dataset[Any]):
     """Rows that are other ones at every reading."""
 

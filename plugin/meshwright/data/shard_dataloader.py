@@ -26,6 +26,7 @@ from meshwright.mesh.process_group import (
     world_size,
 )
 from meshwright.mesh.process_mesh import ProcessMesh
+from meshwright.mesh.shared_groups import shared_group
 from meshwright.parallel.batch_items import BatchFormat
 from meshwright.plan.config import LoaderOptions, RowsOf, Source
 from meshwright.plan.fields import either_name, keywords_checked
@@ -227,9 +228,8 @@ def _everyone(targets: list[Targets]) -> Peers:
     if not dist.is_initialized():
         return Peers()
     ranks = sorted({rank for target in flat(targets) for rank in target.mesh.ranks})
-    is_world = len(ranks) == dist.get_world_size()
-    backend = backend_of_new_groups()
-    group = dist.group.WORLD if is_world and backend is None else dist.new_group(ranks, backend=backend)
+    is_world = len(ranks) == dist.get_world_size() and backend_of_new_groups() is None
+    group = dist.group.WORLD if is_world else shared_group(ranks, "loaders")
     rank = dist.get_rank()
     if rank not in ranks:
         return Peers()
