@@ -37,7 +37,7 @@ def read_trainer_state(path: Path) -> RunRecords:
     try:
         state = json.loads(path.read_bytes())
         history = [dict(entry) for entry in state["log_history"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PlanError(
             f"{path} is not the state of a Trainer ({error}); name a folder that the Trainer saved"
         ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from typing import Any
 
 from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
 from meshwright.errors import CheckpointError
+
+_OF_OTHERS = 2**30  # bytes of memory that a file of another program may take: a Trainer's has all lines of its log
 
 
 @contextlib.contextmanager
@@ -49,10 +50,10 @@ def read_json(path: Path, *, allowance: int = 0) -> Any:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a file of another program; an empty one if there is none."""
+    """Return the object in a file of another program, which may be a link; an empty one if there is none."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        found = read_json(Path(os.path.realpath(path)), allowance=_OF_OTHERS)
+    except CheckpointError:
         return {}
     return found if isinstance(found, dict) else {}
 
