@@ -309,8 +309,18 @@ def test_the_state_of_a_trainer_may_be_anything(kind: str, tmp_path: Path) -> No
     elif kind == "link":  # as in the cache of the Hub
         (folder / "trainer_state.json").rename(tmp_path / "blob")
         (folder / "trainer_state.json").symlink_to(tmp_path / "blob")
-    code, found = report(folder)
+    code, found = report(folder, "--no-check")
     assert (code, found["step"]) == (0, None if kind == "deep" else 5)
+
+
+@pytest.mark.parametrize("fields", [{"shown_steps": 5, "plan": [1]}, {"shown_steps": [], "plan": "dp2"}])
+def test_fields_of_other_kinds_are_not_known(fields: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint_5"
+    folder.mkdir()
+    (folder / "meshwright.json").write_text(json.dumps(fields))
+    code, found = report(folder)
+    assert code == 1 and found["step"] is None and found["plan"] is None
+    assert "not distributed, or not known" in inspect(folder).stdout
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,8 @@ def test_the_folders_of_a_trainer_are_read(tmp_path: Path) -> None:
         assert run.records.values[1]["values"]["eval_loss"] == 2.25
     page = report(tmp_path)
     assert "dp1 tp2" in page and "Qwen3ForCausalLM" in page and "loss is nan" in page
+    (newest / "config.json").write_text('{"architectures": 5}')
+    assert "a Trainer's run" in html.unescape(report(newest))
     with pytest.raises(PlanError, match="is not the state of a Trainer"):
         find_runs([tmp_path / "checkpoint-20"])
     with pytest.raises(PlanError, match="is not the state of a Trainer"):

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.files.reading import json_object
+from meshwright.checkpoint.files.reading import first_of, json_object
 from meshwright.errors import PlanError
 from meshwright.monitor.records import NoRecordsError, RunRecords, finite_number
 
@@ -50,7 +50,7 @@ def read_trainer_state(path: Path) -> RunRecords:
     found.runs.append(
         {
             "first_step": 0,
-            "model": (config.get("architectures") or ["a Trainer's run"])[0],
+            "model": first_of(config, "architectures") or "a Trainer's run",
             "plan": progress.get("plan"),
             "max_steps": state.get("max_steps"),
             "settings": {name: state[name] for name in _SETTINGS if state.get(name)},

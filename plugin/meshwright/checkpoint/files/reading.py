@@ -58,6 +58,12 @@ def json_object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def first_of(fields: dict[str, Any], name: str) -> Any:
+    """Return the first item of a list among the fields of such a file; None if there is none."""
+    found = fields.get(name)
+    return found[0] if isinstance(found, list) and found else None
+
+
 def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytearray:
     """Read ``length`` bytes from ``offset`` on.
 

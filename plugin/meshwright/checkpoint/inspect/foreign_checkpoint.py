@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.files.reading import json_object
+from meshwright.checkpoint.files.reading import first_of, json_object
 from meshwright.checkpoint.inspect.inspect_checkpoint import Damage
 from meshwright.checkpoint.sealed.seal import NAME as SEAL
 from meshwright.checkpoint.sealed.seal import Seal, in_order, sizes_in
@@ -86,8 +86,10 @@ def inspect_foreign(folder: Path, *, reads_tensors: bool = True) -> ForeignInspe
     """
     program = program_of(folder) or "Trainer"
     progress = json_object(folder / (_TRAINERS if program == "Trainer" else _ACCELERATES))
-    shown = progress.get("shown_steps") or [None]
-    step = json_object(folder / _STATE).get("global_step") if program == "Trainer" else shown[0]
+    step = (
+        json_object(folder / _STATE).get("global_step") if program == "Trainer" else first_of(progress, "shown_steps")
+    )
+    plan = progress.get("plan")
     damages: list[Damage] = []
     written, is_compared = None, False
     if (folder / SEAL).exists():
@@ -107,8 +109,8 @@ def inspect_foreign(folder: Path, *, reads_tensors: bool = True) -> ForeignInspe
     except CheckpointError:  # a link, which is reported above if there is a seal
         files = {path.name: path.lstat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     return ForeignInspection(
-        folder=folder, program=program, step=step, plan=progress.get("plan"), written=written, files=files,
-        damages=damages, is_compared=is_compared,
+        folder=folder, program=program, step=step, plan=plan if isinstance(plan, dict) else None, written=written,
+        files=files, damages=damages, is_compared=is_compared,
     )  # fmt: skip
 
 
