@@ -22,10 +22,9 @@ def accelerate_config(plan: Candidate, cluster: Cluster, *, saved: Path | None, 
         mixed_precision: accelerate's name of the planned precision: no, bf16 or fp8.
     """
     cpu = cluster.device.shares_host or cluster.device.name == "cpu"
-    machines = -(-cluster.gpus // cluster.gpus_per_node)
     value = str(saved) if saved else f"'{plan_line(plan.runnable_fields())}'"
     variables = f"{PLAN_VARIABLE}={value} " + ("ACCELERATE_USE_CPU=true " if cpu else "")
-    address = " --machine_rank RANK --main_process_ip ADDRESS_OF_MACHINE_0" if machines > 1 else ""
+    address = " --machine_rank RANK --main_process_ip ADDRESS_OF_MACHINE_0" if cluster.nodes > 1 else ""
     lines = [
         f"# {plan.label}. This file cannot hold the plan, so the environment passes it on:",
         f"#   {variables}accelerate launch --config_file THIS_FILE{address} train.py",
@@ -34,7 +33,7 @@ def accelerate_config(plan: Candidate, cluster: Cluster, *, saved: Path | None, 
         f"distributed_type: {'MULTI_GPU' if cluster.gpus > 1 else repr('NO')}",
         f"use_cpu: {str(cpu).lower()}",
         f"num_processes: {cluster.gpus}",
-        f"num_machines: {machines}",
+        f"num_machines: {cluster.nodes}",
         "machine_rank: 0",
         "main_process_port: 29500",
         "rdzv_backend: static",

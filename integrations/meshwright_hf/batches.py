@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
@@ -14,6 +14,9 @@ from meshwright.data.one_length import STACKING
 from meshwright.data.readers.base import worker_options
 
 STACKING.extend((default_data_collator, DefaultDataCollator))
+
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 def global_batches(loader: DataLoader[Any], dp: int) -> DataLoader[Any]:
@@ -82,6 +85,25 @@ def order_by_seed_and_epoch(loader: DataLoader[Any], data_seed: int | None) -> N
             generator=sampler.generator,
             data_seed=data_seed,
         )
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return the rows of a loader's batches; None if they have no fixed number."""
+    size: int | None = getattr(loader, "batch_size", None)
+    return size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+
+
+def one_ahead(batches: Iterator[T], look: Callable[[], S]) -> Iterator[tuple[T, S, bool]]:
+    """Yield each batch, what ``look`` returned after it was read, and whether it is the last.
+
+    The next batch is read before this one is yielded.
+    """
+    batch = next(batches, None)
+    while batch is not None:
+        seen = look()
+        following = next(batches, None)
+        yield batch, seen, following is None
+        batch = following
 
 
 class _Joined:

@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from meshwright.choose.model_sizes import describe_model
 from meshwright.choose.picked_plan import device_at_hand, plan_card
+from meshwright.choose.plan_file import PLAN_VARIABLE
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.monitor.held_memory import peak_memory
@@ -62,7 +63,8 @@ class MeshwrightCallback(TrainerCallback):
 
     def on_init_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Warn that this callback does not shard the model, if several processes or a plan were launched."""
-        if not self.trainer_shards and state.is_world_process_zero and (world_size() > 1 or _PLAN in os.environ):
+        has_plan = world_size() > 1 or PLAN_VARIABLE in os.environ
+        if has_plan and not self.trainer_shards and state.is_world_process_zero:
             logger.warning(
                 "MeshwrightCallback only watches this Trainer. It cannot shard the model: a callback sees it after the "
                 "Trainer has wrapped it. To train by a plan, change the line that makes the Trainer:\n"
@@ -161,6 +163,3 @@ class MeshwrightCallback(TrainerCallback):
                 done = tokens * self._flops(length) / elapsed
                 found["mfu"] = round(done / (self._peak * len(ranks)), 4)
         return found
-
-
-_PLAN = "MESHWRIGHT_PLAN"

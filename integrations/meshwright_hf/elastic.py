@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 import signal
-import sys
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed.launcher import api as torch_launcher
 
 from meshwright.faults.preemption import PREEMPTED, SIGNALS
 from meshwright_hf import network
-from meshwright_hf.launch_job import LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch, launch_name
+from meshwright_hf.launch_job import LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch, launch_name, say
 from meshwright_hf.tied_to_launcher import tied
 
 # Without it, the processes of all attempts would meet in one store, where they read addresses of ended processes.
@@ -163,12 +162,12 @@ class Agent(LocalElasticAgent):
         if self._failures:
             why = first_failure(self._failures)[2]
         attempt = spec.max_restarts - self._remaining_restarts
-        _say(f"{why}; the processes of this machine start again (restart {attempt} of {spec.max_restarts})")
+        say(f"{why}; the processes of this machine start again (restart {attempt} of {spec.max_restarts})")
         os.environ[RESTARTED_VARIABLE] = self._launch
         super()._restart_workers(worker_group)
         world = worker_group.workers[0].world_size
         if world != before:
-            _say(f"{world} processes on {worker_group.group_world_size} machine(s), instead of {before}")
+            say(f"{world} processes on {worker_group.group_world_size} machine(s), instead of {before}")
 
     def _kill_what_cannot_end(self) -> None:
         """Kill stopped processes once another one has failed: torch's SIGTERM would not end them for 30 s."""
@@ -199,7 +198,3 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # real-time signals have no name
         return f"signal {number}"
-
-
-def _say(text: str) -> None:
-    print(f"meshwright launch: {text}", file=sys.stderr, flush=True)

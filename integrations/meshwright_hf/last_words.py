@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from meshwright.checkpoint.files.launchers_note import SAVED_VARIABLE, noted
 from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint, is_checkpoint
 from meshwright.checkpoint.sealed.seal import Seal
 from meshwright.errors import CheckpointError
-from meshwright_hf.launch_job import Launch
+from meshwright_hf.launch_job import Launch, note_of_processes
 
 _OF_TRAINER = "trainer_state.json"
 
@@ -25,13 +23,8 @@ def saves_noted() -> Iterator[Callable[[Launch], list[str]]]:
 
     Yields a function that returns what to say of the saves of a run that has died.
     """
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        path = Path(folder, "saved")
-        os.environ[SAVED_VARIABLE] = str(path)
-        try:
-            yield lambda job: _last_words(job, noted(path))
-        finally:
-            os.environ.pop(SAVED_VARIABLE, None)
+    with note_of_processes(SAVED_VARIABLE) as path:
+        yield lambda job: _last_words(job, noted(path))
 
 
 def _last_words(job: Launch, saved: list[Path]) -> list[str]:
@@ -41,7 +34,7 @@ def _last_words(job: Launch, saved: list[Path]) -> list[str]:
     lines, resume = [f"the newest whole checkpoint of this run is {newest}"], []
     if (newest / _OF_TRAINER).exists():
         resume = ["--resume", str(newest)]
-    elif is_checkpoint(newest) and not _loads(job):
+    elif is_checkpoint(newest) and not job.names(b"load_checkpoint"):
         lines.append(
             f"the script does not load it yet; write after to_distributed: meshwright.load_checkpoint("
             f"{str(newest.parent)!r}, model, optimizer, loader=loader, missing_ok=True)"
@@ -58,14 +51,6 @@ def _is_whole(folder: Path) -> bool:
         return is_of_run and not Seal.read(folder).problems(folder)
     except (CheckpointError, OSError):
         return False
-
-
-def _loads(job: Launch) -> bool:
-    """Return whether the script's text loads checkpoints; True for modules, which may be anywhere."""
-    try:
-        return job.module or b"load_checkpoint" in Path(job.script).read_bytes()
-    except OSError:
-        return True
 
 
 def _command(job: Launch, resume: list[str]) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import sys
+import tempfile
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,10 +140,34 @@ class Launch:
         """Whether a restart may go on with fewer machines, and then with another plan."""
         return self.min_machines is not None and self.min_machines < self.num_machines
 
+    def names(self, word: bytes) -> bool:
+        """Return whether the script's text has a word; True for modules, which may be anywhere."""
+        try:
+            return self.module or word in Path(self.script).read_bytes()
+        except OSError:
+            return True
+
     @property
     def local_processes(self) -> int:
         """The number of processes on this machine."""
         return self.num_processes // self.num_machines
+
+
+def say(text: str) -> None:
+    """Tell the user something about a launch."""
+    print(f"meshwright launch: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def note_of_processes(variable: str) -> Iterator[Path]:
+    """Give the processes, which inherit this process's environment, a file to write to; yield its path."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        path = Path(folder, "note")
+        os.environ[variable] = str(path)
+        try:
+            yield path
+        finally:
+            os.environ.pop(variable, None)
 
 
 def script_and_arguments(script: str, arguments: Sequence[str]) -> tuple[str, list[str], bool]:

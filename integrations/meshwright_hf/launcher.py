@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from meshwright.faults.preemption import PREEMPTED
 from meshwright.mesh.cores import core_count
 from meshwright.plan.config import ParallelPlan
 from meshwright_hf import network
-from meshwright_hf.launch_job import RESUME_VARIABLE, Launch, job_environment
+from meshwright_hf.launch_job import RESUME_VARIABLE, Launch, job_environment, say
 from meshwright_hf.unused_plan import watched_plan
 from meshwright_hf.versions import outside_range
 
@@ -49,7 +48,7 @@ def run(job: Launch) -> int:
             "pip install 'meshwright[hf]' (a script without accelerate can be started by torchrun too)"
         )
     if untested := outside_range():
-        print(f"meshwright launch: {untested}", file=sys.stderr, flush=True)
+        say(untested)
     on_cpu = job.cpu or _gpus() == 0
     if not on_cpu and job.local_processes > _gpus():
         raise PlanError(
@@ -60,7 +59,7 @@ def run(job: Launch) -> int:
         _check_cores(job)
     job = _with_address(job)
     os.environ.update(_environment(job, on_cpu))
-    print(f"meshwright launch: {_in_words(job, on_cpu)}", file=sys.stderr, flush=True)
+    say(_in_words(job, on_cpu))
     return _run(job, accelerate_arguments(job, on_cpu=on_cpu))
 
 
@@ -198,7 +197,7 @@ def _run(job: Launch, arguments: list[str]) -> int:
     with saves_noted() as last_words:
         code = _wait(job, options)
         for line in last_words(job) if code else ():
-            print(f"meshwright launch: {line}", file=sys.stderr)
+            say(line)
     return code
 
 
@@ -223,11 +222,11 @@ def _wait(job: Launch, options: Mapping[str, object]) -> int:
         after = f" after {job.max_restarts} restart(s)" if job.max_restarts and not announced else ""
         if code == PREEMPTED and job.job_id is not None:
             after = f": job {job.job_id} is preempted, and goes on when it is started again"
-        print(f"meshwright launch: {how}{after}; all processes of this machine are ended", file=sys.stderr)
+        say(f"{how}{after}; all processes of this machine are ended")
         return code
     except SignalException as error:
         _end_the_rest()
-        print(f"meshwright launch: {error.sigval.name}; all processes of this machine are ended", file=sys.stderr)
+        say(f"{error.sigval.name}; all processes of this machine are ended")
         return 128 + error.sigval
     except (DistError, RendezvousError) as error:
         raise PlanError(_why_not_met(job, error)) from error

@@ -10,10 +10,10 @@ from meshwright.errors import PlanError
 LOOPBACK = "127.0.0.1"
 
 
-def free_port(address: str = LOOPBACK) -> int:
+def free_port() -> int:
     """Return a TCP port that is free now."""
     with socket.socket() as probe:
-        probe.bind((address, 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -239,8 +240,6 @@ def _changes(config: PretrainedConfig, fields: Mapping[str, Any]) -> Iterator[st
 
 
 def _check_memory(model: nn.Module, plan: ParallelPlan) -> None:
-    import os
-
     weights = 8 * sum(parameter.numel() for parameter in model.parameters())
     needed = _COPIES * weights * (plan.dp + 1)
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

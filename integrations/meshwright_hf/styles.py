@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from transformers.distributed.tensor_parallel import ColwiseParallel, TensorParallelLayer
 
 from meshwright.mesh.axes import Axis
@@ -57,7 +58,7 @@ class VocabHead(ColwiseParallel):
 
     def __init__(self) -> None:
         super().__init__(output_layouts=None)
-        self._gathering = ColwiseParallel(output_layouts=_replicated())
+        self._gathering = ColwiseParallel(output_layouts=Replicate())
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         return True
@@ -122,12 +123,6 @@ def _cross_entropy(
 
 def _axis(mesh: DeviceMesh) -> Axis:
     return Axis("tp", size=mesh.size(), rank=mesh.get_local_rank(), group=mesh.get_group())
-
-
-def _replicated() -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
 
 
 STYLES: dict[str, TensorParallelLayer] = {

@@ -16,13 +16,13 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from meshwright.data.global_batches import Portion
 from meshwright.data.loader import DistributedLoader, made_together, without_labels
 from meshwright.data.nested import map_tensors
-from meshwright.data.peers import LoaderMesh, Peers
+from meshwright.data.peers import LoaderMesh
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch_items import BatchFormat
-from meshwright.parallel.batch_share import yield_next
+from meshwright.parallel.batch_share import BatchShare, yield_next
 from meshwright.plan.config import LoaderOptions
-from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
+from meshwright_hf.batches import batch_size_of, global_batches, one_ahead, order_by_seed_and_epoch
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
 
 
@@ -59,7 +59,7 @@ def mesh_loader(
             sampler.batch_size *= runtime.mesh.dp.size  # groups of similar length must be groups of global batches
         elif has_seedable_sampler:
             order_by_seed_and_epoch(batches, args.data_seed)
-        mesh = LoaderMesh(dp=runtime.mesh.dp, peers=Peers(runtime.mesh.of_same_rows), device=args.device)
+        mesh = LoaderMesh.of(runtime.mesh, args.device)
         format = runtime.features.find(BatchFormat)
         if is_training:
             return DistributedLoader(batches, mesh, options=options, format=format)
@@ -69,9 +69,9 @@ def mesh_loader(
 
 
 class EvaluationLoader(DistributedLoader):
-    """Sets in accelerate's state how many rows of each batch count, and whether it is the last batch."""
+    """Sets in accelerate's state what each batch is of the global batch, and whether it is the last batch."""
 
-    rows = 0
+    yielded: BatchShare | None = None
     end_of_dataloader = False
     remainder = -1
 
@@ -79,14 +79,10 @@ class EvaluationLoader(DistributedLoader):
         state = GradientState()
         state._add_dataloader(self)
         try:
-            batches = super().__iter__()
-            batch, share = next(batches, None), self.share
-            while batch is not None:
-                following, next_share = next(batches, None), self.share
-                self.rows, self.end_of_dataloader = 0 if share is None else share.counted, following is None
-                yield_next(share)
+            read = one_ahead(super().__iter__(), lambda: self.share)
+            for batch, self.yielded, self.end_of_dataloader in read:
+                yield_next(self.yielded)
                 yield batch
-                batch, share = following, next_share
         finally:
             state._remove_dataloader(self)
 
@@ -97,19 +93,28 @@ class EvaluationLoader(DistributedLoader):
 def evaluated_rows() -> int | None:
     """Return how many rows of this rank's evaluation batch count; None outside an evaluation."""
     active = GradientState().active_dataloader
-    return active.rows if isinstance(active, EvaluationLoader) else None
+    return active.yielded.counted if isinstance(active, EvaluationLoader) and active.yielded is not None else None
+
+
+def _rows_to_keep() -> int | None:
+    """Return how many rows a gathered tensor has of this rank; None for all, which may be more than the samples.
+
+    Of a batch that is not full, the Trainer gathers the loss once for each row of a full one, and accelerate cuts that.
+    """
+    active, rows = GradientState().active_dataloader, evaluated_rows()
+    return None if rows and active.yielded.total >= (batch_size_of(active) or 0) else rows
 
 
 def gather_rows(data: object, dp: Axis, *, as_objects: bool = False, is_cut: bool = True) -> Any:
     """Return the rows of all data-parallel ranks in order, each once, as ``gather_for_metrics`` does.
 
     Args:
-        data: tensors with as many rows as this rank's batch, or numbers, in any nesting.
+        data: tensors with rows, or numbers, in any nesting.
         dp: the axis over which ranks have different rows.
         as_objects: whether to send Python objects, e.g. because the other dims differ between ranks.
         is_cut: whether to cut tensors to the batch's rows that count; False for tensors with other numbers of rows.
     """
-    rows = evaluated_rows()
+    rows = _rows_to_keep()
     if not is_cut:
         return gather_tensors(data, dp, is_blank=rows == 0)
     if as_objects or not has_only_tensors(data):

@@ -14,7 +14,7 @@ from meshwright.checkpoint.files.staged_folder import remove_visible_folder, res
 from meshwright.checkpoint.one_device.stock_optimizer import check_pickle
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from meshwright.checkpoint.sealed.seal import NAME as SEAL
-from meshwright.checkpoint.sealed.seal import Seal
+from meshwright.checkpoint.sealed.seal import Seal, in_order, number_in
 from meshwright.checkpoint.sealed.sealed_folder import check_seal
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
@@ -164,22 +164,14 @@ def _check_parts(folder: Path, required: tuple[str, ...]) -> None:
 
 
 def _newest_first(run_dir: Path, launches: Collection[str] = ()) -> list[str]:
-    """Return the names of the checkpoints in a folder, of any or of these launches, the one that was saved last first.
-
-    If some have no number, because the stock Trainer saved them, the largest step comes first.
-    """
+    """Return the names of a folder's checkpoints, of any or of these launches, the one that was saved last first."""
     if not run_dir.is_dir():
         return []
     restore_replaced(run_dir)
-    names = [path.name for path in run_dir.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    found = [path for path in run_dir.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
     if launches:
-        names = [name for name in names if not _launches(run_dir / name).isdisjoint(launches)]
-    numbers = {name: Mark.of(run_dir / name / SEAL).number for name in names}
-    return sorted(names, key=lambda name: (numbers[name] if all(numbers.values()) else 0, _step(name)), reverse=True)
-
-
-def _step(name: str) -> int:
-    return int(name.rpartition("-")[2])
+        found = [path for path in found if not _launches(path).isdisjoint(launches)]
+    return [path.name for path in reversed(in_order(found))]
 
 
 def _launches(folder: Path) -> set[str]:
@@ -192,9 +184,9 @@ def _launches(folder: Path) -> set[str]:
 def _age(folder: Path) -> tuple[bool, int, int]:
     """Return a key that sorts checkpoints: those that are not whole, then by the order in which they were saved."""
     if not (folder / SEAL).exists():  # of the stock Trainer
-        return True, UNNUMBERED, _step(folder.name)
+        return True, UNNUMBERED, number_in(folder)
     try:
         seal = Seal.read(folder)
     except CheckpointError:
         return False, UNNUMBERED, 0
-    return not seal.problems(folder), seal.number, _step(folder.name)
+    return not seal.problems(folder), seal.number, number_in(folder)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from meshwright.choose.plan_file import USED_VARIABLE
-from meshwright_hf.launch_job import Launch
+from meshwright_hf.launch_job import Launch, note_of_processes, say
 
 CURES = """\
   Trainer:     from meshwright_hf.trainer import MeshwrightTrainer as Trainer  # was: from transformers import Trainer
@@ -30,33 +26,18 @@ def watched_plan(job: Launch) -> Iterator[None]:
     if job.plan is None or job.plan.world_size == 1 or job.machine_rank != 0:
         yield
         return
-    if not _may_use(job):
-        _say(
+    if not job.names(b"meshwright"):
+        say(
             f"{job.script} does not import meshwright. Unless a module that it imports does, the plan "
             f"{job.plan.label!r} has no effect, and {_instead(job)}"
         )
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        mark = Path(folder, "used")
-        os.environ[USED_VARIABLE] = str(mark)
-        try:
-            yield
-        finally:
-            os.environ.pop(USED_VARIABLE, None)
+    with note_of_processes(USED_VARIABLE) as mark:
+        yield
         if not mark.exists():
-            _say(
+            say(
                 f"the plan {job.plan.label!r} was never used: no process called to_distributed, or an integration that "
                 f"does. Without it, {_instead(job)}. To train under the plan, change a line of the script:\n{CURES}"
             )
-
-
-def _may_use(job: Launch) -> bool:
-    """Return whether the script's text names meshwright; True for modules, which may be anywhere."""
-    if job.module:
-        return True
-    try:
-        return b"meshwright" in Path(job.script).read_bytes()
-    except OSError:
-        return True
 
 
 def _instead(job: Launch) -> str:
@@ -64,7 +45,3 @@ def _instead(job: Launch) -> str:
         f"a Trainer or an Accelerator trains by DistributedDataParallel, with {job.num_processes} times the batch of "
         "one process"
     )
-
-
-def _say(text: str) -> None:
-    print(f"meshwright launch: {text}", file=sys.stderr, flush=True)

@@ -32,7 +32,7 @@ class Progress:
     def start(self, total: int) -> None:
         """Start the display of a count up to ``total`` units."""
         self.total, self._last = total, time.monotonic()
-        if _is_first() and sys.stderr.isatty():
+        if is_first_rank() and sys.stderr.isatty():
             self._bar = _bar(self.unit)
             self._task = self._bar.add_task(self.title, total=total)
             self._bar.start()
@@ -42,7 +42,7 @@ class Progress:
         self.done += count
         if self._bar is not None:
             self._bar.update(self._task, advance=count)
-        elif time.monotonic() - self._last > _INTERVAL and _is_first():
+        elif time.monotonic() - self._last > _INTERVAL and is_first_rank():
             self._last = time.monotonic()
             if self.unit == "B":
                 logger.info("%s: %.2f of %.2f GB", self.title, self.done / 1e9, self.total / 1e9)
@@ -66,5 +66,6 @@ def _bar(unit: str) -> progress.Progress:
     return progress.Progress(*columns, console=Console(stderr=True))
 
 
-def _is_first() -> bool:
+def is_first_rank() -> bool:
+    """Return whether this process is the one that speaks for all ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0

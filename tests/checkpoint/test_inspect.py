@@ -296,6 +296,33 @@ def test_what_is_no_checkpoint_is_an_error_of_one_line(kind: str, tmp_path: Path
     assert result.stderr.count("\n") == 1 and str(path) in result.stderr
 
 
+@pytest.mark.parametrize("kind", ["deep", "pipe", "link", "whole"])
+def test_the_state_of_a_trainer_may_be_anything(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-5"
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    (folder / "trainer_state.json").write_text('{"global_step": 5}')
+    if kind == "deep":
+        (folder / "trainer_state.json").write_text("[" * 200_000)
+    elif kind == "pipe":
+        os.mkfifo(folder / "meshwright_progress.json")
+    elif kind == "link":  # as in the cache of the Hub
+        (folder / "trainer_state.json").rename(tmp_path / "blob")
+        (folder / "trainer_state.json").symlink_to(tmp_path / "blob")
+    code, found = report(folder, "--no-check")
+    assert (code, found["step"]) == (0, None if kind == "deep" else 5)
+
+
+@pytest.mark.parametrize("fields", [{"shown_steps": 5, "plan": [1]}, {"shown_steps": [], "plan": "dp2"}])
+def test_fields_of_other_kinds_are_not_known(fields: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint_5"
+    folder.mkdir()
+    (folder / "meshwright.json").write_text(json.dumps(fields))
+    code, found = report(folder)
+    assert code == 1 and found["step"] is None and found["plan"] is None
+    assert "not distributed, or not known" in inspect(folder).stdout
+
+
 @pytest.mark.parametrize(
     ("blocks", "problem"),
     [

@@ -23,7 +23,7 @@ from support.tiers import crossings
 
 GRID = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 STAGES = [mw.ProcessMesh([0, 1], ["dp"]), mw.ProcessMesh([2, 3], ["dp"])]
-SHAPES = ["tensor", "tuple", "named", "nested", "dict", "lists", "with text"]
+SHAPES = ["tensor", "tuple", "named", "nested", "dict", "pair", "with text"]
 
 
 class Pair(NamedTuple):
@@ -48,7 +48,7 @@ class Rows(Dataset[Any]):
             "named": Pair(x, y),
             "nested": ([x, {"deep": y}], y),
             "dict": {"x": x, "y": y, "text": f"row {index}"},
-            "lists": {"inputs": [x, 2 * x], "label": y},
+            "pair": {"inputs": Pair(x, 2 * x), "label": y},
             "with text": (x, f"row {index}"),
         }
         return samples[self.shape]
@@ -95,7 +95,7 @@ def read(shape: str, size: int, batch_size: int, meshes: Any, options: dict[str,
     ("size", "batch_size", "shape"),
     crossings(
         [(*sizes, shape) for sizes in [(8, 4), (7, 4), (9, 4), (5, 3)] for shape in SHAPES],
-        but=[*((7, 4, shape) for shape in SHAPES), (8, 4, "nested"), (9, 4, "dict"), (5, 3, "lists")],
+        but=[*((7, 4, shape) for shape in SHAPES), (8, 4, "nested"), (9, 4, "dict"), (5, 3, "pair")],
     ),
 )
 def test_whole_batches_are_those_of_one_device(size: int, batch_size: int, shape: str, pool4: Any) -> None:
@@ -137,7 +137,7 @@ def test_keys_and_values_that_are_no_inputs_stay(pool4: Any) -> None:
 
 
 def stages(output: str) -> Any:
-    loader = DataLoader(Rows(4, "lists"), batch_size=4)
+    loader = DataLoader(Rows(4, "pair"), batch_size=4)
     meshes = [[STAGES[0], STAGES[0]], STAGES[1]]
     keys = ["inputs", "label"]
     sharded = mw.shard_dataloader(loader, meshes, input_keys=keys, shard_dims="dp", output=output)
@@ -146,15 +146,15 @@ def stages(output: str) -> Any:
 
 
 def test_each_input_is_delivered_on_its_stage_only(pool4: Any) -> None:
-    expected = next(iter(DataLoader(Rows(4, "lists"), batch_size=4)))
+    expected = next(iter(DataLoader(Rows(4, "pair"), batch_size=4)))
     ranks = pool4.run(stages, "dtensor")
     for batch in ranks[:2]:
         assert all(map(torch.equal, batch["inputs"], expected["inputs"])) and batch["label"] == (4,)
     for batch in ranks[2:]:
-        assert batch["inputs"] == [(4, 3), (4, 3)] and torch.equal(batch["label"], expected["label"])
+        assert batch["inputs"] == Pair((4, 3), (4, 3)) and torch.equal(batch["label"], expected["label"])
     ranks = pool4.run(stages, "local")
     assert [x[:, 0].tolist() for x in ranks[1]["inputs"]] == [[2, 3], [4, 6]] and ranks[1]["label"] is None
-    assert ranks[2]["inputs"] == [None, None] and ranks[2]["label"].tolist() == [0, 10]
+    assert ranks[2]["inputs"] == Pair(None, None) and ranks[2]["label"].tolist() == [0, 10]
 
 
 def outside() -> Any:
@@ -165,6 +165,18 @@ def outside() -> Any:
 def test_a_rank_in_no_mesh_passes_through(pool4: Any) -> None:
     ranks = pool4.run(outside)
     assert ranks[0] == [((2, 3), (0,))] * 2 and ranks[2] == [((2, 3), (1, 3))] * 2
+
+
+def groups_of_loaders() -> list[int]:
+    counts = []
+    for _ in range(3):
+        outside()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_a_second_loader_makes_no_process_group(pool4: Any) -> None:
+    assert all(len(set(counts)) == 1 for counts in pool4.run(groups_of_loaders))
 
 
 class Noise(Dataset[Any]):

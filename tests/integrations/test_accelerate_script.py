@@ -54,7 +54,7 @@ def evaluate(plan: dict[str, Any], rows: int, batch_size: int, *, split_batches:
             accelerate, build("llama"), DataLoader(numbered(rows), batch_size=batch_size), config=config(plan)
         )
         model.eval()
-        found: dict[str, Any] = {"numbers": [], "texts": [], "losses": [], "logits": [], "ends": []}
+        found: dict[str, Any] = {"numbers": [], "texts": [], "losses": [], "logits": [], "ends": [], "words": []}
         for batch in loader:
             number = batch.pop("number")
             with torch.no_grad():
@@ -63,6 +63,7 @@ def evaluate(plan: dict[str, Any], rows: int, batch_size: int, *, split_batches:
             both = accelerate.gather_for_metrics({"last": logits[:, -1], "flag": number > 2})
             assert both["flag"].dtype is torch.bool
             found["logits"].append(both["last"])
+            found["words"].append(len(accelerate.gather_for_metrics(logits.argmax(-1).flatten())))
             found["texts"] += accelerate.gather_for_metrics([f"row {i}" for i in number.tolist()])
             # As scripts gather a mean, once for each row of a full batch.
             found["losses"] += accelerate.gather_for_metrics(torch.ones(()).repeat(batch_size)).tolist()
@@ -91,6 +92,11 @@ def test_each_row_is_gathered_once_and_in_order(plan: dict[str, Any], split_batc
             assert len(rank["losses"]) == 9
         # 1e-5: float32 sums in another order; another row's logits differ by 0.1 and more.
         torch.testing.assert_close(rank["logits"], logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_full_last_batch_may_have_more_values_than_rows(pool2: Any) -> None:
+    for rank in pool2.run(evaluate, DP2, 8, 4, split_batches=True):
+        assert rank["words"] == [4 * 6, 4 * 6]
 
 
 def gather_ragged(plan: dict[str, Any]) -> Any:

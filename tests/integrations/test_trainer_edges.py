@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, default_data_collator
 
 import meshwright as mw
 import meshwright_hf
@@ -19,6 +19,12 @@ from meshwright.plan.flat_offsets import flat_offsets
 from support.models import build
 from support.tiers import crossing
 from support.trainers import Rows, arguments, fresh_accelerate
+
+
+def twice(rows: list[Any]) -> dict[str, torch.Tensor]:
+    """A collate function that makes two rows of each sample."""
+    batch = {name: x.repeat_interleave(2, dim=0) for name, x in default_data_collator(rows).items()}
+    return {name: torch.stack([x[::2], x[1::2].flip(1)], dim=1).flatten(0, 1) for name, x in batch.items()}
 
 
 def use_oddly(output_dir: Path, plan: dict[str, Any] | None) -> dict[str, Any]:
@@ -46,6 +52,7 @@ def use_oddly(output_dir: Path, plan: dict[str, Any] | None) -> dict[str, Any]:
         found["loss of one row"] = trainer.evaluate()["eval_loss"]
         for rows in (1, 3):
             found[f"{rows} rows without labels"] = trainer.predict(Rows(rows, has_labels=False)).predictions
+        found["two rows of each sample"] = trainer_for(build("llama"), data_collator=twice).predict(Rows(8)).predictions
         found["two datasets"] = trainer.evaluate({"a": Rows(3), "b": Rows(6)})["eval_b_loss"]
         trainer.train()
         found["trained"] = last_loss(trainer)

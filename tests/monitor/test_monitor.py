@@ -274,6 +274,15 @@ def test_memory_of_refuses_wrong_arguments() -> None:
         mw.memory_of(None)
 
 
+@pytest.mark.parametrize("steps", [None, 5])
+def test_memory_of_a_model_that_the_planner_does_not_know(steps: int | None) -> None:
+    config = ToDistributedConfig(plan="dp1", logging_steps=steps)
+    model, _, _ = mw.to_distributed(torch.nn.Linear(8, 4), config=config)
+    assert not mw.memory_of(model).estimated
+    with pytest.raises(PlanError, match="the planner does not know the sizes of Linear"):
+        mw.memory_of(model, batch_shape=(4, 8))
+
+
 def test_the_last_step_has_a_line_and_a_second_run_in_a_folder_is_told(tmp_path: Path) -> None:
     for run in range(2):
         with contextlib.redirect_stderr(io.StringIO()) as said:

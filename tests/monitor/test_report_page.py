@@ -118,6 +118,7 @@ def test_the_folders_of_a_trainer_are_read(tmp_path: Path) -> None:
     newest = tmp_path / "checkpoint-100"
     (newest / "trainer_state.json").write_text(json.dumps(STATE))
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-20" / "trainer_state.json").write_text("[" * 200_000)
     (newest / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     (newest / "meshwright_progress.json").write_text('{"plan": {"dp": 1, "tp": 2}}')
     for path in (tmp_path, newest, newest / "trainer_state.json"):
@@ -128,6 +129,10 @@ def test_the_folders_of_a_trainer_are_read(tmp_path: Path) -> None:
         assert run.records.values[1]["values"]["eval_loss"] == 2.25
     page = report(tmp_path)
     assert "dp1 tp2" in page and "Qwen3ForCausalLM" in page and "loss is nan" in page
+    (newest / "config.json").write_text('{"architectures": 5}')
+    assert "a Trainer's run" in html.unescape(report(newest))
+    with pytest.raises(PlanError, match="is not the state of a Trainer"):
+        find_runs([tmp_path / "checkpoint-20"])
     with pytest.raises(PlanError, match="is not the state of a Trainer"):
         report(tmp_path / "checkpoint-9")
 

@@ -168,10 +168,11 @@ class PlannedAccelerator(Accelerator):
         if dp is None or (loader is not None and not isinstance(loader, PlannedLoader)):
             return super().gather_for_metrics(input_data, use_gather_object)
         is_blank, rows = False, None
-        if loader is not None:
-            is_blank = loader.rows == 0
-            if loader.end_of_dataloader:
-                rows = sum(gather_values([loader.rows], dp))
+        if loader is not None and loader.share is not None:
+            is_blank = loader.share.is_filler
+            # As accelerate cuts what a script has repeated for each row of a full batch.
+            if loader.end_of_dataloader and loader.share.total < (loader.total_batch_size or 0):
+                rows = loader.share.total
         gather = gather_values if use_gather_object or not has_only_tensors(input_data) else gather_tensors
         return gather(input_data, dp, is_blank=is_blank, rows=rows)
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from meshwright.checkpoint.files.lineage import UNNAMED, Mark
 from meshwright.checkpoint.files.staged_folder import remove_visible_folder, restore_replaced
 from meshwright.checkpoint.sealed.seal import NAME as SEAL
-from meshwright.checkpoint.sealed.seal import Seal
+from meshwright.checkpoint.sealed.seal import Seal, in_order
 from meshwright.checkpoint.sealed.sealed_folder import check_seal
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
@@ -93,17 +93,12 @@ def _automatic(accelerator: Accelerator) -> Path:
     return Path(accelerator.project_dir, "checkpoints")
 
 
-def _number(name: str) -> int:
-    return int(name.rpartition("_")[2])
-
-
 def _newest_first(parent: Path) -> list[str]:
     if not parent.is_dir():
         return []
     restore_replaced(parent)
-    found = [path.name for path in parent.iterdir() if _NAMED.fullmatch(path.name) and path.is_dir()]
-    marks = {name: Mark.of(parent / name / SEAL).number for name in found}
-    return sorted(found, key=lambda name: (marks[name] if all(marks.values()) else 0, _number(name)), reverse=True)
+    found = in_order(path for path in parent.iterdir() if _NAMED.fullmatch(path.name) and path.is_dir())
+    return [path.name for path in reversed(found)]
 
 
 def _is_whole(folder: Path) -> bool:

@@ -12,16 +12,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from meshwright.data.loader import DistributedLoader, made_together
-from meshwright.data.nested import leaves
-from meshwright.data.peers import LoaderMesh, Peers
+from meshwright.data.peers import LoaderMesh
 from meshwright.faults.together import succeed_together
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import device_of, runtime_of
 from meshwright.parallel.batch_items import BatchFormat
-from meshwright.parallel.batch_schema import BatchSchema
-from meshwright.parallel.batch_share import yield_next
+from meshwright.parallel.batch_share import BatchShare, yield_next
 from meshwright.plan.config import LoaderOptions
-from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
+from meshwright_hf.batches import batch_size_of, global_batches, one_ahead, order_by_seed_and_epoch
 
 
 class PlannedLoader:
@@ -44,7 +42,7 @@ class PlannedLoader:
         self.total_batch_size = total_batch_size
         self.gradient_state = GradientState()
         self.end_of_dataloader = False
-        self.rows = 0
+        self.share: BatchShare | None = None  # what the yielded batch is of the global batch
         self.remainder = -1
         self._state: dict[str, Any] | None = None
         self._to_drop = 0
@@ -56,15 +54,10 @@ class PlannedLoader:
         try:
             dropped, self._to_drop = self._to_drop, 0
             batches = islice(self.inner, dropped, None)
-            batch = next(batches, None)
-            while batch is not None:
-                rows = 0 if self.inner.weight == 0 else BatchSchema(dict(leaves(batch))).rows
-                state, share = self.inner.place(), self.inner.share
-                following = next(batches, None)
-                self.rows, self._state, self.end_of_dataloader = rows, state, following is None
-                yield_next(share)
+            read = one_ahead(batches, lambda: (self.inner.place(), self.inner.share))
+            for batch, (self._state, self.share), self.end_of_dataloader in read:
+                yield_next(self.share)
                 yield batch
-                batch = following
             self._state = None
         finally:
             self.gradient_state._remove_dataloader(self)
@@ -150,12 +143,7 @@ def plan_loader(
     if accelerator.use_seedable_sampler:
         order_by_seed_and_epoch(joined, accelerator.dataloader_config.data_seed)
 
-    mesh = LoaderMesh(dp=runtime.mesh.dp, peers=Peers(runtime.mesh.of_same_rows), device=device_of(model))
+    mesh = LoaderMesh.of(runtime.mesh, device_of(model))
     format = runtime.features.find(BatchFormat)
     inner = made_together(lambda: DistributedLoader(joined, mesh, options=options, blanks="either", format=format))
-    return PlannedLoader(loader, inner, runtime.mesh.dp, _batch_size(joined))
-
-
-def _batch_size(loader: DataLoader[object]) -> int | None:
-    size = getattr(loader, "batch_size", None)
-    return size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return PlannedLoader(loader, inner, runtime.mesh.dp, batch_size_of(joined))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -27,7 +26,7 @@ from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.local_device import local_rank
-from meshwright.mesh.process_group import backend_for, device_for, start_process_group, world_size
+from meshwright.mesh.process_group import device_for, ensure_process_group, world_size
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, Watch, find_runtime, runtime_of
 from meshwright.parallel.structure import describe
@@ -204,20 +203,12 @@ def _is_trusted(optimizer: Optimizer, options: ToDistributedConfig | None) -> bo
 
 def _join(device: torch.device, timeout_s: float) -> None:
     """Start the process group, with one rank if this process was not launched; keep DeepSpeed from compiling."""
-    start_process_group(device, timeout_s)
-    if not dist.is_initialized():
-        dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(_leave)
+    ensure_process_group(timeout_s, device)
     # DeepSpeed reads it, and srun does not set it.
     os.environ.setdefault("LOCAL_RANK", str(local_rank(dist.get_rank(), dist.get_world_size())))
     if device.type == "cpu":
         # This shared-memory collective is for inference, and DeepSpeed would compile it for a minute at its start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _follow(given: Iterable[Any] | None, model: nn.Module, places: dict[int, str]) -> list[Any]:

@@ -24,6 +24,7 @@ from meshwright.checkpoint.one_device.stock_optimizer import read_pickle
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
+from meshwright.roles.decoder import ask
 
 # The parameter attribute that DeepSpeed's stage 1 and 2 loader reads; without it the loader assumes an even split.
 RESTORE = keys.DS_AUTOTP_UC_META
@@ -63,8 +64,7 @@ def describe_for_universal(model: nn.Module, tp: Axis) -> None:
 
 
 def _vocabulary(model: nn.Module) -> list[nn.Module]:
-    getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
-    found = (getter() for getter in getters if getter is not None)
+    found = (ask(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings"))
     return [module for module in found if module is not None]
 
 

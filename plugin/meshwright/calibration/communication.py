@@ -39,15 +39,9 @@ def axes(per_node: int) -> list[tuple[int, Axis]]:
 
 
 def _axis(stride: int, size: int) -> Axis:
-    world, rank = dist.get_world_size(), dist.get_rank()
-    mine = Axis("group")
-    for block in range(0, world, stride * size):
-        for first in range(block, block + stride):
-            ranks = list(range(first, first + stride * size, stride))
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                mine = Axis("group", size=size, rank=ranks.index(rank), group=group)
-    return mine
+    blocks = range(0, dist.get_world_size(), stride * size)
+    firsts = [first for block in blocks for first in range(block, block + stride)]
+    return Axis.over([range(first, first + stride * size, stride) for first in firsts], "group")
 
 
 def communication_probes(device: torch.device, per_node: int, *, longest: float, rate: float) -> Iterator[Probe]:

@@ -24,6 +24,7 @@ from meshwright.errors import PlanError
 from meshwright.mesh.cores import core_count, crowding
 from meshwright.mesh.process_group import backend_for, device_for, start_process_group, world_size
 from meshwright.planner.hardware import HardwareProfile, Measurement
+from meshwright.progress import is_first_rank
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -117,9 +118,7 @@ def _measured(dtype: str, seconds: float) -> HardwareProfile | None:
         if world > 1:
             links: list[Probe] = list(communication_probes(device, per_node, longest=_SHARE * seconds, rate=rate))
             points += measure(links, device, seconds=seconds * (1 - _COMPUTE), tick=tick)
-    if dist.is_initialized() and dist.get_rank():
-        return None
-    return _profile(points, device, dtype, per_node, world // per_node)
+    return _profile(points, device, dtype, per_node, world // per_node) if is_first_rank() else None
 
 
 def _profile(points: list[Measurement], device: torch.device, dtype: str, per_node: int, nodes: int) -> HardwareProfile:
@@ -172,7 +171,7 @@ def _bar() -> Iterator[Callable[[str], None]]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    is_shown = console.is_terminal and not (dist.is_initialized() and dist.get_rank())
+    is_shown = console.is_terminal and is_first_rank()
     columns = (TextColumn("measuring {task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not is_shown, transient=True) as progress:
         task = progress.add_task("", total=None)

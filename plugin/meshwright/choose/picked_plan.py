@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
@@ -47,6 +46,7 @@ from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.search import TIED, Choice, Search, search
 from meshwright.planner.simplicity import TIE
 from meshwright.planner.space import Space
+from meshwright.progress import is_first_rank
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts
@@ -60,7 +60,7 @@ _EXPLAINED = {*AXES, "zero", "micro_batch"} - {"cp"}  # the log says why other v
 
 def tell_reasons(reasons: str) -> None:
     """Log the reasons for a picked plan on rank 0."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         logger.warning("%s", reasons)  # INFO is hidden by default
 
 

@@ -181,9 +181,8 @@ class Tape:
         return needed[::-1]
 
     def _is_whole(self, window: RecordedWindow) -> bool:
-        span = 1 + sum((n - 1) * s for n, s in zip(window.size, window.stride, strict=True))
-        num_elements = torch.Size(window.size).numel()
-        return span == num_elements and num_elements * window.dtype.itemsize == self.sizes[window.storage]
+        own = torch.Size(window.size).numel() * window.dtype.itemsize
+        return own == window.num_bytes == self.sizes[window.storage]
 
     def constants(self) -> list[Tensor]:
         """Return the tensors that the operations read but did not compute."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -88,14 +89,9 @@ class InitialWeights:
         if lacking := weights._lacking(model):
             are_drawn = any(isinstance(x, nn.Parameter) for x in lacking.values())
             weights._take_from(build_twin(model, draws=are_drawn), lacking)
-        if empty := [
-            *weights._lacking(model),
-            *(
-                n
-                for n, p in model.named_parameters()
-                if id(p) in weights.recipes and not weights.recipes[id(p)].is_written
-            ),
-        ]:
+        recipes = {name: weights.recipes.get(id(p)) for name, p in model.named_parameters()}
+        unwritten = [name for name, recipe in recipes.items() if recipe is not None and not recipe.is_written]
+        if empty := [*weights._lacking(model), *unwritten]:
             raise UninitialisedParameterError(sorted(empty))
         return weights
 
@@ -108,10 +104,9 @@ class InitialWeights:
         keep: Keep = lambda _, shard: shard,
     ) -> NewTensors:
         """Return all tensors that this rank will hold, computed or read; the model is not changed."""
-        if self.files is None:
-            return NewTensors(make_shards(model, layouts, mesh, device, self._shard, keep), self._buffers(model))
-        with self.files.progress as progress:
-            progress.start(self._bytes_to_read(model, layouts, mesh))
+        with contextlib.nullcontext() if self.files is None else self.files.progress as progress:
+            if progress is not None:
+                progress.start(self._bytes_to_read(model, layouts, mesh))
             return NewTensors(make_shards(model, layouts, mesh, device, self._shard, keep), self._buffers(model))
 
     def _shard(self, parameter: nn.Parameter, layout: TensorLayout) -> Tensor | None:

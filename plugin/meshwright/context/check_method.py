@@ -75,7 +75,7 @@ def _check_package(site: AttentionSite, name: str, implementation: str, plan: Pa
     """Check an attention that a flash attention package computes."""
     options = site.options
     flash_function(implementation)
-    unknown = [key for key, value in options.items() if isinstance(value, Tensor) and key not in _KNOWN]
+    unknown = _unknown(options)
     if unknown:
         raise PlanError(
             f"{name} gives its attention function {unknown[0]!r}, which flash attention packages leave out. Load the "
@@ -108,7 +108,7 @@ def _check_flex(site: AttentionSite, name: str, plan: ParallelPlan, exchange_siz
             f"ParallelPlan.context={plan.context!r} cannot merge. Use context='gather' or 'ulysses', or load the model "
             "with attn_implementation='sdpa', whose blocks run in flash kernels"
         )
-    unknown = [key for key, value in site.options.items() if isinstance(value, Tensor) and key not in _KNOWN]
+    unknown = _unknown(site.options)
     if unknown:
         raise PlanError(
             f"{name} gives FlexAttention {unknown[0]!r}, which ParallelPlan.cp > 1 cannot cut into the parts of the "
@@ -116,6 +116,11 @@ def _check_flex(site: AttentionSite, name: str, plan: ParallelPlan, exchange_siz
         )
     if exchange_size > 1:
         _check_heads(site, plan, exchange_size)
+
+
+def _unknown(options: dict[str, Any]) -> list[str]:
+    """Return the names of the tensors that neither the ring nor a mask knows."""
+    return [name for name, value in options.items() if isinstance(value, Tensor) and name not in _KNOWN]
 
 
 def _check_heads(site: AttentionSite, plan: ParallelPlan, ranks: int) -> None:
@@ -149,14 +154,13 @@ def _check_some_heads(site: AttentionSite, name: str, plan: ParallelPlan) -> Non
 def _check_ring(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
     """Compare the ring's formula with the attention function of the model."""
     call, q, k, v = _example(site)
-    unknown = [key for key, value in call.options.items() if isinstance(value, Tensor) and key not in _KNOWN]
     trained = [torch.randn(x.shape, dtype=q.dtype, device="cpu") for x in call.trained]
     given = call.options.get("s_aux")
     sinks = next((x for x, own in zip(trained, call.trained, strict=True) if own is given), None)
     whole = call.run_with(trained, q, k, v, _mask(call))
     ring = RingCall.of(call, RingKeys(Axis("cp"), ((TokenRun(0, _LENGTH),),)), width=q.shape[-1])
     own = ring_attention(ring, q, k, v, sinks)
-    if unknown or not torch.allclose(own, whole, atol=_TOLERANCE, rtol=_TOLERANCE):
+    if _unknown(call.options) or not torch.allclose(own, whole, atol=_TOLERANCE, rtol=_TOLERANCE):
         raise PlanError(
             f"{name} computes another attention than softmax(scale q k) v with a soft cap or sinks, which is what "
             f"ParallelPlan.context={plan.context!r} computes. Use context='gather' or 'ulysses'"

@@ -62,7 +62,7 @@ class WholeKeys:
         if self.parts is None:
             return k, v
         both = self.parts.ordered(all_gather(torch.cat([k, v], -1)[None], self.parts.axis), 2)
-        return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+        return _apart(both, k.shape[-1])
 
     def round(self, k: Tensor, v: Tensor) -> Iterator[Keys]:
         k, v = self.gathered(k, v)
@@ -81,7 +81,7 @@ class _WholeKeyGradients:
         self._both = torch.zeros(*k.shape[:2], length, self.size + v.shape[-1], dtype=dtype, device=k.device)
 
     def of_block(self) -> tuple[Tensor, Tensor]:
-        return self._both[..., : self.size], self._both[..., self.size :]
+        return _apart(self._both, self.size)
 
     def pass_on(self) -> None:
         pass
@@ -90,7 +90,7 @@ class _WholeKeyGradients:
         both = self._both
         if self.parts is not None:
             both = reduce_scatter(self.parts.parted(both, 2), self.parts.axis)[0]
-        return both[..., : self.size], both[..., self.size :]
+        return _apart(both, self.size)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RingKeys:
         for hop in range(axis.size):
             arrive = _start_shift(both, axis) if hop < axis.size - 1 else None
             runs = self.runs_of[(axis.rank - hop) % axis.size]
-            yield runs, both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+            yield (runs, *_apart(both, k.shape[-1]))
             if arrive is not None:
                 both = arrive()
 
@@ -129,7 +129,7 @@ class _RingGradients:
     def of_block(self) -> tuple[Tensor, Tensor]:
         shape, dtype, device = self._like
         self._both = torch.zeros(shape, dtype=dtype, device=device)
-        return self._both[..., : self.size], self._both[..., self.size :]
+        return _apart(self._both, self.size)
 
     def pass_on(self) -> None:
         """Add what the ranks before have found for the block, and send the sum to the next rank."""
@@ -140,7 +140,12 @@ class _RingGradients:
     def own(self) -> tuple[Tensor, Tensor]:
         assert self._arrive is not None
         both = self._arrive()
-        return both[..., : self.size], both[..., self.size :]
+        return _apart(both, self.size)
+
+
+def _apart(both: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and the values of a tensor that holds both, given the number of channels of a key."""
+    return both[..., :size], both[..., size:]
 
 
 @own_collectives()

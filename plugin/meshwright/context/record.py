@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.containers import rebuilt
 from meshwright.context.attend import AttentionCall
 from meshwright.context.attention import attach_attention, detach_attention
 from meshwright.context.masks import ContextMask
@@ -215,7 +216,7 @@ def map_tensors(change: Callable[[Tensor, Place], Any], value: object, place: Pl
     if isinstance(value, Tensor):
         return change(value, place)
     if isinstance(value, tuple | list):
-        return type(value)(map_tensors(change, item, (*place, index)) for index, item in enumerate(value))
+        return rebuilt(value, [map_tensors(change, item, (*place, index)) for index, item in enumerate(value)])
     if type(value) is dict:
         return {name: map_tensors(change, item, (*place, name)) for name, item in value.items()}
     return value

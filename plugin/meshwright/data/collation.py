@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from meshwright.containers import rebuilt
 from meshwright.data.nested import is_dense, leaves, like
 
 Collate = Callable[[list[Any]], Any]
@@ -140,8 +141,7 @@ def _joined(whole: Any, alone: Any, rows: _Rows, taken: Mapping[int, Tensor]) ->
     if isinstance(whole, list | tuple):
         if rows.of_list(whole, alone):
             return alone
-        items = [_joined(w, a, rows, taken) for w, a in zip(whole, alone, strict=True)]
-        return type(whole)(*items) if hasattr(whole, "_fields") else type(whole)(items)
+        return rebuilt(whole, [_joined(w, a, rows, taken) for w, a in zip(whole, alone, strict=True)])
     return taken.get(id(whole), alone)
 
 

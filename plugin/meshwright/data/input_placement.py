@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from meshwright.containers import rebuilt
 from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.nested import is_dense, kind_of, map_tensors, take_rows
 from meshwright.mesh.axes import Axis
@@ -18,8 +19,6 @@ from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.placement import accept_plain_tensors
 from meshwright.resharding.layouts import process_mesh
 from meshwright.resharding.move import wrap
-
-ShardDim = str | int | None
 
 
 @dataclass(frozen=True)
@@ -177,8 +176,7 @@ class Placer:
             return self._place(batch, self._targets[0], portion)  # a single tensor is the first input
         if isinstance(batch, list | tuple):
             targets = self._targets_for(len(batch), f"{len(batch)} inputs")
-            inputs = [self._place(value, target, portion) for value, target in zip(batch, targets, strict=True)]
-            return type(batch)(*inputs) if hasattr(batch, "_fields") else type(batch)(inputs)
+            return self._place_each(batch, targets, portion)
         raise AssertionError(f"a batch cannot be a {type(batch).__name__}")
 
     def inputs_of(self, batch: object) -> Any:
@@ -205,7 +203,11 @@ class Placer:
                 f"meshes has a list of {len(targets)} meshes for this input, so the input must be a list of "
                 f"{len(targets)} values, got {got}"
             )
-        return type(value)(self._place(item, target, portion) for item, target in zip(value, targets, strict=True))
+        return self._place_each(value, targets, portion)
+
+    def _place_each(self, values: list[Any] | tuple[Any, ...], targets: list[Targets], portion: Portion) -> Any:
+        pairs = zip(values, targets, strict=True)
+        return rebuilt(values, [self._place(value, target, portion) for value, target in pairs])
 
     def _on(self, target: Target, portion: Portion) -> Callable[[Tensor], Any]:
         def place(x: Tensor) -> Any:
@@ -225,7 +227,8 @@ class Placer:
                         f"{target.axis_size}. Other inputs have another layout, so loader.weight cannot correct the "
                         "loss; use output='dtensor', or set drop_last=True"
                     )
-                share = self.share(portion.total, self._axis_of(target))
+                assert target.axis is not None
+                share = self.share(portion.total, place_on(target.mesh, target.axis, self._rank))
                 x = take_rows(x, slice(share.low, share.high))
             if not self.as_dtensors:
                 return x if self._rank in target.mesh else None
@@ -236,8 +239,9 @@ class Placer:
 
         return place
 
-    def _axis_of(self, target: Target) -> Axis:
-        assert target.axis is not None
-        coordinate = target.mesh.coordinate(self._rank)
-        assert coordinate is not None
-        return Axis(target.axis, target.axis_size, coordinate[target.mesh.dim_names.index(target.axis)])
+
+def place_on(mesh: ProcessMesh, axis: str, rank: int) -> Axis:
+    """Return the place of a rank of a mesh on one of its axes, without the axis's process group."""
+    coordinate = mesh.coordinate(rank)
+    assert coordinate is not None
+    return Axis(axis, mesh.axis_size(axis), coordinate[mesh.dim_names.index(axis)])

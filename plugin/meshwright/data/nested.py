@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright.containers import rebuilt
 from meshwright.faults.memory_digest import bytes_digest, is_plain
 from meshwright.parallel.batch_schema import leaves as leaves
 from meshwright.parallel.batch_schema import tensors_of as tensors_of
@@ -22,10 +23,8 @@ def fill(value: object, function: Callable[[Any], Any]) -> Any:
     """Return a structure with containers of the same types, and ``function`` applied to every other value."""
     if isinstance(value, Mapping):
         return like(value, {key: fill(item, function) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(fill(item, function) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(fill(item, function) for item in value)
+        return rebuilt(value, [fill(item, function) for item in value])
     return function(value)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert, get_worker_info
@@ -21,9 +20,9 @@ from meshwright.data.collation import Collate, longest, padded, row_sizes, seede
 from meshwright.data.global_batches import Portion, Share
 from meshwright.data.nested import map_tensors, tensors_of
 from meshwright.data.peers import Peers
+from meshwright.data.sent import received, sent
 from meshwright.data.stream import gather_objects
 from meshwright.mesh.axes import Axis
-from meshwright.mesh.packed_values import UnsupportedValue, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,8 @@ class KeepingSamples:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> Collated:
-        return Collated(self._collate(samples), _sent(samples))
+        has_tensors = get_worker_info() is not None and next(tensors_of(samples), None) is not None
+        return Collated(self._collate(samples), sent(samples) if has_tensors else list(samples))
 
 
 def portion_of(share: Share, read: object, total: int) -> Portion:
@@ -63,16 +63,6 @@ def portion_of(share: Share, read: object, total: int) -> Portion:
     if isinstance(read, Collated):
         return Portion.of(share, read.batch, total, read.samples)
     return Portion.of(share, read, total)
-
-
-def _sent(samples: list[Any]) -> Any:
-    """Return samples as a worker sends them: as bytes if they hold tensors, each of which would use a descriptor."""
-    if get_worker_info() is None or next(tensors_of(samples), None) is None:
-        return list(samples)
-    try:
-        return pack(samples).numpy().tobytes()
-    except UnsupportedValue:
-        return samples
 
 
 def pads_by_rank(loader: object, dp: Axis) -> bool:
@@ -126,9 +116,7 @@ class OneLength:
 
     def _lengthened(self, portion: Portion, own: list[int], most: list[int], senders: list[int]) -> Portion:
         """Collate the portion's samples again with those that ``senders`` send, if the portion is too short."""
-        samples = portion.samples
-        if isinstance(samples, bytes):
-            samples = unpack(torch.from_numpy(np.frombuffer(bytearray(samples), dtype=np.uint8)))
+        samples = received(portion.samples)
         is_sender = self._dp.rank in senders
         sent = self._objects(longest(self._collate, samples, own) if is_sender and samples is not None else [])
         if own == most:

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults.interpose import own_collectives
 from meshwright.faults.together import bytes_of_first
-from meshwright.mesh.axes import Axis
+from meshwright.mesh.axes import Axis, Mesh
 from meshwright.mesh.packed_values import pack, unpack
 from meshwright.mesh.process_group import wire_device
 from meshwright.parallel.collectives import all_gather
@@ -90,6 +90,11 @@ class LoaderMesh:
     peers: Peers = field(default_factory=Peers)
     everyone: Peers | None = None
     device: torch.device | None = None
+
+    @staticmethod
+    def of(mesh: Mesh, device: torch.device) -> LoaderMesh:
+        """Return the loader's view of a model's mesh."""
+        return LoaderMesh(dp=mesh.dp, peers=Peers(mesh.of_same_rows), device=device)
 
 
 def check_same_rows(everyone: Peers, place: int, code: int, where: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from meshwright.data.global_batches import chunk_share, even_share
-from meshwright.data.input_placement import Placer, Target, Targets, flat, match_targets
+from meshwright.data.input_placement import Placer, Target, Targets, flat, match_targets, place_on
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.data.readers.stream_shards import has_shards
@@ -25,6 +26,7 @@ from meshwright.mesh.process_group import (
     world_size,
 )
 from meshwright.mesh.process_mesh import ProcessMesh
+from meshwright.mesh.shared_groups import shared_group
 from meshwright.parallel.batch_items import BatchFormat
 from meshwright.plan.config import LoaderOptions, RowsOf, Source
 from meshwright.plan.fields import either_name, keywords_checked
@@ -215,12 +217,10 @@ def _places(targets: list[Targets], device_type: str) -> tuple[Axis, Peers]:
 
 
 def _axis_of(mesh: ProcessMesh, name: str, rank: int, device_type: str) -> Axis:
-    coordinate = mesh.coordinate(rank)
-    assert coordinate is not None
-    size, place = mesh.axis_size(name), coordinate[mesh.dim_names.index(name)]
-    if size == 1 or not dist.is_initialized():
-        return Axis(name, size, place)
-    return Axis(name, size, place, mesh.to_device_mesh(device_type).get_group(name))
+    axis = place_on(mesh, name, rank)
+    if axis.size == 1 or not dist.is_initialized():
+        return axis
+    return replace(axis, group=mesh.to_device_mesh(device_type).get_group(name))
 
 
 def _everyone(targets: list[Targets]) -> Peers:
@@ -228,9 +228,8 @@ def _everyone(targets: list[Targets]) -> Peers:
     if not dist.is_initialized():
         return Peers()
     ranks = sorted({rank for target in flat(targets) for rank in target.mesh.ranks})
-    is_world = len(ranks) == dist.get_world_size()
-    backend = backend_of_new_groups()
-    group = dist.group.WORLD if is_world and backend is None else dist.new_group(ranks, backend=backend)
+    is_world = len(ranks) == dist.get_world_size() and backend_of_new_groups() is None
+    group = dist.group.WORLD if is_world else shared_group(ranks, "loaders")
     rank = dist.get_rank()
     if rank not in ranks:
         return Peers()

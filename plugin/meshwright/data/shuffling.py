@@ -133,7 +133,7 @@ class GeneratorShuffle:
     def exhaust(self) -> None:
         """Draw once more, as RandomSampler does when it has no more indices."""
         if not self._is_exhausted:
-            self._pass(self._generator)
+            self._pass()
             self._left, self._is_exhausted = self._generator.get_state(), True
 
     def state(self, *, is_begun: bool) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class GeneratorShuffle:
     def _begin(self, epoch: int) -> Order:
         self._drawn_from = RandomState(self._generator.get_state())
         self._next, self._is_exhausted = epoch + 1, False
-        drawn = self._order(self._generator)
+        drawn = self._order()
         self._left = self._generator.get_state()
         return drawn
 
@@ -174,18 +174,18 @@ class GeneratorShuffle:
         for number in range(epoch):
             if seeds.generator is self._generator and not (seeds.once and number):
                 random_number(self._generator)
-            self._order(self._generator)
-            self._pass(self._generator)
+            self._order()
+            self._pass()
         seeds.forget(has_drawn=seeds.once and epoch > 0)
 
-    def _order(self, generator: Generator) -> Order:
+    def _order(self) -> Order:
         if self._size > order.IN_MEMORY:
-            return Permutation(self._size, str(random_number(generator)))
-        return Permuted(torch.randperm(self._size, generator=generator))
+            return Permutation(self._size, str(random_number(self._generator)))
+        return Permuted(torch.randperm(self._size, generator=self._generator))
 
-    def _pass(self, generator: Generator) -> None:
+    def _pass(self) -> None:
         if self._size <= order.IN_MEMORY:
-            torch.randperm(self._size, generator=generator)
+            torch.randperm(self._size, generator=self._generator)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from meshwright.errors import PlanError
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.plan.config import ParallelPlan
+from meshwright.roles.decoder import ask
 
 _LEAST = "0.50"  # of bitsandbytes; earlier versions may transpose a packed weight, which then must be a column
 
@@ -105,8 +106,7 @@ def _check_ends(model: nn.Module, plan: ParallelPlan) -> None:
     """Raise if the embedding or the head is packed: tp cuts them into parts of any number of rows."""
     packed = {module: name for name, module, _ in packed_modules(model)}
     for find in ("get_input_embeddings", "get_output_embeddings"):
-        end = getattr(model, find, lambda: None)()
-        if end in packed:
+        if (end := ask(model, find)) in packed:
             raise PlanError(
                 f"{packed[end]} is quantised, and tp={plan.tp} cuts it into parts of any number of words. Keep it: "
                 f"BitsAndBytesConfig(llm_int8_skip_modules=[{packed[end].rpartition('.')[2]!r}])"

@@ -17,7 +17,7 @@ from meshwright.choose.given_plan import config_with, given_plan, plan_in_model,
 from meshwright.choose.picked_plan import pick_plan, tell_reasons
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.data.loader import DistributedLoader, made_together
-from meshwright.data.peers import LoaderMesh, Peers
+from meshwright.data.peers import LoaderMesh
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import (
     check_arguments,
@@ -58,6 +58,7 @@ from meshwright.parallel.structure import DecoderStructure
 from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.plan.fields import either_name, keywords_checked
 from meshwright.plan.foreign_names import CALL_NAMES
+from meshwright.progress import is_first_rank
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks import mixers_of
 
@@ -224,7 +225,7 @@ def _distribute(
         _warn_of_float16(model)
     if shown is not None:
         start_monitor(model, runtime, config, shown, every=config.logging_steps)
-    if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
+    if logger.isEnabledFor(logging.INFO) and is_first_rank():
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
         if isinstance(structure, DecoderStructure):
             share = 100 * structure.cut_share
@@ -244,7 +245,7 @@ def _join(device: torch.device, config: ToDistributedConfig) -> Guard | None:
 def _warn_of_dtype(plan: ParallelPlan, model: nn.Module) -> None:
     """Warn on the first rank if the plan was estimated for weights of another dtype."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    if plan.dtype not in (None, dtype) and (not dist.is_initialized() or dist.get_rank() == 0):
+    if plan.dtype not in (None, dtype) and is_first_rank():
         logger.warning(
             "the plan was estimated for weights in %s, but the model has weights in %s, so its memory and time differ "
             "from the estimates. Load the model with dtype=torch.%s, or remove dtype from the plan",
@@ -255,7 +256,7 @@ def _warn_of_dtype(plan: ParallelPlan, model: nn.Module) -> None:
 def _warn_of_float16(model: nn.Module) -> None:
     """Warn on the first rank if an optimizer trains weights in float16."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
-    if trained and (not dist.is_initialized() or dist.get_rank() == 0):
+    if trained and is_first_rank():
         logger.warning(
             "the optimizer trains %d weights in float16 (the first is %s). Its smallest number is 6e-8, so the squares "
             "of gradients and Adam's eps=1e-8 round to 0, and the weights become NaN in the first steps, as on one "
@@ -296,7 +297,7 @@ def _complete(
 def _make_loader(
     dataloader: Iterable[Any], mesh: Mesh, device: torch.device, config: ToDistributedConfig, format: BatchFormat
 ) -> DistributedLoader:
-    loader_mesh = LoaderMesh(dp=mesh.dp, peers=Peers(mesh.of_same_rows), device=device)
+    loader_mesh = LoaderMesh.of(mesh, device)
     return made_together(lambda: DistributedLoader(dataloader, loader_mesh, options=config.loader, format=format))
 
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from meshwright.faults.guard import active_guard
+from meshwright.progress import is_first_rank
 
 PREEMPTED = 75  # EX_TEMPFAIL of <sysexits.h>: the job has saved, and wants to be started again
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -99,7 +100,7 @@ class Preemption:
 
     def leave(self) -> NoReturn:
         """End this process with exit code 75, for which the launcher and the schedulers start the job again."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_first_rank():
             why = self.reason or "the program's own wish"
             print(f"meshwright: preempted by {why}; ends with exit code {PREEMPTED}", file=sys.stderr, flush=True)
         raise SystemExit(PREEMPTED)  # not sys.exit, which the guard would take for a failure

@@ -62,7 +62,7 @@ class PackedMatrix:
             PlanError: if a rank would hold a part of a block, for which there is no statistic.
         """
         if rows.is_replicated:
-            return RowLayout(0, self.shape[0], tuple(((0, self.shape[0]),) for _ in rows.spans))
+            return RowLayout.replicated(self.shape[0], len(rows.spans))
         width = self.shape[1] if rows.dim == 0 else 1  # the values between two borders that follow each other
         borders = [border for spans in rows.spans for span in spans for border in span]
         is_split = any(border * width % self.block for border in borders) or (rows.dim and self.shape[1] % self.block)

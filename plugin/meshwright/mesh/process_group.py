@@ -302,12 +302,17 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def ensure_process_group(timeout_s: float = 120.0) -> None:
+def ensure_process_group(timeout_s: float = 120.0, device: torch.device | None = None) -> None:
     """Join the launcher's process group, unless the script has done so; a single process creates its own.
 
     DTensors need a process group even for one process.
+
+    Args:
+        timeout_s: see ``start_process_group``.
+        device: the device of the group's tensors; None for this process's GPU, or the CPU if there is none.
     """
-    device = device_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if device is None:
+        device = device_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     start_process_group(device, timeout_s)
     if not dist.is_initialized():
         dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)

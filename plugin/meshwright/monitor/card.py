@@ -44,7 +44,7 @@ class Card:
     source: str
     device: str
     batch: tuple[int, int] | None
-    estimate: Estimate | None
+    estimate: Estimate | None = None
     reason: str = ""
     basis: str = ""
     unknown_peak: str = ""

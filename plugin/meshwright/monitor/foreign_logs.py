@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.files.reading import first_of, json_object
 from meshwright.errors import PlanError
 from meshwright.monitor.records import NoRecordsError, RunRecords, finite_number
 
@@ -36,7 +37,7 @@ def read_trainer_state(path: Path) -> RunRecords:
     try:
         state = json.loads(path.read_bytes())
         history = [dict(entry) for entry in state["log_history"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PlanError(
             f"{path} is not the state of a Trainer ({error}); name a folder that the Trainer saved"
         ) from None
@@ -45,11 +46,11 @@ def read_trainer_state(path: Path) -> RunRecords:
         if isinstance(step := entry.get("step"), int):
             _add(found, step, entry)
     _check(found, path)
-    config, progress = _json(path.with_name("config.json")), _json(path.with_name(_PROGRESS))
+    config, progress = json_object(path.with_name("config.json")), json_object(path.with_name(_PROGRESS))
     found.runs.append(
         {
             "first_step": 0,
-            "model": (config.get("architectures") or ["a Trainer's run"])[0],
+            "model": first_of(config, "architectures") or "a Trainer's run",
             "plan": progress.get("plan"),
             "max_steps": state.get("max_steps"),
             "settings": {name: state[name] for name in _SETTINGS if state.get(name)},
@@ -107,11 +108,3 @@ def _add(found: RunRecords, step: int, entry: Mapping[str, Any]) -> None:
 def _check(found: RunRecords, path: Path) -> None:
     if not found.steps and not found.values:
         raise NoRecordsError(f"{path} has no figures yet: the run has not logged a step")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,6 +32,7 @@ from meshwright.optim.runtime import Runtime, Watch, device_of
 from meshwright.parallel.expert_counts import ExpertCounts
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.formatting import memory
+from meshwright.progress import is_first_rank
 from meshwright.roles.adapters import without_wrappers
 
 _COMPARED = 10  # steps after which the estimate is compared with what was measured
@@ -45,15 +45,17 @@ class Preparation:
     """The facts that a monitor reads from a model before the model is distributed.
 
     Args:
-        machine: the model's sizes and the devices, or why they are unknown.
+        machine: the model's sizes and the devices; None if they are unknown.
         parameters: number of the model's parameters.
         log: rank 0's log, if there is one.
+        unknown: why they are unknown.
         origin: what the log says about the program: its command, revision, versions and settings.
     """
 
-    machine: Machine | str
+    machine: Machine | None
     parameters: int
     log: RunLog | None
+    unknown: str = ""
     origin: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -77,14 +79,15 @@ class Preparation:
             PlanError: on every rank, if rank 0 cannot write the log.
         """
         folder = config.logging_dir
-        log = succeed_together(lambda: RunLog(folder) if folder is not None and _rank() == 0 else None)
+        log = succeed_together(lambda: RunLog(folder) if folder is not None and is_first_rank() else None)
+        machine, unknown = None, ""
         try:
-            machine: Machine | str = Machine.find(model, config)
+            machine = Machine.find(model, config)
         except PlanError as error:
-            machine = str(error)
+            unknown = str(error)
         origin = {} if log is None else provenance(config, optimizer, settings or {})
         parameters = sum(global_shape(p).numel() for p in model.parameters())
-        return cls(machine=machine, parameters=parameters, log=log, origin=origin)
+        return cls(machine=machine, parameters=parameters, log=log, unknown=unknown, origin=origin)
 
 
 class Monitor(Watch):
@@ -127,19 +130,19 @@ class Monitor(Watch):
             runtime,
             without_wrappers(model)[1],
             device=self._device,
-            flops=None if isinstance(machine, str) else machine.shape.flops,
+            flops=None if machine is None else machine.shape.flops,
             is_due=self._is_due,
         )
         self.steps.on_batch, self.steps.on_due = self._begin, self._end_interval
         self.reporter = Reporter(
             runtime.guard,
             row_copies=runtime.mesh.row_copies,
-            peak_flops=None if isinstance(machine, str) else machine.peak_flops,
+            peak_flops=None if machine is None else machine.peak_flops,
             ep=runtime.mesh.ep.size,
         )
         counts = None if config.compile else runtime.features.find(ExpertCounts)  # a compiled layer has no more steps
         self._experts = None if counts is None else ExpertLoad(model, counts, self._device)
-        if _rank() == 0 and runtime.guard is not None and prepared.log is not None:
+        if is_first_rank() and runtime.guard is not None and prepared.log is not None:
             note = weakref.WeakMethod(self._note_fault)  # the guard lives longer than the model
             runtime.guard.on_failure = lambda what: None if (call := note()) is None else call(what)
         weakref.finalize(self, self.reporter.stop)
@@ -171,8 +174,14 @@ class Monitor(Watch):
     # ---- what others ask
 
     @property
-    def machine(self) -> Machine | str:
-        """The model's sizes and the devices, or why they are unknown."""
+    def machine(self) -> Machine:
+        """The model's sizes and the devices.
+
+        Raises:
+            PlanError: if they are unknown.
+        """
+        if self._prepared.machine is None:
+            raise PlanError(self._prepared.unknown)
         return self._prepared.machine
 
     @property
@@ -229,7 +238,7 @@ class Monitor(Watch):
         return count in (1, _COMPARED) or step % self.every == 0 or step == self._max_steps
 
     def _end_interval(self, loss: Tensor | None, norm: Tensor | None, lr: Tensor | float | None) -> None:
-        self._send(HostValues({"loss": loss, "norm": norm, "lr": lr} if _rank() == 0 else {}))
+        self._send(HostValues({"loss": loss, "norm": norm, "lr": lr} if is_first_rank() else {}))
 
     def _send(self, values: HostValues) -> PendingRecord | None:
         """Send this rank's figures to rank 0; on rank 0, return the line that will be put together from them."""
@@ -243,7 +252,7 @@ class Monitor(Watch):
         if self._runtime.guard is not None:
             self._runtime.guard.post(topic, own.as_message())
         pending = None
-        if _rank() == 0:
+        if is_first_rank():
             pending = PendingRecord(
                 step=self.step,
                 count=count,
@@ -261,7 +270,7 @@ class Monitor(Watch):
 
     def _begin(self) -> None:
         """Show the card, before the first forward pass in training."""
-        if _rank() != 0:
+        if not is_first_rank():
             return
         card = self._card()
         say(str(card))
@@ -295,27 +304,33 @@ class Monitor(Watch):
     def _card(self) -> Card:
         plan, batch, machine = self._runtime.plan, self.steps.batch, self._prepared.machine
         assert plan is not None
-        reason = machine if isinstance(machine, str) else ""
-        if not isinstance(machine, str) and batch is not None:
-            try:
-                self._estimate = estimate(machine, plan, self._dtype, batch, 1)
-            except PlanError as error:
-                reason = str(error)
-        return Card(
+        card = Card(
             model=self._model_name,
             parameters=self._prepared.parameters,
             plan=plan,
             source=self._runtime.plan_source,
-            device=self._device.type if isinstance(machine, str) else machine.cluster.device.name,
+            device=self._device.type,
             batch=batch,
-            estimate=self._estimate,
-            reason=reason,
-            basis="" if isinstance(machine, str) else machine.basis,
-            unknown_peak=machine if isinstance(machine, str) else machine.unknown_peak,
-            unused_profile="" if isinstance(machine, str) else machine.unused_profile,
+            reason=self._prepared.unknown,
+            unknown_peak=self._prepared.unknown,
             is_cpu=self._device.type == "cpu",
-            notes=() if isinstance(machine, str) or batch is None else machine.notes(batch),
-            active=None if isinstance(machine, str) or not machine.shape.experts else machine.shape.active_parameters,
+        )
+        if machine is None:
+            return card
+        if batch is not None:
+            try:
+                self._estimate = estimate(machine, plan, self._dtype, batch, 1)
+            except PlanError as error:
+                card = dataclasses.replace(card, reason=str(error))
+        return dataclasses.replace(
+            card,
+            device=machine.cluster.device.name,
+            estimate=self._estimate,
+            basis=machine.basis,
+            unknown_peak=machine.unknown_peak,
+            unused_profile=machine.unused_profile,
+            notes=() if batch is None else machine.notes(batch),
+            active=machine.shape.active_parameters if machine.shape.experts else None,
         )
 
     def _show(self, pending: PendingRecord, figures: Figures) -> None:
@@ -343,7 +358,7 @@ class Monitor(Watch):
 
     def _compare(self, figures: Figures, per_step: float) -> None:
         machine, plan, batch = self._prepared.machine, self._runtime.plan, self.steps.batch
-        if isinstance(machine, str) or self._estimate is None or plan is None or batch is None:
+        if machine is None or self._estimate is None or plan is None or batch is None:
             return
         found = self._estimate
         if self.steps.passes_per_step > 1:
@@ -405,7 +420,3 @@ def _of_estimate(found: Estimate | None) -> dict[str, Any]:
         "ranks_per_stage": found.ranks_per_stage,
         "band": found.band,
     }
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -53,8 +53,7 @@ def memory_of(
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         try:
             machine = Machine.find(model, ToDistributedConfig()) if monitor is None else monitor.machine
-            if not isinstance(machine, str):
-                estimated = estimate(machine, plan, dtype, batch, passes).of_ranks()
+            estimated = estimate(machine, plan, dtype, batch, passes).of_ranks()
         except PlanError:
             if batch_shape is not None:
                 raise

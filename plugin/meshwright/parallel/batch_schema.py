@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.containers import rebuilt
 from meshwright.errors import PlanError
 from meshwright.parallel.batch_items import BatchFormat, Items, RowDim, is_size, kind_of, says_of_items
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
@@ -180,8 +181,7 @@ class BatchSchema:
         if isinstance(x, Mapping) and not is_described:
             return {key: self._part(f"{name}.{key}", item, own, take) for key, item in x.items()}
         if isinstance(x, list | tuple) and not is_described and self._is_nested(name, x):
-            parts = [self._part(f"{name}.{i}", item, own, take) for i, item in enumerate(x)]
-            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+            return rebuilt(x, [self._part(f"{name}.{i}", item, own, take) for i, item in enumerate(x)])
         is_tensor = isinstance(x, Tensor)
         if not ((is_tensor and x.ndim) or isinstance(x, list | tuple)) or not len(x):
             return x

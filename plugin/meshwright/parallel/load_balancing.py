@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.containers import rebuilt
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.batch_share import runs_filler
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step
-from meshwright.parallel.output_loss import like
 from meshwright.parallel.router_record import LOSS_FUNCTION, OPTION, RouterRecord
 from meshwright.parallel.sequence_parts import Parted
 from meshwright.parallel.stand_in import StandIn
@@ -205,7 +205,7 @@ def _without(output: object, parts: object) -> object:
         return tuple(PartedRouterLogits.of_shape(x.shape, x.dtype, x.device) for x in parts)
 
     if isinstance(output, tuple | list):
-        return like(output, [hidden(value) for value in output])
+        return rebuilt(output, [hidden(value) for value in output])
     assert isinstance(output, MutableMapping)
     for name, value in list(output.items()):
         output[name] = hidden(value)

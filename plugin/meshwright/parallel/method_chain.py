@@ -121,22 +121,22 @@ def add_step(owner: nn.Module, step: ChainStep, name: str = "forward") -> Method
     return chain
 
 
-def remove_step(owner: nn.Module, step: ChainStep, name: str = "forward") -> None:
-    """Take a step out of the chain of a method, and give the owner its method back if no step is left."""
-    chain = vars(owner).get(name)
+def remove_step(owner: nn.Module, step: ChainStep) -> None:
+    """Take a step out of the chain of the forward, and give the owner its own back if no step is left."""
+    chain = vars(owner).get("forward")
     if not isinstance(chain, MethodChain) or step not in chain.steps:
         return
     chain.steps.remove(step)
     chain.link()
     if not chain.steps:
-        object.__delattr__(owner, name)
-        if getattr(owner, name) != chain.method:  # the program had set it on this object
-            object.__setattr__(owner, name, chain.method)
+        object.__delattr__(owner, "forward")
+        if owner.forward != chain.method:  # the program had set it on this object
+            object.__setattr__(owner, "forward", chain.method)
 
 
-def find_step(owner: nn.Module, kind: type[StepT], name: str = "forward") -> StepT | None:
-    """Return the outermost step of a class in the chain of a method; None if there is none."""
-    chain = vars(owner).get(name)
+def find_step(owner: nn.Module, kind: type[StepT]) -> StepT | None:
+    """Return the outermost step of a class in the chain of the forward; None if there is none."""
+    chain = vars(owner).get("forward")
     steps = chain.steps if isinstance(chain, MethodChain) else []
     return next((step for step in steps if isinstance(step, kind)), None)
 

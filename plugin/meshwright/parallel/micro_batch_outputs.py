@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from meshwright.autograd import Node, TensorFunction
+from meshwright.containers import rebuilt
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.load_balancing import PartedRouterLogits
 from meshwright.parallel.mean_over_ranks import GlobalMean
-from meshwright.parallel.output_loss import like
 from meshwright.parallel.stand_in import ShardedLogits, StandIn
 
 _Join = Callable[[Tensor, list[Any]], Tensor]  # a tensor of the last output, and its counterparts
@@ -64,7 +64,7 @@ def _mapped(output: object, join: _Join, before: list[Any], loss: Tensor | None 
         return output if loss is None else loss
     if isinstance(output, tuple | list):
         rest = [_joined(x, [other[i] for other in before], join) for i, x in enumerate(output) if i]
-        return like(output, [output[0] if loss is None else loss, *rest])
+        return rebuilt(output, [output[0] if loss is None else loss, *rest])
     names = list(output) if isinstance(output, MutableMapping) else list(vars(output))
     others = {n: [getattr(other, n) for other in before] for n in names}
     named = {n: _joined(getattr(output, n), others[n], join) for n in names if n != "loss"}

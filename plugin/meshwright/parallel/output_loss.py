@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 
 from torch import Tensor
+
+from meshwright.containers import rebuilt
 
 
 def loss_of(output: object) -> Tensor | None:
@@ -22,18 +24,12 @@ def with_loss(output: object, loss: Tensor) -> object:
     if isinstance(output, Tensor):
         return loss
     if isinstance(output, tuple | list):
-        return like(output, [loss, *output[1:]])
+        return rebuilt(output, [loss, *output[1:]])
     if isinstance(output, MutableMapping):
         output["loss"] = loss
     else:
         setattr(output, "loss", loss)  # noqa: B010
     return output
-
-
-def like(output: tuple[object, ...] | list[object], values: list[object]) -> object:
-    """Return values as a tuple, named tuple or list of the class of an output."""
-    kind: Callable[..., object] = type(output)
-    return kind(*values) if hasattr(output, "_fields") else kind(values)
 
 
 def tensors_of(output: object) -> list[Tensor]:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright.containers import rebuilt
+
 T = TypeVar("T")
 Arguments = Sequence[Any]  # of an operation
 Options = dict[str, Any]
@@ -120,8 +122,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 def _mapped(value: Any, change: Callable[[object], object]) -> Any:
     if isinstance(value, list | tuple):
-        items = [_mapped(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return rebuilt(value, [_mapped(item, change) for item in value])
     if isinstance(value, dict):
         return {key: _mapped(item, change) for key, item in value.items()}
     return change(value)

@@ -172,7 +172,7 @@ def trace_cuda_step(
 def _watch(model: nn.Module, runtime: Runtime, config: ToDistributedConfig) -> None:
     """Show the status lines of the program, except for what rank 0's thread does."""
     if config.logging_steps is not None:
-        prepared = Preparation(machine="traced", parameters=0, log=None)
+        prepared = Preparation(machine=None, parameters=0, log=None, unknown="traced")
         monitor = start_monitor(model, runtime, config, prepared, every=config.logging_steps)
         monitor.reporter.put = lambda *_: None  # type: ignore[method-assign]
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.faults.interpose import COLLECTIVES
+from meshwright.tracing.traced_traffic import group_in
 
 _Args = Sequence[Any]
 _Kwargs = Mapping[str, Any]
@@ -224,9 +225,8 @@ class HostWaitMode(TorchDispatchMode):
             return
         kind = func._schema.name.removeprefix("c10d::")
         named = {**dict(zip((x.name for x in func._schema.arguments), args, strict=False)), **kwargs}
-        scripted = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.ScriptObject)]
-        boxed = next(x for x in scripted if x._type().name() == "ProcessGroup")  # type: ignore[attr-defined]
-        group = dist.ProcessGroup.unbox(boxed)
+        group = group_in(tree_leaves((args, kwargs)))
+        assert group is not None, f"{kind} is of no process group"
         ranks = tuple(dist.get_process_group_ranks(group))
         root, peer = named.get("root_rank"), named.get("dst", named.get("src"))
         largest = max(given, key=lambda x: x.numel(), default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,9 +61,8 @@ class TracedAxis(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", None) == "c10d" and (kind := KINDS.get(func._opname)):
             leaves = tree_leaves((args, kwargs))
-            groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-            groups = [leaf for leaf in groups if leaf._type().name() == "ProcessGroup"]  # type: ignore[attr-defined]
-            name = self._name(dist.ProcessGroup.unbox(groups[0])) if groups else None
+            group = group_in(leaves)
+            name = None if group is None else self._name(group)
             if name in self.axes:
                 traffic = self.axes[name]
                 traffic.counts[kind] += 1
@@ -74,3 +74,11 @@ class TracedAxis(TorchDispatchMode):
             ranks = set(dist.get_process_group_ranks(group))
             name = next((name for name, of_axis in self._ranks.items() if ranks <= of_axis), None)
         return name
+
+
+def group_in(arguments: list[Any]) -> dist.ProcessGroup | None:
+    """Return the process group among the arguments of one of c10d's operations."""
+    for boxed in arguments:
+        if isinstance(boxed, torch.ScriptObject) and boxed._type().name() == "ProcessGroup":  # type: ignore[attr-defined]
+            return dist.ProcessGroup.unbox(boxed)
+    return None

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.head_losses import find_loss
+from meshwright.parallel.mean_over_ranks import IGNORE_INDEX
 from meshwright.plan.config import ParallelPlan
 from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.decoder import ask
 
 LENGTH = 12
-IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
@@ -107,23 +108,15 @@ def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, 
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    embedding = _asked(model, "get_input_embeddings")
+    embedding: nn.Module | None = ask(model, "get_input_embeddings")
     if embedding is None:
         embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     # Some models have an additional embedding for padding, which the head does not predict.
     words = (
         getattr(embedding, "num_embeddings", None),
-        getattr(_asked(model, "get_output_embeddings"), "out_features", None),
+        getattr(ask(model, "get_output_embeddings"), "out_features", None),
     )
     return min((x for x in words if x is not None), default=None)
-
-
-def _asked(model: nn.Module, name: str) -> object:
-    ask = getattr(model, name, None)
-    try:
-        return ask() if callable(ask) else None
-    except NotImplementedError:
-        return None
 
 
 def _padded(batch: dict[str, Tensor], *, left: bool) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.document_rows import RowDocuments
 from meshwright.parallel.head_losses import find_loss
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+from meshwright.progress import is_first_rank
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks import mixers_of
 from meshwright.verification.batch_cases import Case, given_cases, token_cases
@@ -285,13 +286,13 @@ def run_rank(program: Program, tell: Tell) -> list[Difference]:
         for i, (case, numbers) in enumerate(training.first_passes()):
             tell(f"gradients: {case.name}")
             found += _step_differences(case.name, numbers, _load(program, f"case{i}"))
-            if _is_first():
+            if is_first_rank():
                 found += _gradient_differences(case.name, numbers, _load(program, f"case{i}"), start.kinds)
         for i, (numbers, expected) in enumerate(zip(training.steps(), _load(program, "steps"), strict=True)):
             tell(f"step {i + 1} of {program.steps}")
             found += _step_differences(f"step {i + 1}", numbers, expected)
         weights = full_state_dict(training.model)
-        if _is_first():
+        if is_first_rank():
             where = f"after {program.steps} step(s)"
             for name, value in _load(program, "weights").items():
                 if value.is_floating_point():
@@ -317,7 +318,7 @@ def _distributed(program: Program) -> Distributed:
 
 def _check_start(start: Start, model: nn.Module) -> None:
     weights = full_state_dict(model)
-    if not _is_first():
+    if not is_first_rank():
         return
     other = [n for n, value in start.weights.items() if n not in weights or not _is_same(weights[n], value)]
     if other:
@@ -338,7 +339,7 @@ def _evaluation(program: Program, training: Distributed, start: Start, tell: Tel
     ranks = [outputs]
     if dist.is_initialized():
         ranks = values_of_all(outputs)
-    if _is_first():
+    if is_first_rank():
         yield from output_differences(start.outputs, ranks, program.plan)
     if start.logits is not None:
         value = float("inf") if logits is None else _difference(logits, start.logits)
@@ -372,10 +373,6 @@ def _difference(actual: Tensor | None, expected: Tensor, scale: float | None = N
         return 0.0
     scale = float(expected.abs().max()) if scale is None else scale
     return float((actual - expected).abs().max()) / (scale or 1.0)
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _save(program: Program, name: str, value: object) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
 from meshwright.errors import CheckpointError
 
+_OF_OTHERS = 2**30  # bytes of memory that a file of another program may take: a Trainer's has all lines of its log
+
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[int]:
@@ -45,6 +47,21 @@ def read_json(path: Path, *, allowance: int = 0) -> Any:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, which no such file has")
         content = read_exactly(descriptor, path, 0, size)
     return parse_json(content, path, allowance=allowance)
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a file of another program, which may be a link; an empty one if there is none."""
+    try:
+        found = read_json(Path(os.path.realpath(path)), allowance=_OF_OTHERS)
+    except CheckpointError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def first_of(fields: dict[str, Any], name: str) -> Any:
+    """Return the first item of a list among the fields of such a file; None if there is none."""
+    found = fields.get(name)
+    return found[0] if isinstance(found, list) and found else None
 
 
 def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytearray:

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan
+from meshwright.progress import is_first_rank
 
 
 def show_loaded(folder: str | os.PathLike[str], *, step: int | None, plan: Mapping[str, object] | None) -> None:
@@ -22,7 +21,7 @@ def show_loaded(folder: str | os.PathLike[str], *, step: int | None, plan: Mappi
         step: the step after which it was saved; None if it does not say.
         plan: the fields of the plan under which it was saved; None if it does not say.
     """
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         print(loaded_line(folder, step=step, plan=plan), file=sys.stderr, flush=True)
 
 

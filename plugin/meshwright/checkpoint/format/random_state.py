@@ -51,17 +51,11 @@ def random_state(device: torch.device) -> Callable[[], Random]:
     Args:
         device: the device of the model; on CUDA its random state is saved too.
     """
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    of_torch = torch.get_rng_state()
+    own = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
     of_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def encode() -> Random:
-        state: Random = {
-            "python": [version, list(words), gauss],
-            "numpy": [kind, [int(word) for word in keys], int(position), int(has_gauss), float(cached)],
-            "torch": encoded(of_torch),
-        }
+        state = _encoded(*own)
         return state if of_cuda is None else {**state, "cuda": of_cuda.tolist()}
 
     return encode
@@ -96,32 +90,28 @@ def check_states_of_others(python: Sequence[Any], numpy: Sequence[Any], cpu: tor
         CheckpointError: if one of them is damaged; it names it and ``where``.
     """
     try:
-        version, words, gauss = python
-        kind, keys, position, has_gauss, cached = numpy
-        state = {
-            "python": [version, list(words), gauss],
-            "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
-            "torch": encoded(cpu),
-        }
+        state = _encoded(python, numpy, cpu)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{where} has a damaged random state: {error}") from error
     require(state, _STATES, f"{where}: its random state")
 
 
+def _encoded(python: Sequence[Any], numpy: Any, cpu: torch.Tensor) -> Random:
+    version, words, gauss = python
+    kind, keys, position, has_gauss, cached = numpy
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": encoded(cpu),
+    }
+
+
 def set_random_state(state: Random, device: torch.device) -> None:
     """Restore random states that :func:`check_random_state` has checked."""
-    random.setstate(_python(state))
-    np.random.set_state(_numpy(state))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(decoded(state["torch"]))
     if device.type == "cuda":
         torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8), device)
-
-
-def _python(state: Random) -> tuple[Any, ...]:
-    version, words, gauss = state["python"]
-    return version, tuple(words), gauss
-
-
-def _numpy(state: Random) -> tuple[Any, ...]:
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    return kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,7 +23,7 @@ from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import succeed_together
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.progress import Progress
+from meshwright.progress import Progress, is_first_rank
 from meshwright.schema import LARGEST_COUNT
 
 
@@ -116,9 +115,8 @@ def save_checkpoint(
 
 def _warn_of_scheduler(optimizer: Optimizer) -> None:
     """Warn on the first rank, once per line that saves, if a scheduler that is not saved changes the learning rate."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
     # torch's schedulers write initial_lr into the groups of their optimizer.
-    if is_first and any("initial_lr" in group for group in optimizer.param_groups):
+    if is_first_rank() and any("initial_lr" in group for group in optimizer.param_groups):
         warnings.warn(
             "the optimizer has a learning rate scheduler, but save_checkpoint was not given it, so a resumed run would "
             "begin the schedule anew; pass scheduler=... to save_checkpoint and load_checkpoint",

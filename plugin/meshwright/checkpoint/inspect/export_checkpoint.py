@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.staged_folder import StagedFolder
@@ -143,10 +142,6 @@ def _write_weights(folder: Path, forms: dict[str, Form], weights: CheckpointWeig
         for file, inside in files.items():
             with SafetensorsWriter(folder / file, inside) as writer:
                 for name in inside:
-                    writer.write(_read(weights, name, forms[name][0]))
+                    writer.write(weights.read(name, forms[name][0]))
     if len(files) > 1:
         disk.write_file(folder / _INDEX, index_of(files, sum(math.prod(shape) for _, shape in forms.values())).encode())
-
-
-def _read(weights: CheckpointWeights, name: str, dtype: torch.dtype) -> Tensor:
-    return weights.read(name, dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.files.lineage import Mark
+from meshwright.checkpoint.files.reading import first_of, json_object
 from meshwright.checkpoint.inspect.inspect_checkpoint import Damage
 from meshwright.checkpoint.sealed.seal import NAME as SEAL
-from meshwright.checkpoint.sealed.seal import Seal, sizes_in
+from meshwright.checkpoint.sealed.seal import Seal, in_order, sizes_in
 from meshwright.checkpoint.sealed.sealed_folder import damaged_chunks
 from meshwright.errors import CheckpointError
 from meshwright.plan.text import format_plan
@@ -75,10 +74,7 @@ def find_foreign(folder: Path) -> list[Path]:
     found = [path for path in inside if program_of(path) is not None]
     if not found and program_of(folder) is not None:
         return [folder]
-    numbers = {path: Mark.of(path / SEAL).number for path in found}
-    in_order = all(numbers.values())  # what has no seal has no number
-    steps = {path: int(path.name[len("checkpoint") + 1 :]) for path in found}
-    return sorted(found, key=lambda path: (numbers[path] if in_order else 0, steps[path]))
+    return in_order(found)
 
 
 def inspect_foreign(folder: Path, *, reads_tensors: bool = True) -> ForeignInspection:
@@ -89,9 +85,11 @@ def inspect_foreign(folder: Path, *, reads_tensors: bool = True) -> ForeignInspe
         reads_tensors: whether to compare all bytes with the digests of the seal, instead of the sizes only.
     """
     program = program_of(folder) or "Trainer"
-    progress = _json(folder / (_TRAINERS if program == "Trainer" else _ACCELERATES))
-    shown = progress.get("shown_steps") or [None]
-    step = _json(folder / _STATE).get("global_step") if program == "Trainer" else shown[0]
+    progress = json_object(folder / (_TRAINERS if program == "Trainer" else _ACCELERATES))
+    step = (
+        json_object(folder / _STATE).get("global_step") if program == "Trainer" else first_of(progress, "shown_steps")
+    )
+    plan = progress.get("plan")
     damages: list[Damage] = []
     written, is_compared = None, False
     if (folder / SEAL).exists():
@@ -111,8 +109,8 @@ def inspect_foreign(folder: Path, *, reads_tensors: bool = True) -> ForeignInspe
     except CheckpointError:  # a link, which is reported above if there is a seal
         files = {path.name: path.lstat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     return ForeignInspection(
-        folder=folder, program=program, step=step, plan=progress.get("plan"), written=written, files=files,
-        damages=damages, is_compared=is_compared,
+        folder=folder, program=program, step=step, plan=plan if isinstance(plan, dict) else None, written=written,
+        files=files, damages=damages, is_compared=is_compared,
     )  # fmt: skip
 
 
@@ -153,11 +151,3 @@ def _verdict(found: ForeignInspection) -> list[str]:
 
 def _has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (*_WEIGHTS, SEAL))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

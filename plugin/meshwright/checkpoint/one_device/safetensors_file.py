@@ -122,11 +122,16 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 def _not_safetensors(path: Path, prefix: bytes, size: int) -> str:
     if prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-        return (
-            f"{path} is a pickle file, which is not read because loading it could run code. Load it where you trust "
-            "it and write it again with model.save_pretrained(...), which writes safetensors"
-        )
+        return is_a_pickle(path)
     return f"{path} ({size} bytes) is not a safetensors file, or was truncated in its header"
+
+
+def is_a_pickle(path: Path) -> str:
+    """Return why a pickle file is not read, and what to do with it."""
+    return (
+        f"{path} is a pickle file, which is not read because loading it could run code. Load it where you trust it and "
+        "write it again with model.save_pretrained(...), which writes safetensors"
+    )
 
 
 def is_shape(value: object) -> bool:

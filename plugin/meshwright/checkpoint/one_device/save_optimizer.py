@@ -28,6 +28,7 @@ from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import exchange_together, on_first_rank, succeed_together
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import device_of
+from meshwright.progress import is_first_rank
 
 _FILE = re.compile(r"optimizer-[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")
 
@@ -80,7 +81,7 @@ def save_optimizer(
     def gather(name: str) -> Tensor | None:
         return assemble(tensors[name].values().reshape(-1), tensors[name].layout, mesh)
 
-    is_writer = mesh.is_first and (not dist.is_initialized() or dist.get_rank() == 0)
+    is_writer = mesh.is_first and is_first_rank()
     written = StreamedFiles(folder, files, f"writing {folder}") if is_writer else None
     stream(files, gather, written)
     on_first_rank(lambda: _finish(folder, manifest, written) if written is not None else None)

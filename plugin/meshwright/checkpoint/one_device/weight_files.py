@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.files.reading import read_json
-from meshwright.checkpoint.one_device.safetensors_file import Entry, Form, read_header, read_rows
+from meshwright.checkpoint.one_device.safetensors_file import Entry, Form, is_a_pickle, read_header, read_rows
 from meshwright.errors import CheckpointError
 from meshwright.layout.packed_weights import state_without_packed
 from meshwright.layout.tensor_layout import TensorLayout, global_shape
@@ -61,10 +61,7 @@ class WeightFiles:
             path = _in_directory(path)
             _check_inside(path.parent, path.name)
         if path.suffix in _PICKLES:
-            raise CheckpointError(
-                f"{path} is a pickle file, which is not read because loading it could run code. Load it where you "
-                "trust it and write it again with model.save_pretrained(...), which writes safetensors"
-            )
+            raise CheckpointError(is_a_pickle(path))
         if not path.is_file():
             raise CheckpointError(f"there is no checkpoint at {path}; name a .safetensors file, its index, or a folder")
         if path.suffix == ".json":

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.digested_json import read_digested, write_digested
-from meshwright.checkpoint.files.lineage import FIELDS, LAST_TIME, UNNAMED, UNNUMBERED
+from meshwright.checkpoint.files.lineage import FIELDS, LAST_TIME, UNNAMED, UNNUMBERED, Mark
 from meshwright.errors import CheckpointError
 from meshwright.schema import LARGEST, boolean, equal, integer, listed, record, require, row, table, text, that
 
@@ -93,6 +94,21 @@ def sizes_in(folder: Path) -> dict[str, int]:
     found.pop(NAME, None)
     found.pop(f".{NAME}.new", None)  # left by a process that was killed while it replaced the seal
     return found
+
+
+def in_order(folders: Iterable[Path]) -> list[Path]:
+    """Return folders with numbers in their names in the order of their saves.
+
+    The seals have it. If a folder has none, because the stock program has saved it, the numbers of the names decide.
+    """
+    numbers = {folder: Mark.of(folder / NAME).number for folder in folders}
+    are_sealed = all(numbers.values())
+    return sorted(numbers, key=lambda folder: (numbers[folder] if are_sealed else 0, number_in(folder)))
+
+
+def number_in(folder: Path) -> int:
+    """Return the number at the end of a folder's name."""
+    return int(re.split("[-_]", folder.name)[-1])
 
 
 def holds_only_what_was_sealed(folder: Path) -> bool:

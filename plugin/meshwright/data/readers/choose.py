@@ -33,9 +33,7 @@ def split_reader(
     Raises:
         ValueError: an empty dataset, or options that do not fit it.
     """
-    own = _reader_of_whole(
-        loader, Axis(dp.name), share, Peers(), options, may_stream=False, keeps_samples=keeps_samples
-    )
+    own = make_reader(loader, Axis(dp.name), share, Peers(), options, keeps_samples=keeps_samples, is_part=True)
     drop_last = bool(getattr(loader, "drop_last", False))
     return SplitReader(own, dp, drop_last=drop_last, needs_equal_rows=needs_equal_rows)
 
@@ -50,46 +48,23 @@ def make_reader(
     keeps_samples: bool = False,
     format: BatchFormat | None = None,
     needs_rows: bool = False,
+    is_part: bool = False,
 ) -> Reader:
     """Return the reader that fits a loader; its portions hold their samples if ``keeps_samples``.
 
-    ``format`` and ``needs_rows`` are for ready batches; see ``WholeReader``.
+    ``format`` and ``needs_rows`` are for ready batches; see ``WholeReader``. With ``is_part``, the user has split the
+    dataset, and this rank reads its part in the part's own order.
 
     Raises:
         ValueError: an empty dataset, one that is split already, or options that do not fit it.
     """
-    if what := split_by(loader):
+    if not is_part and (what := split_by(loader)):
         raise ValueError(
             f"the loader is split already, by {what}, and would be split a second time; pass the whole dataset in a "
             "plain DataLoader, or call shard_dataloader(..., is_dataset_splitted=True)"
         )
-    return _reader_of_whole(
-        loader,
-        dp,
-        share,
-        readers,
-        options,
-        may_stream=True,
-        keeps_samples=keeps_samples,
-        format=format,
-        needs_rows=needs_rows,
-    )
-
-
-def _reader_of_whole(
-    loader: Batches,
-    dp: Axis,
-    share: Sharing,
-    readers: Peers,
-    options: LoaderOptions,
-    *,
-    may_stream: bool,
-    keeps_samples: bool,
-    format: BatchFormat | None = None,
-    needs_rows: bool = False,
-) -> Reader:
     name = options.fingerprint
-    if may_stream and has_shards(loader):
+    if not is_part and has_shards(loader):
         return StreamReader(loader, dp, share, {**options.of_stream, "name": name})
     if options.shuffle:
         raise ValueError(
@@ -98,7 +73,7 @@ def _reader_of_whole(
         )
     if is_stock(loader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
         return MapReader(loader, dp, share, seed=options.seed, name=name, keeps_samples=keeps_samples)
-    if is_stock(loader) and may_stream and dp.size > 1 and (stage := stage_over_shards(loader.dataset)):
+    if is_stock(loader) and not is_part and dp.size > 1 and (stage := stage_over_shards(loader.dataset)):
         logger.warning(
             "the dataset's pipeline has a %s, which cannot run shard by shard, so every rank reads the whole dataset "
             "and resuming reads it again up to the saved position. Shuffle with LoaderOptions(shuffle=True) instead of "

@@ -149,22 +149,13 @@ class MapReader(Reader):
     def state_dict(self) -> dict[str, Any]:
         return {
             **self.position.state("map"),
-            "length": self._sampling.length,
-            "dataset": self._fingerprint,
-            "order": self._sampling.kind,
-            "seed": self._sampling.seed,
+            **self._settings(),
             "drawn": self._order if self.position.samples else None,
             **self._sampling.state(),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        expected = {
-            "reader": "map",
-            "length": self._sampling.length,
-            "dataset": self._fingerprint,
-            "order": self._sampling.kind,
-            "seed": self._sampling.seed,
-        }
+        expected = {"reader": "map", **self._settings()}
         check_equal(state, expected, f"sample k would be a different one. {NAMED}")
         most = self._sampling.length if self._sampling.kind != "listed" else LARGEST_COUNT
         required, optional = self._sampling.fields(state)
@@ -175,6 +166,15 @@ class MapReader(Reader):
         self._sampling.load(state)
         self._order = state.get("drawn")
         self._tell_epoch()
+
+    def _settings(self) -> dict[str, Any]:
+        sampling = self._sampling
+        return {
+            "length": sampling.length,
+            "dataset": self._fingerprint,
+            "order": sampling.kind,
+            "seed": sampling.seed,
+        }
 
     def _where(self, start: int, share: Share) -> str:
         """Return which rows were read, for an error: their indices in the dataset and their place in the epoch."""

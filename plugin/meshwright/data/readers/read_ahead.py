@@ -6,12 +6,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from meshwright.data.sent import received, sent
 from meshwright.data.shards import Chunk, LaneReader
-from meshwright.mesh.packed_values import UnsupportedValue, pack, unpack
 
 
 class ReadAhead:
@@ -31,8 +29,8 @@ class ReadAhead:
         workers = min(loader_options.get("num_workers", 0), len(readers))
         rounds = _Rounds(readers, chunk_size)
         if workers:
-            options = {**loader_options, "num_workers": workers, "batch_size": None, "collate_fn": _packed}
-            self._rounds: Iterator[list[Chunk]] = map(_unpacked, DataLoader(rounds, **options))
+            options = {**loader_options, "num_workers": workers, "batch_size": None, "collate_fn": sent}
+            self._rounds: Iterator[list[Chunk]] = map(received, DataLoader(rounds, **options))
         else:
             self._rounds = iter(rounds)
 
@@ -67,25 +65,6 @@ class ReadAhead:
         self._starts[chunk.lane].extend(chunk.starts)
         if chunk.ended:
             self._live.discard(chunk.lane)
-
-
-def _packed(chunks: list[Chunk]) -> bytes | list[Chunk]:
-    """Return the chunks as bytes, since each tensor in a worker's queue would use a file descriptor.
-
-    Samples of a class that cannot be packed are left to the DataLoader, which pickles all that its workers send.
-    """
-    try:
-        return pack(chunks).numpy().tobytes()
-    except UnsupportedValue:
-        return chunks
-
-
-def _unpacked(received: bytes | list[Chunk]) -> list[Chunk]:
-    if isinstance(received, bytes):
-        found: list[Chunk] = unpack(torch.from_numpy(np.frombuffer(bytearray(received), dtype=np.uint8)))
-        return found
-    assert isinstance(received, list)
-    return received
 
 
 class _Rounds(IterableDataset[Any]):
