@@ -46,6 +46,8 @@ _INDEXED = (
     *(Hint(f"indexer.{name}", Role.SHARED) for name in ("wq_b", "wk", "k_norm", "weights_proj")),
 )
 _OUTPUT_GATE = (Hint("self_attn.gate_proj", Role.PER_HEAD),)
+# Code that computes with all heads together, such as a reshape to the width of the input; its heads cannot be cut.
+_WHOLE = (Hint("self_attn", Role.WHOLE), Hint("encoder_attn", Role.WHOLE))
 _FUSED_SHARED_EXPERTS = (Hint("shared_mlp.input_linear", Role.GATE_UP),)
 
 _HINTS: dict[str, tuple[Hint, ...]] = {
@@ -61,6 +63,8 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _INDEXED,
+    "diffllama": _WHOLE,  # the first half of the heads works with the second
+    "doge": _WHOLE,  # the mask is computed from the values of all heads
     "dots3_note_text": (
         *_INDEXED,
         Hint("k_rope_only_layernorm", Role.SHARED),
@@ -96,6 +100,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "kimi_linear": _LATENT,
     "laguna": (Hint("self_attn.g_proj", Role.PER_HEAD),),
     "llama4_text": (Hint("self_attn.qk_norm", Role.HEAD_NORM),),
+    "led": _WHOLE,
     "longcat_flash": (Hint("self_attn.0", Role.ATTENTION), Hint("self_attn.1", Role.ATTENTION), *_LATENT[1:]),
     "mimo_v2_flash": (Hint("self_attn.sinks", Role.PER_HEAD),),
     "minicpm3": _LATENT,
@@ -128,6 +133,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "qwen3_5_text": _GATED,
     "qwen3_next": _GATED,
     "step3p5": (Hint("self_attn.g_proj", Role.PER_HEAD),),
+    "trocr": _WHOLE,
     "youtu": _LATENT,
 }
 
@@ -180,18 +186,3 @@ def layers_with_features(config: object) -> int:
     fields = vars(config) if hasattr(config, "__dict__") else {}
     inside = (layers_with_features(value) for value in fields.values() if hasattr(value, "model_type"))
     return max((len(fields.get(name) or ()) for name in _LISTS_OF_FEATURES), default=0) or max(inside, default=0)
-
-
-# Families that no sharding plan shards correctly, although roles may be inferred for them.
-_RESHAPED = "its attention reshapes its heads to the width of its input"
-_REFUSALS = {
-    "diffllama": "its heads work in pairs, the first half of them with the second",
-    "doge": "its attention mask is computed from the values of all heads (self_attn.dt_proj)",
-    "led": _RESHAPED,
-    "trocr": _RESHAPED,
-}
-
-
-def reason_to_refuse(config: object) -> str | None:
-    """Return why a model's family cannot be sharded over tp; None if no reason is known."""
-    return _REFUSALS.get(getattr(config, "model_type", ""))

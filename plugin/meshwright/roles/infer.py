@@ -108,9 +108,9 @@ def _common_roles(layers_name: str, layers: list[tuple[nn.Module, dict[str, Role
 def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> dict[str, Role]:
     modules = dict(layer.named_modules(remove_duplicate=False))
     hinted = hinted_roles(layer, hints)
-    roles: dict[str, Role] = {}
+    roles = {name: role for name, role in hinted.items() if role is Role.WHOLE}
     for name, module in modules.items():  # an MLP inside of what experts claim comes later, and is an MLP
-        if not _is_in(name, roles, Role.WHOLE, Role.MIXER):
+        if name not in roles and not _is_in(name, roles, Role.WHOLE, Role.MIXER):
             roles |= _block_roles(name, module, hidden, hinted)
     # A kind of mixer says more of its weights than a hint, whose names may be those of attention in other layers.
     roles |= {
