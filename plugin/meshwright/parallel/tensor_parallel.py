@@ -169,7 +169,10 @@ def install_tensor_parallel(
         return blocks, None
     for module in structure.whole.items():
         AllTokens(*module, sequence, streams)
-    return blocks, SequenceRegion(structure, sequence, streams, is_staged=is_staged)
+    region = SequenceRegion(structure, sequence, streams, is_staged=is_staged)
+    for module in structure.whole_outside.items():
+        AllTokens(*module, sequence, streams, region.is_open)
+    return blocks, region
 
 
 def _check_reads_values(row: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -280,6 +283,10 @@ class SequenceRegion:
             borders.first.register_forward_hook(self._end_recomputation, always_call=True)
         borders.last.register_forward_hook(self._end)
         structure.model.register_forward_hook(self._check_ended)
+
+    def is_open(self) -> bool:
+        """Return whether each rank may have its own tokens now; in backward, layers may run again."""
+        return self._is_open or in_backward()
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._is_open = False  # an earlier pass may have raised

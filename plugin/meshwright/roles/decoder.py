@@ -192,7 +192,8 @@ def token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
     embeddings = [module for module in outside if isinstance(module, nn.Embedding)]
     if not embeddings:
         raise PlanError(f"no token embedding found outside {layers_name!r} in {type(model).__name__}")
-    own = ask(model, "get_input_embeddings")
+    text = ask(model, "get_decoder")  # an encoder-decoder may name its encoder's
+    own = ask(model if text is None else text, "get_input_embeddings") or ask(model, "get_input_embeddings")
     return next((m for m in embeddings if m is own), None) or max(embeddings, key=lambda m: m.num_embeddings)
 
 

@@ -76,10 +76,6 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
         Hint("query_key_value", Role.QKV_BY_GROUP),
     ),
     "flint": (Hint("self_attn.sinks", Role.PER_HEAD),),
-    # With embeddings for each layer, a layer also receives its part of them; this input has a gradient and is not
-    # sharded.
-    "gemma4_text": (Hint("v_norm", Role.HEAD_NORM, when={"hidden_size_per_layer_input": 0}),),
-    "gemma4_unified_text": (Hint("v_norm", Role.HEAD_NORM),),
     "glm": (Hint("gate_up_proj", Role.GATE_UP),),
     "glm4": (Hint("gate_up_proj", Role.GATE_UP),),
     "glm4_moe_lite": _LATENT,

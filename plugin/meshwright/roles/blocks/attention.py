@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -77,6 +77,9 @@ class Attention(Block):
 
     def localise(self, rank: int) -> None:
         super().localise(rank)
+        for name, role in self.roled.inside(self.name).items():
+            if role is Role.HEAD_NORM and not list(self.roled.modules[name].parameters()):
+                self.roled.modules[name].register_forward_pre_hook(self._check_norms_heads)
         for name, value in self._local.items():
             setattr(self.reader, name, value)
         if self._is_fused and hasattr(self.reader, "config"):
@@ -84,6 +87,15 @@ class Attention(Block):
                 self.reader.config,
                 num_attention_heads=self.heads.local_heads,
                 num_key_value_heads=self.heads.num_local_kv_heads,
+            )
+
+    def _check_norms_heads(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
+        """Raise if a norm without weights, which has no shape, norms more than a head: a rank has some of the width."""
+        if args[0].shape[-1] > self.heads.head_dim:
+            raise PlanError(
+                f"a {type(norm).__name__} without weights in {self.name} norms {args[0].shape[-1]} channels, but a head "
+                f"has {self.heads.head_dim}, so each rank of tp would norm a part. Leave the attention whole: "
+                f'ToDistributedConfig(sharding_plan=...) with Role.WHOLE for "{self.name}", or use ParallelPlan(tp=1)'
             )
 
     @classmethod
@@ -152,6 +164,10 @@ def _query_key_norms(block: nn.Module, projections: Mapping[Role, nn.Module]) ->
         role, norm = _NORMS[letter]
         if head_dim and is_norm(module, head_dim):
             roles[name] = Role.HEAD_NORM
-        elif role in projections and is_norm(module, out_features(projections[role])):
-            roles[name] = norm
-    return roles
+        # Only an RMS norm can be cut: the mean square of its channels is a sum over ranks.
+        elif role in projections and not isinstance(module, nn.LayerNorm):
+            if is_norm(module, out_features(projections[role])):
+                roles[name] = norm
+    per_head = {type(block._modules[name]) for name, role in roles.items() if role is Role.HEAD_NORM}
+    values = ((n, m) for n, m in block._modules.items() if n.lower().startswith("v") and type(m) in per_head)
+    return roles | {n: Role.HEAD_NORM for n, m in values if m is not None and not list(m.parameters())}
