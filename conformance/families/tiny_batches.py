@@ -84,10 +84,15 @@ class Batches:
             word = self._word_of(kind)
             placed = word is not None or "image_embeds_position_mask" in self.names
             counts = (known,) if known is not None else _COUNTS if placed else (0,)
-            for count in counts:
-                yield self._with_text(inputs, kind, word, count)
+            # An encoder's input and a decoder's labels may have two lengths; some compute no loss of these.
+            for is_shorter, count in itertools.product((True, False) if self._has_decoder else (False,), counts):
+                yield self._with_text(inputs, kind, word, count, is_shorter=is_shorter)
 
-    def _with_text(self, media: Batch, kind: str, word: int | None, count: int) -> Batch:
+    @property
+    def _has_decoder(self) -> bool:
+        return self.task == "seq2seq" and "decoder_input_ids" in self.names
+
+    def _with_text(self, media: Batch, kind: str, word: int | None, count: int, *, is_shorter: bool) -> Batch:
         generator = torch.Generator().manual_seed(3)
         special = {*self.words.names.values(), 0, 1, 2}
         plain = torch.tensor([w for w in range(PLAIN) if w not in special])
@@ -103,9 +108,8 @@ class Batches:
             if isinstance(end := getattr(self.model.config, "eos_token_id", None), int):
                 ids[:, -1] = end  # some classify what is there
         batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-        if self.task == "seq2seq":
-            reads_words = "decoder_input_ids" in self.names
-            batch["labels"] = labels[:, :9].contiguous() if reads_words else labels
+        if is_shorter:
+            batch["labels"] = labels[:, :9].contiguous()
         here = ids == (-1 if word is None else word)
         if word is None:
             here[:, 2 : 2 + count] = True
@@ -233,22 +237,21 @@ class Batches:
         """Yield one sound per row in the formats of feature extractors."""
         names = ("num_mel_bins", "n_mel_bins", "input_feat_size", "input_dim", "mel_dim", "feature_size")
         bins = next((found for name in names if (found := self._in_configs(name, 0))), 80)
+        bins *= self._in_configs("num_stacked_frames", 1)
         mains = [
             n for n in ("input_features", "input_values", "audio_values", "audio_input_features") if n in self.names
         ]
-        for main, frames in itertools.product(mains or [None], (FRAMES, 2 * FRAMES, 160, 8 * TEXT)):
+        lengths = (FRAMES, 2 * FRAMES, 160, 8 * TEXT, 2 * self._in_configs("n_window", FRAMES))
+        for has_mask, main, frames in itertools.product((True, False), mains or [None], lengths):
             for features in (
                 _random(ROWS, bins, frames),
                 _random(ROWS, frames, bins),
                 _random(ROWS, 40 * frames),
                 _random(ROWS, 1, 40 * frames),
             ):
+                masks = ("feature_attention_mask", "input_features_mask", "audio_attention_mask")
                 mask = torch.ones(ROWS, frames, dtype=torch.long)
-                others = {
-                    name: mask
-                    for name in ("feature_attention_mask", "input_features_mask", "audio_attention_mask")
-                    if name in self.names
-                }
+                others = {name: mask for name in masks if has_mask and name in self.names}
                 others |= {
                     name: torch.full((ROWS,), frames)
                     for name in ("audio_feature_lengths", "audio_embed_sizes", "feature_lengths")

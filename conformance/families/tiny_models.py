@@ -38,6 +38,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {
         "text_config.mlp_layer_types": ["dense", "sparse"], "vision_config.sam_config.downsample_channels": [64, 64],
     },
+    "dots3_note": {
+        f"text_config.{name}": value for name, value in expert_models.EXPERTS["dots3_note_text"].items()
+    },
     "diffusion_gemma": {
         "text_config.num_experts": 4, "text_config.top_k_experts": 2, "text_config.moe_intermediate_size": 32,
     },
@@ -59,6 +62,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "muse_spark": {"out_hidden_size": 256},
     "nemotron_h_omni": {"vision_config.video_temporal_patch_size": 2},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 80},
+    "qwen3_asr": {"audio_config.n_window": 50, "audio_config.n_window_infer": 100},  # its code counts 13 words per window
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 80},
     "qwen4_exp": {f"text_config.{name}": value for name, value in expert_models.EXPERTS["qwen4_exp_text"].items()}
     | {"text_config.indexer_head_dim": 16},
@@ -83,6 +87,11 @@ def types_of(mapping: str) -> dict[str, str]:
     return {name: kind if isinstance(kind, str) else kind[0] for name, kind in sorted(found.items())}
 
 
+def _class_of(mapping: str, model_type: str) -> Any:
+    kind = _names(mapping)[model_type]
+    return getattr(transformers, kind if isinstance(kind, str) else kind[0])
+
+
 def _names(mapping: str) -> Mapping[str, Any]:
     return getattr(modeling_auto, f"MODEL_FOR_{_NAMES[mapping]}_MAPPING_NAMES")
 
@@ -95,11 +104,16 @@ class Tiny:
     config: PretrainedConfig
     batch: Batch
     trains: bool = True  # whether the model is in training mode; some draw random numbers there
+    freezes_statistics: bool = False  # whether its batch norms use the statistics that they have
     gathers_logits: bool = False  # whether its forward reads the logits, so that the program gathers them
 
     def build(self) -> nn.Module:
         """Return the model, always with the same random weights."""
-        return _build(self.kind, self.config).train(self.trains)
+        model: nn.Module = _build(self.kind, self.config).train(self.trains)
+        for module in model.modules() if self.freezes_statistics else ():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return model
 
 
 class UnbuiltError(Exception):
@@ -114,7 +128,11 @@ def tiny(mapping: str, model_type: str) -> Tiny:
     """
     why: Exception | None = None
     try:
-        kind = getattr(transformers, types_of(mapping)[model_type])
+        kind = _class_of(mapping, model_type)
+        if kind.forward is nn.Module.forward:  # it generates with several models, of which one trains
+            configs = vars(CONFIG_MAPPING[model_type]()).values()
+            parts = (getattr(config, "model_type", "") for config in configs)
+            return tiny(mapping, next(part for part in parts if part in _names(mapping)))
         default = _default(kind, model_type, mapping)
         fields = FIELDS.get(model_type, {})
         if not isinstance(default, CONFIG_MAPPING[model_type]):  # the decoder's config alone

@@ -151,7 +151,7 @@ def install_tensor_parallel(
         if packing is not None and packing.block == 1:
             row.register_forward_pre_hook(_check_reads_values)
     if structure.blocks:
-        SecondInputs(structure.layers, structure.blocks, structure.whole.values(), axis)
+        SecondInputs(structure.layers, structure.blocks, structure.whole.values(), axis, sequence)
     for layer in structure.layers:
         KeptModules(layer)
     for block in structure.blocks:

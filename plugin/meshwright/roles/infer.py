@@ -110,6 +110,9 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
     for name, module in modules.items():  # an MLP inside of what experts claim comes later, and is an MLP
         if name not in roles and not _is_in(name, roles, Role.WHOLE, Role.MIXER):
             roles |= _block_roles(name, module, hidden, hinted)
+    own = [name for name, role in roles.items() if "." not in name and role.part in (BlockPart.COLUMN, BlockPart.ROW)]
+    if Role.MLP in roles.values():  # a layer with an MLP beside its own projections combines these with something else
+        roles |= dict.fromkeys(own, Role.NORM)
     # A kind of mixer says more of its weights than a hint, whose names may be those of attention in other layers.
     roles |= {
         n: role for n, role in hinted.items() if roles.get(n) is not Role.MIXER and not _is_in(n, roles, Role.MIXER)
