@@ -15,6 +15,7 @@ from conformance.families.tiny_configs import FRAMES, IMAGE, PATCH, Words
 from meshwright.parallel.example_images import number_in_configs
 
 ROWS, TEXT = 2, 14  # rows of a batch, and words of a row besides those of images and of sound
+CODES = 8  # words of a codebook
 PLAIN = 60  # words below it may have no meaning
 Batch = dict[str, Any]
 _EDGES = ("start", "end")
@@ -87,6 +88,14 @@ class Batches:
             # An encoder's input and a decoder's labels may have two lengths; some compute no loss of these.
             for is_shorter, count in itertools.product((True, False) if self._has_decoder else (False,), counts):
                 yield self._with_text(inputs, kind, word, count, is_shorter=is_shorter)
+        if codebooks := self._in_configs("num_codebooks", 0):
+            yield from self._of_codebooks(self._with_text({}, "", None, 0, is_shorter=False), codebooks)
+
+    def _of_codebooks(self, batch: Batch, count: int) -> Iterator[Batch]:
+        """Yield batches whose words are of several codebooks: beside a word of text, or in rows of their own."""
+        codes = batch["input_ids"][..., None].expand(-1, -1, count) % self._in_configs("codebook_size", CODES)
+        yield batch | {"input_ids": torch.cat([batch["input_ids"][..., None], codes], dim=-1)}
+        yield batch | {"input_ids": codes.movedim(-1, 1).flatten(0, 1), "labels": codes}
 
     @property
     def _has_decoder(self) -> bool:

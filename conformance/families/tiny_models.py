@@ -27,6 +27,8 @@ _NAMES = {
 }
 MAPPINGS = tuple(_NAMES)
 _IMAGE_WORDS = [f"IMGIMG{'ABCDEFGHIJ'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z" for i in range(16)]
+# Code that counts 13 words for each window of 100 frames.
+_WINDOWS_OF_SOUND = {"audio_config.n_window": 50, "audio_config.n_window_infer": 100}
 # Facts that a type's default config lacks and its structure does not show.
 FIELDS: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
@@ -39,7 +41,9 @@ FIELDS: dict[str, dict[str, Any]] = {
         "text_config.mlp_layer_types": ["dense", "sparse"], "vision_config.sam_config.downsample_channels": [64, 64],
     },
     "dots3_note": {
-        f"text_config.{name}": value for name, value in expert_models.EXPERTS["dots3_note_text"].items()
+        "text_config.swa_num_attention_heads": 4, "text_config.swa_num_key_value_heads": 4,
+        "text_config.swa_q_lora_rank": 16, "text_config.swa_kv_lora_rank": 16, "text_config.swa_head_dim": 16,
+        "text_config.swa_qk_nope_head_dim": 8, "text_config.swa_v_head_dim": 16,
     },
     "diffusion_gemma": {
         "text_config.num_experts": 4, "text_config.top_k_experts": 2, "text_config.moe_intermediate_size": 32,
@@ -62,8 +66,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "muse_spark": {"out_hidden_size": 256},
     "nemotron_h_omni": {"vision_config.video_temporal_patch_size": 2},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 80},
-    "qwen3_asr": {"audio_config.n_window": 50, "audio_config.n_window_infer": 100},  # its code counts 13 words per window
-    "qwen3_omni_moe_thinker": {"vision_start_token_id": 80},
+    "qwen3_asr": _WINDOWS_OF_SOUND,
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 80} | _WINDOWS_OF_SOUND,
     "qwen4_exp": {f"text_config.{name}": value for name, value in expert_models.EXPERTS["qwen4_exp_text"].items()}
     | {"text_config.indexer_head_dim": 16},
     "reformer": {"axial_pos_embds": False},
