@@ -79,7 +79,7 @@ RULES: tuple[Rule, ...] = (
     (r"projection_(dim|size)|proj_dim", _at_most(WIDTH)),
     (r"(out|output|input)_(dim|size)|_width$|d_ssm|projector_|adapter_|_channel(s|_size)?$|^scale$", _at_most(WIDTH)),
 )  # fmt: skip
-_RANDOM = re.compile(r"drop|jitter|noise|mask_(time|feature)_prob|pdrop")
+_RANDOM = re.compile(r"drop|jitter|noise|vae_std|mask_(time|feature)_prob|pdrop")
 _TOKEN = re.compile(r"(token|bos|eos|pad|boi|eoi|start|end|newline|patch|im_\w+|codec_\w+)_(id|index)$|_token_ids?$")
 _LISTED = re.compile(f"{_TOKEN.pattern}|pinpoints|feature_layer$|^image_size$")
 _FEATURES = re.compile(r"(image|audio|video)_token_(id|index)")

@@ -155,7 +155,10 @@ def tiny(mapping: str, model_type: str) -> Tiny:
             with in_float64():
                 model = _build(kind, config)
                 batch = Batches(model, words, mapping).first()
-                return Tiny(kind, config, batch, trains=_is_alike(model.train(), batch))
+                trains = _is_alike(model.train(), batch)
+                if not trains and not _is_alike(model.eval(), batch):
+                    raise ValueError("its forward draws random numbers in evaluation too")
+                return Tiny(kind, config, batch, trains=trains)
         except Exception as error:  # configs and models raise errors of any type
             if why is None or way == _PLAINEST:
                 why = error

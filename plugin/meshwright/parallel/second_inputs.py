@@ -48,7 +48,7 @@ class SecondInputs:
         blocks: Iterable[Block],
         whole: Iterable[nn.Module],
         axis: Axis,
-        sequence: SequenceSharding | None,
+        sequence: SequenceSharding | None = None,
     ):
         self.axis, self.sequence = axis, sequence
         blocks = tuple(blocks)

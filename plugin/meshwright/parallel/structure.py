@@ -41,8 +41,8 @@ class DecoderStructure(Decoder):
         whole: the outermost modules inside of layers that every rank computes for all tokens, by name.
         whole_outside: those outside of layers and towers, which may run between layers or before the final norm.
         is_sequence_parallel: whether each rank has its own tokens between the blocks; False if there are none.
-        vocab_size: the number of words of which each rank has a part, as many as the head scores; 0 if all are whole. In
-            a few families the embedding has more words.
+        vocab_size: the number of words of which each rank has a part, as many as the head scores; 0 if all are whole.
+            In a few families the embedding has more words.
     """
 
     embedding: nn.Embedding

@@ -34,7 +34,7 @@ from meshwright.parallel.second_inputs import SecondInputs
 from meshwright.parallel.sequence_parallel import AllTokens, SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
 from meshwright.parallel.structure import DecoderStructure
-from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
+from meshwright.parallel.vocab_parallel import RowReads, VocabParallelEmbedding, VocabParallelHead
 from meshwright.parallel.wide_norms import GroupedNorm, WideNorm
 from meshwright.roles.adapters import projection
 from meshwright.roles.blocks import Block, Mixer
@@ -132,7 +132,9 @@ def install_tensor_parallel(
     """
     for embedding in structure.embeddings:
         if layout_of(embedding.weight).is_held:
-            VocabParallelEmbedding(embedding, RowLayout.padded(embedding.num_embeddings, axis.size), axis)
+            rows = RowLayout.padded(embedding.num_embeddings, axis.size)
+            VocabParallelEmbedding(embedding, rows, axis)
+            RowReads(structure.model, embedding, rows, axis)
     if structure.head is not None and layout_of(structure.head.weight).is_held:
         VocabParallelHead(structure.head, structure.vocab_size, axis, keep_logits_sharded)
     sequence = SequenceSharding(axis) if structure.is_sequence_parallel else None

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from meshwright.errors import PlanError
 from meshwright.roles.adapters import is_adapted
 from meshwright.roles.blocks import BLOCKS, KINDS, Experts, keeps_states, recurrences
 from meshwright.roles.decoder import Decoder, find_decoder, hidden_size, is_norm, is_stack, layer_stack
@@ -106,7 +105,7 @@ def _common_roles(layers_name: str, layers: list[tuple[nn.Module, dict[str, Role
 def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> dict[str, Role]:
     modules = dict(layer.named_modules(remove_duplicate=False))
     hinted = hinted_roles(layer, hints)
-    roles = {name: role for name, role in hinted.items() if role is Role.WHOLE}
+    roles: dict[str, Role] = {name: role for name, role in hinted.items() if role is Role.WHOLE}
     for name, module in modules.items():  # an MLP inside of what experts claim comes later, and is an MLP
         if name not in roles and not _is_in(name, roles, Role.WHOLE, Role.MIXER):
             roles |= _block_roles(name, module, hidden, hinted)

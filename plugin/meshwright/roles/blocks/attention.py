@@ -93,8 +93,8 @@ class Attention(Block):
         """Raise if a norm without weights, which has no shape, norms more than a head: a rank has some of the width."""
         if args[0].shape[-1] > self.heads.head_dim:
             raise PlanError(
-                f"a {type(norm).__name__} without weights in {self.name} norms {args[0].shape[-1]} channels, but a head "
-                f"has {self.heads.head_dim}, so each rank of tp would norm a part. Leave the attention whole: "
+                f"a {type(norm).__name__} without weights in {self.name} norms {args[0].shape[-1]} channels, but a "
+                f"head has {self.heads.head_dim}, so each rank of tp would norm a part. Leave the attention whole: "
                 f'ToDistributedConfig(sharding_plan=...) with Role.WHOLE for "{self.name}", or use ParallelPlan(tp=1)'
             )
 
@@ -165,9 +165,8 @@ def _query_key_norms(block: nn.Module, projections: Mapping[Role, nn.Module]) ->
         if head_dim and is_norm(module, head_dim):
             roles[name] = Role.HEAD_NORM
         # Only an RMS norm can be cut: the mean square of its channels is a sum over ranks.
-        elif role in projections and not isinstance(module, nn.LayerNorm):
-            if is_norm(module, out_features(projections[role])):
-                roles[name] = norm
+        elif role in projections and is_norm(module, out_features(projections[role])):
+            roles |= {} if isinstance(module, nn.LayerNorm) else {name: norm}
     per_head = {type(block._modules[name]) for name, role in roles.items() if role is Role.HEAD_NORM}
     values = ((n, m) for n, m in block._modules.items() if n.lower().startswith("v") and type(m) in per_head)
     return roles | {n: Role.HEAD_NORM for n, m in values if m is not None and not list(m.parameters())}
