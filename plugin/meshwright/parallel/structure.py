@@ -86,6 +86,9 @@ def describe(
     head = roled.only_if_any(Role.HEAD, nn.Linear)
     own = tuple(embedding.parameters())
     uncut = {id(p) for p in own} if len(own) > 1 else set()
+    if head is not None and id(weight_of(head)) in uncut:
+        uncut |= {id(p) for p in head.parameters()}
+        head = None
     parts = _by_roles(roled)
     sequence_parallel = sequence_parallel and bool(roled.block_names)
     routed = [] if sequence_parallel or tp == 1 else _owners_of_experts(roled, parts)
@@ -113,8 +116,6 @@ def describe(
         if parameter in of_towers:
             layouts[name] = replace(layouts[name], addends=OVER_TP)
     _check_ties(model, layouts)
-    if head is not None and id(weight_of(head)) in uncut:
-        head = None
     words = weight_of(head).shape[0] if head is not None else 0 if uncut else embedding.num_embeddings
     embeddings = (m for m in roled.modules_with(Role.EMBEDDING) if isinstance(m, nn.Embedding) and not uncut)
     return DecoderStructure(
