@@ -20,6 +20,12 @@ _NAMES = {
     Role.V: {"v_proj", "value_proj", "v", "value", "wv", "to_v", "v_lin"},
     Role.O: {"o_proj", "out_proj", "output_proj", "o", "out", "wo", "to_out", "out_lin", "dense", "proj", "c_proj"},
 }
+# Latent attention: the heads are computed from two narrow projections that all ranks hold whole.
+_LATENT = {
+    Role.SHARED: {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "k_rope_only_layernorm"},
+    Role.PER_HEAD: {"q_proj", "q_b_proj", "kv_b_proj", "g_proj", "gate_proj", "q_gate_proj", "sinks"},
+    Role.O: {"o_proj"},
+}
 _NORMS = {"q": (Role.Q, Role.Q_NORM), "k": (Role.K, Role.K_NORM)}
 _FUSED = frozenset({Role.QKV, Role.QKV_BY_GROUP, Role.QKV_IN_FOUR})
 
@@ -100,6 +106,8 @@ class Attention(Block):
 
     @classmethod
     def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
+        if latent := _latent(module):
+            return latent
         linears = direct_projections(module)
         parts = {} if linears else split_projections(module)
         linears = linears or parts
@@ -124,6 +132,20 @@ class Attention(Block):
         roles |= _biases_of_heads(module)
         norms = _norms_beside(module, readers, hidden) if parts else _query_key_norms(module, by_role)
         return {"": Role.ATTENTION} | roles | norms
+
+
+def _latent(attention: nn.Module) -> dict[str, Role]:
+    """Return the roles of a latent attention and of what is in it; empty if it is none.
+
+    Its indexer chooses from the whole input, without a gradient, which tokens a query sees: the same for all heads.
+    """
+    named = {**attention._modules, **attention._parameters}
+    if not {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= named.keys():
+        return {}
+    roles = {name: role for role, names in _LATENT.items() for name in names if named.get(name) is not None}
+    inner = () if (indexer := attention._modules.get("indexer")) is None else indexer.named_modules(prefix="indexer")
+    roles |= {name: Role.SHARED for name, module in inner if list(module.parameters(recurse=False))}
+    return {"": Role.ATTENTION} | roles
 
 
 def _counts_by_another_name(attention: nn.Module, query_width: int) -> bool:
