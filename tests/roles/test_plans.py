@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -206,9 +207,10 @@ def odd_model_step(kind: type[OddDecoder], plan: dict[str, Any] | None) -> tuple
     ids[:, -2:] = 96
     for _ in range(2):  # a second call, with whatever hooks have left behind
         with torch.no_grad():
-            model(ids, labels=labels_for(ids))
+            of_copy = copy.deepcopy(model)(ids, labels=labels_for(ids))
         loss = model(ids, labels=labels_for(ids))
         loss.backward()
+    assert abs(loss.item() - of_copy.item()) < 1e-12  # in float64, of the same sums
     if plan is None:
         return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return loss.item(), mw.full_gradients(model)

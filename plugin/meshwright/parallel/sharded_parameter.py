@@ -7,6 +7,7 @@ modules and optimizers are not slowed down. Elementwise arithmetic is exact on s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -116,6 +117,8 @@ class ShardedParameter(Shard, nn.Parameter):
                 new = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
             new.meshwright = self.meshwright  # type: ignore[attr-defined]
             memo[id(self)] = guard(new)
+            if ROW_READS in vars(self):
+                new.__dict__[ROW_READS] = copy.deepcopy(vars(self)[ROW_READS], memo)
         copied: nn.Parameter = memo[id(self)]
         return copied
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.layout.row_layout import RowLayout
@@ -74,7 +75,9 @@ class RowReads:
             return None
         is_here = self.first <= word < self.stop
         with reading_shards():
-            return reduce(weight[word - self.first if is_here else 0] * float(is_here), self.axis)
+            row = weight[word - self.first if is_here else 0]
+            elsewhere = torch.full((), not is_here, device=row.device)
+            return reduce(row.masked_fill(elsewhere, 0), self.axis)
 
 
 class VocabParallelHead:

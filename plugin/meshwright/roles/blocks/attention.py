@@ -97,7 +97,7 @@ class Attention(Block):
 
     def _check_norms_heads(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
         """Raise if a norm without weights, which has no shape, norms more than a head: a rank has some of the width."""
-        if args[0].shape[-1] > self.heads.head_dim:
+        if args and args[0].shape[-1] > self.heads.head_dim:
             raise PlanError(
                 f"a {type(norm).__name__} without weights in {self.name} norms {args[0].shape[-1]} channels, but a "
                 f"head has {self.heads.head_dim}, so each rank of tp would norm a part. Leave the attention whole: "
