@@ -136,7 +136,8 @@ class Batches:
         if "bbox" in self.names:
             batch["bbox"] = torch.tensor([1, 2, 5, 7]).expand(*ids.shape, -1)
         if kind == "image" and "cross_attention_mask" in self.names:
-            batch["cross_attention_mask"] = torch.ones(ROWS, ids.shape[1], 1, 1, dtype=torch.long)
+            tiles = self._in_configs("max_num_tiles", 1)
+            batch["cross_attention_mask"] = torch.ones(ROWS, ids.shape[1], 1, tiles, dtype=torch.long)
         if kind == "image" and "image_attention_mask" in self.names:
             batch["image_attention_mask"] = torch.ones(ROWS, ids.shape[1], 1, dtype=torch.long)
         batch |= media
@@ -184,7 +185,7 @@ class Batches:
         """Yield one image per row in the formats of processors."""
         channels, temporal = 3, self._in_configs("temporal_patch_size", self._in_configs("patch_temporal", 1))
         side, patch = self._in_configs("image_size", IMAGE), self._in_configs("patch_size", PATCH)
-        high = side // patch
+        high, tiles = side // patch, self._in_configs("max_num_tiles", 1)
         length = channels * patch * patch
         images = _random(ROWS, channels, side, side)
         patches = _random(ROWS, high * high, length)
@@ -207,7 +208,7 @@ class Batches:
             "image_grids": torch.tensor([[high // 2, high // 2, 0, 0]] * ROWS),
             "image_token_pooling": torch.arange(ROWS * high * high).view(-1, 4),
             "aspect_ratio_ids": torch.ones(ROWS, 1, dtype=torch.long),
-            "aspect_ratio_mask": torch.ones(ROWS, 1, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(ROWS, 1, tiles, dtype=torch.long),
         }
         others = {name: value for name, value in others.items() if name in self.names}
         others |= {name: images for name in self.names if name.endswith("_pixel_values")}
@@ -223,7 +224,10 @@ class Batches:
             (patches, torch.ones(ROWS, high * high, dtype=torch.long)),
             (flat, torch.ones(ROWS * high * high, dtype=torch.long)),
             (images[:, None], torch.ones(ROWS, 1, dtype=torch.bool)),
-            (images[:, None, None], torch.ones(ROWS, 1, 1, side, side, dtype=torch.long)),
+            (
+                images[:, None, None].repeat(1, 1, tiles, 1, 1, 1),
+                torch.ones(ROWS, 1, tiles, side, side, dtype=torch.long),
+            ),
             (flat.view(-1, channels, patch, patch) if temporal == 1 else flat, torch.ones(ROWS)),
             (torch.cat([place, patches], dim=2), torch.ones(ROWS, high * high, dtype=torch.long)),
             (_random(ROWS, 2, channels, side, side), torch.ones(ROWS, 2, side, side, dtype=torch.long)),
@@ -241,6 +245,12 @@ class Batches:
             yield {main: pixels, **others}
             if "image_sizes" in others:
                 yield {main: pixels, **{name: value for name, value in others.items() if name != "image_sizes"}}
+
+        merge = self._in_configs("spatial_merge_size", 1)  # patches of a word side by side, and a grid of words
+        words, width = high // merge, merge * patch
+        if merge > 1 and "image_grid_thw" in others:
+            of_words = torch.tensor([[1, words, words]] * ROWS)
+            yield {main: _random(ROWS * words**2, width, width, channels), **others, "image_grid_thw": of_words}
 
     def _sounds(self) -> Iterator[Batch]:
         """Yield one sound per row in the formats of feature extractors."""

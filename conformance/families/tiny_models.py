@@ -62,6 +62,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     # The tower halves the sizes of images at this layer, which it must have.
     "minicpmv4_6": {"insert_layer_id": 0},
     "minicpmv4_7": {"insert_layer_id": 0},
+    "mllama": {"vision_config.intermediate_layers_indices": [0], "vision_config.vision_output_dim": 128},
     "muse_glimmer": {"out_hidden_size": 256},
     "muse_spark": {"out_hidden_size": 256},
     "nemotron_h_omni": {"vision_config.video_temporal_patch_size": 2},
