@@ -54,16 +54,11 @@ def roles_of_experts(module: nn.Module) -> dict[str, Role]:
     inside = {f"{name}.{n}".rstrip("."): m for name, child in routers.items() for n, m in child.named_modules()}
     token_wise = {name for name, m in inside.items() if _is_token_wise(m)}
     # Experts of a family's own code may hold their weights in a module of theirs.
-    parts = {
-        f"{name}.{n}"
-        for name in experts
-        for n, m in children[name].named_modules()
-        if n and list(m.parameters(recurse=False))
-    }
-    is_own = not any(is_experts(projection(children[name])) for name in experts)
-    return dict.fromkeys(("", *token_wise, *stacked, *(parts if is_own else ())), Role.ROUTER) | dict.fromkeys(
-        experts, Role.EXPERTS
-    )
+    own = {name: children[name] for name in experts if not is_experts(projection(children[name]))}
+    inside = {n: m for name, child in own.items() for n, m in child.named_modules(prefix=name) if m is not child}
+    parts = {name for name, m in inside.items() if list(m.parameters(recurse=False))}
+    roles = dict.fromkeys(("", *token_wise, *stacked, *parts), Role.ROUTER)
+    return roles | dict.fromkeys(experts, Role.EXPERTS)
 
 
 def routed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
