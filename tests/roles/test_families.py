@@ -165,7 +165,6 @@ WHOLE = [
     ("gemma4_text", {"attention_k_eq_v": True}, "self_attn"),
     ("gpt2", {"add_cross_attention": True}, "crossattention"),
     ("diffllama", {}, "self_attn"),
-    ("trocr", {}, "self_attn"),
 ]
 
 

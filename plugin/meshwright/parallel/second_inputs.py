@@ -54,7 +54,7 @@ class SecondInputs:
         blocks = tuple(blocks)
         self._local_heads = {block.heads.local_heads for block in blocks if block.heads is not None}
         self._layers = tuple(dict.fromkeys(layers))
-        self._arguments = {layer: inspect.signature(layer.forward).parameters.keys() for layer in self._layers}
+        self._has_parts = any(PER_TOKEN & inspect.signature(x.forward).parameters.keys() for x in self._layers)
         self._outside: list[weakref.ref[Tensor]] = []  # what the first layer got: nothing in a layer has computed it
         self._given: dict[str, Tensor] = {}  # the second inputs of the running layer
         self._gates: list[GraphNode | None] = []
@@ -86,7 +86,7 @@ class SecondInputs:
 
     def _cut(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with this rank's tokens of those that have a value for each token."""
-        if self.sequence is None or not PER_TOKEN & self._arguments[layer]:
+        if self.sequence is None or not self._has_parts:
             return args, kwargs
         named = _named(layer, args, kwargs)
         parts = {id(x): self.sequence.split(x) for n, x in named.items() if n in PER_TOKEN and isinstance(x, Tensor)}
