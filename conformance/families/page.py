@@ -16,12 +16,12 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 
 _REMARKS = {
     "falcon": "alibi and multi-query here; its other two orders of fused rows have plans too",
-    "gemma4_text": "without hidden_size_per_layer_input and attention_k_eq_v, which are refused",
+    "gemma4_text": "with attention_k_eq_v its attention stays whole",
     "gpt-sw3": "GPT-2's class",
     "internlm3": "Llama's class",
     "iquestcoder": "Llama's class",
     "lfm2": "with attention layers only; [hybrids.md](hybrids.md) has its convolutions",
-    "stablelm": "without qk_layernorm, whose norms (one per head) are refused",
+    "stablelm": "with qk_layernorm its attention stays whole",
 }
 _DECODER_HALF = "the decoder of an encoder-decoder model; its cross-attention is sharded too"
 
@@ -63,8 +63,8 @@ def render(
         "Roles are inferred from the structure. Some facts cannot be inferred from the structure, such as the order of "
         "fused rows or the role of a single weight. `plugin/meshwright/roles/family_hints.py` lists them, in a line or "
         "two per family. The same rules infer the roles of a class that is not in the table. A module of a layer with "
-        "a parameter that has no clear role stays whole, and the log says which share of the weights is cut. With "
-        "experts, and outside of layers, `to_distributed` raises an error that lists the names, before anything is "
+        "a parameter that has no clear role stays whole, and the log says which share of the weights is cut. In "
+        "a module around experts `to_distributed` raises an error that lists the names, before anything is "
         "changed. Most such classes need only a hint:",
         "",
         "<!-- given: mw, own_decoder as model -->",

@@ -163,8 +163,11 @@ def run_type(mapping: str, model_type: str, plans: Sequence[str]) -> dict[str, C
     while left := [plan for plan in plans if plan not in found]:
         cells = _run_ranks(model, left)
         for plan, cell in cells.items():
-            if cell.status == "crashes" and "gather_logits=True" in cell.reason:  # the line that the error names
+            # The line that the error names.
+            if cell.status == "crashes" and "gather_logits=True" in cell.reason:
                 cells |= _run_ranks(dataclasses.replace(model, gathers_logits=True), [plan])
+            if cell.status == "refused" and "freeze the statistics" in cell.reason:
+                cells |= _run_ranks(dataclasses.replace(model, freezes_statistics=True), [plan])
         found |= cells
     return found
 

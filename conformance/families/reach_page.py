@@ -112,9 +112,10 @@ def render(versions: Mapping[str, str], rows: list[Row]) -> str:
                 f"{versions['torch']}. Each type is a tiny model with random weights, which has every kind of layer "
                 "that its default config has, and further kinds that its code names where such a config is valid. A "
                 "batch has two rows, each with an image or a sound if the mapping says so. A program says what its "
-                "loss averages over if that is not known, and gathers the logits if an error asks for it. It runs in "
-                "float64, one step. The loss, the norm and the gradient of every parameter differ by at most "
-                f"{TOLERANCE:g} of a tensor's largest value; the largest difference of these programs is "
+                "loss averages over if that is not known, and gathers the logits or freezes the statistics of batch "
+                "norms if an error asks for it. Of a type that only generates, the part that computes a loss runs. A "
+                "program runs in float64, one step. The loss, the norm and the gradient of every parameter differ by "
+                f"at most {TOLERANCE:g} of a tensor's largest value; the largest difference of these programs is "
                 f"{largest:.0e}. Configs and batches follow from the structure "
                 "(`conformance/families/tiny_configs.py`), so a type of a new release is tried without code."
             ),

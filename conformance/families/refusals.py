@@ -13,7 +13,6 @@ from conformance.families.models import model_class, tiny_config
 from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for
-from meshwright.roles.family_hints import reason_to_refuse
 
 MIXTURE = "mixture of experts"
 _MULTIMODAL = "multimodal: a tower for images or sound beside the decoder"
@@ -65,7 +64,7 @@ def refusal(family: str) -> Refusal | None:
         return Refusal(
             family, _UNBUILT.get(family, _MULTIMODAL), "transformers builds no model from its default config"
         )
-    kind = "dense decoder" if reason_to_refuse(model.config) else _kind(model)
+    kind = _kind(model)
     try:
         describe(model, plan_for(model), tp=2, sequence_parallel=True)
     except UncoveredParameterError as error:

@@ -15,6 +15,7 @@ from conformance.families.tiny_configs import FRAMES, IMAGE, PATCH, Words
 from meshwright.parallel.example_images import number_in_configs
 
 ROWS, TEXT = 2, 14  # rows of a batch, and words of a row besides those of images and of sound
+CODES = 8  # words of a codebook
 PLAIN = 60  # words below it may have no meaning
 Batch = dict[str, Any]
 _EDGES = ("start", "end")
@@ -84,10 +85,23 @@ class Batches:
             word = self._word_of(kind)
             placed = word is not None or "image_embeds_position_mask" in self.names
             counts = (known,) if known is not None else _COUNTS if placed else (0,)
-            for count in counts:
-                yield self._with_text(inputs, kind, word, count)
+            # An encoder's input and a decoder's labels may have two lengths; some compute no loss of these.
+            for is_shorter, count in itertools.product((True, False) if self._has_decoder else (False,), counts):
+                yield self._with_text(inputs, kind, word, count, is_shorter=is_shorter)
+        if codebooks := self._in_configs("num_codebooks", 0):
+            yield from self._of_codebooks(self._with_text({}, "", None, 0, is_shorter=False), codebooks)
 
-    def _with_text(self, media: Batch, kind: str, word: int | None, count: int) -> Batch:
+    def _of_codebooks(self, batch: Batch, count: int) -> Iterator[Batch]:
+        """Yield batches whose words are of several codebooks: beside a word of text, or in rows of their own."""
+        codes = batch["input_ids"][..., None].expand(-1, -1, count) % self._in_configs("codebook_size", CODES)
+        yield batch | {"input_ids": torch.cat([batch["input_ids"][..., None], codes], dim=-1)}
+        yield batch | {"input_ids": codes.movedim(-1, 1).flatten(0, 1), "labels": codes}
+
+    @property
+    def _has_decoder(self) -> bool:
+        return self.task == "seq2seq" and "decoder_input_ids" in self.names
+
+    def _with_text(self, media: Batch, kind: str, word: int | None, count: int, *, is_shorter: bool) -> Batch:
         generator = torch.Generator().manual_seed(3)
         special = {*self.words.names.values(), 0, 1, 2}
         plain = torch.tensor([w for w in range(PLAIN) if w not in special])
@@ -103,9 +117,8 @@ class Batches:
             if isinstance(end := getattr(self.model.config, "eos_token_id", None), int):
                 ids[:, -1] = end  # some classify what is there
         batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-        if self.task == "seq2seq":
-            reads_words = "decoder_input_ids" in self.names
-            batch["labels"] = labels[:, :9].contiguous() if reads_words else labels
+        if is_shorter:
+            batch["labels"] = labels[:, :9].contiguous()
         here = ids == (-1 if word is None else word)
         if word is None:
             here[:, 2 : 2 + count] = True
@@ -123,7 +136,8 @@ class Batches:
         if "bbox" in self.names:
             batch["bbox"] = torch.tensor([1, 2, 5, 7]).expand(*ids.shape, -1)
         if kind == "image" and "cross_attention_mask" in self.names:
-            batch["cross_attention_mask"] = torch.ones(ROWS, ids.shape[1], 1, 1, dtype=torch.long)
+            tiles = self._in_configs("max_num_tiles", 1)
+            batch["cross_attention_mask"] = torch.ones(ROWS, ids.shape[1], 1, tiles, dtype=torch.long)
         if kind == "image" and "image_attention_mask" in self.names:
             batch["image_attention_mask"] = torch.ones(ROWS, ids.shape[1], 1, dtype=torch.long)
         batch |= media
@@ -171,7 +185,7 @@ class Batches:
         """Yield one image per row in the formats of processors."""
         channels, temporal = 3, self._in_configs("temporal_patch_size", self._in_configs("patch_temporal", 1))
         side, patch = self._in_configs("image_size", IMAGE), self._in_configs("patch_size", PATCH)
-        high = side // patch
+        high, tiles = side // patch, self._in_configs("max_num_tiles", 1)
         length = channels * patch * patch
         images = _random(ROWS, channels, side, side)
         patches = _random(ROWS, high * high, length)
@@ -194,7 +208,7 @@ class Batches:
             "image_grids": torch.tensor([[high // 2, high // 2, 0, 0]] * ROWS),
             "image_token_pooling": torch.arange(ROWS * high * high).view(-1, 4),
             "aspect_ratio_ids": torch.ones(ROWS, 1, dtype=torch.long),
-            "aspect_ratio_mask": torch.ones(ROWS, 1, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(ROWS, 1, tiles, dtype=torch.long),
         }
         others = {name: value for name, value in others.items() if name in self.names}
         others |= {name: images for name in self.names if name.endswith("_pixel_values")}
@@ -210,7 +224,10 @@ class Batches:
             (patches, torch.ones(ROWS, high * high, dtype=torch.long)),
             (flat, torch.ones(ROWS * high * high, dtype=torch.long)),
             (images[:, None], torch.ones(ROWS, 1, dtype=torch.bool)),
-            (images[:, None, None], torch.ones(ROWS, 1, 1, side, side, dtype=torch.long)),
+            (
+                images[:, None, None].repeat(1, 1, tiles, 1, 1, 1),
+                torch.ones(ROWS, 1, tiles, side, side, dtype=torch.long),
+            ),
             (flat.view(-1, channels, patch, patch) if temporal == 1 else flat, torch.ones(ROWS)),
             (torch.cat([place, patches], dim=2), torch.ones(ROWS, high * high, dtype=torch.long)),
             (_random(ROWS, 2, channels, side, side), torch.ones(ROWS, 2, side, side, dtype=torch.long)),
@@ -229,26 +246,31 @@ class Batches:
             if "image_sizes" in others:
                 yield {main: pixels, **{name: value for name, value in others.items() if name != "image_sizes"}}
 
+        merge = self._in_configs("spatial_merge_size", 1)  # patches of a word side by side, and a grid of words
+        words, width = high // merge, merge * patch
+        if merge > 1 and "image_grid_thw" in others:
+            of_words = torch.tensor([[1, words, words]] * ROWS)
+            yield {main: _random(ROWS * words**2, width, width, channels), **others, "image_grid_thw": of_words}
+
     def _sounds(self) -> Iterator[Batch]:
         """Yield one sound per row in the formats of feature extractors."""
         names = ("num_mel_bins", "n_mel_bins", "input_feat_size", "input_dim", "mel_dim", "feature_size")
         bins = next((found for name in names if (found := self._in_configs(name, 0))), 80)
+        bins *= self._in_configs("num_stacked_frames", 1)
         mains = [
             n for n in ("input_features", "input_values", "audio_values", "audio_input_features") if n in self.names
         ]
-        for main, frames in itertools.product(mains or [None], (FRAMES, 2 * FRAMES, 160, 8 * TEXT)):
+        lengths = (FRAMES, 2 * FRAMES, 160, 8 * TEXT, 2 * self._in_configs("n_window", FRAMES))
+        for has_mask, main, frames in itertools.product((True, False), mains or [None], lengths):
             for features in (
                 _random(ROWS, bins, frames),
                 _random(ROWS, frames, bins),
                 _random(ROWS, 40 * frames),
                 _random(ROWS, 1, 40 * frames),
             ):
+                masks = ("feature_attention_mask", "input_features_mask", "audio_attention_mask")
                 mask = torch.ones(ROWS, frames, dtype=torch.long)
-                others = {
-                    name: mask
-                    for name in ("feature_attention_mask", "input_features_mask", "audio_attention_mask")
-                    if name in self.names
-                }
+                others = {name: mask for name in masks if has_mask and name in self.names}
                 others |= {
                     name: torch.full((ROWS,), frames)
                     for name in ("audio_feature_lengths", "audio_embed_sizes", "feature_lengths")

@@ -34,6 +34,8 @@ def _at_most(value: int) -> Callable[[int], int]:
 RULES: tuple[Rule, ...] = (
     (r"type_vocab|^(num|in|audio|out)_channels$|temporal_patch|merge|kernel|stride|scale_factor|conv_L", lambda d: d),
     (r"channel_multiplier", _at_most(1)),
+    (r"num_filters", _at_most(4)),
+    (r"^depths$|self_attends", _at_most(LAYERS)),
     (r"patch_embed_hidden_size|patch_dim$", _at_most(3 * PATCH * PATCH)),
     (r"codebook_size|^num_embeddings$", _at_most(16)),
     (r"(^|_)vocab(_size)?($|_)", _at_most(VOCAB)),
@@ -73,11 +75,11 @@ RULES: tuple[Rule, ...] = (
     (r"n_window$", _at_most(4)),
     (r"acoustic|_every$", lambda d: d),
     (r"window|chunk_size|block_size|local_attention|segment_means|landmarks", _at_most(16)),
-    (r"hidden_(size|dim)|d_model|n_embd|emb(ed(ding)?)?_(dim|size)|^dim$", _at_most(WIDTH)),
+    (r"hidden_(size|dim)|d_model|d_latents|n_embd|emb(ed(ding)?)?_(dim|size)|^dim$", _at_most(WIDTH)),
     (r"projection_(dim|size)|proj_dim", _at_most(WIDTH)),
     (r"(out|output|input)_(dim|size)|_width$|d_ssm|projector_|adapter_|_channel(s|_size)?$|^scale$", _at_most(WIDTH)),
 )  # fmt: skip
-_RANDOM = re.compile(r"drop|jitter|noise|mask_(time|feature)_prob|pdrop")
+_RANDOM = re.compile(r"drop|jitter|noise|vae_std|mask_(time|feature)_prob|pdrop")
 _TOKEN = re.compile(r"(token|bos|eos|pad|boi|eoi|start|end|newline|patch|im_\w+|codec_\w+)_(id|index)$|_token_ids?$")
 _LISTED = re.compile(f"{_TOKEN.pattern}|pinpoints|feature_layer$|^image_size$")
 _FEATURES = re.compile(r"(image|audio|video)_token_(id|index)")
@@ -138,7 +140,8 @@ class Shrinker:
             elif chosen and name in chosen.lists:
                 values[name] = chosen.lists[name]
             elif chosen and name == chosen.field:
-                values[name] = chosen.count
+                given = (self.fields.get(f"{prefix}{n}") for n in chosen.lists)
+                values[name] = next((len(x) for x in given if isinstance(x, list)), chosen.count)
             elif name == "rope_parameters":
                 if isinstance(value, dict):
                     values[name] = value

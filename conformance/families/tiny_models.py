@@ -27,6 +27,8 @@ _NAMES = {
 }
 MAPPINGS = tuple(_NAMES)
 _IMAGE_WORDS = [f"IMGIMG{'ABCDEFGHIJ'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z" for i in range(16)]
+# Code that counts 13 words for each window of 100 frames.
+_WINDOWS_OF_SOUND = {"audio_config.n_window": 50, "audio_config.n_window_infer": 100}
 # Facts that a type's default config lacks and its structure does not show.
 FIELDS: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
@@ -37,6 +39,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "cohere_compass": {"text_config.rope_parameters": models.DENSE["cohere_compass_text"]["rope_parameters"]},
     "deepseek_ocr2": {
         "text_config.mlp_layer_types": ["dense", "sparse"], "vision_config.sam_config.downsample_channels": [64, 64],
+    },
+    "dots3_note": {
+        "text_config.swa_num_attention_heads": 4, "text_config.swa_num_key_value_heads": 4,
+        "text_config.swa_q_lora_rank": 16, "text_config.swa_kv_lora_rank": 16, "text_config.swa_head_dim": 16,
+        "text_config.swa_qk_nope_head_dim": 8, "text_config.swa_v_head_dim": 16,
     },
     "diffusion_gemma": {
         "text_config.num_experts": 4, "text_config.top_k_experts": 2, "text_config.moe_intermediate_size": 32,
@@ -55,11 +62,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     # The tower halves the sizes of images at this layer, which it must have.
     "minicpmv4_6": {"insert_layer_id": 0},
     "minicpmv4_7": {"insert_layer_id": 0},
+    "mllama": {"vision_config.intermediate_layers_indices": [0], "vision_config.vision_output_dim": 128},
     "muse_glimmer": {"out_hidden_size": 256},
     "muse_spark": {"out_hidden_size": 256},
     "nemotron_h_omni": {"vision_config.video_temporal_patch_size": 2},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 80},
-    "qwen3_omni_moe_thinker": {"vision_start_token_id": 80},
+    "qwen3_asr": _WINDOWS_OF_SOUND,
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 80} | _WINDOWS_OF_SOUND,
     "qwen4_exp": {f"text_config.{name}": value for name, value in expert_models.EXPERTS["qwen4_exp_text"].items()}
     | {"text_config.indexer_head_dim": 16},
     "reformer": {"axial_pos_embds": False},
@@ -83,6 +92,11 @@ def types_of(mapping: str) -> dict[str, str]:
     return {name: kind if isinstance(kind, str) else kind[0] for name, kind in sorted(found.items())}
 
 
+def _class_of(mapping: str, model_type: str) -> Any:
+    kind = _names(mapping)[model_type]
+    return getattr(transformers, kind if isinstance(kind, str) else kind[0])
+
+
 def _names(mapping: str) -> Mapping[str, Any]:
     return getattr(modeling_auto, f"MODEL_FOR_{_NAMES[mapping]}_MAPPING_NAMES")
 
@@ -95,11 +109,16 @@ class Tiny:
     config: PretrainedConfig
     batch: Batch
     trains: bool = True  # whether the model is in training mode; some draw random numbers there
+    freezes_statistics: bool = False  # whether its batch norms use the statistics that they have
     gathers_logits: bool = False  # whether its forward reads the logits, so that the program gathers them
 
     def build(self) -> nn.Module:
         """Return the model, always with the same random weights."""
-        return _build(self.kind, self.config).train(self.trains)
+        model: nn.Module = _build(self.kind, self.config).train(self.trains)
+        for module in model.modules() if self.freezes_statistics else ():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return model
 
 
 class UnbuiltError(Exception):
@@ -114,7 +133,11 @@ def tiny(mapping: str, model_type: str) -> Tiny:
     """
     why: Exception | None = None
     try:
-        kind = getattr(transformers, types_of(mapping)[model_type])
+        kind = _class_of(mapping, model_type)
+        if kind.forward is nn.Module.forward:  # it generates with several models, of which one trains
+            configs = vars(CONFIG_MAPPING[model_type]()).values()
+            parts = (getattr(config, "model_type", "") for config in configs)
+            return tiny(mapping, next(part for part in parts if part in _names(mapping)))
         default = _default(kind, model_type, mapping)
         fields = FIELDS.get(model_type, {})
         if not isinstance(default, CONFIG_MAPPING[model_type]):  # the decoder's config alone
@@ -133,7 +156,10 @@ def tiny(mapping: str, model_type: str) -> Tiny:
             with in_float64():
                 model = _build(kind, config)
                 batch = Batches(model, words, mapping).first()
-                return Tiny(kind, config, batch, trains=_is_alike(model.train(), batch))
+                trains = _is_alike(model.train(), batch)
+                if not trains and not _is_alike(model.eval(), batch):
+                    raise ValueError("its forward draws random numbers in evaluation too")
+                return Tiny(kind, config, batch, trains=trains)
         except Exception as error:  # configs and models raise errors of any type
             if why is None or way == _PLAINEST:
                 why = error

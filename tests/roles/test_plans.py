@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -101,10 +102,11 @@ class OwnAttention(nn.Module):
         self.wk = nn.Linear(hidden, groups * self.head_dim, bias=True)
         self.wv = nn.Linear(hidden, groups * self.head_dim, bias=False)
         self.wo = nn.Linear(hidden, hidden, bias=True)
+        self.q_norm: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        q = self.wq(x).view(batch, length, self.n_heads, self.head_dim).transpose(1, 2)
+        q = self.q_norm(self.wq(x)).view(batch, length, self.n_heads, self.head_dim).transpose(1, 2)
         k = self.wk(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
         v = self.wv(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -137,6 +139,93 @@ class OwnDecoder(nn.Module):
             x = block(x)
         logits = self.out(self.last_norm(x))
         return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 97), labels[:, 1:].reshape(-1))
+
+
+class NormedEmbedding(nn.Embedding):
+    """Norms what it returns, and is read by the model too."""
+
+    def __init__(self) -> None:
+        super().__init__(97, 32, padding_idx=96)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.norm(super().forward(input_ids))
+
+
+class GatedLayer(OwnLayer):
+    """Norms its queries over the whole width, and combines each token with a second input."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.attn.q_norm = nn.LayerNorm(hidden)
+        self.narrow, self.widen = nn.Linear(hidden, 8), nn.Linear(8, hidden)
+
+    def forward(self, x: Tensor, per_layer_input: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.widen(torch.tanh(self.narrow(x)) * per_layer_input)
+
+
+class OddDecoder(OwnDecoder):
+    """Its own code reads a row of its embedding, and has a module between its layers and its last norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GatedLayer(32) for _ in range(2))
+        self.gates, self.between = nn.Embedding(97, 8), nn.Linear(32, 32)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, gates = self.words(input_ids), self.gates(input_ids)
+        is_padding = input_ids == self.words.padding_idx
+        x = torch.where(is_padding[..., None], 2 * self.words.weight[96, :], x)
+        for block in self.blocks:
+            x = block(x, per_layer_input=gates)
+        logits = self.out(self.last_norm(self.between(x)))
+        return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 97), labels[:, 1:].reshape(-1))
+
+
+class OddPaddedDecoder(OddDecoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(97, 32, padding_idx=96)
+
+
+class OddNormedDecoder(OddDecoder):
+    """The head has the weight of the embedding, which stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = NormedEmbedding()
+        self.out.weight = self.words.weight
+
+
+def odd_model_step(kind: type[OddDecoder], plan: dict[str, Any] | None) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = kind().double()
+    if plan is not None:
+        model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+    ids = tokens(3, 11)  # neither rows nor length divide
+    ids[:, -2:] = 96
+    for _ in range(2):  # a second call, with whatever hooks have left behind
+        with torch.no_grad():
+            of_copy = copy.deepcopy(model)(ids, labels=labels_for(ids))
+        loss = model(ids, labels=labels_for(ids))
+        loss.backward()
+    assert abs(loss.item() - of_copy.item()) < 1e-12  # in float64, of the same sums
+    if plan is None:
+        return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), mw.full_gradients(model)
+
+
+@pytest.mark.parametrize("kind", [OddPaddedDecoder, OddNormedDecoder])
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}])
+def test_what_no_role_fits_equals_one_process(kind: type[OddDecoder], plan: dict[str, Any], pool2: Any) -> None:
+    loss, expected = odd_model_step(kind, None)
+    actual_loss, actual = pool2.run(odd_model_step, kind, plan)[0]
+    assert abs(actual_loss - loss) < 1e-12
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():  # 1e-10 in float64: only the order of sums differs
+        if not name.endswith("wk.bias"):  # zero but for rounding
+            assert relative_difference(actual[name], gradient) < 1e-10, name
 
 
 def own_model_step(plan: dict[str, Any] | None) -> tuple[float, dict[str, Tensor]]:
@@ -239,6 +328,10 @@ def add_weightless_norm(block: nn.Module) -> None:
     block.attn.v_norm = nn.RMSNorm(4, elementwise_affine=False)
 
 
+def norm_whole_queries(block: nn.Module) -> None:
+    block.attn.q_norm = nn.LayerNorm(32)
+
+
 def add_convolution(block: nn.Module) -> None:
     block.mix = nn.Conv1d(32, 32, 3)
 
@@ -269,7 +362,6 @@ def norm_key_weights(block: nn.Module) -> None:
         (prune_keys, "blocks.0.attn.wk.weight is no parameter"),
         (norm_key_weights, "parametrize.remove_parametrizations(module, 'weight')"),
         (add_inner_norm, "blocks.0.attn.sub_norm.weight"),
-        (add_weightless_norm, "attn.v_norm"),
         (add_convolution, "blocks.1.mix.weight"),
         (add_third_projection, "blocks.0.ff.3.weight"),
         (add_lone_weight, "blocks.1.attn.temperature"),
@@ -283,17 +375,30 @@ def test_what_cannot_be_placed_is_named(change: Any, name: str) -> None:
     assert name in str(raised.value)
 
 
-def test_an_embedding_with_weights_of_its_own_is_refused() -> None:
-    model = OwnDecoder()
-    model.words.norm = nn.LayerNorm(32)
-    with pytest.raises(mw.PlanError, match=r"words.norm.weight"):
-        describe(model, mw.infer_plan(model), tp=2, sequence_parallel=True)
+@pytest.mark.parametrize("change", [add_weightless_norm, norm_whole_queries])
+def test_a_block_with_a_norm_that_cannot_be_cut_stays_whole(change: Any) -> None:
+    model = decoder_with(change)
+    found = describe(model, plan_for(model), tp=2, sequence_parallel=True)
+    assert found.whole.keys() == {"blocks.0.attn", "blocks.1.attn"} and found.is_sequence_parallel
+    assert {block.name for block in found.blocks} == {"blocks.0.ff", "blocks.1.ff"}
 
 
-def test_a_layer_norm_over_a_sharded_width_is_refused() -> None:
-    model = decoder_with(lambda block: setattr(block.attn, "q_norm", nn.LayerNorm(32)))
-    with pytest.raises(mw.PlanError, match=r"'blocks.0.attn.q_norm' the role query norm .* is a LayerNorm"):
-        describe(model, mw.infer_plan(model), tp=2, sequence_parallel=True)
+def norm_heads(block: nn.Module) -> None:
+    block.attn.q_norm, block.attn.v_norm = nn.RMSNorm(4), nn.RMSNorm(4, elementwise_affine=False)
+
+
+def use_wide_norm() -> None:
+    model = decoder_with(norm_heads)
+    model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2)))
+    model.get_submodule("blocks.0.attn.v_norm")(torch.ones(2, 16))
+
+
+def test_a_norm_without_weights_is_taken_for_one_of_heads_beside_such_a_norm(pool2: Any) -> None:
+    model = decoder_with(norm_heads)
+    found = describe(model, plan_for(model), tp=2, sequence_parallel=True)
+    assert not found.whole and "blocks.0.attn" in {block.name for block in found.blocks}
+    for kind, message in pool2.run_expecting_error(use_wide_norm):
+        assert kind == "PlanError" and "blocks.0.attn norms 16 channels, but a head has 4" in message
 
 
 def flat_model_with_a_learned_bias() -> None:

@@ -36,7 +36,7 @@ SOME = [
     ("causal-lm", "lfm2", ("dp2 zero3", "tp2+sp", "pp2"), "equal"),
     ("image-text", "llava", PLANS, "equal"),
     ("sequence-classification", "llama", ("tp2+sp",), "equal"),
-    ("causal-lm", "diffllama", ("tp2+sp",), "refused"),
+    ("causal-lm", "jetmoe", ("tp2+sp",), "refused"),
 ]
 
 

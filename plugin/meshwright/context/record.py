@@ -18,7 +18,9 @@ from meshwright.errors import PlanError
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.region_borders import RegionBorders
 from meshwright.roles import Decoder
+from meshwright.roles.adapters import is_adapted
 from meshwright.roles.blocks import mixers_of
+from meshwright.roles.projection import is_projection
 
 _ROWS, _LENGTHS = 2, (11, 13)  # a size that differs between the two lengths counts tokens
 INSTEAD = "ParallelPlan(cp=1)"
@@ -85,6 +87,8 @@ def record_context(decoder: Decoder) -> ContextRecord:
     names = {module: name for name, module in model.named_modules()}
     token_dims: dict[nn.Module, dict[Place, int]] = {}
     mixers = mixers_of(model, decoder)
+    for site in first.sites:
+        _check_inside(site.module, names)
     for layer in layers:
         if layer not in first.shapes:
             raise PlanError(f"{names[layer]} of {type(model).__name__} does not run in a forward pass. Use {INSTEAD}")
@@ -115,6 +119,17 @@ def record_context(decoder: Decoder) -> ContextRecord:
         reshapes=_reshapes(dataclasses.replace(decoder, layers=tuple(first.ran))),
         gives_masks=first.gives_masks,
     )
+
+
+def _check_inside(attention: nn.Module, names: dict[nn.Module, str]) -> None:
+    """Raise if an attention has a module with several projections inside, which may choose among one rank's tokens."""
+    for module in attention.modules():
+        own = [child for child in module.children() if is_projection(child)]
+        if module is not attention and len(own) > 1 and not is_adapted(module):
+            raise PlanError(
+                f"{names[module]} ({type(module).__name__}) has projections of its own inside of an attention. It may "
+                f"choose which tokens attention sees, among those of one rank alone. Use {INSTEAD}"
+            )
 
 
 @dataclass

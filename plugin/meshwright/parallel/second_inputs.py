@@ -3,6 +3,8 @@
 Every rank of tp has the whole input, and its blocks compute with some heads or channels, so each has an addend of the
 gradient. The blocks share the input: backward sums the addends. A module that stays whole has the whole gradient
 already. Any other use in a layer would count once per rank or in part, and is refused in the layer's first pass.
+
+An input with a value for each token, which the layer itself combines with its hidden states, is cut as these are.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.collectives import share
 from meshwright.parallel.local_heads import PER_HEAD
 from meshwright.parallel.method_chain import arguments
+from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.roles.blocks import Block
+
+PER_TOKEN = frozenset({"per_layer_input"})  # the arguments of layers with a value for each token
 
 
 class SecondInputs:
@@ -34,13 +39,22 @@ class SecondInputs:
         blocks: the blocks of the layers.
         whole: the modules of layers that every rank computes for all tokens.
         axis: the axis of tp.
+        sequence: how the ranks share the tokens between the blocks; None if each has all.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], blocks: Iterable[Block], whole: Iterable[nn.Module], axis: Axis):
-        self.axis = axis
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        blocks: Iterable[Block],
+        whole: Iterable[nn.Module],
+        axis: Axis,
+        sequence: SequenceSharding | None = None,
+    ):
+        self.axis, self.sequence = axis, sequence
         blocks = tuple(blocks)
         self._local_heads = {block.heads.local_heads for block in blocks if block.heads is not None}
         self._layers = tuple(dict.fromkeys(layers))
+        self._has_parts = any(PER_TOKEN & inspect.signature(x.forward).parameters.keys() for x in self._layers)
         self._outside: list[weakref.ref[Tensor]] = []  # what the first layer got: nothing in a layer has computed it
         self._given: dict[str, Tensor] = {}  # the second inputs of the running layer
         self._gates: list[GraphNode | None] = []
@@ -61,13 +75,22 @@ class SecondInputs:
             if caches := {n: x for n, x in _named(layer, args, kwargs).items() if _is_cache_with_gradient(x)}:
                 _refuse(layer, caches, "tp")
             self._outside = [weakref.ref(x) for x in found.values() if isinstance(x, Tensor)]
-        found = {n: x for n, x in found.items() if not self._is_of_own_heads(n, x)}
+        found = {n: x for n, x in found.items() if n not in PER_TOKEN and not self._is_of_own_heads(n, x)}
         if not found:
-            return None
+            return self._cut(layer, args, kwargs)
         if not all(isinstance(x, Tensor) and self._is_from_outside(x) for x in found.values()):
             _refuse(layer, found, "tp")
         self._given = {n: x.view_as(x) for n, x in found.items()}
-        return _replaced(args, kwargs, {id(x): self._given[n] for n, x in found.items()})
+        args, kwargs = _replaced(args, kwargs, {id(x): self._given[n] for n, x in found.items()})
+        return self._cut(layer, args, kwargs)
+
+    def _cut(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with this rank's tokens of those that have a value for each token."""
+        if self.sequence is None or not self._has_parts:
+            return args, kwargs
+        named = _named(layer, args, kwargs)
+        parts = {id(x): self.sequence.split(x) for n, x in named.items() if n in PER_TOKEN and isinstance(x, Tensor)}
+        return _replaced(args, kwargs, parts)
 
     def _is_from_outside(self, x: Tensor) -> bool:
         return in_backward() or any(x is known() for known in self._outside)

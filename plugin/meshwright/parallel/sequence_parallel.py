@@ -5,13 +5,14 @@ has a contiguous run of the flattened batch. Collectives then need no transposit
 ``[batch, sequence / tp, hidden]``, still determines the full shape. If the sequence length is not divisible
 by tp, zero rows pad the end of the flattened batch, and every gather removes them.
 
-Shape suffixes: B batch, S sequence, L local sequence (padded S / tp), H hidden.
+Shape suffixes: B batch, S sequence, L local sequence (padded S / tp), H hidden; of several streams of hidden states,
+streams x hidden.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.nn.functional as F
@@ -87,22 +88,22 @@ class SequenceSharding:
         return -(-length // self.axis.size)
 
     def _flatten(self, x_BSH: Tensor) -> Tensor:
-        batch, length, _ = x_BSH.shape
+        batch, length = x_BSH.shape[:2]
         rows = x_BSH.flatten(0, 1)
         padding = batch * (self._local_length(length) * self.axis.size - length)
-        return F.pad(rows, (0, 0, 0, padding)) if padding else rows
+        return F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, padding)) if padding else rows
 
     def _shape_local(self, rows: Tensor, like_BSH: Tensor) -> Tensor:
-        return rows.view(like_BSH.shape[0], self._local_length(like_BSH.shape[1]), -1)
+        return rows.view(like_BSH.shape[0], self._local_length(like_BSH.shape[1]), *rows.shape[1:])
 
     def _shape_full(self, rows: Tensor, like_BLH: Tensor) -> Tensor:
-        batch, local_length, _ = like_BLH.shape
+        batch, local_length = like_BLH.shape[:2]
         length = local_length * self.axis.size
         if self._local_length(self._length) == local_length:
             length = self._length
         if rows.shape[0] != batch * length:
             rows = rows[: batch * length]  # without the padding
-        return rows.view(batch, length, -1)
+        return rows.view(batch, length, *rows.shape[1:])
 
 
 class AllTokens:
@@ -115,37 +116,55 @@ class AllTokens:
         module: the module.
         sequence: how the ranks share the tokens.
         streams: the model's dropout streams.
+        is_open: for a module that may run outside of the region too, whether a call is inside of it; the module then
+            gets what is not this rank's tokens as it is.
     """
 
-    def __init__(self, name: str, module: nn.Module, sequence: SequenceSharding, streams: DropoutStreams):
-        self.name, self.sequence, self.streams = name, sequence, streams
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        sequence: SequenceSharding,
+        streams: DropoutStreams,
+        is_open: Callable[[], bool] | None = None,
+    ):
+        self.name, self.sequence, self.streams, self.is_open = name, sequence, streams, is_open
         self._restore: Restore | None = None
+        self._ndims = {3}  # of hidden states
         module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_open is not None and not self.is_open():
+            return None
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         given = [x for x in given if not self.sequence.is_kept_whole(x)]
-        shape = next((x.shape[:2] for x in given if x.ndim == 3 and x.is_floating_point()), None)
-        own = [x for x in given if x.shape[:2] == shape]
-        is_known = all(x.ndim == 3 and x.is_floating_point() for x in own)
-        if shape is None or not self.sequence.is_local(shape[1]) or not (is_known or shape[1] == 1):
+        floats = [x for x in given if x.is_floating_point()]
+        hidden = next((x for x in floats if x.ndim == 3 or (len(floats) == 1 and x.ndim > 3)), None)
+        is_local = hidden is not None and self.sequence.is_local(hidden.shape[1])
+        own = [x for x in given if hidden is not None and x.shape[:2] == hidden.shape[:2]]
+        is_known = all(x.ndim >= 3 and x.is_floating_point() for x in own)
+        if not is_local and self.is_open is not None:
+            return None
+        if hidden is None or not is_local or not (is_known or hidden.shape[1] == 1):
             shapes = ", ".join(str(tuple(x.shape)) for x in given)
             raise PlanError(
                 f"{self.name} ({type(module).__name__}) stays whole under tp, and is given tensors of the shapes "
                 f"{shapes}. It is not known which of them have the hidden states of this rank's tokens. Use tp "
                 "without sequence parallelism: ParallelPlan(tp=2), or in words plan='tp2'"
             )
-        whole = {id(x): self.sequence.unsplit(x) for x in own if x.ndim == 3}
+        self._ndims = {3, hidden.ndim}
+        whole = {id(x): self.sequence.unsplit(x) for x in own if x.ndim in self._ndims}
         self._restore = self.streams.enter_shared(own[0])
         return tree_map_only(Tensor, lambda x: whole.get(id(x), x), (args, kwargs))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
+        if self._restore is None:
+            return None
+        self._restore()
+        self._restore = None
         return tree_map_only(Tensor, self._own, output)
 
     def _own(self, x: Tensor) -> Tensor:
-        is_whole = x.ndim == 3 and x.is_floating_point() and self.sequence.is_whole(x)
+        is_whole = x.ndim in self._ndims and x.is_floating_point() and self.sequence.is_whole(x)
         return self.sequence.split(x) if is_whole else x

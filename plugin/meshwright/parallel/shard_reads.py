@@ -19,6 +19,9 @@ _MODULES_NAMES = """
 MODULES = frozenset(_MODULES_NAMES.split())
 """Operations that a module applies to its weight."""
 
+ROW_READS = "_meshwright_row_reads"
+"""The attribute of a weight with the object that reads one of its rows in forward, if it is cut over the vocabulary."""
+
 _DRAWS_NAMES = """
     normal uniform bernoulli random exponential trunc_normal rand_like randn_like dropout
 """

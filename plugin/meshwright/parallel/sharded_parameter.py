@@ -7,6 +7,7 @@ modules and optimizers are not slowed down. Elementwise arithmetic is exact on s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -16,7 +17,16 @@ from torch import Tensor, nn
 from meshwright.faults.guard import active_guard
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.shard_reads import MODULES, Values, describe, plain_name, reading_shards, unreadable, values_of
+from meshwright.parallel.shard_reads import (
+    MODULES,
+    ROW_READS,
+    Values,
+    describe,
+    plain_name,
+    reading_shards,
+    unreadable,
+    values_of,
+)
 from meshwright.parallel.stand_in import FACTS, SHAPE, StandIn, become
 
 SCALER = (
@@ -80,6 +90,9 @@ class Shard(StandIn):
         if plain in MODULES and isinstance(first, ShardedParameter) and in_backward():
             with reading_shards():  # the backward of an autograd function that its module called (DeepSpeed's linear)
                 return func(*args, **kwargs)
+        reads = vars(first).get(ROW_READS)
+        if name == "__getitem__" and reads is not None and (row := reads.row(*args)) is not None:
+            return row
         raise unreadable(name, first)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -104,6 +117,8 @@ class ShardedParameter(Shard, nn.Parameter):
                 new = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
             new.meshwright = self.meshwright  # type: ignore[attr-defined]
             memo[id(self)] = guard(new)
+            if ROW_READS in vars(self):
+                new.__dict__[ROW_READS] = copy.deepcopy(vars(self)[ROW_READS], memo)
         copied: nn.Parameter = memo[id(self)]
         return copied
 

@@ -31,13 +31,18 @@ class DecoderStructure(Decoder):
     """A decoder, its blocks, and the layout of each parameter by name.
 
     Args:
-        embeddings: the embeddings with the weight of the tokens', of which an encoder-decoder has several.
+        head: the head that tp cuts over the vocabulary; None if there is none.
+        embeddings: the embeddings with the weight of the tokens', of which an encoder-decoder has several. None if the
+            embedding has further weights: a rank would apply these to the tokens of its part of the vocabulary alone,
+            so it stays whole, and a head with its weight too.
         blocks: the blocks of the layers, each once.
         routed: the modules that route tokens to experts, and in which each rank routes its own tokens, although it has
             all tokens between the blocks; none under sequence parallelism, where it has only its own there too.
         whole: the outermost modules inside of layers that every rank computes for all tokens, by name.
+        whole_outside: those outside of layers and towers, which may run between layers or before the final norm.
         is_sequence_parallel: whether each rank has its own tokens between the blocks; False if there are none.
-        vocab_size: the number of words that the head scores; in a few families the embedding has more words.
+        vocab_size: the number of words of which each rank has a part, as many as the head scores; 0 if all are whole.
+            In a few families the embedding has more words.
     """
 
     embedding: nn.Embedding
@@ -46,6 +51,7 @@ class DecoderStructure(Decoder):
     blocks: tuple[Block, ...]
     routed: tuple[nn.Module, ...]
     whole: dict[str, nn.Module]
+    whole_outside: dict[str, nn.Module]
     is_sequence_parallel: bool
     parameters: dict[str, TensorLayout] = field(repr=False)
     vocab_size: int
@@ -78,7 +84,11 @@ def describe(
     roled.check_coverage()
     embedding = roled.only(Role.EMBEDDING, nn.Embedding)
     head = roled.only_if_any(Role.HEAD, nn.Linear)
-    _check_whole_embedding(embedding)
+    own = tuple(embedding.parameters())
+    uncut = {id(p) for p in own} if len(own) > 1 else set()
+    if head is not None and id(weight_of(head)) in uncut:
+        uncut |= {id(p) for p in head.parameters()}
+        head = None
     parts = _by_roles(roled)
     sequence_parallel = sequence_parallel and bool(roled.block_names)
     routed = [] if sequence_parallel or tp == 1 else _owners_of_experts(roled, parts)
@@ -94,10 +104,10 @@ def describe(
         blocks.setdefault(block.module, block)
     for name, role in roled.roles.items():
         for full_name, parameter in roled.parameters(name):
-            if role in (Role.EMBEDDING, Role.HEAD):
+            if role in (Role.EMBEDDING, Role.HEAD) and id(parameter) not in uncut:
                 layouts[full_name] = cut_over_tp(parameter, RowLayout.padded(parameter.shape[0], tp), full_name)
-            elif role in (Role.EXPERTS, Role.ROUTER, Role.NORM, Role.FINAL_NORM, Role.WHOLE):
-                is_partial = role is not Role.WHOLE and has_own_tokens(name)
+            elif role.part is None and role is not Role.LAYER:
+                is_partial = role not in (Role.WHOLE, Role.EMBEDDING, Role.HEAD) and has_own_tokens(name)
                 layouts[full_name] = TensorLayout.whole(parameter, tp, addends=OVER_TP if is_partial else frozenset())
     # A tower with the embedding of tokens, which is cut, has no images to share.
     shared = [x for x in parts.towers if shares_towers and tp > 1 and not embeds_tokens(x, embedding)]
@@ -106,13 +116,15 @@ def describe(
         if parameter in of_towers:
             layouts[name] = replace(layouts[name], addends=OVER_TP)
     _check_ties(model, layouts)
-    words = embedding.num_embeddings if head is None else weight_of(head).shape[0]
+    words = weight_of(head).shape[0] if head is not None else 0 if uncut else embedding.num_embeddings
+    embeddings = (m for m in roled.modules_with(Role.EMBEDDING) if isinstance(m, nn.Embedding) and not uncut)
     return DecoderStructure(
-        **vars(parts),
-        embeddings=tuple(m for m in roled.modules_with(Role.EMBEDDING) if isinstance(m, nn.Embedding)),
+        **vars(parts) | {"head": head},
+        embeddings=tuple(embeddings),
         blocks=tuple(blocks.values()),
         routed=tuple(dict.fromkeys(roled.modules[name] for name in routed)),
         whole=roled.whole_in_layers,
+        whole_outside=roled.whole_beside((*parts.layers, *parts.towers)),
         is_sequence_parallel=sequence_parallel,
         parameters=layouts,
         vocab_size=words,
@@ -193,15 +205,6 @@ def _owners_of_experts(roled: RoledModel, decoder: Decoder) -> list[str]:
             "ParallelPlan(tp=2, sequence_parallel=True), or in words plan='tp2+sp'"
         )
     return owners
-
-
-def _check_whole_embedding(embedding: nn.Embedding) -> None:
-    if others := [name for name, _ in embedding.named_parameters() if name != "weight"]:
-        raise PlanError(
-            f"{type(embedding).__name__} has parameters besides its weight ({', '.join(others)}): each rank would "
-            "apply them only to the tokens of its part of the vocabulary, so the embedding cannot be sharded over tp. "
-            "Use ParallelPlan(tp=1)"
-        )
 
 
 def _check_ties(model: nn.Module, layouts: dict[str, TensorLayout]) -> None:

@@ -34,7 +34,7 @@ from meshwright.parallel.second_inputs import SecondInputs
 from meshwright.parallel.sequence_parallel import AllTokens, SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
 from meshwright.parallel.structure import DecoderStructure
-from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
+from meshwright.parallel.vocab_parallel import RowReads, VocabParallelEmbedding, VocabParallelHead
 from meshwright.parallel.wide_norms import GroupedNorm, WideNorm
 from meshwright.roles.adapters import projection
 from meshwright.roles.blocks import Block, Mixer
@@ -132,7 +132,9 @@ def install_tensor_parallel(
     """
     for embedding in structure.embeddings:
         if layout_of(embedding.weight).is_held:
-            VocabParallelEmbedding(embedding, RowLayout.padded(embedding.num_embeddings, axis.size), axis)
+            rows = RowLayout.padded(embedding.num_embeddings, axis.size)
+            VocabParallelEmbedding(embedding, rows, axis)
+            RowReads(structure.model, embedding, rows, axis)
     if structure.head is not None and layout_of(structure.head.weight).is_held:
         VocabParallelHead(structure.head, structure.vocab_size, axis, keep_logits_sharded)
     sequence = SequenceSharding(axis) if structure.is_sequence_parallel else None
@@ -151,7 +153,7 @@ def install_tensor_parallel(
         if packing is not None and packing.block == 1:
             row.register_forward_pre_hook(_check_reads_values)
     if structure.blocks:
-        SecondInputs(structure.layers, structure.blocks, structure.whole.values(), axis)
+        SecondInputs(structure.layers, structure.blocks, structure.whole.values(), axis, sequence)
     for layer in structure.layers:
         KeptModules(layer)
     for block in structure.blocks:
@@ -169,7 +171,10 @@ def install_tensor_parallel(
         return blocks, None
     for module in structure.whole.items():
         AllTokens(*module, sequence, streams)
-    return blocks, SequenceRegion(structure, sequence, streams, is_staged=is_staged)
+    region = SequenceRegion(structure, sequence, streams, is_staged=is_staged)
+    for module in structure.whole_outside.items():
+        AllTokens(*module, sequence, streams, region.is_open)
+    return blocks, region
 
 
 def _check_reads_values(row: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -280,6 +285,10 @@ class SequenceRegion:
             borders.first.register_forward_hook(self._end_recomputation, always_call=True)
         borders.last.register_forward_hook(self._end)
         structure.model.register_forward_hook(self._check_ended)
+
+    def is_open(self) -> bool:
+        """Return whether each rank may have its own tokens now; in backward, layers may run again."""
+        return self._is_open or in_backward()
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._is_open = False  # an earlier pass may have raised

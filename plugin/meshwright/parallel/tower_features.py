@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshwright.errors import PlanError
 from meshwright.parallel.collectives import share
 from meshwright.parallel.method_chain import arguments
+from meshwright.parallel.second_inputs import PER_TOKEN
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.sequence_parts import Parted
 from meshwright.roles import Decoder
@@ -49,7 +50,8 @@ class TowerFeatures:
         layers = next(module for module in modules if first in set(module.children()))
         owner = next(module for module in modules if layers in set(module.children()))
         # What a layer itself is given, such as the result of an encoder, each rank of tp shares (SecondInputs).
-        self._of_layers = set(inspect.signature(first.forward).parameters) if axis == "tp" else set()
+        of_layers = set(inspect.signature(first.forward).parameters) if axis == "tp" else set()
+        self._of_layers = of_layers | {f"{name}s" for name in PER_TOKEN & of_layers}  # those of all layers
         self._owner, self._signature = type(owner).__name__, inspect.signature(owner.forward)
         owner.register_forward_pre_hook(self._enter, with_kwargs=True)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.layout.row_layout import RowLayout
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import reduce, share, unsplit_rows
 from meshwright.parallel.deferred_logits import InHead
+from meshwright.parallel.shard_reads import ROW_READS, reading_shards, values_of
 from meshwright.parallel.stand_in import ShardedLogits
 from meshwright.parallel.tensor_checks import require_words
 
@@ -21,22 +24,60 @@ class VocabParallelEmbedding:
         self.axis, self.words = axis, rows.size
         ((self.first, self.stop),) = rows.spans[axis.rank]
         self._elsewhere: Tensor | None = None
-        if embedding.padding_idx is not None:
-            local = embedding.padding_idx - self.first
-            embedding.padding_idx = local if self.first <= embedding.padding_idx < self.stop else None
+        self._padding = embedding.padding_idx  # which the model's code may read too
         embedding.register_forward_pre_hook(self._localise)
-        embedding.register_forward_hook(self._sum)
+        embedding.register_forward_hook(self._sum, always_call=True)
 
-    def _localise(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _localise(self, module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (words, *rest) = args
         require_words(words, self.words, "token id")
         self._elsewhere = (words < self.first) | (words >= self.stop)
+        if self._padding is not None:
+            module.padding_idx = self._padding - self.first if self.first <= self._padding < self.stop else None
         return ((words - self.first).masked_fill(self._elsewhere, 0), *rest)
 
-    def _sum(self, module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
-        assert self._elsewhere is not None
+    def _sum(self, module: nn.Embedding, args: tuple[object, ...], output: Tensor | None) -> Tensor | None:
+        if self._padding is not None:
+            module.padding_idx = self._padding
+        if output is None or self._elsewhere is None:
+            return None
         elsewhere, self._elsewhere = self._elsewhere, None
         return reduce(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+
+
+class RowReads:
+    """Hooks on a model whose forward may read a row of an embedding's weight, such as that of the word for padding.
+
+    Args:
+        model: the model; outside of its forward such a read raises, since not every rank need make it.
+        embedding: the embedding.
+        rows: which rows of its weight each rank holds.
+        axis: the axis of these ranks.
+    """
+
+    def __init__(self, model: nn.Module, embedding: nn.Embedding, rows: RowLayout, axis: Axis):
+        self.axis, self._running = axis, 0
+        ((self.first, self.stop),) = rows.spans[axis.rank]
+        model.register_forward_pre_hook(self._enter)
+        model.register_forward_hook(self._leave, always_call=True)
+        embedding.weight.__dict__[ROW_READS] = self
+
+    def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        self._running += 1
+
+    def _leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        self._running -= 1
+
+    def row(self, weight: Tensor, index: Any) -> Tensor | None:
+        """Return ``weight[index]`` of the whole weight for a number of a row, in forward; None for any other read."""
+        word, *rest = index if isinstance(index, tuple) else (index,)
+        if not self._running or type(word) is not int or any(x != slice(None) for x in rest) or values_of(weight):
+            return None
+        is_here = self.first <= word < self.stop
+        with reading_shards():
+            row = weight[word - self.first if is_here else 0]
+            elsewhere = torch.full((), not is_here, device=row.device)
+            return reduce(row.masked_fill(elsewhere, 0), self.axis)
 
 
 class VocabParallelHead:

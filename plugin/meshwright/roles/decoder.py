@@ -80,7 +80,7 @@ def find_decoder(model: nn.Module) -> Decoder:
 def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name and the list of a decoder's layers.
 
-    It is the outermost stack inside of what ``get_decoder()`` returns, so layers of towers do not count.
+    It is the outermost stack inside of the text decoder, so layers of towers do not count.
 
     Raises:
         PlanError: if there is no stack, or several are outermost.
@@ -91,7 +91,7 @@ def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
             f"{type(model).__name__} has no stack of decoder layers (an nn.ModuleList of blocks with linear layers), "
             "so no sharding plan can be inferred; pass ToDistributedConfig(sharding_plan=...)"
         )
-    text = ask(model, "get_decoder")
+    text = text_decoder(model)
     inside = [module for module in (model if text is None else text).modules() if module in names]
     outermost = min(names[module].count(".") for module in inside or names)
     found = [module for module in inside or names if names[module].count(".") == outermost]
@@ -178,6 +178,14 @@ def ask(model: nn.Module, getter: str) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
+def text_decoder(model: nn.Module) -> nn.Module | None:
+    """Return what ``get_decoder()`` returns, and if that is an encoder-decoder, its decoder; None if there is none."""
+    found, inner = None, ask(model, "get_decoder")
+    while inner is not None and inner is not found:
+        found, inner = inner, ask(inner, "get_decoder")
+    return found
+
+
 def token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
     """Return the embedding of the tokens.
 
@@ -192,7 +200,8 @@ def token_embedding(model: nn.Module, layers_name: str) -> nn.Embedding:
     embeddings = [module for module in outside if isinstance(module, nn.Embedding)]
     if not embeddings:
         raise PlanError(f"no token embedding found outside {layers_name!r} in {type(model).__name__}")
-    own = ask(model, "get_input_embeddings")
+    text = text_decoder(model)  # an encoder-decoder may name its encoder's
+    own = ask(model if text is None else text, "get_input_embeddings") or ask(model, "get_input_embeddings")
     return next((m for m in embeddings if m is own), None) or max(embeddings, key=lambda m: m.num_embeddings)
 
 
@@ -233,7 +242,7 @@ def _final_norm(
     tables = [m for m in owner._modules.values() if isinstance(m, nn.Embedding)]
     if tables and all(m.weight is not embedding.weight for m in tables):
         return None
-    text = ask(model, "get_decoder") if towers else None
+    text = text_decoder(model) if towers else None
     scope = model if text is None or layers not in set(text.modules()) else text
     named = list(scope.named_modules(remove_duplicate=False))
     # By names, since a layer may hold the final norm too.

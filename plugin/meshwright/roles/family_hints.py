@@ -25,27 +25,11 @@ class Hint:
     when: Mapping[str, object] = field(default_factory=dict)
 
 
-# Latent attention: the heads are computed from two narrow projections that all ranks hold whole.
-_LATENT = (
-    Hint("self_attn", Role.ATTENTION),
-    Hint("q_proj", Role.PER_HEAD),
-    Hint("q_a_proj", Role.SHARED),
-    Hint("q_a_layernorm", Role.SHARED),
-    Hint("q_b_proj", Role.PER_HEAD),
-    Hint("kv_a_proj_with_mqa", Role.SHARED),
-    Hint("kv_a_layernorm", Role.SHARED),
-    Hint("kv_b_proj", Role.PER_HEAD),
-    Hint("o_proj", Role.O),
-)
-
 # Each head's rows of the query projection are its query, then its gate.
 _GATED = (Hint("self_attn.q_proj", Role.PER_HEAD),)
-# The indexer chooses from the whole input, without a gradient, which tokens a query sees: the same ones for all heads.
-_INDEXED = (
-    *_LATENT,
-    *(Hint(f"indexer.{name}", Role.SHARED) for name in ("wq_b", "wk", "k_norm", "weights_proj")),
-)
 _OUTPUT_GATE = (Hint("self_attn.gate_proj", Role.PER_HEAD),)
+# Code that computes with all heads together, such as a reshape to the width of the input; its heads cannot be cut.
+_WHOLE = (Hint("self_attn", Role.WHOLE), Hint("encoder_attn", Role.WHOLE))
 _FUSED_SHARED_EXPERTS = (Hint("shared_mlp.input_linear", Role.GATE_UP),)
 
 _HINTS: dict[str, tuple[Hint, ...]] = {
@@ -53,33 +37,18 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "apertus": (Hint("mlp.act_fn", Role.SHARED),),
     "bitnet": (Hint("self_attn.attn_sub_norm", Role.INNER_NORM), Hint("mlp.ffn_sub_norm", Role.INNER_NORM)),
     "bloom": (Hint("query_key_value", Role.QKV_BY_GROUP),),
-    "axk1": _LATENT,
-    "axk2": (*_INDEXED, Hint("q_gate_proj", Role.PER_HEAD)),
-    "bailing_hybrid": (*_LATENT, Hint("self_attn.g_proj", Role.PER_HEAD)),
     "beam": (*_OUTPUT_GATE, Hint("self_attn.gate_bias", Role.PER_HEAD)),
     "codegen": (Hint("qkv_proj", Role.QKV_IN_FOUR),),
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "deepseek_v32": _INDEXED,
-    "dots3_note_text": (
-        *_INDEXED,
-        Hint("k_rope_only_layernorm", Role.SHARED),
-        Hint("self_attn.g_proj", Role.PER_HEAD),
-    ),
+    "diffllama": _WHOLE,  # the first half of the heads works with the second
+    "doge": _WHOLE,  # the mask is computed from the values of all heads
     "falcon": (
         Hint("query_key_value", Role.QKV_BY_GROUP, when={"new_decoder_architecture": True}),
         Hint("query_key_value", Role.QKV, when={"multi_query": True}),
         Hint("query_key_value", Role.QKV_BY_GROUP),
     ),
     "flint": (Hint("self_attn.sinks", Role.PER_HEAD),),
-    # With embeddings for each layer, a layer also receives its part of them; this input has a gradient and is not
-    # sharded.
-    "gemma4_text": (Hint("v_norm", Role.HEAD_NORM, when={"hidden_size_per_layer_input": 0}),),
-    "gemma4_unified_text": (Hint("v_norm", Role.HEAD_NORM),),
     "glm": (Hint("gate_up_proj", Role.GATE_UP),),
     "glm4": (Hint("gate_up_proj", Role.GATE_UP),),
-    "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": _INDEXED,
     "gpt2": (Hint("attn.c_attn", Role.QKV),),
     "gpt_bigcode": (
         Hint("attn.c_attn", Role.QKV, when={"multi_query": True}),
@@ -93,13 +62,10 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "granitemoe_swa": (Hint("self_attn.sinks", Role.PER_HEAD), *_FUSED_SHARED_EXPERTS),
     "granitemoehybrid": _FUSED_SHARED_EXPERTS,
     "granitemoeshared": _FUSED_SHARED_EXPERTS,
-    "kimi_linear": _LATENT,
     "laguna": (Hint("self_attn.g_proj", Role.PER_HEAD),),
     "llama4_text": (Hint("self_attn.qk_norm", Role.HEAD_NORM),),
-    "longcat_flash": (Hint("self_attn.0", Role.ATTENTION), Hint("self_attn.1", Role.ATTENTION), *_LATENT[1:]),
+    "led": _WHOLE,
     "mimo_v2_flash": (Hint("self_attn.sinks", Role.PER_HEAD),),
-    "minicpm3": _LATENT,
-    "mistral4": _LATENT,
     "minimax_m3_vl_text": (
         Hint("mlp.gate_up_proj", Role.GATE_UP),
         Hint("shared_experts.gate_up_proj", Role.GATE_UP),
@@ -128,7 +94,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "qwen3_5_text": _GATED,
     "qwen3_next": _GATED,
     "step3p5": (Hint("self_attn.g_proj", Role.PER_HEAD),),
-    "youtu": _LATENT,
+    "trocr": _WHOLE,
 }
 
 
@@ -180,18 +146,3 @@ def layers_with_features(config: object) -> int:
     fields = vars(config) if hasattr(config, "__dict__") else {}
     inside = (layers_with_features(value) for value in fields.values() if hasattr(value, "model_type"))
     return max((len(fields.get(name) or ()) for name in _LISTS_OF_FEATURES), default=0) or max(inside, default=0)
-
-
-# Families that no sharding plan shards correctly, although roles may be inferred for them.
-_RESHAPED = "its attention reshapes its heads to the width of its input"
-_REFUSALS = {
-    "diffllama": "its heads work in pairs, the first half of them with the second",
-    "doge": "its attention mask is computed from the values of all heads (self_attn.dt_proj)",
-    "led": _RESHAPED,
-    "trocr": _RESHAPED,
-}
-
-
-def reason_to_refuse(config: object) -> str | None:
-    """Return why a model's family cannot be sharded over tp; None if no reason is known."""
-    return _REFUSALS.get(getattr(config, "model_type", ""))

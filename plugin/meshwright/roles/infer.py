@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from meshwright.errors import PlanError
 from meshwright.roles.adapters import is_adapted
 from meshwright.roles.blocks import BLOCKS, KINDS, Experts, keeps_states, recurrences
 from meshwright.roles.decoder import Decoder, find_decoder, hidden_size, is_norm, is_stack, layer_stack
@@ -22,7 +21,7 @@ def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> Sha
     """Infer which module of a decoder plays which role.
 
     Roles of fused projections are not inferred, since a shape does not show whether the rows are ordered by kind or by
-    head. The role of a norm inside a block is not inferred if its name does not say what it normalises. Give hints for
+    head. A block with a norm without weights, of which nothing shows what it normalises, stays whole. Give hints for
     both, or register a plan.
 
     Args:
@@ -30,7 +29,7 @@ def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> Sha
         hints: the roles that the structure does not show: end of a name inside a layer -> role.
 
     Raises:
-        PlanError: if no stack of decoder layers is found, or a block has a norm without weights and without a hint.
+        PlanError: if no stack of decoder layers is found.
     """
     decoder = find_decoder(model)
     layers_name, layers = layer_stack(model)
@@ -58,9 +57,7 @@ def _outer_roles(decoder: Decoder) -> dict[str, Role]:
     named = list(model.named_modules(remove_duplicate=False))
     of_towers = {module for tower in decoder.towers for module in tower.modules()}
     stacks = tuple(f"{name}." for name, module in named if is_stack(module) and module not in of_towers)
-    cut = tuple(
-        f"{name}." for name, module in named if module in (decoder.embedding, decoder.head) or is_adapted(module)
-    )
+    cut = tuple(f"{name}." for name, module in named if module is decoder.head or is_adapted(module))
     roles: dict[str, Role] = {}
     for name, module in named:
         if f"{name}.".startswith(stacks):
@@ -108,28 +105,28 @@ def _common_roles(layers_name: str, layers: list[tuple[nn.Module, dict[str, Role
 def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> dict[str, Role]:
     modules = dict(layer.named_modules(remove_duplicate=False))
     hinted = hinted_roles(layer, hints)
-    roles: dict[str, Role] = {}
+    roles: dict[str, Role] = {name: role for name, role in hinted.items() if role is Role.WHOLE}
     for name, module in modules.items():  # an MLP inside of what experts claim comes later, and is an MLP
-        if not _is_in(name, roles, Role.WHOLE, Role.MIXER):
+        if name not in roles and not _is_in(name, roles, Role.WHOLE, Role.MIXER):
             roles |= _block_roles(name, module, hidden, hinted)
+    own = [name for name, role in roles.items() if "." not in name and role.part in (BlockPart.COLUMN, BlockPart.ROW)]
+    if Role.MLP in roles.values():  # a layer with an MLP beside its own projections combines these with something else
+        roles |= dict.fromkeys(own, Role.NORM)
     # A kind of mixer says more of its weights than a hint, whose names may be those of attention in other layers.
     roles |= {
         n: role for n, role in hinted.items() if roles.get(n) is not Role.MIXER and not _is_in(n, roles, Role.MIXER)
     }
-    blocks = [f"{name}." for name, role in roles.items() if role.part is BlockPart.BLOCK]
+    blocks = [name for name, role in roles.items() if role.part is BlockPart.BLOCK]
     for name, module in modules.items():
         # A parametrization is part of the module whose weight it computes.
         if not name or name in roles or "parametrizations" in name.split(".") or _is_in(name, roles, Role.WHOLE):
             continue
-        is_inside = any(name.startswith(block) for block in blocks)
-        if is_inside and _is_weightless_norm(module):
-            raise PlanError(
-                f"{name} of {type(layer).__name__} is a norm without weights inside a block: whether it norms each "
-                "head or the whole width, which is sharded, cannot be inferred; pass "
-                "ToDistributedConfig(sharding_plan=...)"
-            )
-        if not is_inside and is_norm(module, hidden):
+        block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+        if block is None and is_norm(module, hidden):
             roles[name] = Role.NORM
+        # It may norm each head, or the whole width, of which a rank would have a part.
+        elif block is not None and _is_weightless_norm(module):
+            roles = {n: role for n, role in roles.items() if not n.startswith(f"{block}.")} | {block: Role.WHOLE}
     return roles
 
 

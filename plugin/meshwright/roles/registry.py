@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.roles import llama
-from meshwright.roles.family_hints import decoder_config, hints_of, reason_to_refuse
+from meshwright.roles.family_hints import hints_of
 from meshwright.roles.infer import infer_plan
 from meshwright.roles.sharding_plan import Role, ShardingPlan
 from meshwright.roles.task_heads import fitted
@@ -43,16 +43,10 @@ def plan_for(model: nn.Module) -> ShardingPlan:
     In an inferred plan, what has no role stays whole.
 
     Raises:
-        PlanError: if the family cannot be sharded, no plan can be inferred, or the config names an
-            unknown role.
+        PlanError: if no plan can be inferred, or the config names an unknown role.
     """
     if (written := written_plan(model)) is not None:
         return written
-    text = decoder_config(getattr(model, "config", None))
-    if reason := reason_to_refuse(text):
-        raise PlanError(
-            f"{getattr(text, 'model_type', '')} cannot be sharded over tp: {reason}. Use ParallelPlan(tp=1)"
-        )
     return leave_whole(infer_plan(model, hints_of(model)), model)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 from torch import nn
@@ -144,10 +145,18 @@ class RoledModel:
     @property
     def whole_in_layers(self) -> dict[str, nn.Module]:
         """The outermost modules inside of layers that stay whole, by name; one with several names only once."""
-        whole = {name for name, role in self.roles.items() if role is Role.WHOLE and name in self.modules}
         layers = tuple(f"{name}." for name, role in self.roles.items() if role is Role.LAYER)
-        found = {n: self.modules[n] for n in self.modules if n in whole and n.startswith(layers)}
-        outermost = {n: m for n, m in found.items() if n.rpartition(".")[0] not in whole}
+        return self._outermost_whole(name for name in self.modules if name.startswith(layers))
+
+    def whole_beside(self, parts: Iterable[nn.Module]) -> dict[str, nn.Module]:
+        """Return the outermost modules that stay whole and are neither in these parts nor around them, by name."""
+        inside = {module for part in parts for module in part.modules()}
+        beside = (n for n, module in self.modules.items() if inside.isdisjoint(module.modules()))
+        return self._outermost_whole(beside)
+
+    def _outermost_whole(self, names: Iterable[str]) -> dict[str, nn.Module]:
+        whole = {n: self.modules[n] for n in names if self.roles.get(n) is Role.WHOLE}
+        outermost = {n: m for n, m in whole.items() if n.rpartition(".")[0] not in whole}
         return {name: module for module, name in {m: n for n, m in reversed(outermost.items())}.items()}
 
     def _roles_inside_of_whole_modules(self) -> dict[str, Role]:

@@ -14,8 +14,8 @@ from meshwright.roles.sharding_plan import BlockPart, Role, ShardingPlan
 def leave_whole(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     """Return a plan in which the weights of layers that have no role stay whole, with the modules around them.
 
-    If that leaves nothing to cut, or if it is not known where tokens meet, all layers stay whole. Layers with experts
-    are left as they are, since each rank must route its own tokens.
+    If that leaves nothing to cut, or if it is not known where tokens meet, all layers stay whole. A module around
+    experts is left as it is, since each rank must route its own tokens.
 
     Args:
         plan: a plan that was inferred.
@@ -24,17 +24,23 @@ def leave_whole(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     roled = RoledModel(model, plan)
     layers = {name: roled.modules[name] for name, role in roled.roles.items() if role is Role.LAYER}
     missing = [name for name in roled.missing if name.startswith(tuple(f"{layer}." for layer in layers))]
-    has_experts = any(roles_of_experts(module) for layer in layers.values() for module in layer.modules())
-    if has_experts or any("parametrizations" in name.split(".") for name in missing):
+    if any("parametrizations" in name.split(".") for name in missing):
         return plan
     whole = {_called_around(name, layers) for name in missing}
+    has_experts = any(map(_routes_tokens, layers.values()))
+    if has_experts and any(name is None or _routes_tokens(roled.modules[name]) for name in whole):
+        return plan
     roles = _with_whole(roled.roles, [name for name in whole if name is not None])
     inside = {role for name, role in roles.items() if name.startswith(tuple(f"{layer}." for layer in layers))}
     is_cut = any(role.part in (BlockPart.COLUMN, BlockPart.INNER) for role in inside)
     tokens_meet = any(role is Role.WHOLE or (role.part is BlockPart.BLOCK and role is not Role.MLP) for role in inside)
-    if None in whole or not tokens_meet or (whole and not is_cut):
+    if not has_experts and (None in whole or not tokens_meet or (whole and not is_cut)):
         return ShardingPlan(roles=_with_whole(roled.roles, list(_inside(layers))), source=plan.source)
     return ShardingPlan(roles=roles, source=plan.source) if whole else plan
+
+
+def _routes_tokens(module: nn.Module) -> bool:
+    return any(map(roles_of_experts, module.modules()))
 
 
 def _with_whole(roles: dict[str, Role], whole: list[str]) -> dict[str, Role]:

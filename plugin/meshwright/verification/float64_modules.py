@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from unittest import mock
 
 import torch
@@ -66,10 +66,14 @@ class Float64:
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
     """Use float64 wherever a model would choose float32 itself."""
-    before = torch.get_default_dtype()
+    before, zeros = torch.get_default_dtype(), torch.zeros
+
+    def zeros_in_float64(*size: Any, **options: Any) -> Tensor:
+        return zeros(*size, **options | ({"dtype": torch.float64} if options.get("dtype") is torch.float32 else {}))
+
     torch.set_default_dtype(torch.float64)
     try:
-        with Float64():
+        with Float64(), mock.patch.object(torch, "zeros", zeros_in_float64):
             yield
     finally:
         torch.set_default_dtype(before)

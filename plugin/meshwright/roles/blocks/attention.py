@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -19,6 +19,12 @@ _NAMES = {
     Role.K: {"k_proj", "key_proj", "k", "key", "wk", "to_k", "k_lin"},
     Role.V: {"v_proj", "value_proj", "v", "value", "wv", "to_v", "v_lin"},
     Role.O: {"o_proj", "out_proj", "output_proj", "o", "out", "wo", "to_out", "out_lin", "dense", "proj", "c_proj"},
+}
+# Latent attention: the heads are computed from two narrow projections that all ranks hold whole.
+_LATENT = {
+    Role.SHARED: {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "k_rope_only_layernorm"},
+    Role.PER_HEAD: {"q_proj", "q_b_proj", "kv_b_proj", "g_proj", "gate_proj", "q_gate_proj", "sinks"},
+    Role.O: {"o_proj"},
 }
 _NORMS = {"q": (Role.Q, Role.Q_NORM), "k": (Role.K, Role.K_NORM)}
 _FUSED = frozenset({Role.QKV, Role.QKV_BY_GROUP, Role.QKV_IN_FOUR})
@@ -77,6 +83,9 @@ class Attention(Block):
 
     def localise(self, rank: int) -> None:
         super().localise(rank)
+        for name, role in self.roled.inside(self.name).items():
+            if role is Role.HEAD_NORM and not list(self.roled.modules[name].parameters()):
+                self.roled.modules[name].register_forward_pre_hook(self._check_norms_heads)
         for name, value in self._local.items():
             setattr(self.reader, name, value)
         if self._is_fused and hasattr(self.reader, "config"):
@@ -86,8 +95,19 @@ class Attention(Block):
                 num_key_value_heads=self.heads.num_local_kv_heads,
             )
 
+    def _check_norms_heads(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
+        """Raise if a norm without weights, which has no shape, norms more than a head: a rank has some of the width."""
+        if args and args[0].shape[-1] > self.heads.head_dim:
+            raise PlanError(
+                f"a {type(norm).__name__} without weights in {self.name} norms {args[0].shape[-1]} channels, but a "
+                f"head has {self.heads.head_dim}, so each rank of tp would norm a part. Leave the attention whole: "
+                f'ToDistributedConfig(sharding_plan=...) with Role.WHOLE for "{self.name}", or use ParallelPlan(tp=1)'
+            )
+
     @classmethod
     def claim(cls, module: nn.Module, hidden: int, hinted: Mapping[str, Role]) -> dict[str, Role]:
+        if latent := _latent(module):
+            return latent
         linears = direct_projections(module)
         parts = {} if linears else split_projections(module)
         linears = linears or parts
@@ -112,6 +132,20 @@ class Attention(Block):
         roles |= _biases_of_heads(module)
         norms = _norms_beside(module, readers, hidden) if parts else _query_key_norms(module, by_role)
         return {"": Role.ATTENTION} | roles | norms
+
+
+def _latent(attention: nn.Module) -> dict[str, Role]:
+    """Return the roles of a latent attention and of what is in it; empty if it is none.
+
+    Its indexer chooses from the whole input, without a gradient, which tokens a query sees: the same for all heads.
+    """
+    named = {**attention._modules, **attention._parameters}
+    if not {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= named.keys():
+        return {}
+    roles = {name: role for role, names in _LATENT.items() for name in names if named.get(name) is not None}
+    inner = () if (indexer := attention._modules.get("indexer")) is None else indexer.named_modules(prefix="indexer")
+    roles |= {name: Role.SHARED for name, module in inner if list(module.parameters(recurse=False))}
+    return {"": Role.ATTENTION} | roles
 
 
 def _counts_by_another_name(attention: nn.Module, query_width: int) -> bool:
@@ -152,6 +186,9 @@ def _query_key_norms(block: nn.Module, projections: Mapping[Role, nn.Module]) ->
         role, norm = _NORMS[letter]
         if head_dim and is_norm(module, head_dim):
             roles[name] = Role.HEAD_NORM
+        # Only an RMS norm can be cut: the mean square of its channels is a sum over ranks.
         elif role in projections and is_norm(module, out_features(projections[role])):
-            roles[name] = norm
-    return roles
+            roles |= {} if isinstance(module, nn.LayerNorm) else {name: norm}
+    per_head = {type(block._modules[name]) for name, role in roles.items() if role is Role.HEAD_NORM}
+    values = ((n, m) for n, m in block._modules.items() if n.lower().startswith("v") and type(m) in per_head)
+    return roles | {n: Role.HEAD_NORM for n, m in values if m is not None and not list(m.parameters())}

@@ -39,15 +39,26 @@ def roles_of_experts(module: nn.Module) -> dict[str, Role]:
         return {}
     children = dict(module.named_children())
     experts = {name for name, child in children.items() if is_experts(projection(child))}
+    stacked = {name for name, child in children.items() if name not in experts and _is_own_code(name, child)}
     if not experts and _ROUTERS & children.keys():
-        experts = {name for name, child in children.items() if _is_own_code(name, child)}
+        experts, stacked = stacked, set()
     # What looks at token ids would need those of this rank's tokens.
     if not experts or "input_ids" in inspect.signature(module.forward).parameters:
         return {}
-    routers = {name: child for name, child in children.items() if name in _ROUTERS or _is_gate(child)}
+    is_layer = any(hasattr(m, "is_causal") or isinstance(m, nn.Conv1d) for m in module.modules())  # where tokens meet
+    routers = {
+        name: child
+        for name, child in children.items()
+        if name in _ROUTERS or _is_gate(child) or (is_projection(child) and not is_layer)
+    }
     inside = {f"{name}.{n}".rstrip("."): m for name, child in routers.items() for n, m in child.named_modules()}
-    token_wise = {name: Role.ROUTER for name, m in inside.items() if _is_token_wise(m)}
-    return {"": Role.ROUTER} | token_wise | dict.fromkeys(experts, Role.EXPERTS)
+    token_wise = {name for name, m in inside.items() if _is_token_wise(m)}
+    # Experts of a family's own code may hold their weights in a module of theirs.
+    own = {name: children[name] for name in experts if not is_experts(projection(children[name]))}
+    inside = {n: m for name, child in own.items() for n, m in child.named_modules(prefix=name) if m is not child}
+    parts = {name for name, m in inside.items() if list(m.parameters(recurse=False))}
+    roles = dict.fromkeys(("", *token_wise, *stacked, *parts), Role.ROUTER)
+    return roles | dict.fromkeys(experts, Role.EXPERTS)
 
 
 def routed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
