@@ -30,6 +30,7 @@ def run_without_values(
     instead: str,
     labels: tuple[int, ...] | None = None,
     options: Mapping[str, object] | None = None,
+    are_all_trained: bool = False,
 ) -> Any:
     """Run a decoder on fake token ids and labels, and return its output.
 
@@ -40,12 +41,14 @@ def run_without_values(
         labels: the shape of the labels; None for none.
         instead: the plan to use if the decoder cannot be run in this way, for the message.
         options: more arguments of forward.
+        are_all_trained: whether the graph of the pass has frozen weights too, so that it shows what depends on them.
 
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
     packed = list(packed_modules(model))
-    with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), fake_values(model), _without_hooks(model):
+    values = fake_values(model, are_all_trained=are_all_trained)
+    with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), values, _without_hooks(model):
         for _, module, packing in packed:
             module.forward = partial(_packed, module, packing.shape)
         for module in list(_routed(model)):
@@ -131,11 +134,15 @@ class _ReadAsZero(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def fake_values(model: nn.Module) -> Iterator[None]:
+def fake_values(model: nn.Module, *, are_all_trained: bool = False) -> Iterator[None]:
     """Replace all parameters and buffers by fake ones on the CPU, and undo all that the pass sets in the modules
     and the config.
 
     Must run inside a FakeTensorMode.
+
+    Args:
+        model: the model.
+        are_all_trained: whether frozen weights require a gradient too.
     """
     made: dict[int, Tensor] = {}
     owners: list[dict[Any, Any]] = []
@@ -151,8 +158,8 @@ def fake_values(model: nn.Module) -> Iterator[None]:
                     continue
                 if id(value) not in made:
                     fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-                    is_parameter = isinstance(value, nn.Parameter)
-                    made[id(value)] = nn.Parameter(fake, value.requires_grad) if is_parameter else fake
+                    trains = value.requires_grad or (are_all_trained and value.dtype.is_floating_point)
+                    made[id(value)] = nn.Parameter(fake, trains) if isinstance(value, nn.Parameter) else fake
                 owner[name] = made[id(value)]
         yield
     finally:

@@ -98,6 +98,7 @@ def cut_decoder(
     ends = [0, *accumulate(sizes)]
     spans = tuple(range(low, high) for low, high in pairwise(ends))
     order = record_order(decoder, structure.layers) if order is None else order
+    _check_tokens(order, plan)
     cut = Cut(
         layers=structure.layers,
         spans=spans,
@@ -110,6 +111,19 @@ def cut_decoder(
     )
     _check_shared(cut)
     return cut
+
+
+def _check_tokens(order: LayerOrder, plan: ParallelPlan) -> None:
+    """Raise if ranks would share the tokens of what crosses from stage to stage, and its dim of tokens is unknown."""
+    axis = "cp=1" if plan.cp > 1 else "sequence_parallel=False" if plan.sequence_parallel else None
+    if axis is None or order.is_plain or (plan.cp == 1 and order.hidden_size is not None):
+        return
+    beside = sorted({one.name for of_layer in order.inputs for one in of_layer})
+    what = f"inputs beside their hidden states ({', '.join(beside)})" if beside else "hidden states of more dims"
+    raise PlanError(
+        f"the layers are given {what}, and it is not known which tokens these belong to where the ranks share each row. "
+        f"Use ParallelPlan({axis}), or pp=1"
+    )
 
 
 def _check_shared(cut: Cut) -> None:

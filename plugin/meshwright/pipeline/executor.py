@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.errors import PlanError
 from meshwright.parallel.batch_schema import Batch
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.summed_gradients import SummedGradients
-from meshwright.pipeline.links import Crossing, Expected, Links, Receiver
+from meshwright.pipeline.links import Crossing, Expected, Format, Links, Receiver, format_of
 from meshwright.pipeline.stages import Stages
 from meshwright.pipeline.weight_gradients import WeightGradients
 from meshwright.plan.schedule import Kind, Operation
@@ -26,27 +27,43 @@ Key = tuple[bool, int, int]  # a transfer: is it an activation (or a gradient), 
 
 @dataclass(frozen=True, kw_only=True)
 class Boundaries:
-    """The tensors that cross from stage to stage. A boundary has the number of the stage that gets its hidden states.
+    """What crosses from stage to stage. A boundary has the number of the stage that gets its hidden states.
 
-    Hidden states and their gradients have the same shape and dtype. A tensor whose dtype is not known is announced.
+    Tensors and their gradients have the same shapes and dtypes. A crossing whose format is not known is announced.
 
     Args:
-        shapes: the shape of the hidden states of each micro-batch, on this rank.
-        known: the dtype at each boundary of this rank's stages that an earlier batch crossed.
-        numbers: how many numbers cross with each tensor.
-        seen: the dtype at each boundary of this rank's stages that this batch has crossed so far.
+        known: for each micro-batch, the formats at the boundaries of this rank's stages that an earlier one crossed.
+        counts: the number of tensors at each boundary.
+        seen: for each micro-batch, the formats at the boundaries of this rank's stages that it has crossed so far.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    known: Mapping[int, torch.dtype]
-    numbers: int = 0
-    seen: dict[int, torch.dtype] = field(default_factory=dict)
+    known: Sequence[Mapping[int, Format]]
+    counts: Sequence[int]
+    seen: tuple[dict[int, Format], ...]
 
     def expected(self, key: Key) -> Expected:
-        """Return the expected shape and dtype of a tensor that a rank will receive."""
+        """Return the crossing that a rank will receive."""
         is_forward, stage, micro_batch = key
-        dtype = self.known.get(stage if is_forward else stage + 1)
-        return Expected(key, self.shapes[micro_batch], dtype, self.numbers)
+        boundary = stage if is_forward else stage + 1
+        return Expected(key, self.known[micro_batch].get(boundary), self.counts[boundary])
+
+    def see(self, boundary: int, micro_batch: int, crossing: Crossing) -> None:
+        """Keep the format of a crossing.
+
+        Raises:
+            PlanError: if it is another one than that of an earlier micro-batch with inputs of the same shapes.
+        """
+        found = self.seen[micro_batch][boundary] = format_of(crossing)
+        known = self.known[micro_batch].get(boundary, found)
+        if found != known:
+            raise PlanError(
+                f"stage {boundary} of the pipeline gets tensors of {_words(found)}, and of {_words(known)} for earlier "
+                "inputs of the same shapes. A pipeline needs shapes that do not depend on values. Use ParallelPlan(pp=1)"
+            )
+
+
+def _words(format: Format) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in format)
 
 
 @dataclass(kw_only=True)
@@ -58,7 +75,7 @@ class Step:
         links: the channels to the other ranks.
         operations: what this rank does, in order.
         batches: the arguments of the decoder's forward, for each micro-batch.
-        boundaries: the tensors that cross from stage to stage.
+        boundaries: what crosses from stage to stage.
         parameters: the trained parameters of each of this rank's stages.
         finish: takes the batch and the decoder's output of a micro-batch, and returns the output whose loss counts.
         keep: called with each output of the last stage, in the order of the micro-batches.
@@ -82,7 +99,7 @@ class Step:
     fillers: frozenset[int] = frozenset()
     total: Tensor | None = None
     _receivers: dict[int, Receiver] = field(default_factory=dict)
-    _arrived: dict[Key, int] = field(default_factory=dict)  # how many tensors a transfer shows to have arrived
+    _arrived: dict[Key, int] = field(default_factory=dict)  # how many crossings a transfer shows to have arrived
     _handed: dict[Key, Crossing] = field(default_factory=dict)  # what one stage of this rank gives to another
     _alive: dict[tuple[int, int], tuple[Crossing | None, Crossing]] = field(default_factory=dict)
 
@@ -123,8 +140,8 @@ class Step:
         received = None
         if stage > 0:
             received = self._take(True, stage, micro_batch, stages.rank_of(stage - 1))
-            self.boundaries.seen[stage] = received[0].dtype
-            for x in _present(received):
+            self.boundaries.see(stage, micro_batch, received)
+            for x in received:
                 x.requires_grad_(trains)
         batch = self.batches[micro_batch]
         with self.running(micro_batch):
@@ -136,12 +153,10 @@ class Step:
             loss = loss_of(output)
             if loss is not None:
                 self.total = loss.detach() if self.total is None else self.total + loss.detach()
-            output = loss if loss is None or self.scale is None else loss * self.scale, None
+            output = () if loss is None else (loss if self.scale is None else loss * self.scale,)
         else:
-            hidden, numbers = output
-            self.boundaries.seen[stage + 1] = hidden.dtype
-            handed = hidden.detach(), None if numbers is None else numbers.detach()
-            self._give(Operation(Kind.FORWARD, stage, micro_batch), handed)
+            self.boundaries.see(stage + 1, micro_batch, output)
+            self._give(Operation(Kind.FORWARD, stage, micro_batch), tuple(x.detach() for x in output))
         if trains:
             self._alive[stage, micro_batch] = received, output
 
@@ -155,17 +170,17 @@ class Step:
         """
         cut, stage, micro_batch = self.stages.cut, operation.stage, operation.micro_batch
         received, output = self._alive.pop((stage, micro_batch))
-        gradients: Crossing | tuple[None, None] = None, None
+        gradients: Sequence[Tensor | None] = [None] * len(output)
         if stage != cut.last:
             gradients = self._take(False, stage, micro_batch, cut.rank_of(stage + 1))
         parameters = self.parameters[stage]
-        crossed = [] if received is None else _present(received)
+        crossed = received or ()
         inputs: list[Tensor] = [*crossed, *parameters]
         found: list[Tensor | None] = [None] * len(inputs)
         # Nothing requires a gradient if all stages so far are frozen.
-        trained = [(x, g) for x, g in zip(output, gradients, strict=True) if x is not None and x.requires_grad]
+        trained = [(x, g) for x, g in zip(output, gradients, strict=True) if x.requires_grad]
         if trained and inputs:
-            with self.stages.active(stage), later.waiting(operation), reading_shards():
+            with self.stages.active(stage, received), later.waiting(operation), reading_shards():
                 try:
                     found = list(
                         torch.autograd.grad([x for x, _ in trained], inputs, [g for _, g in trained], allow_unused=True)
@@ -174,10 +189,10 @@ class Step:
                     if not self.is_refused():
                         raise
                     # This rank goes on without gradients, so that the others come to the end of the step.
-        sent = [torch.zeros_like(x) if g is None else g for x, g in zip(crossed, found, strict=False)]
+        sent = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(crossed, found, strict=False))
         if sent:
-            self._give(operation, (sent[0], sent[1] if len(sent) > 1 else None))
-        sums.add(parameters, found[len(crossed) :], used=sent[0] if sent else None)
+            self._give(operation, sent)
+        sums.add(parameters, found[len(crossed) :], used=sent)
 
     def _take(self, is_forward: bool, stage: int, micro_batch: int, sender: int) -> Crossing:
         key = (is_forward, stage, micro_batch)
@@ -195,13 +210,8 @@ class Step:
         if receiver == cut.rank:
             self._handed[operation.kind is Kind.FORWARD, stage, operation.micro_batch] = crossing
             return
-        x, numbers = crossing
-        announces = max(stage, operation.stage) not in self.boundaries.known
-        self.links.send(x, receiver, announces=announces, numbers=numbers)
-
-
-def _present(crossing: Crossing) -> list[Tensor]:
-    return [x for x in crossing if x is not None]
+        announces = max(stage, operation.stage) not in self.boundaries.known[operation.micro_batch]
+        self.links.send(crossing, receiver, announces=announces)
 
 
 def run_training(step: Step, sums: SummedGradients, later: WeightGradients) -> None:
