@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+from collections.abc import Set
 
 from torch import nn
 
@@ -86,12 +88,18 @@ def part_features(build: Build) -> None:
     if axis is None or build.structure is None or not build.towers:
         return
     sequenced = features.find(SequenceRegion)
+    of_layers: Set[str] = frozenset()
+    if build.cut is not None:  # it crosses the stages (BesideInputs)
+        of_layers = build.cut.order.given
+    elif axis == "tp":  # the ranks share it (SecondInputs)
+        of_layers = inspect.signature(build.structure.layers[0].forward).parameters.keys()
     tower_features = TowerFeatures(
         build.structure,
         axis=axis,
         sequence=None if sequenced is None else sequenced.sequence,
         region=features.find(ContextRegion),
         is_staged=build.cut is not None,
+        of_layers=of_layers,
     )
     features.add(tower_features)
 

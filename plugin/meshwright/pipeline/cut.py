@@ -99,6 +99,7 @@ def cut_decoder(
     spans = tuple(range(low, high) for low, high in pairwise(ends))
     order = record_order(decoder, structure.layers) if order is None else order
     _check_tokens(order, plan)
+    _check_mixed(order, [span.start for span in spans[1:]])
     cut = Cut(
         layers=structure.layers,
         spans=spans,
@@ -124,6 +125,21 @@ def _check_tokens(order: LayerOrder, plan: ParallelPlan) -> None:
         f"the layers are given {what}, and it is not known which tokens these belong to where the ranks share each row. "
         f"Use ParallelPlan({axis}), or pp=1"
     )
+
+
+def _check_mixed(order: LayerOrder, starts: Sequence[int]) -> None:
+    """Raise if the model combines, between layers of a later stage, what these return with what an earlier stage has."""
+    for layer, (hidden, beside) in enumerate(zip(order.hidden, order.inputs, strict=True)):
+        for one in (hidden, *beside):
+            if crossed := [start for start in starts if start <= layer and one.earliest < start <= one.source]:
+                what = (
+                    "what it computes before its layers" if one.earliest < 0 else f"the result of layer {one.earliest}"
+                )
+                raise PlanError(
+                    f"the model computes {one.name} of layer {layer} from the result of layer {one.source} and from "
+                    f"{what}, and only the stage before layer {crossed[0]} has both. Use ParallelPlan(pp=1), or other "
+                    "stages="
+                )
 
 
 def _check_shared(cut: Cut) -> None:

@@ -33,12 +33,14 @@ class LayerInput:
         place: the place in the argument, if it is a list or tuple; None if it is a tensor.
         tensor: the number of the tensor; the inputs of several layers that are one tensor have one number.
         source: the last layer that the tensor was computed from, or ``OUTSIDE``.
+        earliest: the first one that the model has used beside it, without a layer in between; ``source`` if none.
     """
 
     name: str
     place: int | None
     tensor: int
     source: int
+    earliest: int
 
     def of(self, given: dict[str, Any]) -> Any:
         """Return the input among a layer's arguments by name; None if the layer is not given it."""
@@ -122,6 +124,7 @@ class InputRecorder:
         self._leaves: list[Any] = []
         self._spec: TreeSpec | None = None
         self._returned: list[Returned] = []
+        self._hidden: list[LayerInput] = []
 
     def enter(self, layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take what the next layer is given."""
@@ -133,9 +136,8 @@ class InputRecorder:
             )
         named = [(name, place, x) for name, value in given.items() for place, x in _tensors(value)]
         found = [item for item in named if item[2].requires_grad and item[2] is not hidden]
-        self._inputs.append(
-            tuple(LayerInput(name=n, place=p, tensor=self._number(x), source=self._source(x)) for n, p, x in found)
-        )
+        self._hidden.append(self._input(HIDDEN, None, hidden))
+        self._inputs.append(tuple(self._input(*item) for item in found))
         if self._spec is not None:
             names = {id(x): name for name, place, x in found if place is None} | {id(hidden): HIDDEN}
             values = [names.get(id(x)) if isinstance(x, Tensor) else None for x in self._leaves]
@@ -163,23 +165,33 @@ class InputRecorder:
         """The form of the result of each layer but the last."""
         return tuple(self._returned)
 
-    def _number(self, x: Tensor) -> int:
-        self._kept.append(x)
-        return self._numbers.setdefault(id(x), len(self._numbers))
+    @property
+    def hidden(self) -> tuple[LayerInput, ...]:
+        """The hidden states of each layer."""
+        return tuple(self._hidden)
 
-    def _source(self, x: Tensor) -> int:
-        """Return the last layer that a tensor was computed from."""
-        found, seen, nodes = OUTSIDE, set(), [x.grad_fn]
+    def _input(self, name: str, place: int | None, x: Tensor) -> LayerInput:
+        self._kept.append(x)
+        number, layers = self._numbers.setdefault(id(x), len(self._numbers)), self._sources(x)
+        return LayerInput(name=name, place=place, tensor=number, source=max(layers), earliest=min(layers))
+
+    def _sources(self, x: Tensor) -> set[int]:
+        """Return the layers that a tensor was computed from without a further layer in between, or ``OUTSIDE``."""
+        found: set[int] = set()
+        seen: set[GraphNode] = set()
+        nodes = [x.grad_fn]
         while nodes:
             node = nodes.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if node in self._layer_of:  # a layer was computed from those before it only
-                found = max(found, self._layer_of[node])
-            else:
-                nodes += [following for following, _ in node.next_functions]
-        return found
+            if node in self._layer_of:
+                found.add(self._layer_of[node])
+                continue
+            if hasattr(node, "variable"):  # a weight
+                found.add(OUTSIDE)
+            nodes += [following for following, _ in node.next_functions]
+        return found or {OUTSIDE}
 
 
 def _tensors(value: Any) -> Iterator[tuple[int | None, Tensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.fake_pass import run_without_values
+from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.router_record import RouterRecord, record_routers
 from meshwright.pipeline.layer_inputs import HIDDEN, InputRecorder, LayerInput, Returned
-from meshwright.roles.decoder import is_stack, towers_beside
+from meshwright.roles.decoder import is_stack, owner_of_layers, towers_beside
 
 _ROWS, _LENGTH = 2, 8
 
@@ -35,6 +37,8 @@ class LayerOrder:
         after: the names of those that run after the last layer.
         returned: for each layer but the last, the form in which it returns its result.
         inputs: for each layer, its inputs beside the hidden states that are computed from weights.
+        hidden: for each layer, what its hidden states are computed from.
+        given: the names of what the module around the layers gets beside tokens that is computed from weights.
         passing: by name, the layers of towers that return hidden states of the shape that they are given.
         hidden_size: the number of channels of the activation that layers hand to each other; None if its shape is not
             [rows, tokens, channels].
@@ -46,6 +50,8 @@ class LayerOrder:
     after: frozenset[str]
     returned: tuple[Returned, ...]
     inputs: tuple[tuple[LayerInput, ...], ...]
+    hidden: tuple[LayerInput, ...]
+    given: frozenset[str]
     passing: dict[str, Returned]
     hidden_size: int | None
     output_kind: type
@@ -127,11 +133,14 @@ class _Recorder:
         self._inputs = InputRecorder()
         self._shapes: set[tuple[int, ...]] = set()
         self._passing: dict[str, Returned] = {}
+        self._given: set[str] = set()
         self._is_inside = False  # a layer runs
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         handles: list[RemovableHandle] = [self.model.register_forward_pre_hook(self._begin)]
+        owner = owner_of_layers(self.model, self.layers)
+        handles.append(owner.register_forward_pre_hook(self._enter_owner, with_kwargs=True))
         for layer in self._of_towers:
             handles.append(layer.register_forward_hook(self._leave_tower_layer, with_kwargs=True))
         for layer in self.layers:
@@ -156,6 +165,10 @@ class _Recorder:
     def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._is_inside = False
         return self._inputs.leave(self._index[layer], output)
+
+    def _enter_owner(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = arguments(inspect.signature(owner.forward), args, kwargs)
+        self._given = {name for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
 
     def _leave_tower_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         x, _ = hidden_states(args, kwargs)
@@ -193,6 +206,8 @@ class _Recorder:
             after=frozenset(after),
             returned=self._inputs.returned,
             inputs=self._inputs.inputs,
+            hidden=self._inputs.hidden,
+            given=frozenset(self._given),
             passing=self._passing,
             hidden_size=self._hidden_size(),
             output_kind=output_kind,

@@ -158,7 +158,7 @@ class Stages:
                 "model that to_distributed returned"
             )
         span = self.cut.spans[self._active]
-        if index in span and self._active:
+        if index in span:
             self._check_beside(index, args, kwargs)
         if index == span.start and self.region is not None:
             return self.region.run_first(own, args, kwargs, length=None if self._active == 0 else self._length)
@@ -186,18 +186,25 @@ class Stages:
         return bool(self._active)
 
     def _check_beside(self, index: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Raise if a layer is given what this stage computed from a weight that another stage has, which reads as NaN.
+        """Raise if a layer is given what did not show when the model was cut, and only one stage can compute it.
 
-        The host waits for the device when a layer is given an input of this name for the first time.
+        A later stage reads NaN in place of a weight that another stage has. The host waits for the device when a layer
+        is given an input of this name for the first time.
         """
         hidden, _ = hidden_states(args, kwargs)
+        crossing = {one.name for one in self.cut.order.inputs[index]}
         for name, value in arguments(self._signatures[index], args, kwargs).items():
             if (index, name) in self._checked:
                 continue
             beside = [x for x in tensors_in(value) if x is not hidden and not isinstance(x, FakeTensor)]
-            if beside:
-                self._checked.add((index, name))
-            if any((x.is_floating_point() or x.is_complex()) and bool(x.isnan().any()) for x in beside):
+            beside = [x for x in beside if x.is_floating_point() or x.is_complex()]
+            if self._active == 0:
+                is_wrong = name not in crossing and any(x.requires_grad for x in beside)
+            else:
+                is_wrong = any(bool(x.isnan().any()) for x in beside)
+                if beside:
+                    self._checked.add((index, name))
+            if is_wrong:
                 raise PlanError(
                     f"layer {index} ({type(self.cut.layers[index]).__name__}) is given {name} beside its hidden "
                     "states, and the model computes it from weights that only another stage has. Use ParallelPlan(pp=1)"
