@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import PlanError
@@ -20,6 +21,7 @@ from meshwright.layout.packed_weights import packed_modules
 from meshwright.parallel.batch_schema import example
 from meshwright.roles import Role
 from meshwright.roles.blocks.experts import is_experts, routed_modules
+from meshwright.temporarily import temporarily
 
 
 def run_without_values(
@@ -48,7 +50,9 @@ def run_without_values(
     """
     packed = list(packed_modules(model))
     values = fake_values(model, are_all_trained=are_all_trained)
-    with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), values, _without_hooks(model):
+    # Distributions check their values.
+    unchecked = temporarily(Distribution, _validate_args=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), values, _without_hooks(model), unchecked:
         for _, module, packing in packed:
             module.forward = partial(_packed, module, packing.shape)
         for module in list(_routed(model)):

@@ -17,6 +17,7 @@ from torch.autograd.graph import Node as GraphNode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from meshwright.errors import PlanError
+from meshwright.parallel.autograd_graph import nodes_behind
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.second_inputs import is_cache_with_gradient
 
@@ -177,20 +178,12 @@ class InputRecorder:
 
     def _sources(self, x: Tensor) -> set[int]:
         """Return the layers that a tensor was computed from without a further layer in between, or ``OUTSIDE``."""
-        found: set[int] = set()
-        seen: set[GraphNode] = set()
-        nodes = [x.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        found = set()
+        for node in nodes_behind(x, self._layer_of):
             if node in self._layer_of:
                 found.add(self._layer_of[node])
-                continue
-            if hasattr(node, "variable"):  # a weight
+            elif hasattr(node, "variable"):  # a weight
                 found.add(OUTSIDE)
-            nodes += [following for following, _ in node.next_functions]
         return found or {OUTSIDE}
 
 

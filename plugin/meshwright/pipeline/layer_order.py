@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.errors import PlanError
+from meshwright.parallel.autograd_graph import nodes_behind
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.method_chain import arguments
@@ -38,7 +39,8 @@ class LayerOrder:
         returned: for each layer but the last, the form in which it returns its result.
         inputs: for each layer, its inputs beside the hidden states that are computed from weights.
         hidden: for each layer, what its hidden states are computed from.
-        given: the names of what the module around the layers gets beside tokens that is computed from weights.
+        given: the names of what the module around the layers gets that is computed from weights, and of which the
+            first layer's hidden states are not computed.
         passing: by name, the layers of towers that return hidden states of the shape that they are given.
         hidden_size: the number of channels of the activation that layers hand to each other; None if its shape is not
             [rows, tokens, channels].
@@ -133,7 +135,7 @@ class _Recorder:
         self._inputs = InputRecorder()
         self._shapes: set[tuple[int, ...]] = set()
         self._passing: dict[str, Returned] = {}
-        self._given: set[str] = set()
+        self._given: dict[str, Tensor] = {}
         self._is_inside = False  # a layer runs
 
     @contextlib.contextmanager
@@ -158,6 +160,9 @@ class _Recorder:
     def _enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_inside = True
         x, _ = hidden_states(args, kwargs)
+        if layer is self.layers[0]:
+            first = {x.grad_fn, *nodes_behind(x)}
+            self._given = {name: y for name, y in self._given.items() if y is not x and y.grad_fn not in first}
         self._inputs.enter(layer, x, args, kwargs)
         self._shapes.add(tuple(x.shape))
         self._events.append(self._index[layer])
@@ -168,7 +173,7 @@ class _Recorder:
 
     def _enter_owner(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = arguments(inspect.signature(owner.forward), args, kwargs)
-        self._given = {name for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
+        self._given = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
 
     def _leave_tower_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         x, _ = hidden_states(args, kwargs)
