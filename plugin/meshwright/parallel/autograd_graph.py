@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -47,20 +47,6 @@ def bypasses(output: object, start: Tensor, *gates: GraphNode | None) -> bool:
         seen.add(node)
         nodes += [following for following, _ in node.next_functions]
     return False
-
-
-def nodes_behind(x: Tensor, ends: Container[GraphNode] = ()) -> Iterator[GraphNode]:
-    """Yield the graph nodes that a tensor was computed by, each once, without those behind the nodes ``ends``."""
-    seen: set[GraphNode] = set()
-    nodes = [x.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        if node not in ends:
-            nodes += [following for following, _ in node.next_functions]
 
 
 def unused_parameters(outputs: list[Tensor], parameters: list[nn.Parameter]) -> list[nn.Parameter]:

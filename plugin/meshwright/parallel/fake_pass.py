@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,6 @@ from meshwright.layout.packed_weights import packed_modules
 from meshwright.parallel.batch_schema import example
 from meshwright.roles import Role
 from meshwright.roles.blocks.experts import is_experts, routed_modules
-from meshwright.temporarily import temporarily
 
 
 def run_without_values(
@@ -32,7 +32,7 @@ def run_without_values(
     instead: str,
     labels: tuple[int, ...] | None = None,
     options: Mapping[str, object] | None = None,
-    are_all_trained: bool = False,
+    watch: AbstractContextManager[object] | None = None,
 ) -> Any:
     """Run a decoder on fake token ids and labels, and return its output.
 
@@ -43,16 +43,20 @@ def run_without_values(
         labels: the shape of the labels; None for none.
         instead: the plan to use if the decoder cannot be run in this way, for the message.
         options: more arguments of forward.
-        are_all_trained: whether the graph of the pass has frozen weights too, so that it shows what depends on them.
+        watch: a mode that sees the operations of the pass.
 
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
     packed = list(packed_modules(model))
-    values = fake_values(model, are_all_trained=are_all_trained)
-    # Distributions check their values.
-    unchecked = temporarily(Distribution, _validate_args=False)
-    with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), values, _without_hooks(model), unchecked:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_ReadAsZero())
+        stack.enter_context(fake_values(model))
+        stack.enter_context(_without_hooks(model))
+        stack.enter_context(_unchecked_distributions())
+        if watch is not None:
+            stack.enter_context(watch)
         for _, module, packing in packed:
             module.forward = partial(_packed, module, packing.shape)
         for module in list(_routed(model)):
@@ -91,6 +95,17 @@ def _required_images(model: nn.Module, signature: inspect.Signature, rows: int) 
     image = torch.zeros(rows, channels, side, side, dtype=next(model.parameters()).dtype)
     yield {"pixel_values": image}
     yield {"pixel_values": image[:, None]}
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Leave out that distributions check their values."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 @contextlib.contextmanager
@@ -143,15 +158,11 @@ class _ReadAsZero(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def fake_values(model: nn.Module, *, are_all_trained: bool = False) -> Iterator[None]:
+def fake_values(model: nn.Module) -> Iterator[None]:
     """Replace all parameters and buffers by fake ones on the CPU, and undo all that the pass sets in the modules
     and the config.
 
     Must run inside a FakeTensorMode.
-
-    Args:
-        model: the model.
-        are_all_trained: whether frozen weights require a gradient too.
     """
     made: dict[int, Tensor] = {}
     owners: list[dict[Any, Any]] = []
@@ -167,8 +178,8 @@ def fake_values(model: nn.Module, *, are_all_trained: bool = False) -> Iterator[
                     continue
                 if id(value) not in made:
                     fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-                    trains = value.requires_grad or (are_all_trained and value.dtype.is_floating_point)
-                    made[id(value)] = nn.Parameter(fake, trains) if isinstance(value, nn.Parameter) else fake
+                    is_parameter = isinstance(value, nn.Parameter)
+                    made[id(value)] = nn.Parameter(fake, value.requires_grad) if is_parameter else fake
                 owner[name] = made[id(value)]
         yield
     finally:

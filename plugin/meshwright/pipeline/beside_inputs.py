@@ -1,7 +1,7 @@
 """Give the layers of a stage what earlier stages have computed for them, and take what later stages need.
 
-The model's own forward gives its layers what it computes on this rank. What it computes from weights of another stage is
-replaced where a layer is given it, by what crossed from the stage before. At the end of a stage the forward goes on
+The model's own forward gives its layers what it computes on this rank. What it computes from weights of another stage
+is replaced where a layer is given it, by what crossed from the stage before. At the end of a stage the forward goes on
 through the later layers, which compute nothing, until all that they need from this and earlier stages was seen.
 """
 
@@ -18,8 +18,9 @@ from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline import layer_inputs
 from meshwright.pipeline.cut import Cut
-from meshwright.pipeline.layer_inputs import OUTSIDE, LayerInput
+from meshwright.pipeline.layer_inputs import LayerInput
 from meshwright.pipeline.links import Crossing
+from meshwright.pipeline.sources import OUTSIDE
 
 
 class BesideInputs:

@@ -122,7 +122,7 @@ def _check_tokens(order: LayerOrder, plan: ParallelPlan) -> None:
     beside = sorted({one.name for of_layer in order.inputs for one in of_layer})
     what = f"inputs beside their hidden states ({', '.join(beside)})" if beside else "hidden states of more dims"
     raise PlanError(
-        f"the layers are given {what}, and it is not known which tokens these belong to where the ranks share each row. "
+        f"the layers are given {what}, and it is not known which tokens these belong to where ranks share each row. "
         f"Use ParallelPlan({axis}), or pp=1"
     )
 

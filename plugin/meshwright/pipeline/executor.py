@@ -16,7 +16,16 @@ from meshwright.parallel.batch_share import cut
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.summed_gradients import SummedGradients
-from meshwright.pipeline.links import Crossing, Expected, Format, Links, Receiver, format_of
+from meshwright.pipeline.links import (
+    Crossing,
+    Expected,
+    Format,
+    Links,
+    Receiver,
+    differentiable,
+    format_of,
+    has_gradient,
+)
 from meshwright.pipeline.stages import Stages
 from meshwright.pipeline.weight_gradients import WeightGradients
 from meshwright.plan.schedule import Kind, Operation
@@ -29,7 +38,7 @@ Key = tuple[bool, int, int]  # a transfer: is it an activation (or a gradient), 
 class Boundaries:
     """What crosses from stage to stage. A boundary has the number of the stage that gets its hidden states.
 
-    Tensors and their gradients have the same shapes and dtypes. A crossing whose format is not known is announced.
+    Activations whose format is not known are announced. A gradient has the shape and the dtype of its tensor.
 
     Args:
         known: for each micro-batch, the formats at the boundaries of this rank's stages that an earlier one crossed.
@@ -45,7 +54,16 @@ class Boundaries:
         """Return the crossing that a rank will receive."""
         is_forward, stage, micro_batch = key
         boundary = stage if is_forward else stage + 1
-        return Expected(key, self.known[micro_batch].get(boundary), self.counts[boundary])
+        known, seen = self.known[micro_batch], self.seen[micro_batch]
+
+        def format() -> Format | None:
+            found = known.get(boundary)
+            if is_forward:
+                return found
+            found = found or seen.get(boundary)  # it was sent before its gradient comes
+            return None if found is None else tuple(one for one in found if has_gradient(one[1]))
+
+        return Expected(key, format, self.counts[boundary])
 
     def see(self, boundary: int, micro_batch: int, crossing: Crossing) -> None:
         """Keep the format of a crossing.
@@ -58,7 +76,7 @@ class Boundaries:
         if found != known:
             raise PlanError(
                 f"stage {boundary} of the pipeline gets tensors of {_words(found)}, and of {_words(known)} for earlier "
-                "inputs of the same shapes. A pipeline needs shapes that do not depend on values. Use ParallelPlan(pp=1)"
+                "inputs of the same shapes. These shapes must not depend on values. Use ParallelPlan(pp=1)"
             )
 
 
@@ -142,7 +160,7 @@ class Step:
             received = self._take(True, stage, micro_batch, stages.rank_of(stage - 1))
             self.boundaries.see(stage, micro_batch, received)
             for x in received:
-                x.requires_grad_(trains)
+                x.requires_grad_(trains and has_gradient(x.dtype))
         batch = self.batches[micro_batch]
         with self.running(micro_batch):
             output = self.stages.run(stage, batch, received)
@@ -170,11 +188,11 @@ class Step:
         """
         cut, stage, micro_batch = self.stages.cut, operation.stage, operation.micro_batch
         received, output = self._alive.pop((stage, micro_batch))
+        crossed, output = differentiable(received or ()), differentiable(output)
         gradients: Sequence[Tensor | None] = [None] * len(output)
         if stage != cut.last:
             gradients = self._take(False, stage, micro_batch, cut.rank_of(stage + 1))
         parameters = self.parameters[stage]
-        crossed = received or ()
         inputs: list[Tensor] = [*crossed, *parameters]
         found: list[Tensor | None] = [None] * len(inputs)
         # Nothing requires a gradient if all stages so far are frozen.
@@ -206,11 +224,11 @@ class Step:
         cut = self.stages.cut
         stage = receiving_stage(operation, len(cut.spans))
         assert stage is not None
-        receiver = cut.rank_of(stage)
+        receiver, is_forward = cut.rank_of(stage), operation.kind is Kind.FORWARD
         if receiver == cut.rank:
-            self._handed[operation.kind is Kind.FORWARD, stage, operation.micro_batch] = crossing
+            self._handed[is_forward, stage, operation.micro_batch] = crossing
             return
-        announces = max(stage, operation.stage) not in self.boundaries.known[operation.micro_batch]
+        announces = is_forward and stage not in self.boundaries.known[operation.micro_batch]
         self.links.send(crossing, receiver, announces=announces)
 
 

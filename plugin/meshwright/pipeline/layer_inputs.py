@@ -1,8 +1,8 @@
 """What layers are given beside their hidden states that is computed from weights, and what of it crosses a boundary.
 
-Such an input is an encoder's result, a table of positions, an input of each layer alone, or a second stream that a layer
-hands to the next. Only the stage that has the weights computes it. It crosses from stage to stage with the hidden states,
-and its gradient comes back the same way: each stage adds the part of its own layers.
+Such an input is an encoder's result, a table of positions, an input of each layer alone, or a second stream that a
+layer hands to the next. Only the stage that has the weights computes it. It crosses from stage to stage with the hidden
+states, and its gradient comes back the same way: each stage adds the part of its own layers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node as GraphNode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from meshwright.errors import PlanError
-from meshwright.parallel.autograd_graph import nodes_behind
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.second_inputs import is_cache_with_gradient
+from meshwright.pipeline.sources import OUTSIDE, Sources
 
-OUTSIDE = -1  # in place of the index of a layer
 HIDDEN = "hidden states"
 
 
@@ -114,18 +112,19 @@ def crossing(of_layers: tuple[tuple[LayerInput, ...], ...], before: int) -> Cros
 class InputRecorder:
     """Records in a pass without values what each layer is given beside its hidden states, and in which form it returns.
 
-    The pass must have a graph in which all weights require a gradient.
+    Args:
+        sources: knows what the tensors of the pass are computed from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
         self._numbers: dict[int, int] = {}  # of tensors, by id
         self._kept: list[Tensor] = []  # so that no other tensor gets the id
-        self._layer_of: dict[GraphNode, int] = {}
-        self._inputs: list[tuple[LayerInput, ...]] = []
         self._leaves: list[Any] = []
         self._spec: TreeSpec | None = None
-        self._returned: list[Returned] = []
-        self._hidden: list[LayerInput] = []
+        self.inputs: list[tuple[LayerInput, ...]] = []
+        self.hidden: list[LayerInput] = []
+        self.returned: list[Returned] = []
 
     def enter(self, layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take what the next layer is given."""
@@ -136,55 +135,30 @@ class InputRecorder:
                 "requires a gradient. A pipeline hands tensors from stage to stage. Use ParallelPlan(pp=1)"
             )
         named = [(name, place, x) for name, value in given.items() for place, x in _tensors(value)]
-        found = [item for item in named if item[2].requires_grad and item[2] is not hidden]
-        self._hidden.append(self._input(HIDDEN, None, hidden))
-        self._inputs.append(tuple(self._input(*item) for item in found))
+        found = [item for item in named if self._sources.of(item[2]) and item[2] is not hidden]
+        self.hidden.append(self._input(HIDDEN, None, hidden))
+        self.inputs.append(tuple(self._input(*item) for item in found))
         if self._spec is not None:
             names = {id(x): name for name, place, x in found if place is None} | {id(hidden): HIDDEN}
             values = [names.get(id(x)) if isinstance(x, Tensor) else None for x in self._leaves]
             if HIDDEN not in values:  # the model computes something between the layers
                 first = next(i for i, x in enumerate(self._leaves) if isinstance(x, Tensor))
                 values[first] = HIDDEN
-            self._returned.append(Returned(spec=self._spec, values=tuple(values)))
+            self.returned.append(Returned(spec=self._spec, values=tuple(values)))
 
     def leave(self, index: int, output: Any) -> Any:
-        """Take what a layer returns, and return it with nodes in the graph that belong to this layer alone."""
+        """Take what a layer returns, and return it in tensors whose source is this layer alone."""
         leaves, self._spec = tree_flatten(output)
-        self._leaves = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
-        for x in self._leaves:
-            if isinstance(x, Tensor) and x.grad_fn is not None:
-                self._layer_of[x.grad_fn] = index
+        self._leaves = [x.clone() if isinstance(x, Tensor) and self._sources.of(x) else x for x in leaves]
+        for old, new in zip(leaves, self._leaves, strict=True):
+            if new is not old:
+                self._sources.set(new, [index])
         return tree_unflatten(self._leaves, self._spec)
-
-    @property
-    def inputs(self) -> tuple[tuple[LayerInput, ...], ...]:
-        """The inputs of each layer."""
-        return tuple(self._inputs)
-
-    @property
-    def returned(self) -> tuple[Returned, ...]:
-        """The form of the result of each layer but the last."""
-        return tuple(self._returned)
-
-    @property
-    def hidden(self) -> tuple[LayerInput, ...]:
-        """The hidden states of each layer."""
-        return tuple(self._hidden)
 
     def _input(self, name: str, place: int | None, x: Tensor) -> LayerInput:
         self._kept.append(x)
-        number, layers = self._numbers.setdefault(id(x), len(self._numbers)), self._sources(x)
+        number, layers = self._numbers.setdefault(id(x), len(self._numbers)), self._sources.layers(x) or {OUTSIDE}
         return LayerInput(name=name, place=place, tensor=number, source=max(layers), earliest=min(layers))
-
-    def _sources(self, x: Tensor) -> set[int]:
-        """Return the layers that a tensor was computed from without a further layer in between, or ``OUTSIDE``."""
-        found = set()
-        for node in nodes_behind(x, self._layer_of):
-            if node in self._layer_of:
-                found.add(self._layer_of[node])
-            elif hasattr(node, "variable"):  # a weight
-                found.add(OUTSIDE)
-        return found or {OUTSIDE}
 
 
 def _tensors(value: Any) -> Iterator[tuple[int | None, Tensor]]:

@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.errors import PlanError
-from meshwright.parallel.autograd_graph import nodes_behind
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.router_record import RouterRecord, record_routers
 from meshwright.pipeline.layer_inputs import HIDDEN, InputRecorder, LayerInput, Returned
+from meshwright.pipeline.sources import OUTSIDE, Sources
 from meshwright.roles.decoder import is_stack, owner_of_layers, towers_beside
 
 _ROWS, _LENGTH = 2, 8
@@ -78,6 +78,7 @@ def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
     """
     _check_distinct(model, layers)
     recorder, output = _recorded(model, layers)
+    recorder.check_result(output)
     names = {field.name for field in dataclasses.fields(output)} if dataclasses.is_dataclass(output) else set()
     if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= {*output, *names}:
         raise PlanError(
@@ -100,7 +101,7 @@ def _recorded(model: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[_Recorde
                     length=_LENGTH,
                     labels=labels,
                     instead="ParallelPlan(pp=1)",
-                    are_all_trained=True,
+                    watch=recorder.sources,
                 )
         except PlanError as error:
             first = first or error
@@ -127,15 +128,17 @@ class _Recorder:
         self._index = {layer: i for i, layer in enumerate(layers)}
         stacks = [s for tower in towers_beside(model, layers) for s in tower.modules() if is_stack(s)]
         self._of_towers = {layer for stack in stacks for layer in stack.children()} - set(layers)
-        self._begin()
+        self.sources = Sources()
 
     def _begin(self, *_: object) -> None:
         """Forget a pass that has failed."""
         self._events: list[int | str] = []
-        self._inputs = InputRecorder()
+        self._inputs = InputRecorder(self.sources)
         self._shapes: set[tuple[int, ...]] = set()
         self._passing: dict[str, Returned] = {}
-        self._given: dict[str, Tensor] = {}
+        self._given: list[str] = []
+        for parameter in self.model.parameters():
+            self.sources.set(parameter, [OUTSIDE])
         self._is_inside = False  # a layer runs
 
     @contextlib.contextmanager
@@ -157,23 +160,31 @@ class _Recorder:
             for handle in handles:
                 handle.remove()
 
+    def _enter_owner(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the module around the layers copies that are told apart in what is computed from them."""
+        named = arguments(inspect.signature(owner.forward), args, kwargs)
+        found = {id(x): x.clone() for x in named.values() if isinstance(x, Tensor) and self.sources.of(x)}
+        self._given = [name for name, x in named.items() if id(x) in found]
+        for i, name in enumerate(self._given):
+            self.sources.set(found[id(named[name])], [OUTSIDE - 1 - i])
+        return tuple(found.get(id(x), x) for x in args), {n: found.get(id(x), x) for n, x in kwargs.items()}
+
     def _enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_inside = True
         x, _ = hidden_states(args, kwargs)
         if layer is self.layers[0]:
-            first = {x.grad_fn, *nodes_behind(x)}
-            self._given = {name: y for name, y in self._given.items() if y is not x and y.grad_fn not in first}
+            first = self.sources.of(x)
+            self._given = [name for i, name in enumerate(self._given) if OUTSIDE - 1 - i not in first]
         self._inputs.enter(layer, x, args, kwargs)
         self._shapes.add(tuple(x.shape))
         self._events.append(self._index[layer])
 
     def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._is_inside = False
+        if layer is self.layers[-1]:
+            for parameter in self.model.parameters():  # the last stage has the weights that are used from now on
+                self.sources.set(parameter, [])
         return self._inputs.leave(self._index[layer], output)
-
-    def _enter_owner(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = arguments(inspect.signature(owner.forward), args, kwargs)
-        self._given = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
 
     def _leave_tower_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         x, _ = hidden_states(args, kwargs)
@@ -184,6 +195,17 @@ class _Recorder:
     def _enter_other(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self._is_inside:
             self._events.append(self._names[module])
+
+    def check_result(self, output: Any) -> None:
+        """Raise if the model computes its loss from more than the result of the last layer."""
+        last = len(self.layers) - 1
+        result = next((x for name in ("loss", "logits") if isinstance(x := _entry(output, name), Tensor)), None)
+        if result is not None and (others := self.sources.layers(result) - {last}):
+            what = "what it computes before them" if min(others) < 0 else f"the result of layer {min(others)}"
+            raise PlanError(
+                f"{type(self.model).__name__} computes its loss from the result of its last layer and from {what}, which "
+                "the last stage of a pipeline does not have. Use ParallelPlan(pp=1)"
+            )
 
     def order(self, output_kind: type, routers: RouterRecord | None) -> LayerOrder:
         """Return what was recorded of a pass that returned an output of this class, and of the model's routers.
@@ -209,9 +231,9 @@ class _Recorder:
         return LayerOrder(
             before=frozenset(before),
             after=frozenset(after),
-            returned=self._inputs.returned,
-            inputs=self._inputs.inputs,
-            hidden=self._inputs.hidden,
+            returned=tuple(self._inputs.returned),
+            inputs=tuple(self._inputs.inputs),
+            hidden=tuple(self._inputs.hidden),
             given=frozenset(self._given),
             passing=self._passing,
             hidden_size=self._hidden_size(),
@@ -223,3 +245,7 @@ class _Recorder:
         shapes = set(self._shapes)
         shape = shapes.pop()
         return shape[-1] if not shapes and shape[:-1] == (_ROWS, _LENGTH) else None
+
+
+def _entry(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, MutableMapping) else None

@@ -9,7 +9,7 @@ order of issue, so two ranks that send to each other through one group could eac
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ AHEAD = 3  # number of receives that are posted before their tensors are needed
 # What crosses from stage to stage: hidden states, what layers get beside them, and numbers; or the gradients of these.
 Crossing = tuple[Tensor, ...]
 Format = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # the shape and dtype of each tensor of a crossing
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+_WITH_GRADIENT = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+DTYPES = (*_WITH_GRADIENT, torch.int64, torch.int32, torch.bool)
 _MOST_DIMS = 8
 
 
@@ -37,18 +38,29 @@ def format_of(crossing: Crossing) -> Format:
     return tuple((tuple(x.shape), x.dtype) for x in crossing)
 
 
+def has_gradient(dtype: torch.dtype) -> bool:
+    """Return whether tensors of a dtype may have a gradient."""
+    return dtype in _WITH_GRADIENT
+
+
+def differentiable(crossing: Crossing) -> Crossing:
+    """Return the tensors of a crossing that may have a gradient."""
+    return tuple(x for x in crossing if has_gradient(x.dtype))
+
+
 @dataclass(frozen=True)
 class Expected:
     """A crossing that a rank will receive.
 
     Args:
         key: the identity of the crossing among those of the channel.
-        format: its format; None if the sender announces it, see :meth:`Links.send`.
+        format: returns its format; None if it is not known yet, and at last if the sender announces it, see
+            :meth:`Links.send`.
         count: the number of its tensors.
     """
 
     key: Hashable
-    format: Format | None
+    format: Callable[[], Format | None]
     count: int = 1
 
 
@@ -148,12 +160,12 @@ class Receiver:
     @own_collectives()
     def post(self) -> None:
         """Post receives until ``AHEAD`` of them are waiting, or the format of the next crossing is not known yet."""
-        while self._expected and self._expected[0].format is not None and len(self._posted) < AHEAD:
+        while self._expected and self._expected[0].format() is not None and len(self._posted) < AHEAD:
             self._post_next()
 
     def _post_next(self) -> None:
         item = self._expected.popleft()
-        format = item.format
+        format = item.format()
         if format is None:
             header = torch.empty(item.count, 2 + _MOST_DIMS, dtype=torch.int64, device=self._device)
             self._wait(dist.irecv(header, group=self._group, group_src=self._source))

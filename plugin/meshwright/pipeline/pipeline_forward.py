@@ -150,8 +150,8 @@ class PipelineForward(BatchStep):
         """Set the dtypes of a batch's hidden states and loss, so that no rank has to announce them."""
         if not self.pipeline.cut.order.is_plain:
             raise PlanError(
-                f"{type(self.model).__name__} gives its layers more than hidden states of [rows, tokens, channels], and "
-                "only a run shows the shapes of what crosses its stages. Use ParallelPlan(pp=1) to trace it"
+                f"{type(self.model).__name__} gives its layers more than hidden states of [rows, tokens, channels], "
+                "and only a run shows the shapes of what crosses its stages. Trace it with ParallelPlan(pp=1)"
             )
         key = self._precision(batch)
         self._boundary_dtypes[key] = dict.fromkeys(range(1, len(self.pipeline.cut.spans)), hidden)
