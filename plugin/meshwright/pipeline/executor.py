@@ -43,11 +43,13 @@ class Boundaries:
     Args:
         known: for each micro-batch, the formats at the boundaries of this rank's stages that an earlier one crossed.
         counts: the number of tensors at each boundary.
+        hidden: for each micro-batch, the shape of its hidden states; None if only a run shows it.
         seen: for each micro-batch, the formats at the boundaries of this rank's stages that it has crossed so far.
     """
 
     known: Sequence[Mapping[int, Format]]
     counts: Sequence[int]
+    hidden: Sequence[tuple[int, ...] | None]
     seen: tuple[dict[int, Format], ...]
 
     def expected(self, key: Key) -> Expected:
@@ -69,8 +71,15 @@ class Boundaries:
         """Keep the format of a crossing.
 
         Raises:
-            PlanError: if it is another one than that of an earlier micro-batch with inputs of the same shapes.
+            PlanError: if it is another one than that of an earlier micro-batch with inputs of the same shapes, or than
+                the pass without values has shown.
         """
+        if (hidden := self.hidden[micro_batch]) is not None and hidden != crossing[0].shape:
+            raise PlanError(
+                f"a stage of the pipeline returns hidden states of shape {list(crossing[0].shape)}, and the inputs tell "
+                f"of {list(hidden)}: the model adds tokens of its own, such as an image's, which later stages do not "
+                "know. Use ParallelPlan(pp=1)"
+            )
         found = self.seen[micro_batch][boundary] = format_of(crossing)
         known = self.known[micro_batch].get(boundary, found)
         if found != known:

@@ -157,7 +157,7 @@ class InputRecorder:
 
     def _input(self, name: str, place: int | None, x: Tensor) -> LayerInput:
         self._kept.append(x)
-        number, layers = self._numbers.setdefault(id(x), len(self._numbers)), self._sources.layers(x) or {OUTSIDE}
+        number, layers = self._numbers.setdefault(id(x), len(self._numbers)), self._sources.of(x) or {OUTSIDE}
         return LayerInput(name=name, place=place, tensor=number, source=max(layers), earliest=min(layers))
 
 

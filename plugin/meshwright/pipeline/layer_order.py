@@ -39,8 +39,7 @@ class LayerOrder:
         returned: for each layer but the last, the form in which it returns its result.
         inputs: for each layer, its inputs beside the hidden states that are computed from weights.
         hidden: for each layer, what its hidden states are computed from.
-        given: the names of what the module around the layers gets that is computed from weights, and of which the
-            first layer's hidden states are not computed.
+        given: the names of what the module around the layers gets that is computed from weights.
         passing: by name, the layers of towers that return hidden states of the shape that they are given.
         hidden_size: the number of channels of the activation that layers hand to each other; None if its shape is not
             [rows, tokens, channels].
@@ -136,7 +135,7 @@ class _Recorder:
         self._inputs = InputRecorder(self.sources)
         self._shapes: set[tuple[int, ...]] = set()
         self._passing: dict[str, Returned] = {}
-        self._given: list[str] = []
+        self._given: set[str] = set()
         for parameter in self.model.parameters():
             self.sources.set(parameter, [OUTSIDE])
         self._is_inside = False  # a layer runs
@@ -160,21 +159,13 @@ class _Recorder:
             for handle in handles:
                 handle.remove()
 
-    def _enter_owner(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give the module around the layers copies that are told apart in what is computed from them."""
-        named = arguments(inspect.signature(owner.forward), args, kwargs)
-        found = {id(x): x.clone() for x in named.values() if isinstance(x, Tensor) and self.sources.of(x)}
-        self._given = [name for name, x in named.items() if id(x) in found]
-        for i, name in enumerate(self._given):
-            self.sources.set(found[id(named[name])], [OUTSIDE - 1 - i])
-        return tuple(found.get(id(x), x) for x in args), {n: found.get(id(x), x) for n, x in kwargs.items()}
+    def _enter_owner(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = arguments(inspect.signature(owner.forward), args, kwargs)
+        self._given = {name for name, x in given.items() if isinstance(x, Tensor) and self.sources.of(x)}
 
     def _enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_inside = True
         x, _ = hidden_states(args, kwargs)
-        if layer is self.layers[0]:
-            first = self.sources.of(x)
-            self._given = [name for i, name in enumerate(self._given) if OUTSIDE - 1 - i not in first]
         self._inputs.enter(layer, x, args, kwargs)
         self._shapes.add(tuple(x.shape))
         self._events.append(self._index[layer])
@@ -200,11 +191,11 @@ class _Recorder:
         """Raise if the model computes its loss from more than the result of the last layer."""
         last = len(self.layers) - 1
         result = next((x for name in ("loss", "logits") if isinstance(x := _entry(output, name), Tensor)), None)
-        if result is not None and (others := self.sources.layers(result) - {last}):
+        if result is not None and (others := self.sources.of(result) - {last}):
             what = "what it computes before them" if min(others) < 0 else f"the result of layer {min(others)}"
             raise PlanError(
-                f"{type(self.model).__name__} computes its loss from the result of its last layer and from {what}, which "
-                "the last stage of a pipeline does not have. Use ParallelPlan(pp=1)"
+                f"{type(self.model).__name__} computes its loss from the result of its last layer and from {what}, "
+                "which the last stage of a pipeline does not have. Use ParallelPlan(pp=1)"
             )
 
     def order(self, output_kind: type, routers: RouterRecord | None) -> LayerOrder:

@@ -268,6 +268,7 @@ class PipelineForward(BatchStep):
         stages, numbers = range(len(self.pipeline.cut.spans)), self._routers_of(batches[0]) is not None
         boundaries = Boundaries(
             known=[self._known(batch) for batch in batches],
+            hidden=[self._shape(batch) for batch in batches],
             counts=[1 + self.stages.beside.count(stage) + numbers for stage in stages],
             seen=tuple({} for _ in batches),
         )
@@ -292,17 +293,23 @@ class PipelineForward(BatchStep):
 
     def _known(self, batch: Batch) -> dict[int, Format]:
         """Return the formats of what crosses between the stages, as far as earlier batches have shown them."""
-        hidden_size = self.pipeline.cut.order.hidden_size
-        if hidden_size is None or not self.pipeline.cut.order.is_plain:
+        if (shape := self._shape(batch)) is None:
             return self._formats.get(self._shapes(batch), {})
+        routers = self._routers_of(batch)
+        numbers = () if routers is None else (((routers.size,), torch.float64),)
+        known = self._boundary_dtypes.get(self._precision(batch), {})
+        return {boundary: ((shape, dtype), *numbers) for boundary, dtype in known.items()}
+
+    def _shape(self, batch: Batch) -> tuple[int, ...] | None:
+        """Return the shape of the hidden states that cross between the stages; None if only a run shows it."""
+        order = self.pipeline.cut.order
+        if order.hidden_size is None or not order.is_plain:
+            return None
         rows, length = BatchSchema(batch).tokens.shape[:2]
         length = local_tokens(length, self.runtime.mesh.cp.size)
         if self.region is not None:
             length = -(-length // self.runtime.mesh.tp.size)
-        shape, routers = (rows, length, hidden_size), self._routers_of(batch)
-        numbers = () if routers is None else (((routers.size,), torch.float64),)
-        known = self._boundary_dtypes.get(self._precision(batch), {})
-        return {boundary: ((shape, dtype), *numbers) for boundary, dtype in known.items()}
+        return rows, length, order.hidden_size
 
     def _remember(self, step: Step) -> None:
         """Keep the formats that a batch has shown."""
@@ -323,10 +330,10 @@ class PipelineForward(BatchStep):
 
     def _precision(self, batch: Batch) -> _Precision:
         """Return what decides the dtypes of the activations."""
-        tokens = BatchSchema(batch).tokens
-        kind = tokens.device.type
+        first = BatchSchema(batch).first
+        kind = first.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return next(self.model.parameters()).dtype, autocast, tokens.dtype
+        return next(self.model.parameters()).dtype, autocast, first.dtype
 
     @own_collectives()
     def _share_losses(self, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -335,7 +342,7 @@ class PipelineForward(BatchStep):
         It is recorded whether the loss used num_items_in_batch.
         """
         key, pp, last = self._precision(step.batches[0]), self.runtime.mesh.pp, self.pipeline.cut.last_rank
-        device = BatchSchema(step.batches[0]).tokens.device
+        device = BatchSchema(step.batches[0]).first.device
         mean = self.loss.mean
         balances = self._routers_of(step.batches[0]) is not None
         own = torch.zeros(3 + balances, dtype=torch.float64, device=device)

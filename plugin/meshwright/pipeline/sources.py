@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 OUTSIDE = -1  # in place of the index of a layer
-_OTHER_VALUES = frozenset(
-    "empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full "
-    "new_empty_strided".split()
-)  # operations that read the form of a tensor alone
+# Operations that read the form of a tensor alone.
+_FORM_NAMES = """
+    empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_empty_strided new_zeros new_ones
+    new_full
+"""
+_OF_FORM = frozenset(_FORM_NAMES.split())
 
 
 class Sources(TorchDispatchMode):
     """Knows of each tensor from which layers it was computed, or from weights that are ``OUTSIDE`` of layers.
-
-    Smaller numbers than ``OUTSIDE`` stand for single tensors outside of layers.
 
     The sources are those of a tensor's memory, so that a view has them too, with or without a graph.
     """
@@ -34,10 +33,6 @@ class Sources(TorchDispatchMode):
         """Return the indices of the layers that a tensor was computed from, without a further layer in between."""
         return self._of.get(x.untyped_storage()._cdata, frozenset())
 
-    def layers(self, x: Tensor) -> frozenset[int]:
-        """Return the sources of a tensor, with ``OUTSIDE`` for everything that is no layer."""
-        return frozenset(max(source, OUTSIDE) for source in self.of(x))
-
     def set(self, x: Tensor, sources: Iterable[int]) -> None:
         """Set the sources of a tensor."""
         self._kept.append(storage := x.untyped_storage())
@@ -47,7 +42,7 @@ class Sources(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.name.rpartition("::")[2] in _OTHER_VALUES:
+        if func._schema.name.rpartition("::")[2] in _OF_FORM:
             return result
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if sources := frozenset().union(*map(self.of, given)):

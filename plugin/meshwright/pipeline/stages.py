@@ -24,6 +24,7 @@ from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step, arguments
+from meshwright.parallel.shard_reads import running_stage
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.parallel.tower_features import TowerFeatures
 from meshwright.pipeline.beside_inputs import BesideInputs
@@ -109,7 +110,7 @@ class Stages:
         """
         schema = BatchSchema(batch)
         numbers = received[-1] if received is not None and len(received) > 1 + self.beside.count(stage) else None
-        with self.active(stage, received), self._after(numbers):
+        with self.active(stage, received), self._after(numbers), running_stage():
             self._hidden = None if received is None else received[0]
             # Features of images are in the embeddings, which the first stage alone has.
             beside = [name for name in schema.of_towers if self.cut.has_towers or kind_of(name) is not None]
