@@ -71,7 +71,8 @@ class SecondInputs:
 
     def _is_from_outside(self, x: Tensor) -> bool:
         # A stage of a pipeline receives what no layer has computed as a leaf.
-        return in_backward() or x.is_leaf or any(x is known() for known in self._outside)
+        is_received = x.is_leaf and not isinstance(x, nn.Parameter)
+        return in_backward() or is_received or any(x is known() for known in self._outside)
 
     def _is_of_own_heads(self, name: str, x: Any) -> bool:
         """Return whether an input is a bias for each of this rank's heads, which an earlier layer has computed."""

@@ -42,11 +42,6 @@ class BesideInputs:
             enter = functools.partial(self._enter, index, inspect.signature(layer.forward))
             layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
 
-    @property
-    def reads_outside(self) -> bool:
-        """Whether layers are given what the model computes outside of its layers."""
-        return any(one.source == OUTSIDE for of_layer in self.cut.order.inputs for one in of_layer)
-
     def count(self, stage: int) -> int:
         """Return the number of inputs that cross to a stage beside the hidden states."""
         return len(self._crossings[stage].inputs)

@@ -122,19 +122,17 @@ def _check_tokens(order: LayerOrder, plan: ParallelPlan) -> None:
     beside = sorted({one.name for of_layer in order.inputs for one in of_layer})
     what = f"inputs beside their hidden states ({', '.join(beside)})" if beside else "hidden states of more dims"
     raise PlanError(
-        f"the layers are given {what}, and it is not known which tokens these belong to where ranks share each row. "
-        f"Use ParallelPlan({axis}), or pp=1"
+        f"the layers are given {what}, and it is not known to which tokens these belong where ranks share a row. Use "
+        f"ParallelPlan({axis}), or pp=1"
     )
 
 
 def _check_mixed(order: LayerOrder, starts: Sequence[int]) -> None:
-    """Raise if the model combines, between layers of a later stage, what these return with what an earlier stage has."""
+    """Raise if the model combines, between layers of a later stage, their results with what an earlier stage has."""
     for layer, (hidden, beside) in enumerate(zip(order.hidden, order.inputs, strict=True)):
         for one in (hidden, *beside):
             if crossed := [start for start in starts if start <= layer and one.earliest < start <= one.source]:
-                what = (
-                    "what it computes before its layers" if one.earliest < 0 else f"the result of layer {one.earliest}"
-                )
+                what = "what comes before its layers" if one.earliest < 0 else f"the result of layer {one.earliest}"
                 raise PlanError(
                     f"the model computes {one.name} of layer {layer} from the result of layer {one.source} and from "
                     f"{what}, and only the stage before layer {crossed[0]} has both. Use ParallelPlan(pp=1), or other "

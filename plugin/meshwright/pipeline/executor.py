@@ -76,9 +76,9 @@ class Boundaries:
         """
         if (hidden := self.hidden[micro_batch]) is not None and hidden != crossing[0].shape:
             raise PlanError(
-                f"a stage of the pipeline returns hidden states of shape {list(crossing[0].shape)}, and the inputs tell "
-                f"of {list(hidden)}: the model adds tokens of its own, such as an image's, which later stages do not "
-                "know. Use ParallelPlan(pp=1)"
+                f"a stage of the pipeline returns hidden states of shape {list(crossing[0].shape)} in place of "
+                f"{list(hidden)}: the model adds tokens, such as an image's, that later stages do not know of. Use "
+                "ParallelPlan(pp=1)"
             )
         found = self.seen[micro_batch][boundary] = format_of(crossing)
         known = self.known[micro_batch].get(boundary, found)

@@ -112,9 +112,9 @@ class Stages:
         numbers = received[-1] if received is not None and len(received) > 1 + self.beside.count(stage) else None
         with self.active(stage, received), self._after(numbers), running_stage():
             self._hidden = None if received is None else received[0]
-            # Features of images are in the embeddings, which the first stage alone has.
+            # Where nothing but hidden states crosses, features of images are in the embeddings of the first stage.
             beside = [name for name in schema.of_towers if self.cut.has_towers or kind_of(name) is not None]
-            unread = set(beside) - self._required if stage and not self.beside.reads_outside else set()
+            unread = set(beside) - self._required if stage and self.cut.order.is_plain else set()
             try:
                 return self.step.method(**{name: value for name, value in batch.items() if name not in unread})
             except StageEnd as end:
