@@ -173,11 +173,6 @@ class _ReadAsZero(TorchDispatchMode):
             return self.truth if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
         if func is torch.ops.aten.split_with_sizes.default and not any(args[1]):  # numbers of tokens, read as zero
             args = (args[0], [args[0].shape[args[2] if len(args) > 2 else 0], *args[1][1:]], *args[2:])
-        if func is torch.ops.aten.unique_consecutive.default:  # all values are alike
-            return args[0].flatten()[:1], args[0].new_empty(0), args[0].new_empty(0)
-        if func is torch.ops.aten.index.Tensor and (mask := args[1][0]) is not None and mask.dtype is torch.bool:
-            # One place in each row, such as the last token of a text.
-            return args[0].new_empty(mask.shape[0], *args[0].shape[mask.ndim :])
         return func(*args, **(kwargs or {}))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,7 +42,8 @@ class Sources(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = _of_likely_shape(func, args)
+        result = func(*args, **(kwargs or {})) if result is None else result
         if func._schema.name.rpartition("::")[2] in _OF_FORM:
             return result
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -51,3 +53,15 @@ class Sources(TorchDispatchMode):
                 if isinstance(x, Tensor):
                     self.set(x, sources | self.of(x))
         return result
+
+
+def _of_likely_shape(func: Any, args: tuple[Any, ...]) -> Any:
+    """Return the result of an operation whose shape depends on values, as it often is; None for other operations."""
+    x: Any = args[0] if args else None
+    if func is torch.ops.aten.nonzero.default:  # experts that get no tokens
+        return x.new_empty(0, x.ndim, dtype=torch.int64)
+    if func is torch.ops.aten.unique_consecutive.default:  # as many marks in each row
+        return x.flatten()[:1], x.new_empty(0), x.new_empty(0)
+    if func is torch.ops.aten.index.Tensor and (mask := args[1][0]) is not None and mask.dtype is torch.bool:
+        return x.new_empty(mask.shape[0], *x.shape[mask.ndim :])  # one mark in each row, such as the end of a text
+    return None

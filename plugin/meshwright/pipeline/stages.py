@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -203,8 +204,8 @@ class Stages:
                 is_wrong = name not in crossing and any(x.requires_grad for x in beside)
             else:
                 is_wrong = any(bool(x.isnan().any()) for x in beside)
-                if beside:
-                    self._checked.add((index, name))
+            if beside and (self._active or torch.is_grad_enabled()):
+                self._checked.add((index, name))
             if is_wrong:
                 raise PlanError(
                     f"layer {index} ({type(self.cut.layers[index]).__name__}) is given {name} beside its hidden "
