@@ -129,7 +129,8 @@ class InputRecorder:
     def enter(self, layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take what the next layer is given."""
         given = arguments(inspect.signature(layer.forward), args, kwargs)
-        if caches := [name for name, value in given.items() if is_cache_with_gradient(value)]:
+        caches = [name for name, value in given.items() if is_cache_with_gradient(value)]
+        if caches and not self.inputs:  # later layers may get the cache in which earlier ones keep their own
             raise PlanError(
                 f"{type(layer).__name__} is given {', '.join(caches)} beside its hidden states, and this input "
                 "requires a gradient. A pipeline hands tensors from stage to stage. Use ParallelPlan(pp=1)"
