@@ -14,7 +14,7 @@ from meshwright.checkpoint.one_device.gather_tensor import _hop
 from meshwright.context.key_exchange import _start_shift
 from meshwright.faults.group_timeouts import set_timeout
 from meshwright.mesh.axes import Axis
-from meshwright.pipeline.links import Expected, Links
+from meshwright.pipeline.links import Expected, Format, Links
 from meshwright.resharding.transfer import _exchange
 
 LARGE = 2**22  # elements that no socket buffers, so that a send needs its receiver
@@ -24,19 +24,19 @@ def links(axis: Axis) -> Links:
     return Links(axis, {(0, 1): axis.group, (1, 0): axis.group}, torch.device("cpu"))
 
 
-def receive(axis: Axis, dtype: torch.dtype | None) -> None:
-    links(axis).receiver(1, [Expected("x", (2,), dtype)]).take("x")
+def receive(axis: Axis, format: Format | None) -> None:
+    links(axis).receiver(1, [Expected("x", lambda: format)]).take("x")
 
 
 def send(axis: Axis) -> None:
     own = links(axis)
-    own.send(torch.zeros(LARGE), 1)
+    own.send((torch.zeros(LARGE),), 1)
     own.end()
 
 
 WAITS: dict[str, Callable[[Axis], Any]] = {
     "a ring": lambda axis: _start_shift(torch.zeros(2), axis)(),
-    "a pipeline's receive": lambda axis: receive(axis, torch.float32),
+    "a pipeline's receive": lambda axis: receive(axis, (((2,), torch.float32),)),
     "a pipeline's announcement": lambda axis: receive(axis, None),
     "a pipeline's send": send,
     "a save": lambda axis: _hop(torch.zeros(2), 1, axis),

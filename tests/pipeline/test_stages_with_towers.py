@@ -124,22 +124,22 @@ def test_the_first_stage_has_the_layers_that_add_features() -> None:
         layers(pp=2, stages=(1, 3))
 
 
-def step_with_positions_from_weights(*, are_complex: bool) -> None:
-    """RoFormer gives each layer a table of positions, which is a weight that the first stage alone has."""
+def step_with_weights_that_a_hook_reads(*, are_complex: bool) -> None:
+    """A hook of the second stage multiplies a table of positions by a weight that the first stage alone has."""
     sizes = {name: x for name, x in SIZES.items() if name != "num_key_value_heads"}
-    model = RoFormerForCausalLM(RoFormerConfig(**sizes, is_decoder=True))
+    model: Any = RoFormerForCausalLM(RoFormerConfig(**sizes, is_decoder=True))
 
-    def as_complex(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return *args[:2], torch.complex(args[2], torch.zeros_like(args[2])), *args[3:]
+    def multiply(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        table = args[2] * model.roformer.embeddings.word_embeddings.weight[0, 0]
+        return *args[:2], torch.complex(table, torch.zeros_like(table)) if are_complex else table, *args[3:]
 
     model = mw.to_distributed(model, plan=mw.ParallelPlan(pp=2))[0]
-    if are_complex:  # what the layer of the second stage is given
-        model.roformer.encoder.layer[1].register_forward_pre_hook(as_complex)
+    model.roformer.encoder.layer[1].register_forward_pre_hook(multiply)
     ids = tokens(2, 8)
     model(input_ids=ids, labels=ids)
 
 
 @pytest.mark.parametrize("are_complex", [False, True])
 def test_a_layer_that_is_given_weights_of_the_first_stage_is_refused(are_complex: bool, pool2: Any) -> None:
-    kind, said = pool2.run_expecting_error(step_with_positions_from_weights, are_complex=are_complex)[1]
+    kind, said = pool2.run_expecting_error(step_with_weights_that_a_hook_reads, are_complex=are_complex)[1]
     assert kind == "PlanError" and "layer 1 (RoFormerLayer) is given sinusoidal_pos" in said and "pp=1" in said

@@ -43,11 +43,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 SIZES = {"max_source_positions": 64, "max_target_positions": 64}
 
 
-def build(name: str) -> Any:
-    """A seeded model of which every parameter has a random value of its own."""
+def build(name: str, **traits: Any) -> Any:
+    """A seeded model of which every parameter has a random value of its own.
+
+    Args:
+        name: its name.
+        traits: fields of its config.
+    """
     family, task, sizes = MODELS[name]
     torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[family](**sizes, **(SIZES if family == "whisper" else {}), num_labels=3)
+    sizes = {**sizes, **(SIZES if family == "whisper" else {}), **traits}
+    config = transformers.CONFIG_MAPPING[family](**sizes, num_labels=3)
     for key, value in vars(config).items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)

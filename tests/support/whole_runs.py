@@ -97,4 +97,4 @@ def assert_equals_one_process(results: list[dict[str, Tensor]], expected: dict[s
 def _real(batch: dict[str, Tensor], logits: Tensor) -> Tensor:
     """The logits without those of padding, whose values mean nothing."""
     mask = batch.get("attention_mask")
-    return logits if mask is None else logits[mask.bool()]
+    return logits if mask is None or mask.shape != logits.shape[:2] else logits[mask.bool()]

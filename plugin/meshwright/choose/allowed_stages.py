@@ -41,7 +41,9 @@ def why_not_cut(model: nn.Module, config: ToDistributedConfig) -> str | None:
     """
     decoder = without_wrappers(model)[1]
     try:
-        record_order(decoder, outline(decoder, config.sharding_plan, instead="ParallelPlan(pp=1)").layers)
+        order = record_order(decoder, outline(decoder, config.sharding_plan, instead="ParallelPlan(pp=1)").layers)
     except PlanError as error:
         return str(error)
+    if not order.is_plain:
+        return "what crosses its stages beside hidden states of [rows, tokens, channels] has no estimate"
     return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+from collections.abc import Set
 
 from torch import nn
 
@@ -21,6 +23,7 @@ from meshwright.parallel.float8 import float8_layers
 from meshwright.parallel.loss_scale import LossScale
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.mixed_rows import POSITIONS, PositionsOfRows, splits_rows
+from meshwright.parallel.second_inputs import PER_TOKEN
 from meshwright.parallel.shared_tower import SharedTower, shares_towers
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.tensor_parallel import SequenceRegion
@@ -86,12 +89,19 @@ def part_features(build: Build) -> None:
     if axis is None or build.structure is None or not build.towers:
         return
     sequenced = features.find(SequenceRegion)
+    of_layers: Set[str] = frozenset()
+    if build.cut is not None:  # it crosses the stages (BesideInputs)
+        of_layers = build.cut.order.given
+    elif axis == "tp":  # the ranks share it (SecondInputs)
+        of_layers = inspect.signature(build.structure.layers[0].forward).parameters.keys()
+        of_layers |= {f"{name}s" for name in PER_TOKEN & of_layers}  # those of all layers
     tower_features = TowerFeatures(
         build.structure,
         axis=axis,
         sequence=None if sequenced is None else sequenced.sequence,
         region=features.find(ContextRegion),
         is_staged=build.cut is not None,
+        of_layers=of_layers,
     )
     features.add(tower_features)
 

@@ -64,6 +64,11 @@ class BatchSchema:
         raise PlanError("the model was called without input_ids or inputs_embeds")
 
     @property
+    def first(self) -> Tensor:
+        """The tokens, or else another tensor of the call, such as the sound that an encoder hears."""
+        return self.tokens if self.has_tokens or not self.tensors else next(iter(self.tensors.values()))
+
+    @property
     def has_tokens(self) -> bool:
         return not self.tensors.keys().isdisjoint(TOKENS)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Iterator, Mapping
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import PlanError
@@ -20,6 +23,9 @@ from meshwright.layout.packed_weights import packed_modules
 from meshwright.parallel.batch_schema import example
 from meshwright.roles import Role
 from meshwright.roles.blocks.experts import is_experts, routed_modules
+from meshwright.temporarily import temporarily
+
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def run_without_values(
@@ -30,6 +36,7 @@ def run_without_values(
     instead: str,
     labels: tuple[int, ...] | None = None,
     options: Mapping[str, object] | None = None,
+    watch: AbstractContextManager[object] | None = None,
 ) -> Any:
     """Run a decoder on fake token ids and labels, and return its output.
 
@@ -40,14 +47,23 @@ def run_without_values(
         labels: the shape of the labels; None for none.
         instead: the plan to use if the decoder cannot be run in this way, for the message.
         options: more arguments of forward.
+        watch: a mode that sees the operations of the pass.
 
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
     packed = list(packed_modules(model))
-    with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), fake_values(model), _without_hooks(model):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        read_as_zero = stack.enter_context(_ReadAsZero())
+        stack.enter_context(fake_values(model))
+        stack.enter_context(_without_hooks(model))
+        stack.enter_context(_unchecked_distributions())
+        stack.enter_context(temporarily(_LOGGER, disabled=True))  # torch logs the errors of attempts
+        if watch is not None:
+            stack.enter_context(watch)
         for _, module, packing in packed:
-            module.forward = partial(_packed, module, packing.shape)
+            module.forward = functools.partial(_packed, module, packing.shape)
         for module in list(_routed(model)):
             module.forward = _experts  # not a step, which would stay: fake_values undoes what is set in a module
         signature = inspect.signature(model.forward)
@@ -55,15 +71,16 @@ def run_without_values(
         if labels is not None and "labels" in signature.parameters:
             inputs["labels"] = torch.zeros(labels, dtype=torch.int64)
         why: Exception | None = None
-        for images, types in itertools.product(list(_required_images(model, signature, rows)), (False, True)):
-            # Some models ask for the types of tokens in training only.
-            asked = [n for n in signature.parameters if n.endswith("token_type_ids") and n in str(why)] if types else []
-            if types and not asked:
+        towers = _inputs_of_towers(model, signature, rows)
+        for of_tower, has_types, truth in itertools.product(towers, (False, True), (False, True)):
+            # Some models ask for the types of tokens in training only, and some assert a fact about values.
+            asked = [n for n in signature.parameters if n.endswith("token_type_ids") and n in str(why)]
+            if (has_types and not asked) or (truth and not isinstance(why, AssertionError)):
                 continue
-            zeros = {name: torch.zeros(rows, length, dtype=torch.int64) for name in asked}
+            types = {name: torch.zeros(rows, length, dtype=torch.int64) for name in asked if has_types}
             try:
-                with torch.enable_grad():
-                    return model(**{**inputs, **images, **zeros, **(options or {})})
+                with torch.enable_grad(), temporarily(read_as_zero, truth=truth):
+                    return model(**{**inputs, **of_tower, **types, **(options or {})})
             except PlanError:
                 raise
             except Exception as error:
@@ -74,16 +91,37 @@ def run_without_values(
         ) from why
 
 
-def _required_images(model: nn.Module, signature: inspect.Signature, rows: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the images of rows, of one frame or of several, if a forward cannot do without; else no images."""
-    pixels = signature.parameters.get("pixel_values")
+def _inputs_of_towers(model: nn.Module, signature: inspect.Signature, rows: int) -> Iterator[dict[str, Tensor]]:
+    """Yield what the towers of a forward may ask for: nothing if they need not run, images of one frame or of several,
+    or sound as features or as samples.
+    """
+    dtype, number = next(model.parameters()).dtype, functools.partial(number_in_configs, model)
+    pixels, main = signature.parameters.get("pixel_values"), getattr(model, "main_input_name", None)
     if pixels is None or pixels.default is not pixels.empty:
         yield {}
-        return
-    channels, side = number_in_configs(model, "num_channels") or 3, number_in_configs(model, "image_size") or 224
-    image = torch.zeros(rows, channels, side, side, dtype=next(model.parameters()).dtype)
-    yield {"pixel_values": image}
-    yield {"pixel_values": image[:, None]}
+    if pixels is not None:
+        channels, side = number("num_channels") or 3, number("image_size") or 224
+        image = torch.zeros(rows, channels, side, side, dtype=dtype)
+        yield {"pixel_values": image}
+        yield {"pixel_values": image[:, None]}
+    if main == "input_features":
+        bins, frames = number("num_mel_bins") or number("input_feat_per_channel") or 80, number("max_source_positions")
+        features = torch.zeros(rows, bins, 2 * frames if frames else 128, dtype=dtype)
+        yield {main: features}
+        yield {main: features.mT}
+    elif main == "input_values":
+        yield {main: torch.zeros(rows, 4096, dtype=dtype)}
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Leave out that distributions check their values."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 @contextlib.contextmanager
@@ -117,14 +155,22 @@ def _experts(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 class _ReadAsZero(TorchDispatchMode):
-    """Lets the host read a fake tensor as zero, such as rotary embeddings that look at the longest position."""
+    """Lets the host read a fake tensor as zero, such as rotary embeddings that look at the longest position.
+
+    Attributes:
+        truth: what a fact about values is read as.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.truth = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
-            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+            return self.truth if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
         if func is torch.ops.aten.split_with_sizes.default and not any(args[1]):  # numbers of tokens, read as zero
             args = (args[0], [args[0].shape[args[2] if len(args) > 2 else 0], *args[1][1:]], *args[2:])
         return func(*args, **(kwargs or {}))

@@ -72,14 +72,14 @@ class SecondInputs:
         self._given, self._gates = {}, []
         found = second_inputs(layer, args, kwargs)
         if layer is self._layers[0] and not in_backward():
-            if caches := {n: x for n, x in _named(layer, args, kwargs).items() if _is_cache_with_gradient(x)}:
-                _refuse(layer, caches, "tp")
+            if caches := {n: x for n, x in _named(layer, args, kwargs).items() if is_cache_with_gradient(x)}:
+                _refuse(layer, caches)
             self._outside = [weakref.ref(x) for x in found.values() if isinstance(x, Tensor)]
         found = {n: x for n, x in found.items() if n not in PER_TOKEN and not self._is_of_own_heads(n, x)}
         if not found:
             return self._cut(layer, args, kwargs)
         if not all(isinstance(x, Tensor) and self._is_from_outside(x) for x in found.values()):
-            _refuse(layer, found, "tp")
+            _refuse(layer, found)
         self._given = {n: x.view_as(x) for n, x in found.items()}
         args, kwargs = _replaced(args, kwargs, {id(x): self._given[n] for n, x in found.items()})
         return self._cut(layer, args, kwargs)
@@ -93,7 +93,9 @@ class SecondInputs:
         return _replaced(args, kwargs, parts)
 
     def _is_from_outside(self, x: Tensor) -> bool:
-        return in_backward() or any(x is known() for known in self._outside)
+        # A stage of a pipeline receives what no layer has computed as a leaf.
+        is_received = x.is_leaf and not isinstance(x, nn.Parameter)
+        return in_backward() or is_received or any(x is known() for known in self._outside)
 
     def _is_of_own_heads(self, name: str, x: Any) -> bool:
         """Return whether an input is a bias for each of this rank's heads, which an earlier layer has computed."""
@@ -118,23 +120,8 @@ class SecondInputs:
         if not given or output is None or layer in self._checked:
             return
         if beside := {n: x for n, x in given.items() if bypasses(output, x, *self._gates)}:
-            _refuse(layer, beside, "tp")
+            _refuse(layer, beside)
         self._checked.add(layer)
-
-
-def refuse_second_activations(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: str = "tp"
-) -> None:
-    """Raise if a layer gets a second input with a gradient, since each rank would have only a part of that gradient.
-
-    Args:
-        module: the layer.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        axis: the axis of these ranks, for the message.
-    """
-    if found := second_inputs(module, args, kwargs):
-        _refuse(module, found, axis)
 
 
 def second_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +138,7 @@ def _named(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     return arguments(inspect.signature(layer.forward), args, kwargs)
 
 
-def _is_cache_with_gradient(value: Any) -> bool:
+def is_cache_with_gradient(value: Any) -> bool:
     """Return whether a value has keys or values for each layer that require a gradient: those of another decoder."""
     if not torch.is_grad_enabled() or isinstance(value, Tensor | nn.Module):
         return False
@@ -167,10 +154,10 @@ def _has_gradient(value: Any, hidden: Tensor) -> bool:
     return isinstance(value, list | tuple) and any(_has_gradient(x, hidden) for x in value if isinstance(x, Tensor))
 
 
-def _refuse(layer: nn.Module, names: Iterable[str], axis: str) -> None:
+def _refuse(layer: nn.Module, names: Iterable[str]) -> None:
     raise PlanError(
         f"{type(layer).__name__} is given {', '.join(names)} beside its hidden states, and this input requires a "
-        f"gradient. Each rank of {axis} would have only a part of that gradient. Use ParallelPlan({axis}=1)"
+        "gradient. Each rank of tp would have only a part of that gradient. Use ParallelPlan(tp=1)"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -9,6 +11,24 @@ from torch import Tensor
 
 from meshwright.errors import UnreadableTensorError
 from meshwright.layout.tensor_layout import layout_if_any
+
+_running_stages: list[None] = []
+
+
+@contextlib.contextmanager
+def running_stage() -> Iterator[None]:
+    """Let the model's forward read weights of other pipeline stages as NaN, which shows where a result is used."""
+    _running_stages.append(None)
+    try:
+        yield
+    finally:
+        _running_stages.pop()
+
+
+def is_stage_running() -> bool:
+    """Return whether a pipeline stage runs the model's forward."""
+    return bool(_running_stages)
+
 
 reading_shards = torch._C.DisableTorchFunctionSubclass
 """A context manager in which shards behave as plain tensors, for code that handles shards."""

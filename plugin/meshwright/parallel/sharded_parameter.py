@@ -22,6 +22,7 @@ from meshwright.parallel.shard_reads import (
     ROW_READS,
     Values,
     describe,
+    is_stage_running,
     plain_name,
     reading_shards,
     unreadable,
@@ -78,14 +79,14 @@ class Shard(StandIn):
             return _property(func, args, kwargs)
         if name in ("numel", "nelement"):
             return _global_numel(args[0])
+        first = next((x for x in _flat(args, kwargs) if is_shard(x)), None)
+        if is_stage_running() and _is_elsewhere(first) and not _is_in_place(name):
+            with reading_shards():
+                return func(*args, **kwargs)
         plain = plain_name(name)
         if plain in _ELEMENTWISE and "out" not in kwargs:
-            is_in_place = (name.endswith("_") and not name.endswith("__")) or (
-                name.startswith("__i") and name not in ("__invert__",)
-            )
             on = _on_lists if name.startswith("_foreach_") else _on_elements
-            return on(func, name, args, kwargs, is_in_place)
-        first = next((x for x in _flat(args, kwargs) if is_shard(x)), None)
+            return on(func, name, args, kwargs, _is_in_place(name))
         assert first is not None
         if plain in MODULES and isinstance(first, ShardedParameter) and in_backward():
             with reading_shards():  # the backward of an autograd function that its module called (DeepSpeed's linear)
@@ -233,6 +234,11 @@ def _on_lists(
         if (values := values_of(target)) is not None:
             values.changed()
     return results
+
+
+def _is_in_place(name: str) -> bool:
+    """Return whether an operation of this name writes into its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
 
 
 def _is_elsewhere(x: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -57,38 +57,38 @@ class SummedGradients:
                     parameter.grad = gradient
 
     def add(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], *, used: Tensor | None = None
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], *, used: Sequence[Tensor] = ()
     ) -> None:
         """Add a gradient of each parameter. None adds nothing. The tensors may be changed from now on.
 
         Args:
             parameters: the parameters.
             gradients: the gradient of each.
-            used: a gradient of the same backward that is still read, so its memory must not be changed.
+            used: gradients of the same backward that are still read, so their memory must not be changed.
         """
         sums, added = [], []
+        read = {x.untyped_storage()._cdata for x in used}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 continue
             total = self._sums.get(id(parameter))
             if total is None:
-                self._sums[id(parameter)] = self._first(gradient, used)
+                self._sums[id(parameter)] = self._first(gradient, read)
             else:
                 sums.append(total)
                 added.append(gradient)
         if sums:
             torch._foreach_add_(sums, added)
 
-    def _first(self, gradient: Tensor, used: Tensor | None) -> Tensor:
-        """Return the sum that begins with a gradient."""
+    def _first(self, gradient: Tensor, read: Set[int]) -> Tensor:
+        """Return the sum that begins with a gradient, whose memory may be among storages that are still read."""
         if gradient.dtype in (torch.bfloat16, torch.float16):
             return gradient.float()  # many small bf16 gradients added in bf16 would lose their low bits
         if gradient.layout != torch.strided:
             return gradient
         # Autograd gives both terms of a sum one tensor, and a term that was expanded an expanded one.
         storage = gradient.untyped_storage()._cdata
-        is_shared = storage in self._storages or (used is not None and storage == used.untyped_storage()._cdata)
-        if is_shared or not gradient.is_contiguous():
+        if storage in self._storages or storage in read or not gradient.is_contiguous():
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         self._storages.add(gradient.untyped_storage()._cdata)
         return gradient

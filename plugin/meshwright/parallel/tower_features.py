@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshwright.errors import PlanError
 from meshwright.parallel.collectives import share
 from meshwright.parallel.method_chain import arguments
-from meshwright.parallel.second_inputs import PER_TOKEN
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.sequence_parts import Parted
 from meshwright.roles import Decoder
+from meshwright.roles.decoder import owner_of_layers
 
 _BEFORE_LAYERS = ("inputs_embeds", "attention_mask")
 
@@ -33,6 +33,8 @@ class TowerFeatures:
         sequence: how the ranks of tp share the tokens; None if each has all of them.
         region: what knows the tokens of this rank of cp; None without context parallelism.
         is_staged: whether the layers are spread over the stages of a pipeline.
+        of_layers: the names of what the layers themselves are given, such as the result of an encoder, which reaches
+            them whatever this rank has of the tokens and layers.
     """
 
     def __init__(
@@ -43,15 +45,12 @@ class TowerFeatures:
         sequence: SequenceSharding | None,
         region: Parted | None,
         is_staged: bool,
+        of_layers: Set[str],
     ):
         self.axis, self.sequence, self.region, self.is_staged = axis, sequence, region, is_staged
         self._added: list[_Features] = []  # those of the running stage
-        modules, first = list(decoder.model.modules()), decoder.layers[0]
-        layers = next(module for module in modules if first in set(module.children()))
-        owner = next(module for module in modules if layers in set(module.children()))
-        # What a layer itself is given, such as the result of an encoder, each rank of tp shares (SecondInputs).
-        of_layers = set(inspect.signature(first.forward).parameters) if axis == "tp" else set()
-        self._of_layers = of_layers | {f"{name}s" for name in PER_TOKEN & of_layers}  # those of all layers
+        owner = owner_of_layers(decoder.model, decoder.layers)
+        self._of_layers = of_layers
         self._owner, self._signature = type(owner).__name__, inspect.signature(owner.forward)
         owner.register_forward_pre_hook(self._enter, with_kwargs=True)
 

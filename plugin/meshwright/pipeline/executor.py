@@ -10,12 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.errors import PlanError
 from meshwright.parallel.batch_schema import Batch
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.summed_gradients import SummedGradients
-from meshwright.pipeline.links import Crossing, Expected, Links, Receiver
+from meshwright.pipeline.links import (
+    Crossing,
+    Expected,
+    Format,
+    Links,
+    Receiver,
+    differentiable,
+    format_of,
+    has_gradient,
+)
 from meshwright.pipeline.stages import Stages
 from meshwright.pipeline.weight_gradients import WeightGradients
 from meshwright.plan.schedule import Kind, Operation
@@ -26,27 +36,61 @@ Key = tuple[bool, int, int]  # a transfer: is it an activation (or a gradient), 
 
 @dataclass(frozen=True, kw_only=True)
 class Boundaries:
-    """The tensors that cross from stage to stage. A boundary has the number of the stage that gets its hidden states.
+    """What crosses from stage to stage. A boundary has the number of the stage that gets its hidden states.
 
-    Hidden states and their gradients have the same shape and dtype. A tensor whose dtype is not known is announced.
+    Activations whose format is not known are announced. A gradient has the shape and the dtype of its tensor.
 
     Args:
-        shapes: the shape of the hidden states of each micro-batch, on this rank.
-        known: the dtype at each boundary of this rank's stages that an earlier batch crossed.
-        numbers: how many numbers cross with each tensor.
-        seen: the dtype at each boundary of this rank's stages that this batch has crossed so far.
+        known: for each micro-batch, the formats at the boundaries of this rank's stages that an earlier one crossed.
+        counts: the number of tensors at each boundary.
+        hidden: for each micro-batch, the shape of its hidden states; None if only a run shows it.
+        seen: for each micro-batch, the formats at the boundaries of this rank's stages that it has crossed so far.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    known: Mapping[int, torch.dtype]
-    numbers: int = 0
-    seen: dict[int, torch.dtype] = field(default_factory=dict)
+    known: Sequence[Mapping[int, Format]]
+    counts: Sequence[int]
+    hidden: Sequence[tuple[int, ...] | None]
+    seen: tuple[dict[int, Format], ...]
 
     def expected(self, key: Key) -> Expected:
-        """Return the expected shape and dtype of a tensor that a rank will receive."""
+        """Return the crossing that a rank will receive."""
         is_forward, stage, micro_batch = key
-        dtype = self.known.get(stage if is_forward else stage + 1)
-        return Expected(key, self.shapes[micro_batch], dtype, self.numbers)
+        boundary = stage if is_forward else stage + 1
+        known, seen = self.known[micro_batch], self.seen[micro_batch]
+
+        def format() -> Format | None:
+            found = known.get(boundary)
+            if is_forward:
+                return found
+            found = found or seen.get(boundary)  # it was sent before its gradient comes
+            return None if found is None else tuple(one for one in found if has_gradient(one[1]))
+
+        return Expected(key, format, self.counts[boundary])
+
+    def see(self, boundary: int, micro_batch: int, crossing: Crossing) -> None:
+        """Keep the format of a crossing.
+
+        Raises:
+            PlanError: if it is another one than that of an earlier micro-batch with inputs of the same shapes, or than
+                the pass without values has shown.
+        """
+        if (hidden := self.hidden[micro_batch]) is not None and hidden != crossing[0].shape:
+            raise PlanError(
+                f"a stage of the pipeline returns hidden states of shape {list(crossing[0].shape)} in place of "
+                f"{list(hidden)}: the model adds tokens, such as an image's, that later stages do not know of. Use "
+                "ParallelPlan(pp=1)"
+            )
+        found = self.seen[micro_batch][boundary] = format_of(crossing)
+        known = self.known[micro_batch].get(boundary, found)
+        if found != known:
+            raise PlanError(
+                f"stage {boundary} of the pipeline gets tensors of {_words(found)}, and of {_words(known)} for earlier "
+                "inputs of the same shapes. These shapes must not depend on values. Use ParallelPlan(pp=1)"
+            )
+
+
+def _words(format: Format) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in format)
 
 
 @dataclass(kw_only=True)
@@ -58,7 +102,7 @@ class Step:
         links: the channels to the other ranks.
         operations: what this rank does, in order.
         batches: the arguments of the decoder's forward, for each micro-batch.
-        boundaries: the tensors that cross from stage to stage.
+        boundaries: what crosses from stage to stage.
         parameters: the trained parameters of each of this rank's stages.
         finish: takes the batch and the decoder's output of a micro-batch, and returns the output whose loss counts.
         keep: called with each output of the last stage, in the order of the micro-batches.
@@ -82,7 +126,7 @@ class Step:
     fillers: frozenset[int] = frozenset()
     total: Tensor | None = None
     _receivers: dict[int, Receiver] = field(default_factory=dict)
-    _arrived: dict[Key, int] = field(default_factory=dict)  # how many tensors a transfer shows to have arrived
+    _arrived: dict[Key, int] = field(default_factory=dict)  # how many crossings a transfer shows to have arrived
     _handed: dict[Key, Crossing] = field(default_factory=dict)  # what one stage of this rank gives to another
     _alive: dict[tuple[int, int], tuple[Crossing | None, Crossing]] = field(default_factory=dict)
 
@@ -123,9 +167,9 @@ class Step:
         received = None
         if stage > 0:
             received = self._take(True, stage, micro_batch, stages.rank_of(stage - 1))
-            self.boundaries.seen[stage] = received[0].dtype
-            for x in _present(received):
-                x.requires_grad_(trains)
+            self.boundaries.see(stage, micro_batch, received)
+            for x in received:
+                x.requires_grad_(trains and has_gradient(x.dtype))
         batch = self.batches[micro_batch]
         with self.running(micro_batch):
             output = self.stages.run(stage, batch, received)
@@ -136,12 +180,10 @@ class Step:
             loss = loss_of(output)
             if loss is not None:
                 self.total = loss.detach() if self.total is None else self.total + loss.detach()
-            output = loss if loss is None or self.scale is None else loss * self.scale, None
+            output = () if loss is None else (loss if self.scale is None else loss * self.scale,)
         else:
-            hidden, numbers = output
-            self.boundaries.seen[stage + 1] = hidden.dtype
-            handed = hidden.detach(), None if numbers is None else numbers.detach()
-            self._give(Operation(Kind.FORWARD, stage, micro_batch), handed)
+            self.boundaries.see(stage + 1, micro_batch, output)
+            self._give(Operation(Kind.FORWARD, stage, micro_batch), tuple(x.detach() for x in output))
         if trains:
             self._alive[stage, micro_batch] = received, output
 
@@ -155,17 +197,17 @@ class Step:
         """
         cut, stage, micro_batch = self.stages.cut, operation.stage, operation.micro_batch
         received, output = self._alive.pop((stage, micro_batch))
-        gradients: Crossing | tuple[None, None] = None, None
+        crossed, output = differentiable(received or ()), differentiable(output)
+        gradients: Sequence[Tensor | None] = [None] * len(output)
         if stage != cut.last:
             gradients = self._take(False, stage, micro_batch, cut.rank_of(stage + 1))
         parameters = self.parameters[stage]
-        crossed = [] if received is None else _present(received)
         inputs: list[Tensor] = [*crossed, *parameters]
         found: list[Tensor | None] = [None] * len(inputs)
         # Nothing requires a gradient if all stages so far are frozen.
-        trained = [(x, g) for x, g in zip(output, gradients, strict=True) if x is not None and x.requires_grad]
+        trained = [(x, g) for x, g in zip(output, gradients, strict=True) if x.requires_grad]
         if trained and inputs:
-            with self.stages.active(stage), later.waiting(operation), reading_shards():
+            with self.stages.active(stage, received), later.waiting(operation), reading_shards():
                 try:
                     found = list(
                         torch.autograd.grad([x for x, _ in trained], inputs, [g for _, g in trained], allow_unused=True)
@@ -174,10 +216,10 @@ class Step:
                     if not self.is_refused():
                         raise
                     # This rank goes on without gradients, so that the others come to the end of the step.
-        sent = [torch.zeros_like(x) if g is None else g for x, g in zip(crossed, found, strict=False)]
+        sent = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(crossed, found, strict=False))
         if sent:
-            self._give(operation, (sent[0], sent[1] if len(sent) > 1 else None))
-        sums.add(parameters, found[len(crossed) :], used=sent[0] if sent else None)
+            self._give(operation, sent)
+        sums.add(parameters, found[len(crossed) :], used=sent)
 
     def _take(self, is_forward: bool, stage: int, micro_batch: int, sender: int) -> Crossing:
         key = (is_forward, stage, micro_batch)
@@ -191,17 +233,12 @@ class Step:
         cut = self.stages.cut
         stage = receiving_stage(operation, len(cut.spans))
         assert stage is not None
-        receiver = cut.rank_of(stage)
+        receiver, is_forward = cut.rank_of(stage), operation.kind is Kind.FORWARD
         if receiver == cut.rank:
-            self._handed[operation.kind is Kind.FORWARD, stage, operation.micro_batch] = crossing
+            self._handed[is_forward, stage, operation.micro_batch] = crossing
             return
-        x, numbers = crossing
-        announces = max(stage, operation.stage) not in self.boundaries.known
-        self.links.send(x, receiver, announces=announces, numbers=numbers)
-
-
-def _present(crossing: Crossing) -> list[Tensor]:
-    return [x for x in crossing if x is not None]
+        announces = is_forward and stage not in self.boundaries.known[operation.micro_batch]
+        self.links.send(crossing, receiver, announces=announces)
 
 
 def run_training(step: Step, sums: SummedGradients, later: WeightGradients) -> None:

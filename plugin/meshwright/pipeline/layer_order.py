@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.fake_pass import run_without_values
+from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.router_record import RouterRecord, record_routers
-from meshwright.parallel.second_inputs import refuse_second_activations
+from meshwright.pipeline.layer_inputs import HIDDEN, InputRecorder, LayerInput, Returned
+from meshwright.pipeline.sources import OUTSIDE, Sources
+from meshwright.roles.decoder import is_stack, owner_of_layers, towers_beside
 
 _ROWS, _LENGTH = 2, 8
 
@@ -30,18 +36,32 @@ class LayerOrder:
     Args:
         before: the names of the modules with weights of their own that run before the first layer.
         after: the names of those that run after the last layer.
-        tuple_sizes: for each layer, the number of values in the tuple that it returns; 0 if it returns a tensor.
-        hidden_size: the number of channels of the activation that layers hand to each other.
+        returned: for each layer but the last, the form in which it returns its result.
+        inputs: for each layer, its inputs beside the hidden states that are computed from weights.
+        hidden: for each layer, what its hidden states are computed from.
+        given: the names of what the module around the layers gets that is computed from weights.
+        passing: by name, the layers of towers that return hidden states of the shape that they are given.
+        hidden_size: the number of channels of the activation that layers hand to each other; None if its shape is not
+            [rows, tokens, channels].
         output_kind: the class of the output of forward, a mapping with ``loss`` and ``logits``.
         routers: the routers of the load-balancing loss that forward computes after the layers; None if it has none.
     """
 
     before: frozenset[str]
     after: frozenset[str]
-    tuple_sizes: tuple[int, ...]
-    hidden_size: int
+    returned: tuple[Returned, ...]
+    inputs: tuple[tuple[LayerInput, ...], ...]
+    hidden: tuple[LayerInput, ...]
+    given: frozenset[str]
+    passing: dict[str, Returned]
+    hidden_size: int | None
     output_kind: type
     routers: RouterRecord | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether hidden states of shape [rows, tokens, channels] are all that crosses between the layers."""
+        return self.hidden_size is not None and not any(self.inputs)
 
 
 def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
@@ -53,11 +73,11 @@ def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
 
     Raises:
         PlanError: if the layers cannot be cut into stages: one is at two places, they do not run once each and in
-            order, weights are used between them, or something besides the hidden states carries a gradient from layer
-            to layer.
+            order, or weights are used between them.
     """
     _check_distinct(model, layers)
     recorder, output = _recorded(model, layers)
+    recorder.check_result(output)
     names = {field.name for field in dataclasses.fields(output)} if dataclasses.is_dataclass(output) else set()
     if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= {*output, *names}:
         raise PlanError(
@@ -75,7 +95,12 @@ def _recorded(model: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[_Recorde
         try:
             with recorder.watching():
                 return recorder, run_without_values(
-                    model, rows=_ROWS, length=_LENGTH, labels=labels, instead="ParallelPlan(pp=1)"
+                    model,
+                    rows=_ROWS,
+                    length=_LENGTH,
+                    labels=labels,
+                    instead="ParallelPlan(pp=1)",
+                    watch=recorder.sources,
                 )
         except PlanError as error:
             first = first or error
@@ -100,14 +125,28 @@ class _Recorder:
         self.model, self.layers = model, layers
         self._names = {module: name for name, module in model.named_modules()}
         self._index = {layer: i for i, layer in enumerate(layers)}
+        stacks = [s for tower in towers_beside(model, layers) for s in tower.modules() if is_stack(s)]
+        self._of_towers = {layer for stack in stacks for layer in stack.children()} - set(layers)
+        self.sources = Sources()
+
+    def _begin(self, *_: object) -> None:
+        """Forget a pass that has failed."""
         self._events: list[int | str] = []
-        self._tuple_sizes: dict[int, int] = {}
-        self._hidden_size = 0
+        self._inputs = InputRecorder(self.sources)
+        self._shapes: set[tuple[int, ...]] = set()
+        self._passing: dict[str, Returned] = {}
+        self._given: set[str] = set()
+        for parameter in self.model.parameters():
+            self.sources.set(parameter, [OUTSIDE])
         self._is_inside = False  # a layer runs
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        handles = []
+        handles: list[RemovableHandle] = [self.model.register_forward_pre_hook(self._begin)]
+        owner = owner_of_layers(self.model, self.layers)
+        handles.append(owner.register_forward_pre_hook(self._enter_owner, with_kwargs=True))
+        for layer in self._of_towers:
+            handles.append(layer.register_forward_hook(self._leave_tower_layer, with_kwargs=True))
         for layer in self.layers:
             handles.append(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
             handles.append(layer.register_forward_hook(self._leave_layer))
@@ -120,25 +159,44 @@ class _Recorder:
             for handle in handles:
                 handle.remove()
 
+    def _enter_owner(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = arguments(inspect.signature(owner.forward), args, kwargs)
+        self._given = {name for name, x in given.items() if isinstance(x, Tensor) and self.sources.of(x)}
+
     def _enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_second_activations(layer, args, kwargs, axis="pp")
         self._is_inside = True
         x, _ = hidden_states(args, kwargs)
-        self._hidden_size = x.shape[-1]
+        self._inputs.enter(layer, x, args, kwargs)
+        self._shapes.add(tuple(x.shape))
         self._events.append(self._index[layer])
-        if x.shape[:-1] != (_ROWS, _LENGTH):
-            raise PlanError(
-                f"{self._names[layer]} is given hidden states of shape {tuple(x.shape)} for {_ROWS} rows of {_LENGTH} "
-                "tokens, and a pipeline hands [rows, tokens, channels] from stage to stage. Use ParallelPlan(pp=1)"
-            )
 
-    def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Any, ...]) -> None:
+    def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._is_inside = False
-        self._tuple_sizes[self._index[layer]] = 0 if isinstance(output, Tensor) else len(output)
+        if layer is self.layers[-1]:
+            for parameter in self.model.parameters():  # the last stage has the weights that are used from now on
+                self.sources.set(parameter, [])
+        return self._inputs.leave(self._index[layer], output)
+
+    def _leave_tower_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        x, _ = hidden_states(args, kwargs)
+        leaves, spec = tree_flatten(output)
+        if isinstance(leaves[0], Tensor) and (leaves[0].shape, leaves[0].dtype) == (x.shape, x.dtype):
+            self._passing[self._names[layer]] = Returned(spec=spec, values=(HIDDEN, *[None] * (len(leaves) - 1)))
 
     def _enter_other(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self._is_inside:
             self._events.append(self._names[module])
+
+    def check_result(self, output: Any) -> None:
+        """Raise if the model computes its loss from more than the result of the last layer."""
+        last = len(self.layers) - 1
+        result = next((x for name in ("loss", "logits") if isinstance(x := _entry(output, name), Tensor)), None)
+        if result is not None and (others := self.sources.of(result) - {last}):
+            what = "what it computes before them" if min(others) < 0 else f"the result of layer {min(others)}"
+            raise PlanError(
+                f"{type(self.model).__name__} computes its loss from the result of its last layer and from {what}, "
+                "which the last stage of a pipeline does not have. Use ParallelPlan(pp=1)"
+            )
 
     def order(self, output_kind: type, routers: RouterRecord | None) -> LayerOrder:
         """Return what was recorded of a pass that returned an output of this class, and of the model's routers.
@@ -164,8 +222,21 @@ class _Recorder:
         return LayerOrder(
             before=frozenset(before),
             after=frozenset(after),
-            tuple_sizes=tuple(self._tuple_sizes[i] for i in ran),
-            hidden_size=self._hidden_size,
+            returned=tuple(self._inputs.returned),
+            inputs=tuple(self._inputs.inputs),
+            hidden=tuple(self._inputs.hidden),
+            given=frozenset(self._given),
+            passing=self._passing,
+            hidden_size=self._hidden_size(),
             output_kind=output_kind,
             routers=routers,
         )
+
+    def _hidden_size(self) -> int | None:
+        shapes = set(self._shapes)
+        shape = shapes.pop()
+        return shape[-1] if not shapes and shape[:-1] == (_ROWS, _LENGTH) else None
+
+
+def _entry(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, MutableMapping) else None

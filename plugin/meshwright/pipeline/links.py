@@ -1,6 +1,7 @@
 """Point-to-point channels between the ranks of one pipeline.
 
 A channel carries tensors from one rank to another, in the sender's order, which the receiver knows from the schedule.
+Tensors that cross together are one crossing.
 Each direction of each pair has a process group of its own. NCCL has no tags and runs the operations of one group in the
 order of issue, so two ranks that send to each other through one group could each wait for the other.
 """
@@ -8,7 +9,7 @@ order of issue, so two ranks that send to each other through one group could eac
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,26 +25,43 @@ from meshwright.mesh.shared_groups import shared_group
 AHEAD = 3  # number of receives that are posted before their tensors are needed
 
 
+# What crosses from stage to stage: hidden states, what layers get beside them, and numbers; or the gradients of these.
+Crossing = tuple[Tensor, ...]
+Format = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # the shape and dtype of each tensor of a crossing
+_WITH_GRADIENT = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+DTYPES = (*_WITH_GRADIENT, torch.int64, torch.int32, torch.bool)
+_MOST_DIMS = 8
+
+
+def format_of(crossing: Crossing) -> Format:
+    """Return the shape and dtype of each tensor of a crossing."""
+    return tuple((tuple(x.shape), x.dtype) for x in crossing)
+
+
+def has_gradient(dtype: torch.dtype) -> bool:
+    """Return whether tensors of a dtype may have a gradient."""
+    return dtype in _WITH_GRADIENT
+
+
+def differentiable(crossing: Crossing) -> Crossing:
+    """Return the tensors of a crossing that may have a gradient."""
+    return tuple(x for x in crossing if has_gradient(x.dtype))
+
+
 @dataclass(frozen=True)
 class Expected:
-    """A tensor that a rank will receive.
+    """A crossing that a rank will receive.
 
     Args:
-        key: the identity of the tensor among the channel's tensors.
-        shape: its shape.
-        dtype: its dtype; None if the sender announces it, see :meth:`Links.send`.
-        numbers: how many float64 numbers arrive with it.
+        key: the identity of the crossing among those of the channel.
+        format: returns its format; None if it is not known yet, and at last if the sender announces it, see
+            :meth:`Links.send`.
+        count: the number of its tensors.
     """
 
     key: Hashable
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    numbers: int = 0
-
-
-# What crosses from stage to stage: hidden states or their gradient, and the numbers that travel with them, if any.
-Crossing = tuple[Tensor, Tensor | None]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    format: Callable[[], Format | None]
+    count: int = 1
 
 
 def pipeline_groups(pp: Axis, pipelines: Iterable[Sequence[int]], members: Sequence[int], purpose: str) -> Any:
@@ -82,29 +100,27 @@ class Links:
     def __init__(self, pp: Axis, groups: Mapping[tuple[int, int], Any], device: torch.device):
         self.pp, self.device = pp, device
         self._groups = groups
-        self._sent: dict[int, deque[list[tuple[Any, Tensor]]]] = {}  # by receiver: the messages of each tensor
-        self._arrived: dict[int, int] = {}  # by receiver, the number of tensors that were settled
+        self._sent: dict[int, deque[list[tuple[Any, Tensor]]]] = {}  # by receiver: the messages of each crossing
+        self._arrived: dict[int, int] = {}  # by receiver, the number of crossings that were settled
 
     @own_collectives()
-    def send(self, x: Tensor, receiver: int, *, announces: bool = False, numbers: Tensor | None = None) -> None:
-        """Start to send a tensor to a rank of the pipeline; the tensor must not be changed until it has arrived.
+    def send(self, crossing: Crossing, receiver: int, *, announces: bool = False) -> None:
+        """Start to send tensors to a rank of the pipeline; they must not be changed until they have arrived.
 
         Args:
-            x: the tensor.
+            crossing: the tensors.
             receiver: the rank of the pipeline.
-            announces: whether the receiver does not know the dtype, which is then sent before.
-            numbers: float64 numbers that are sent behind it.
+            announces: whether the receiver does not know their shapes and dtypes, which are then sent before.
         """
         group = self._groups[self.pp.rank, receiver]
         place = dist.get_group_rank(group, self._global(receiver))
-        x = x.detach().contiguous()
-        code = [torch.tensor([DTYPES.index(x.dtype)], device=self.device)] if announces else []
-        behind = [] if numbers is None else [numbers.detach().contiguous()]
-        messages = [(dist.isend(y, group=group, group_dst=place), y) for y in (*code, x, *behind)]
+        xs = [x.detach().contiguous() for x in crossing]
+        header = [_header(format_of(crossing), self.device)] if announces else []
+        messages = [(dist.isend(y, group=group, group_dst=place), y) for y in (*header, *xs)]
         self._sent.setdefault(receiver, deque()).append(messages)
 
     def settle(self, receiver: int, count: int) -> None:
-        """Wait until the first ``count`` tensors that were sent to a rank in this step have arrived; let go of them."""
+        """Wait until the first ``count`` crossings that were sent to a rank in this step have arrived; let them go."""
         while self._arrived.get(receiver, 0) < count:
             for work, x in self._sent[receiver].popleft():
                 wait_for_message(work, self._groups[self.pp.rank, receiver], x.device)
@@ -117,7 +133,7 @@ class Links:
         self._sent, self._arrived = {}, {}
 
     def receiver(self, sender: int, expected: Iterable[Expected]) -> Receiver:
-        """Return an object that receives the expected tensors from a rank of the pipeline, in their order."""
+        """Return an object that receives the expected crossings from a rank of the pipeline, in their order."""
         group = self._groups[sender, self.pp.rank]
         return Receiver(group, dist.get_group_rank(group, self._global(sender)), deque(expected), self.device)
 
@@ -127,12 +143,12 @@ class Links:
 
 
 class Receiver:
-    """Receives tensors in the sender's order, with up to ``AHEAD`` receives posted before they are needed.
+    """Receives crossings in the sender's order, with up to ``AHEAD`` receives posted before they are needed.
 
     Args:
         group: the channel's process group.
         source: the sender's rank in the group.
-        expected: the tensors, in the sender's order.
+        expected: the crossings, in the sender's order.
         device: the device to receive on.
     """
 
@@ -143,33 +159,35 @@ class Receiver:
 
     @own_collectives()
     def post(self) -> None:
-        """Post receives until ``AHEAD`` of them are waiting, or the dtype of the next tensor is not known yet."""
-        while self._expected and self._expected[0].dtype is not None and len(self._posted) < AHEAD:
+        """Post receives until ``AHEAD`` of them are waiting, or the format of the next crossing is not known yet."""
+        while self._expected and self._expected[0].format() is not None and len(self._posted) < AHEAD:
             self._post_next()
 
     def _post_next(self) -> None:
         item = self._expected.popleft()
-        dtype = item.dtype
-        if dtype is None:
-            code = torch.empty(1, dtype=torch.int64, device=self._device)
-            self._wait(dist.irecv(code, group=self._group, group_src=self._source))
-            dtype = DTYPES[int(code)]
-        found = [torch.empty(item.shape, dtype=dtype, device=self._device)]
-        if item.numbers:
-            found.append(torch.empty(item.numbers, dtype=torch.float64, device=self._device))
+        format = item.format()
+        if format is None:
+            header = torch.empty(item.count, 2 + _MOST_DIMS, dtype=torch.int64, device=self._device)
+            self._wait(dist.irecv(header, group=self._group, group_src=self._source))
+            format = tuple((tuple(shape[:ndim]), DTYPES[code]) for code, ndim, *shape in header.tolist())
+        found = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in format]
         self._posted[item.key] = [(dist.irecv(x, group=self._group, group_src=self._source), x) for x in found]
 
     @own_collectives()
     def take(self, key: Hashable) -> Crossing:
-        """Wait for a tensor and the numbers behind it, and return them."""
+        """Wait for a crossing, and return it."""
         while key not in self._posted:
             self._post_next()
         found = self._posted.pop(key)
         for work, _ in found:
             self._wait(work)
         self.post()
-        x, numbers = found[0][1], found[1][1] if len(found) > 1 else None
-        return x, numbers
+        return tuple(x for _, x in found)
 
     def _wait(self, work: dist.Work | None) -> None:
         wait_for_message(work, self._group, self._device)
+
+
+def _header(format: Format, device: torch.device) -> Tensor:
+    rows = [[DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))] for shape, dtype in format]
+    return torch.tensor(rows, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import wire_device
 from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
-from meshwright.parallel.batch_schema import Batch, BatchSchema
+from meshwright.parallel.batch_schema import Batch, BatchSchema, leaves
 from meshwright.parallel.batch_share import cut
 from meshwright.parallel.collectives import all_reduce
 from meshwright.parallel.forward_writes import WritesPerPiece
@@ -31,9 +31,10 @@ from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.parallel.tower_features import TowerFeatures
 from meshwright.parallel.user_hooks import HookedModules
+from meshwright.pipeline.beside_inputs import BesideInputs
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.executor import Boundaries, Step, run_evaluation, run_training
-from meshwright.pipeline.links import DTYPES, Links, pipeline_groups
+from meshwright.pipeline.links import DTYPES, Format, Links, pipeline_groups
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.pipeline.stages import Stages
 from meshwright.pipeline.weight_gradients import WeightGradients
@@ -46,6 +47,7 @@ from meshwright.plan.transfers import receiving_stage
 _Precision = tuple[torch.dtype, torch.dtype | None, torch.dtype]
 # The name and dtype of each argument. The loss uses num_items_in_batch for all batches of a kind or for none.
 _Kind = frozenset[tuple[str, torch.dtype | None]]
+_MOST_FORMATS = 4096  # batches of different shapes whose formats are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +133,11 @@ class PipelineForward(BatchStep):
         self.balancing = find_step(decoder, LoadBalancing)
         towers = runtime.features.find(TowerFeatures)
         self.region = region
-        self.stages = Stages(cut, self, region, runtime.mesh.cp.size, self.balancing, towers)
+        self.stages = Stages(cut, self, region, self.balancing, towers, beside=BesideInputs(cut, region))
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
+        self._formats: dict[Hashable, dict[int, Format]] = {}
         self.writes = WritesPerPiece(decoder, runtime.guard, pipeline.cut.layers)
         self._loss_dtypes: dict[_Precision, torch.dtype] = {}
         self._uses_items: dict[_Kind, bool] = {}
@@ -145,6 +148,11 @@ class PipelineForward(BatchStep):
 
     def foresee(self, batch: dict[str, object], *, hidden: torch.dtype, loss: torch.dtype) -> None:
         """Set the dtypes of a batch's hidden states and loss, so that no rank has to announce them."""
+        if not self.pipeline.cut.order.is_plain:
+            raise PlanError(
+                f"{type(self.model).__name__} gives its layers more than hidden states of [rows, tokens, channels], "
+                "and only a run shows the shapes of what crosses its stages. Trace it with ParallelPlan(pp=1)"
+            )
         key = self._precision(batch)
         self._boundary_dtypes[key] = dict.fromkeys(range(1, len(self.pipeline.cut.spans)), hidden)
         self._loss_dtypes[key] = loss
@@ -216,7 +224,7 @@ class PipelineForward(BatchStep):
         with loss.mean.divided_by(divisors, count), cut(), self.hooked.running():
             run_training(step, sums, self.later)
         self.writes.finish()
-        self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
+        self._remember(step)
         self._sum_ties(sums)
         total, balance = self._share_losses(step)
         loss.is_global()
@@ -242,7 +250,7 @@ class PipelineForward(BatchStep):
         step = self._step([batch], loss if has_targets else None, (), {})
         with torch.no_grad():
             run_evaluation(step)
-            self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
+            self._remember(step)
             total, balance = None, None
             if has_targets or routers is not None:
                 total, balance = self._share_losses(step)
@@ -257,15 +265,19 @@ class PipelineForward(BatchStep):
         operations: tuple[Operation, ...],
         parameters: dict[int, list[nn.Parameter]],
     ) -> Step:
-        known = self._boundary_dtypes.get(self._precision(batches[0]), {})
-        routers = self._routers_of(batches[0])
-        numbers = 0 if routers is None else routers.size
+        stages, numbers = range(len(self.pipeline.cut.spans)), self._routers_of(batches[0]) is not None
+        boundaries = Boundaries(
+            known=[self._known(batch) for batch in batches],
+            hidden=[self._shape(batch) for batch in batches],
+            counts=[1 + self.stages.beside.count(stage) + numbers for stage in stages],
+            seen=tuple({} for _ in batches),
+        )
         return Step(
             stages=self.stages,
             links=self.pipeline.links,
             operations=operations,
             batches=batches,
-            boundaries=Boundaries(shapes=tuple(map(self._shape, batches)), known=known, numbers=numbers),
+            boundaries=boundaries,
             parameters=parameters,
             finish=(lambda _, output: output) if loss is None else loss.of_output,
             look=self.writes.look if operations else lambda: None,
@@ -279,20 +291,49 @@ class PipelineForward(BatchStep):
             return None
         return self.balancing.routers
 
-    def _shape(self, batch: Batch) -> tuple[int, ...]:
-        """Return the shape of the hidden states that cross between the stages."""
+    def _known(self, batch: Batch) -> dict[int, Format]:
+        """Return the formats of what crosses between the stages, as far as earlier batches have shown them."""
+        if (shape := self._shape(batch)) is None:
+            return self._formats.get(self._shapes(batch), {})
+        routers = self._routers_of(batch)
+        numbers = () if routers is None else (((routers.size,), torch.float64),)
+        known = self._boundary_dtypes.get(self._precision(batch), {})
+        return {boundary: ((shape, dtype), *numbers) for boundary, dtype in known.items()}
+
+    def _shape(self, batch: Batch) -> tuple[int, ...] | None:
+        """Return the shape of the hidden states that cross between the stages; None if only a run shows it."""
+        order = self.pipeline.cut.order
+        if order.hidden_size is None or not order.is_plain:
+            return None
         rows, length = BatchSchema(batch).tokens.shape[:2]
         length = local_tokens(length, self.runtime.mesh.cp.size)
         if self.region is not None:
             length = -(-length // self.runtime.mesh.tp.size)
-        return rows, length, self.pipeline.cut.order.hidden_size
+        return rows, length, order.hidden_size
+
+    def _remember(self, step: Step) -> None:
+        """Keep the formats that a batch has shown."""
+        seen = step.boundaries.seen
+        if self.pipeline.cut.order.is_plain:
+            dtypes = {boundary: format[0][1] for boundary, format in seen[0].items()}
+            self._boundary_dtypes[self._precision(step.batches[0])] = dtypes
+            return
+        if len(self._formats) > _MOST_FORMATS:  # on every rank alike, since all have the same batches
+            self._formats.clear()
+        self._formats.update({self._shapes(batch): formats for batch, formats in zip(step.batches, seen, strict=True)})
+
+    def _shapes(self, batch: Batch) -> Hashable:
+        """Return what decides the shapes and dtypes of the activations."""
+        tensors = [(name, (x.shape, x.dtype)) for name, x in leaves(batch) if isinstance(x, Tensor)]
+        others = [(name, x) for name, x in leaves(batch) if isinstance(x, bool | int | float | str)]
+        return self._precision(batch), self._routers_of(batch) is not None, (*tensors, *others)
 
     def _precision(self, batch: Batch) -> _Precision:
         """Return what decides the dtypes of the activations."""
-        tokens = BatchSchema(batch).tokens
-        kind = tokens.device.type
+        first = BatchSchema(batch).first
+        kind = first.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return next(self.model.parameters()).dtype, autocast, tokens.dtype
+        return next(self.model.parameters()).dtype, autocast, first.dtype
 
     @own_collectives()
     def _share_losses(self, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -301,7 +342,7 @@ class PipelineForward(BatchStep):
         It is recorded whether the loss used num_items_in_batch.
         """
         key, pp, last = self._precision(step.batches[0]), self.runtime.mesh.pp, self.pipeline.cut.last_rank
-        device = BatchSchema(step.batches[0]).tokens.device
+        device = BatchSchema(step.batches[0]).first.device
         mean = self.loss.mean
         balances = self._routers_of(step.batches[0]) is not None
         own = torch.zeros(3 + balances, dtype=torch.float64, device=device)

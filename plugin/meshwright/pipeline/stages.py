@@ -2,7 +2,9 @@
 
 Every stage runs the stock forward on the same tokens, so masks, positions and rotary embeddings are computed as always.
 The layer before the stage returns the activation that was received, and the layer after the stage ends the forward with
-the stage's result. All other layers outside the stage return what they were given.
+the stage's result. All other layers outside the stage return what they were given, and so do the layers of towers in
+later stages than the first. What an earlier stage has computed for the layers of a stage is put in its place where they
+are given it; see ``BesideInputs``.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -22,11 +25,13 @@ from meshwright.parallel.batch_schema import Batch, BatchSchema
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.load_balancing import LoadBalancing
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step, arguments
+from meshwright.parallel.shard_reads import running_stage
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.parallel.tower_features import TowerFeatures
+from meshwright.pipeline.beside_inputs import BesideInputs
 from meshwright.pipeline.cut import Cut
+from meshwright.pipeline.layer_inputs import Returned
 from meshwright.pipeline.links import Crossing
-from meshwright.plan.context_methods import local_tokens
 
 
 class StageEnd(Exception):
@@ -44,10 +49,10 @@ class Stages:
         cut: the cut, whose layers get another ``forward``.
         step: the step of the decoder's forward that runs the stages.
         region: the region in which each rank has its own tokens, under sequence parallelism.
-        cp: the number of ranks that share each sequence.
         balancing: the model's load-balancing loss, if it has one. It is made of the routers of all stages, so the
             statistics of the routers so far cross with the hidden states.
         towers: what cuts the features of towers that enter between the layers; None without towers.
+        beside: what the layers of this rank's stages get from other stages beside their hidden states.
     """
 
     def __init__(
@@ -55,15 +60,16 @@ class Stages:
         cut: Cut,
         step: BatchStep,
         region: SequenceRegion | None,
-        cp: int = 1,
         balancing: LoadBalancing | None = None,
         towers: TowerFeatures | None = None,
+        *,
+        beside: BesideInputs,
     ):
-        self.cut, self.step, self.region, self.cp = cut, step, region, cp
-        self.balancing, self.towers = balancing, towers
+        self.cut, self.step, self.region = cut, step, region
+        self.balancing, self.towers, self.beside = balancing, towers, beside
         self._length = 0
         self._active: int | None = None
-        self._received: Tensor | None = None
+        self._hidden: Tensor | None = None  # what the stage received, and then its result
         self._required = {x.name for x in step.signature.parameters.values() if x.default is x.empty}
         self._signatures = [inspect.signature(layer.forward) for layer in cut.layers]
         self._checked: set[tuple[int, str]] = set()  # layers and the names of what they were given
@@ -72,6 +78,8 @@ class Stages:
         ]
         for index, layer in enumerate(cut.layers):
             add_step(layer, _LayerForward(index, self))
+        for name, returned in cut.order.passing.items():
+            add_step(step.model.get_submodule(name), _TowerLayerForward(returned, self))
 
     @property
     def is_checkpointed(self) -> bool:
@@ -102,12 +110,12 @@ class Stages:
             What crosses to the next stage, or the output of the decoder if this is the last stage.
         """
         schema = BatchSchema(batch)
-        hidden, numbers = (None, None) if received is None else received
-        with self.active(stage), self._after(numbers):
-            self._received, self._length = hidden, local_tokens(schema.tokens.shape[1], self.cp)
-            # Features of images are in the embeddings, which the first stage alone has.
+        numbers = received[-1] if received is not None and len(received) > 1 + self.beside.count(stage) else None
+        with self.active(stage, received), self._after(numbers), running_stage():
+            self._hidden = None if received is None else received[0]
+            # Where nothing but hidden states crosses, features of images are in the embeddings of the first stage.
             beside = [name for name in schema.of_towers if self.cut.has_towers or kind_of(name) is not None]
-            unread = set(beside) - self._required if stage else set()
+            unread = set(beside) - self._required if stage and self.cut.order.is_plain else set()
             try:
                 return self.step.method(**{name: value for name, value in batch.items() if name not in unread})
             except StageEnd as end:
@@ -115,15 +123,21 @@ class Stages:
                     self.region.end_stage()
                 return end.crossing
             finally:
-                self._received = None
+                self._hidden = None
 
     def _after(self, numbers: Tensor | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.balancing is None else self.balancing.after(numbers)
 
     @contextlib.contextmanager
-    def active(self, stage: int) -> Iterator[None]:
-        """Let the layers of a stage compute inside the context, in forward or in a backward that recomputes them."""
+    def active(self, stage: int, received: Crossing | None) -> Iterator[None]:
+        """Let the layers of a stage compute inside the context, in forward or in a backward that recomputes them.
+
+        Args:
+            stage: the virtual stage.
+            received: what crossed from the stage before; None for the first stage.
+        """
         before, self._active = self._active, stage
+        self.beside.begin(stage, received)
         span = self.cut.spans[stage]
         # transformers wraps a layer that is checkpointed. Only layers that compute may be wrapped, since an exception
         # that passes through the wrapper would leave its saved-tensor hooks in place.
@@ -134,6 +148,7 @@ class Stages:
             yield
         finally:
             self._active = before
+            self.beside.end()
             for module in off:
                 module.gradient_checkpointing = True  # type: ignore[assignment]
 
@@ -145,40 +160,56 @@ class Stages:
                 "model that to_distributed returned"
             )
         span = self.cut.spans[self._active]
-        if index in span and self._active:
+        if index in span:
             self._check_beside(index, args, kwargs)
         if index == span.start and self.region is not None:
             return self.region.run_first(own, args, kwargs, length=None if self._active == 0 else self._length)
         if index in span:
             return own(*args, **kwargs)
         x, _ = hidden_states(args, kwargs)
+        if index == 0:
+            self._length = x.shape[1]
         if index == span.stop:
+            self._hidden = x
             if self.towers is not None:
                 self.towers.end_stage()
-            raise StageEnd((x, None if self.balancing is None else self.balancing.so_far()))
+        if index >= span.stop and (beside := self.beside.crossing(index)) is not None:
+            assert self._hidden is not None
+            numbers = None if self.balancing is None else self.balancing.so_far()
+            raise StageEnd((self._hidden, *beside, *(() if numbers is None else (numbers,))))
         if index == span.start - 1:
-            assert self._received is not None
-            x = self._received
-        size = self.cut.order.tuple_sizes[index]
-        return (x, *[None] * (size - 1)) if size else x
+            assert self._hidden is not None
+            x = self._hidden
+        return self.cut.order.returned[index].passed(x, arguments(self._signatures[index], args, kwargs))
+
+    @property
+    def passes_towers(self) -> bool:
+        """Whether the running stage has no towers, so that their layers return what they are given."""
+        return bool(self._active)
 
     def _check_beside(self, index: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Raise if a layer is given what this stage computed from a weight that another stage has, which reads as NaN.
+        """Raise if a layer is given what did not show when the model was cut, and only one stage can compute it.
 
-        The host waits for the device when a layer is given an input of this name for the first time.
+        A later stage reads NaN in place of a weight that another stage has. The host waits for the device when a layer
+        is given an input of this name for the first time.
         """
         hidden, _ = hidden_states(args, kwargs)
+        crossing = {one.name for one in self.cut.order.inputs[index]}
         for name, value in arguments(self._signatures[index], args, kwargs).items():
             if (index, name) in self._checked:
                 continue
             beside = [x for x in tensors_in(value) if x is not hidden and not isinstance(x, FakeTensor)]
-            if beside:
+            beside = [x for x in beside if x.is_floating_point() or x.is_complex()]
+            if self._active == 0:
+                is_wrong = name not in crossing and any(x.requires_grad for x in beside)
+            else:
+                is_wrong = any(bool(x.isnan().any()) for x in beside)
+            if beside and (self._active or torch.is_grad_enabled()):
                 self._checked.add((index, name))
-            if any((x.is_floating_point() or x.is_complex()) and bool(x.isnan().any()) for x in beside):
+            if is_wrong:
                 raise PlanError(
                     f"layer {index} ({type(self.cut.layers[index]).__name__}) is given {name} beside its hidden "
-                    "states, and the model computes it from weights outside of the layers, which only the first stage "
-                    "has. Use ParallelPlan(pp=1)"
+                    "states, and the model computes it from weights that only another stage has. Use ParallelPlan(pp=1)"
                 )
 
 
@@ -192,3 +223,17 @@ class _LayerForward(ChainStep):
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.stages.at_layer(self.index, self.method, args, kwargs)
+
+
+class _TowerLayerForward(ChainStep):
+    """The ``forward`` of a layer of a tower, which computes only in the first stage."""
+
+    order = StepOrder.STAGE
+
+    def __init__(self, returned: Returned, stages: Stages):
+        self.returned, self.stages = returned, stages
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if not self.stages.passes_towers:
+            return self.method(*args, **kwargs)
+        return self.returned.passed(hidden_states(args, kwargs)[0], {})

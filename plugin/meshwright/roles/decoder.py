@@ -114,6 +114,13 @@ def is_stack(module: nn.Module) -> bool:
     )
 
 
+def owner_of_layers(model: nn.Module, layers: Iterable[nn.Module]) -> nn.Module:
+    """Return the module that runs a decoder's layers: the owner of the list of its first layer."""
+    modules, first = list(model.modules()), next(iter(layers))
+    around = next(module for module in modules if first in set(module.children()))
+    return next((module for module in modules if around in set(module.children())), around)
+
+
 def towers_beside(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Yield the modules with layers of their own that are around none of a decoder's layers."""
     for child in model.children():

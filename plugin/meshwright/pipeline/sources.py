@@ -1,0 +1,67 @@
+"""Follow, in a pass without values, which tensors are computed from weights, and from the results of which layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+OUTSIDE = -1  # in place of the index of a layer
+# Operations that read the form of a tensor alone.
+_FORM_NAMES = """
+    empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_empty_strided new_zeros new_ones
+    new_full
+"""
+_OF_FORM = frozenset(_FORM_NAMES.split())
+
+
+class Sources(TorchDispatchMode):
+    """Knows of each tensor from which layers it was computed, or from weights that are ``OUTSIDE`` of layers.
+
+    The sources are those of a tensor's memory, so that a view has them too, with or without a graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: dict[int, frozenset[int]] = {}
+        self._kept: list[Any] = []  # so that no other memory gets the number
+
+    def of(self, x: Tensor) -> frozenset[int]:
+        """Return the indices of the layers that a tensor was computed from, without a further layer in between."""
+        return self._of.get(x.untyped_storage()._cdata, frozenset())
+
+    def set(self, x: Tensor, sources: Iterable[int]) -> None:
+        """Set the sources of a tensor."""
+        self._kept.append(storage := x.untyped_storage())
+        self._of[storage._cdata] = frozenset(sources)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = _of_likely_shape(func, args)
+        result = func(*args, **(kwargs or {})) if result is None else result
+        if func._schema.name.rpartition("::")[2] in _OF_FORM:
+            return result
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if sources := frozenset().union(*map(self.of, given)):
+            written = [x for x in given[:1] if func._schema.is_mutable]
+            for x in (*tree_leaves(result), *written):
+                if isinstance(x, Tensor):
+                    self.set(x, sources | self.of(x))
+        return result
+
+
+def _of_likely_shape(func: Any, args: tuple[Any, ...]) -> Any:
+    """Return the result of an operation whose shape depends on values, as it often is; None for other operations."""
+    x: Any = args[0] if args else None
+    if func is torch.ops.aten.nonzero.default:  # experts that get no tokens
+        return x.new_empty(0, x.ndim, dtype=torch.int64)
+    if func is torch.ops.aten.unique_consecutive.default:  # as many marks in each row
+        return x.flatten()[:1], x.new_empty(0), x.new_empty(0)
+    if func is torch.ops.aten.index.Tensor and (mask := args[1][0]) is not None and mask.dtype is torch.bool:
+        return x.new_empty(mask.shape[0], *x.shape[mask.ndim :])  # one mark in each row, such as the end of a text
+    return None
