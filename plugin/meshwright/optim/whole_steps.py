@@ -73,7 +73,7 @@ class WholeSteps:
         self._of_group = [list(optimizer.param_groups[index]["params"]) for index in groups]
         self._parameters = [p for parameters in self._of_group for p in parameters]
         self._known = set(map(id, self._parameters))
-        self._owners = _owners(self._parameters, mesh)
+        self._owners: dict[int, int] = {}  # by the id of the parameter, of this stage's parameters
         self._device = self._parameters[0].device
         self._home = torch.device("cpu") if on_host else self._device
         state = optimizer.state
@@ -89,6 +89,7 @@ class WholeSteps:
     def hook_begin(self) -> None:
         """Add the hook that begins a step, after those that settle the gradients; the parts are known by now."""
         self._optimizer.register_step_pre_hook(self._open)
+        self._owners = _owners(self._parameters, self._mesh, self._gradients)
         for parameter in self._parameters:
             if self._owners.get(id(parameter)) == self._mesh.index:
                 whole = nn.Parameter(torch.empty((), dtype=self._dtype(parameter), device=self._home))
@@ -224,13 +225,17 @@ class WholeSteps:
 
     def _exchange(self, messages: list[list[Tensor]], sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
         """Send each rank its message, and return those of all ranks, which have these sizes."""
-        parts = [part for message in messages for part in message]
-        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self._device)
+        rank, nothing = self._mesh.index, torch.empty(0, dtype=dtype, device=self._device)
+        own = torch.cat([nothing, *messages[rank]])
         if self._mesh.size == 1:
-            return [flat]
-        axis = Axis("ranks", size=self._mesh.size, rank=self._mesh.index, group=dist.group.WORLD)
+            return [own]
+        messages[rank], sizes[rank] = [], 0
         sent = [sum(part.numel() for part in message) for message in messages]
-        return list(start_all_to_all_uneven(flat, sent, sizes, axis)().split(sizes))
+        flat = torch.cat([nothing, *(part for message in messages for part in message)])
+        axis = Axis("ranks", size=self._mesh.size, rank=rank, group=dist.group.WORLD)
+        received = list(start_all_to_all_uneven(flat, sent, sizes, axis)().split(sizes))
+        received[rank] = own
+        return received
 
     @property
     def _ranks(self) -> range:
@@ -278,16 +283,25 @@ class WholeSteps:
         return is_here and (bucket is None or bucket.weights.holds_all)
 
 
-def _owners(parameters: Iterable[nn.Parameter], mesh: Mesh) -> dict[int, int]:
-    """Return the rank that steps each parameter, so that ranks of a stage step about equally many elements."""
-    held = [p for p in parameters if layout_of(p).is_held]
+def _owners(parameters: Iterable[nn.Parameter], mesh: Mesh, gradients: Gradients) -> dict[int, int]:
+    """Return the rank that steps each parameter, so that ranks of a stage step about equally many elements.
+
+    A parameter's owner is the rank that has most of it between steps, as far as no rank steps more than its share by
+    this rule. So little has to be sent, since most of a bucket's parameters lie in the segment of one rank.
+    """
     ranks = [rank for rank, place in enumerate(mesh.places) if place["pp"] == mesh.pp.rank]
     load = dict.fromkeys(ranks, 0)
     owners: dict[int, int] = {}
-    for parameter in sorted(held, key=lambda p: (not p.requires_grad, -layout_of(p).shape.numel())):
-        owner = min(ranks, key=lambda rank: load[rank])
+    held = [(p, layout_of(p).shape.numel()) for p in parameters if layout_of(p).is_held]
+    share = sum(size for p, size in held if p.requires_grad) / len(ranks)
+    for parameter, size in sorted(held, key=lambda pair: (not pair[0].requires_grad, -pair[1])):
+        layout, _ = gradients.part_of(parameter)
+        parts = {rank: numel(layout.blocks(mesh.places[rank])) for rank in ranks}
+        owner = max(ranks, key=lambda rank: (parts[rank], -load[rank]))
+        if load[owner] + size > share:
+            owner = min(ranks, key=lambda rank: load[rank])
         owners[id(parameter)] = owner
-        load[owner] += layout_of(parameter).shape.numel()
+        load[owner] += size
     return owners
 
 
