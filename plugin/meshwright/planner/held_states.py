@@ -28,7 +28,9 @@ class HeldStates:
 
 
 @lru_cache(maxsize=256)
-def held_states(shape: ModelShape, layout: Candidate, optimizer: str, lora: Lora | None, *, unit: int) -> HeldStates:
+def held_states(
+    shape: ModelShape, layout: Candidate, optimizer: str | OptimizerKind, lora: Lora | None, *, unit: int
+) -> HeldStates:
     """Return the state of the optimizer on one rank.
 
     Args:
@@ -50,7 +52,7 @@ def held_states(shape: ModelShape, layout: Candidate, optimizer: str, lora: Lora
 
 
 @lru_cache(maxsize=256)
-def _owned(shape: ModelShape, ranks: int, optimizer: str, lora: Lora | None, unit: int) -> HeldStates:
+def _owned(shape: ModelShape, ranks: int, optimizer: str | OptimizerKind, lora: Lora | None, unit: int) -> HeldStates:
     """Return the state of the rank that owns the most: parameters go to the rank that has the fewest elements."""
     kind = optimizer_kind(optimizer)
     whole = trained_members(shape, Candidate(), lora)
@@ -134,7 +136,9 @@ def _unit(plan: Candidate, job: Job) -> int:
 
 
 @lru_cache(maxsize=64)
-def _summed(shape: ModelShape, optimizer: str, lora: Lora | None, unit: int) -> tuple[float, float, float]:
+def _summed(
+    shape: ModelShape, optimizer: str | OptimizerKind, lora: Lora | None, unit: int
+) -> tuple[float, float, float]:
     """Return the bytes of the state of the whole model, its trained elements, and those of parameters with an owner."""
     kind, members = optimizer_kind(optimizer), trained_members(shape, Candidate(), lora)
     owned = sum(m.numel for m in members if kind.steps_whole(is_matrix=_is_matrix(kind, shape, m, lora)))
