@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Adafactor
 
 import meshwright as mw
@@ -58,6 +59,10 @@ def make(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adafactor([{"params": others}, {"params": matrices, "weight_decay": 0.1}], lr=1e-2)
     if kind == "adafactor of transformers":
         return Adafactor(model.parameters(), scale_parameter=True, relative_step=True, warmup_init=False, lr=None)
+    if kind == "8 bits":
+        return pytest.importorskip("bitsandbytes").optim.AdamW8bit(model.parameters())
+    if kind == "4 bits":
+        return pytest.importorskip("torchao.optim").AdamW4bit(model.parameters())
     return {"trust ratio": TrustRatio, "LAMB": Lamb, "Shampoo": Shampoo}[kind](model.parameters())
 
 
@@ -180,14 +185,25 @@ def test_a_run_resumes_under_another_plan(
     assert_equal(pool.run(train, PLANS[after], kind, first=2, folder=folder)[0], train(None, kind))
 
 
+def state_bytes(kept: dict[str, Any]) -> int:
+    """Bytes of a parameter's state, without tables of quantised values, which all parameters share."""
+    found = [x for name, x in kept.items() if torch.is_tensor(x) and not name.startswith("qmap")]
+    while any(is_traceable_wrapper_subclass(x) for x in found):
+        inner = [
+            getattr(x, name) for x in found if is_traceable_wrapper_subclass(x) for name in x.__tensor_flatten__()[0]
+        ]
+        found = [x for x in found if not is_traceable_wrapper_subclass(x)] + [x for x in inner if x.numel() != 256]
+    return sum(x.numel() * x.element_size() for x in found)
+
+
 def step_given(
     plan: dict[str, Any] | None, kind: str, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[dict[str, torch.Tensor], list[int], int, int]:
-    """Weights after steps with given gradients; then elements of each state, and those sent by and before a step.
+    """Weights after steps with given gradients; then the bytes of each state, and elements sent by and before a step.
 
     In one process, float32 copies of bf16 weights are stepped, as ZeRO does.
     """
-    model: Any = build("qwen3").to(dtype)
+    model: Any = build("qwen3", intermediate_size=256).to(dtype)  # 8,192 elements, enough to be quantised
     model = model if plan is not None else model.float()
     optimizer = make(kind, model)
     sent: list[int] = []
@@ -207,13 +223,15 @@ def step_given(
         with mock.patch.object(whole_steps, "start_all_to_all_uneven", counted):
             optimizer.step()
         optimizer.zero_grad()
-    states = [sum(x.numel() for x in kept.values() if torch.is_tensor(x)) for kept in optimizer.state.values()]
+    states = [state_bytes(kept) for kept in optimizer.state.values()]
     weights = {name: weight.to(dtype) for name, weight in mw.full_state_dict(model).items()}
     return weights, states, sum(sent), sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", crossings((*ALL_KINDS, "trust ratio"), but=["trust ratio"]))
+@pytest.mark.parametrize(
+    "kind", crossings((*ALL_KINDS, "trust ratio", "8 bits", "4 bits"), but=["trust ratio", "8 bits"])
+)
 def test_masters_state_and_traffic(kind: str, dtype: torch.dtype, pool2: Any) -> None:
     expected, whole, *_ = step_given(None, kind, dtype)
     (weights, *_), *_ = found = pool2.run(step_given, PLANS["dp2 zero1"], kind, dtype)
