@@ -233,7 +233,8 @@ def step_given(
     "kind", crossings((*ALL_KINDS, "trust ratio", "8 bits", "4 bits"), but=["trust ratio", "8 bits"])
 )
 def test_masters_state_and_traffic(kind: str, dtype: torch.dtype, pool2: Any) -> None:
-    expected, whole, *_ = step_given(None, kind, dtype)
+    # By a rank too: this process has more threads, which add in another order.
+    expected, whole, *_ = pool2.run(step_given, None, kind, dtype)[0]
     (weights, *_), *_ = found = pool2.run(step_given, PLANS["dp2 zero1"], kind, dtype)
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items()), "to the bit"
     for _, states, sent, numel in found:
