@@ -55,7 +55,7 @@ def check(name: str) -> Record:
     """Compare one optimizer under each plan with one device. Every rank must make the call; rank 0 has compared."""
     record = Record(name)
     if (why := why_no_optimizer(name)) is not None:
-        return dataclasses.replace(record, cells=dict.fromkeys(PLANS, f"refused: {why}"))
+        return dataclasses.replace(record, cells=dict.fromkeys(PLANS, f"refused: {why.partition(';')[0]}"))
     try:
         model = _model()
         optimizer = _optimizer(name, model)

@@ -171,6 +171,7 @@ def shard_optimizer(
     check_elementwise(optimizer, is_trusted=False)
     if any(hasattr(p, "meshwright") for p in parameters):
         raise PlanError("these parameters are distributed already; use ParallelPlan.zero_stage in to_distributed")
+    ensure_process_group()
     dp = _axis_of(_mesh_of_all(parameters, axis) if mesh is None else mesh, axis, parameters[0].device.type)
     guard = start_guard(timeout=timeout_s)  # which watches the ranks of the mesh, since they are all
     runtime = Runtime(mesh=Mesh(dp=dp), gradients=Gradients(parameters), guard=guard)
@@ -196,7 +197,6 @@ def _mesh_of_all(parameters: Sequence[nn.Parameter], axis: str) -> ProcessMesh:
     Raises:
         ValueError: if the parameters differ, so that the ranks would train the mean of different models.
     """
-    ensure_process_group()
     digests = {f"values of parameter {i} {tuple(p.shape)}": f"{value_digest(p):016x}" for i, p in enumerate(parameters)}
     agreed(lambda: Claim(None, {"call": "shard_optimizer without mesh=", **digests}))
     return ProcessMesh(range(world_size()), [axis])

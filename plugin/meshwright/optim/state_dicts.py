@@ -167,9 +167,9 @@ def _mismatch(key: str, value: Tensor, parameter: Tensor, layout: TensorLayout) 
 def _refuse_copy(name: str, memo: dict[int, object]) -> None:
     raise AlreadyDistributedError(
         f"copy.deepcopy of this {name} would step copies of this rank's parts of the parameters, which reach no model. "
-        f"Give a copy of the model an optimizer of its own: other = copy.deepcopy(model); to_distributed(other, {name}("
-        "other.parameters(), ...)). To keep the state, call meshwright.save_optimizer(model, optimizer, folder) on all "
-        "ranks, and later meshwright.load_optimizer"
+        f"Give a copy of the model an optimizer of its own: other = copy.deepcopy(model), make a new {name} of other's "
+        "parameters, and call to_distributed(other, new). To keep the state, call meshwright.save_optimizer(model, "
+        "optimizer, folder) on all ranks, and later meshwright.load_optimizer"
     )
 
 
