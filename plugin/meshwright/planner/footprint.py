@@ -14,7 +14,7 @@ from meshwright.planner.bucket_sizes import TOWER, Parameter, buckets, parameter
 from meshwright.planner.candidate import Candidate, Logits, count_recomputed
 from meshwright.planner.context_memory import attention_memory, embedding_memory
 from meshwright.planner.head_memory import after_head, head_peak
-from meshwright.planner.held_states import held_states
+from meshwright.planner.held_states import exchanged, held_states
 from meshwright.planner.optimizers import OptimizerKind
 from meshwright.planner.shapes import LayerShape, ModelShape
 
@@ -130,7 +130,7 @@ def footprint(
         peaks={
             "forward": held + forward,
             "backward": held + backward,
-            "optimizer": held + gradients + max(temporary, states.stepped),
+            "optimizer": held + gradients + max(temporary, exchanged(plan, trained) * states.owned),
         },
     )
 
