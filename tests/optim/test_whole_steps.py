@@ -150,6 +150,7 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("dp2 tp2+sp zero1", {"tie_word_embeddings": True}),
     "tied over stages": ("pp2 dp2 zero1", {"tie_word_embeddings": True}),
     "frozen, and without a gradient": ("dp2 zero1", {"frozen": True}),
+    "without a gradient, where weights are sent": ("dp2 zero3", {"frozen": True}),
     "state from before the call": ("dp2 tp2+sp zero1", {"given": 2}),
 }
 
@@ -158,7 +159,11 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     ("kind", "name"),
     crossings(
         [(kind, name) for kind in (*ALL_KINDS, "trust ratio") for name in SPECIAL],
-        but=[("muon", "a key head on both ranks"), ("adafactor", "frozen, and without a gradient")],
+        but=[
+            ("muon", "a key head on both ranks"),
+            ("adafactor", "frozen, and without a gradient"),
+            ("adafactor", "without a gradient, where weights are sent"),
+        ],
     ),
 )
 def test_special_parameters(kind: str, name: str, pool2: Any, pool4: Any) -> None:

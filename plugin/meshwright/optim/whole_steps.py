@@ -159,17 +159,16 @@ class WholeSteps:
             self._fill([move for move in moves if move.owner == rank], received)
 
     def _contribution(self, move: _Move, dtype: torch.dtype) -> list[Tensor]:
-        """Return this rank's elements of a gradient, of the weights if need be, and whether it has a gradient."""
+        """Return this rank's elements of a gradient, then of the weights if need be, and whether it has a gradient."""
         key = self._gradients.part_of(move.parameter)[1]
         assert key is not None
         blocks, gradient = move.sent[self._mesh.index], key.grad
-        values: list[Tensor] = []
-        if not move.has_values:
-            values = [view.reshape(-1).to(self._device) for view in _views(key.detach().reshape(-1), blocks)]
-        if gradient is None:
-            return [*values, torch.zeros(numel(blocks) + 1, dtype=dtype, device=self._device)]
-        own = [view.reshape(-1).to(self._device, dtype) for view in _views(gradient.reshape(-1), blocks)]
-        return [*own, *values, torch.ones(1, dtype=dtype, device=self._device)]
+        sources = [
+            torch.zeros_like(key) if gradient is None else gradient,
+            *([] if move.has_values else [key.detach()]),
+        ]
+        own = [view.reshape(-1).to(self._device, dtype) for x in sources for view in _views(x.reshape(-1), blocks)]
+        return [*own, torch.full((1,), float(gradient is not None), dtype=dtype, device=self._device)]
 
     def _fill(self, moves: list[_Move], received: list[Tensor]) -> None:
         offsets = [0] * len(received)
