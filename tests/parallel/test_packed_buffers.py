@@ -1,4 +1,4 @@
-"""Frozen bases whose modules keep packed integers in buffers, as those of GPTQ, AWQ and HQQ do.
+"""Frozen bases whose modules keep packed integers in buffers, as those of GPTQ and AWQ do.
 
 Plans that keep modules whole train on them as one device does. tp would have to cut what the library packed.
 """
