@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup browser slurm clusters demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-referee bench-host gpu families programs verify clean
+.PHONY: help setup browser slurm clusters demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-owners bench-referee bench-host gpu families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -48,6 +48,7 @@ help:
 	@echo 'make bench-checkpoints  what digests cost, how long a save stops training, and torch DCP and accelerate'
 	@echo 'make bench-context context parallelism: DeepSpeed Ulysses, weak scaling, balanced rows'
 	@echo 'make bench-experts expert parallelism: that of transformers, and DeepSpeed AutoEP'
+	@echo 'make bench-owners  the step of Muon under ZeRO-1, against Muon that every rank steps whole'
 	@echo 'make bench-referee what comparing 8 to 1,024 ranks costs rank 0'
 	@echo 'make bench-host    CPU time that the hooks of a plan add to a layer'
 	@echo 'make gpu           numbers, memory, time and faults on a GPU, in one page; 25 minutes; GPU=--help lists options'
@@ -142,6 +143,10 @@ bench-context: $(INSTALLED)
 bench-experts: $(INSTALLED)
 	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.experts --figure equal
 	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.experts --figure time --rounds 24
+
+bench-owners: $(INSTALLED)
+	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.owners
+	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.owners --vocabulary 256
 
 bench-referee: $(INSTALLED)
 	$(BIN)/python -m benchmarks.referee

@@ -20,6 +20,7 @@ from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.reads import Reads, reads_of
 from meshwright.parallel.shard_reads import reading_shards
+from meshwright_hf.trainer_checks import why_no_optimizer
 
 PLANS = ("dp2 zero1", "tp2+sp", "dp2 zero3")
 EQUAL = "equal"
@@ -53,6 +54,8 @@ class Record:
 def check(name: str) -> Record:
     """Compare one optimizer under each plan with one device. Every rank must make the call; rank 0 has compared."""
     record = Record(name)
+    if (why := why_no_optimizer(name)) is not None:
+        return dataclasses.replace(record, cells=dict.fromkeys(PLANS, f"refused: {why.partition(';')[0]}"))
     try:
         model = _model()
         optimizer = _optimizer(name, model)

@@ -86,8 +86,27 @@ def check_arguments(args: TrainingArguments) -> None:
         raise PlanError(reason)
 
 
+def why_no_optimizer(name: str) -> str | None:
+    """Return why no plan of several ranks runs an optimizer of the Trainer's names, and the cure; None if one does."""
+    of_device = {"adamw_torch_xla": "XLA devices", "adamw_torch_npu_fused": "NPUs"}
+    if name in of_device:
+        return (
+            f"TrainingArguments.optim={name!r} steps on {of_device[name]} alone, but plans run on CPU and CUDA; use "
+            "optim='adamw_torch_fused', which has the same formula"
+        )
+    if name in ("lomo", "adalomo"):
+        return (
+            f"TrainingArguments.optim={name!r} steps inside of backward, before gradients are averaged over the ranks; "
+            "use optim='adafactor' or 'adamw_8bit', whose states are small too, with ParallelPlan(zero_stage=2), which "
+            "shards gradients"
+        )
+    return None
+
+
 def _refusals(args: TrainingArguments) -> Iterator[str]:
     world = world_size()
+    if world > 1 and (why := why_no_optimizer(str(getattr(args.optim, "value", args.optim)))) is not None:
+        yield why
     if getattr(args, "fsdp", None):
         yield (
             f"TrainingArguments.fsdp={args.fsdp!r} shards the model, and so does the plan; leave fsdp out and set "

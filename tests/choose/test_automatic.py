@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright.choose.allowed_stages import against_stages, why_not_cut
 from meshwright.choose.given_plan import given_plan
+from meshwright.choose.optimizer_kind import kind_of
 from meshwright.choose.picked_plan import pick_plan
 from meshwright.choose.plan_file import save_plan
 from meshwright.cli import app
@@ -23,9 +24,10 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.footprint import footprint
 from meshwright.planner.hardware import CATALOGUE, Cluster
 from meshwright.planner.memory import peak_memory
+from meshwright.planner.optimizers import OPTIMIZERS
 from meshwright.planner.shapes import describe
 from support.models import build, tokens
-from support.optimizers import OfOneNorm
+from support.optimizers import Lamb, OfOneNorm
 from support.short_programs import losses_of
 
 ROWS, LENGTH = 8, 32
@@ -209,8 +211,38 @@ def test_an_optimizer_that_may_not_be_sharded_decides_too(pool2: Any) -> None:
     plan, _ = pool2.run(picked, {}, OfOneNorm)[0]
     assert (plan["tp"], plan["zero_stage"]) == (1, 0)
     budget = {"memory_budget": needs(Candidate(replicate=2, micro_batch=4)) - 1}
-    plan, _ = pool2.run(picked, budget, torch.optim.Adafactor)[0]  # one rank steps each parameter whole
+    plan, _ = pool2.run(picked, budget, Lamb)[0]  # one rank steps each parameter whole
     assert (plan["tp"], plan["zero_stage"]) == (1, 1)
+
+
+def test_the_state_of_the_given_optimizer_is_counted(pool2: Any) -> None:
+    budget = {"memory_budget": needs(Candidate(replicate=2, micro_batch=4)) - 1}  # too little for AdamW's
+    free, _ = pool2.run(picked, {})[0]
+    assert pool2.run(picked, budget)[0][0] != free and pool2.run(picked, budget, torch.optim.SGD)[0][0] == free
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("adamw", lambda matrices, others: torch.optim.AdamW([*matrices, *others])),
+        ("sgd", lambda matrices, others: torch.optim.SGD([*matrices, *others], lr=0.1)),
+        ("sgd-momentum", lambda matrices, others: torch.optim.SGD([*matrices, *others], lr=0.1, momentum=0.9)),
+        ("adafactor", lambda matrices, others: torch.optim.Adafactor([*matrices, *others])),
+        ("muon", lambda matrices, others: mw.ChainedOptimizer(torch.optim.Muon(matrices), torch.optim.AdamW(others))),
+        (
+            "adamw8bit",
+            lambda matrices, others: pytest.importorskip("bitsandbytes").optim.AdamW8bit([*matrices, *others]),
+        ),
+        ("adamw4bit", lambda matrices, others: pytest.importorskip("torchao.optim").AdamW4bit([*matrices, *others])),
+    ],
+)
+def test_what_an_optimizer_keeps_is_found_by_trial_steps(name: str, make: Any) -> None:
+    model = build("llama")
+    ends = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in ends]
+    found = kind_of(make(matrices, [p for p in model.parameters() if p.ndim != 2 or id(p) in ends]), model)
+    known = OPTIMIZERS[name]
+    assert name == found if name == "adamw" else dataclasses.replace(found, name=name, words=known.words) == known
 
 
 def test_a_saved_plan(tmp_path: Path, pool2: Any) -> None:

@@ -87,17 +87,17 @@ def test_an_average_made_after_the_call(kind: str, request: pytest.FixtureReques
     assert relative_difference(expected[name], expected[f"average of {name}"]) > 1e-3
 
 
-def train_both(plan: dict[str, Any] | None) -> dict[str, Tensor]:
-    """A copy that trains on its own, with an optimizer, while the model does."""
+def train_both(plan: dict[str, Any] | None, *, copies_optimizer: bool = False) -> dict[str, Tensor]:
+    """A copy that trains on its own while the model does, with an optimizer or with a copy of the model's."""
     with Float64():
         model, optimizer, ids = start(plan)
         train(model, optimizer, ids)
-        other = copy.deepcopy(model)
+        other, copied = copy.deepcopy((model, optimizer)) if copies_optimizer else (copy.deepcopy(model), None)
         if plan is not None and "dp" in plan:
             counts = [sum(len(sync.buckets) for sync in runtime_of(m).gradients.syncs) for m in (model, other)]
             assert counts[0] == counts[1] > 2, "the copy reduces its gradients in buckets of another size"
-        second: Any = torch.optim.SGD(other.parameters(), lr=0.5)
-        if plan is not None:
+        second: Any = copied or torch.optim.SGD(other.parameters(), lr=0.5)
+        if plan is not None and copied is None:
             other, second, _ = mw.to_distributed(other, second)
         for _ in range(2):
             train(other, second, ids)
@@ -114,6 +114,28 @@ def test_a_copy_trains_on_its_own(plan: dict[str, Any], pool2: Any) -> None:
     expected, actual = train_both(None), pool2.run(train_both, plan)[0]
     for name, value in expected.items():  # 1e-9 in float64: the order of sums
         assert "k_proj.bias" in name or relative_difference(actual[name], value) < 1e-9, name
+
+
+def test_a_copy_of_the_optimizer_steps_the_copy(pool2: Any) -> None:
+    actual = pool2.run(train_both, PLANS[2], copies_optimizer=True)[0]
+    for name, value in train_both(None, copies_optimizer=True).items():  # 1e-9 in float64: the order of sums
+        assert "k_proj.bias" in name or relative_difference(actual[name], value) < 1e-9, name
+
+
+@pytest.mark.parametrize("plan", [SP2, {"dp": 2, "zero_stage": 1}, {"dp": 2, "zero_stage": 3}], ids=str)
+def test_a_copy_of_a_part_of_the_state_is_refused(plan: dict[str, Any], pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(train_both, plan, copies_optimizer=True):
+        assert kind == "AlreadyDistributedError" and "to_distributed(other, new)" in message
+
+
+def step_a_shallow_copy() -> None:
+    model, optimizer, ids = start({"dp": 2, "zero_stage": 1})
+    train(model, copy.copy(optimizer), ids)
+
+
+def test_a_step_of_a_shallow_copy_is_refused(pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(step_a_shallow_copy):
+        assert kind == "OptimizerMismatchError" and "Its step would change none of them" in message
 
 
 def made_before(plan: dict[str, Any], is_distributed: bool) -> str:

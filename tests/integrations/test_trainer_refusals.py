@@ -53,6 +53,17 @@ def test_arguments_that_contradict_a_plan(name: str) -> None:
             check_arguments(args)
 
 
+@pytest.mark.parametrize("name", ["adamw_torch_xla", "adamw_torch_npu_fused", "lomo", "adalomo"])
+def test_optimizers_that_no_plan_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fresh_accelerate():
+        args = arguments("unused")
+        args.optim = name
+        check_arguments(args)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(mw.PlanError, match=f"TrainingArguments.optim='{name}' steps .*use optim='ada"):
+            check_arguments(args)
+
+
 def test_plain_arguments_pass() -> None:
     with fresh_accelerate():
         check_arguments(arguments("unused"))

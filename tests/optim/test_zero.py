@@ -336,6 +336,34 @@ def test_shard_optimizer_in_stage_2(pool2: Any) -> None:
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(ranks[0], expected[0], strict=True))
 
 
+def own_loop_of_another_part() -> None:
+    model = nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 2))
+    parts = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    mw.shard_optimizer(mw.ChainedOptimizer(*parts))
+    model(torch.randn(4, 7)).square().mean().backward()
+    parts[torch.distributed.get_rank()].step()
+
+
+def own_loop_of_another_rate() -> None:
+    model = nn.Linear(7, 3)
+    rank = torch.distributed.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + rank)
+    mw.shard_optimizer(optimizer, mesh=mw.ProcessMesh([0, 1], ["dp"]))
+    model(torch.randn(4, 7)).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (own_loop_of_another_part, ("number 1 of the chain", "number 2 of the chain")),
+        (own_loop_of_another_rate, ("lr of the optimizer's group 0: 0.1 on rank 0",)),
+    ],
+)
+def test_shard_optimizer_compares_the_ranks(program: Any, words: tuple[str, ...], pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(program):
+        assert kind == "DivergenceError" and all(word in message for word in words), message
+
+
 def step_after_moving(moves: bool) -> dict[str, Tensor]:
     model = build("llama")
     optimizer = torch.optim.AdamW(model.parameters())

@@ -16,6 +16,7 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.devices import device_of_spec, spec_of
 from meshwright.planner.footprint import footprint
 from meshwright.planner.hardware import Cluster, Coefficients, device
+from meshwright.planner.held_states import exchanged
 from meshwright.planner.memory import peak_memory, stage_memory, state_memory
 from meshwright.planner.optimizers import OPTIMIZERS
 from meshwright.planner.search import search
@@ -104,6 +105,8 @@ def test_what_optimizers_keep() -> None:
         stages = Candidate(shard=2, pp=4, accumulation=4, zero_stage=1, offload=offload)
         memory = stage_memory(EIGHT, stages, job, 1)
         assert memory.activations + memory.working == pytest.approx(4 * 4 * matrices / 4 / 2, rel=0.01)
+    whole = replace(stages, offload=None)  # in 32 bits owners have the weights, and are sent gradients alone
+    assert exchanged(whole, 4) == 2 and exchanged(whole, 2) == exchanged(stages, 4) == 4
 
 
 def test_a_frozen_base_takes_less_time_for_products_and_more_for_the_rest() -> None:

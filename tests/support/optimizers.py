@@ -58,6 +58,27 @@ class Lamb(torch.optim.Optimizer):
                 p.sub_(update * group["lr"] * (ratio if 0 < ratio < torch.inf else 1.0))
 
 
+class HeadMuon(torch.optim.Optimizer):
+    """Muon that orthogonalises the rows of each attention head by themselves, in the parameter's own precision."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, rows: int = 1 << 30):
+        super().__init__(params, {"lr": lr, "rows": rows})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                kept = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.05)
+                for head, rows in zip(p.split(group["rows"]), kept.split(group["rows"]), strict=True):
+                    x = rows / rows.norm().clamp(min=1e-7)
+                    for _ in range(5):
+                        gram = x @ x.T
+                        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+                    head.sub_(group["lr"] * x)
+
+
 class Shampoo(torch.optim.Optimizer):
     """A gradient between the inverse roots of the sums of its products over each dim (Gupta et al., 2018)."""
 

@@ -19,6 +19,7 @@ from meshwright.choose.allowed_stages import against_stages, why_not_cut
 from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.choose.model_sizes import against_tensor, describe_model
+from meshwright.choose.optimizer_kind import kind_of
 from meshwright.choose.run_profile import load_run_profile
 from meshwright.context.check_method import check_method
 from meshwright.context.record import record_context
@@ -43,6 +44,7 @@ from meshwright.planner.devices import Device
 from meshwright.planner.formatting import memory as memory_text
 from meshwright.planner.formatting import seconds
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
+from meshwright.planner.optimizers import OptimizerKind
 from meshwright.planner.search import TIED, Choice, Search, search
 from meshwright.planner.simplicity import TIE
 from meshwright.planner.space import Space
@@ -77,7 +79,7 @@ def pick_plan(
 
     Args:
         model: a model with a transformers config, or with a decoder's structure.
-        optimizer: the optimizer, whose class decides whether its state may be sharded.
+        optimizer: the optimizer, whose state is counted, and which decides whether it may be sharded.
         dataloader: the loader that gives the batch size and row length, unless ``config.input_spec`` gives them.
         config: the options; ``memory_budget``, ``prefer``, ``hardware_profile`` and ``input_spec`` matter most.
         node_num: number of nodes; None for the launched number.
@@ -91,10 +93,11 @@ def pick_plan(
     def pick() -> dict[str, Any]:
         rows, length = _batch(dataloader, config)
         nodes, reason = node_num or node_count(), against_stages(model, config)
-        found = _search(model, rows, length, nodes, config, device, no_stages=reason)
+        kind = "adamw" if optimizer is None else kind_of(optimizer, model)
+        found = _search(model, kind, rows, length, nodes, config, device, no_stages=reason)
         choice = _first_runnable(found, model, optimizer, config)
         if choice.plan.pp > 1 and (reason := why_not_cut(model, config)) is not None:
-            found = _search(model, rows, length, nodes, config, device, no_stages=reason)
+            found = _search(model, kind, rows, length, nodes, config, device, no_stages=reason)
             choice = _first_runnable(found, model, optimizer, config)
         reasons = "\n".join(_lines(found, choice, type(model).__name__))
         return {"plan": choice.plan.runnable_fields(), "reasons": reasons}
@@ -105,6 +108,7 @@ def pick_plan(
 
 def _search(
     model: nn.Module,
+    kind: str | OptimizerKind,
     rows: int,
     length: int,
     nodes: int,
@@ -120,6 +124,7 @@ def _search(
     job = Job(
         seq_len=length, global_batch=rows, own_runtime=True, on_cpu=device.type == "cpu",
         expert_load=config.expert_load, prefers_masters=True, logits=logits_in_training(model, config),
+        optimizer=kind,
     )  # fmt: skip
     if next(model.parameters()).element_size() == 4:
         job = job.in_32_bits()
@@ -311,7 +316,7 @@ def plan_card(model: nn.Module, dataloader: Iterable[object], *, rows: int, devi
     config, length = ToDistributedConfig(), _length(dataloader)  # type: ignore[arg-type]
     if find_runtime(model) is not None:  # its forward is that of its plan, with the collectives of all ranks
         model = on_meta(without_wrappers(model)[1])
-    found = _search(model, rows, length, 1, config, device, no_stages=against_stages(model, config))
+    found = _search(model, "adamw", rows, length, 1, config, device, no_stages=against_stages(model, config))
     choice = found.choices[0]
     speed = choice.tokens_per_second * found.cluster.gpus
     return "\n".join([*_lines(found, choice, type(model).__name__)[:2], f"  expected: {speed:,.0f} tokens/s in all"])

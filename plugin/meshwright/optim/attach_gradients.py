@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.errors import PlanError
+from meshwright.faults.guard import start_guard
 from meshwright.faults.memory_digest import value_digest
 from meshwright.faults.same_call import Claim, agreed
 from meshwright.layout.tensor_layout import TensorLayout
@@ -28,6 +29,7 @@ from meshwright.optim.state_dicts import guard_optimizer
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.whole_steps import WholeSteps
 from meshwright.parallel.guard_windows import StepWindow
+from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.shared_rows import sum_copies_in_backward
 from meshwright.plan.flat_offsets import BUCKET_MB
 
@@ -113,6 +115,7 @@ def shard_optimizer(
     stage: int = 1,
     axis: str = "dp",
     bucket_size_mb: float = BUCKET_MB,
+    timeout_s: float = 120.0,
 ) -> Optimizer:
     """Shard an optimizer's state over the data-parallel axis of a mesh (ZeRO), in place.
 
@@ -131,9 +134,11 @@ def shard_optimizer(
             ``to_distributed``.
         axis: name of the data-parallel axis.
         bucket_size_mb: size in MiB of the buckets in which gradients are reduced.
+        timeout_s: the number of seconds that a rank may keep the others waiting before all ranks end with an error that
+            names the late rank.
 
     Returns:
-        The same optimizer object.
+        The same optimizer object. Ranks that step it differently, or with other settings, end with a DivergenceError.
 
     Raises:
         PlanError: if the axis is missing, or the stage is not 1 or 2.
@@ -166,13 +171,19 @@ def shard_optimizer(
     check_elementwise(optimizer, is_trusted=False)
     if any(hasattr(p, "meshwright") for p in parameters):
         raise PlanError("these parameters are distributed already; use ParallelPlan.zero_stage in to_distributed")
+    ensure_process_group()
     dp = _axis_of(_mesh_of_all(parameters, axis) if mesh is None else mesh, axis, parameters[0].device.type)
-    runtime = Runtime(mesh=Mesh(dp=dp), gradients=Gradients(parameters))
+    guard = start_guard(timeout=timeout_s)  # which watches the ranks of the mesh, since they are all
+    runtime = Runtime(mesh=Mesh(dp=dp), gradients=Gradients(parameters), guard=guard)
     for index, parameter in enumerate(parameters):
         parameter.meshwright = TensorLayout(shape=parameter.shape).placed(str(index), runtime.mesh)
+    model = nn.ParameterList(parameters)
+    if guard is not None:
+        # No forward pass of ours counts steps, so what is compared at each meeting is all.
+        runtime.comparison = ReplicaComparison(model, mesh=runtime.mesh, guard=guard, every=0, has_weights=True)
     install_gradient_sync(
         runtime,
-        nn.ParameterList(parameters),
+        model,
         optimizer,
         zero_stage=stage,
         bucket_bytes=int(bucket_size_mb * 2**20),
@@ -186,7 +197,6 @@ def _mesh_of_all(parameters: Sequence[nn.Parameter], axis: str) -> ProcessMesh:
     Raises:
         ValueError: if the parameters differ, so that the ranks would train the mean of different models.
     """
-    ensure_process_group()
     digests = {f"values of parameter {i} {tuple(p.shape)}": f"{value_digest(p):016x}" for i, p in enumerate(parameters)}
     agreed(lambda: Claim(None, {"call": "shard_optimizer without mesh=", **digests}))
     return ProcessMesh(range(world_size()), [axis])

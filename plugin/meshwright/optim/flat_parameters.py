@@ -32,6 +32,8 @@ class FlatShard:
         on_host: whether the host steps this rank's part, and keeps its copy in float32 (offload).
     """
 
+    holds_all = False
+
     def __init__(
         self,
         parameters: list[nn.Parameter],

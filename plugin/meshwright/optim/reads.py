@@ -76,6 +76,13 @@ def why_not_on_host(optimizer: Optimizer) -> str | None:
     return None
 
 
+def trial_step(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, int]) -> tuple[Tensor, dict[str, Any]]:
+    """Step a copy of one group of an optimizer once, on a parameter of zeros, and return its values and its state."""
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    (parameter,), stepped = _Trial(optimizer, group)._run([torch.zeros(shape)], [[gradient]])
+    return parameter.detach().cpu(), dict(stepped.state[parameter])
+
+
 def _reads(optimizer: Optimizer) -> Iterator[Reads | str]:
     if any(type(optimizer).step is known.step for known in ELEMENTWISE):
         yield from [Reads.ELEMENT] * len(optimizer.param_groups)
@@ -155,6 +162,16 @@ class _Trial:
         starts: Sequence[dict[str, object]] | None = None,
     ) -> list[_Stepped]:
         """Step a new copy of the optimizer with each of some gradients, and return what it has of each parameter."""
+        parameters, trial = self._run(values, gradients, starts)
+        return [_Stepped.of(parameter, trial) for parameter in parameters]
+
+    def _run(
+        self,
+        values: Sequence[Tensor],
+        gradients: Sequence[Sequence[Tensor]],
+        starts: Sequence[dict[str, object]] | None = None,
+    ) -> tuple[list[nn.Parameter], Optimizer]:
+        """Step a new copy of the optimizer with each of some gradients, and return its parameters and the copy."""
         parameters = [nn.Parameter(value.clone().to(self.device)) for value in values]
         trial = object.__new__(type(self.optimizer))
         replaced = ("step", "zero_grad", "add_param_group", "train", "eval")  # by a scheduler, or by an earlier call
@@ -173,7 +190,7 @@ class _Trial:
                 for parameter, gradient in zip(parameters, own, strict=True):
                     parameter.grad = gradient.clone().to(self.device)
                 step(trial)
-        return [_Stepped.of(parameter, trial) for parameter in parameters]
+        return parameters, trial
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ whole tensors on every rank, and each rank keeps its rows.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.errors import UnreadableTensorError
+from meshwright.errors import AlreadyDistributedError, UnreadableTensorError
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any, layout_of
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.guard_windows import Window
@@ -40,9 +41,12 @@ def guard_model(model: nn.Module, runtime: Runtime) -> None:
 
 
 def guard_optimizer(optimizer: Optimizer, runtime: Runtime) -> None:
-    """Make ``optimizer.state_dict()`` and ``load_state_dict()`` raise if this rank has only a part of the state."""
-    optimizer.register_state_dict_pre_hook(_OptimizerState(runtime).refuse_shards)
-    optimizer.register_load_state_dict_pre_hook(_OptimizerState(runtime).refuse_loading)
+    """Make ``state_dict()``, ``load_state_dict()`` and ``copy.deepcopy`` raise if this rank has a part of the state."""
+    hooks = _OptimizerState(runtime)
+    optimizer.register_state_dict_pre_hook(hooks.refuse_shards)
+    optimizer.register_load_state_dict_pre_hook(hooks.refuse_loading)
+    if hooks.part_of(optimizer) is not None:  # torch leaves the hooks out of a copy, so it could not step parts
+        optimizer.__dict__["__deepcopy__"] = functools.partial(_refuse_copy, type(optimizer).__name__)
 
 
 @dataclass
@@ -160,6 +164,15 @@ def _mismatch(key: str, value: Tensor, parameter: Tensor, layout: TensorLayout) 
     )
 
 
+def _refuse_copy(name: str, memo: dict[int, object]) -> None:
+    raise AlreadyDistributedError(
+        f"copy.deepcopy of this {name} would step copies of this rank's parts of the parameters, which reach no model. "
+        f"Give a copy of the model an optimizer of its own: other = copy.deepcopy(model), make a new {name} of other's "
+        "parameters, and call to_distributed(other, new). To keep the state, call meshwright.save_optimizer(model, "
+        "optimizer, folder) on all ranks, and later meshwright.load_optimizer"
+    )
+
+
 class _OptimizerState:
     """The hooks of one optimizer."""
 
@@ -167,7 +180,7 @@ class _OptimizerState:
         self.runtime = runtime
 
     def refuse_shards(self, optimizer: Optimizer) -> None:
-        if (what := self._part_of(optimizer)) is not None:
+        if (what := self.part_of(optimizer)) is not None:
             raise UnreadableTensorError(
                 f"{what}, so optimizer.state_dict() would hold a part of the state, and every rank that loads it would "
                 "get the state of the rank that saved it. On all ranks call meshwright.save_optimizer(model, "
@@ -175,14 +188,14 @@ class _OptimizerState:
             )
 
     def refuse_loading(self, optimizer: Optimizer, state: dict[str, object]) -> None:
-        if (what := self._part_of(optimizer)) is not None:
+        if (what := self.part_of(optimizer)) is not None:
             raise UnreadableTensorError(
                 f"{what}, so optimizer.load_state_dict() would replace this rank's part with whole tensors or another "
                 "rank's part. Load a one-device state before to_distributed, which keeps it; or on all ranks call "
                 "meshwright.load_optimizer(model, optimizer, folder) on a folder that meshwright.save_optimizer wrote"
             )
 
-    def _part_of(self, optimizer: Optimizer) -> str | None:
+    def part_of(self, optimizer: Optimizer) -> str | None:
         """Return a text that says why this rank's state is only a part; None if the state is whole."""
         if self.runtime.gradients.zero is not None:
             slices = self.runtime.mesh.tokens.size

@@ -70,7 +70,9 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
     if is_own:
         return
     zero = runtime.gradients.zero
-    if names := [layout_of(p).name for p in (zero.parameters if zero is not None else ()) if id(p) in stepped]:
+    # A shallow copy of the model's optimizer has the slices.
+    own = () if zero is None else (*((p, p) for p in zero.parameters), *((s.parameter, s.shard) for s in zero.slices))
+    if names := [layout_of(p).name for p, of_step in own if id(of_step) in stepped]:
         raise OptimizerMismatchError(
             f"this {type(optimizer).__name__} was not distributed with the model, but steps {names[0]} and "
             f"{len(names) - 1} more parameter(s) that ZeRO shards over the data-parallel ranks. Its step would "

@@ -41,12 +41,18 @@ class _Move:
         owner: the rank that steps it.
         sent: what each rank sends to the owner: together each element at least once.
         held: what each rank has.
+        has_values: whether the owner has the whole weights, so that it is sent the gradient alone.
     """
 
     parameter: nn.Parameter
     owner: int
     sent: dict[int, Blocks]
     held: dict[int, Blocks]
+    has_values: bool
+
+    def sent_numel(self, rank: int) -> int:
+        """Return the number of elements that a rank sends to the owner; the last says whether it has a gradient."""
+        return (1 if self.has_values else 2) * numel(self.sent[rank]) + 1
 
 
 class WholeSteps:
@@ -67,7 +73,7 @@ class WholeSteps:
         self._of_group = [list(optimizer.param_groups[index]["params"]) for index in groups]
         self._parameters = [p for parameters in self._of_group for p in parameters]
         self._known = set(map(id, self._parameters))
-        self._owners = _owners(self._parameters, mesh)
+        self._owners: dict[int, int] = {}  # by the id of the parameter, of this stage's parameters
         self._device = self._parameters[0].device
         self._home = torch.device("cpu") if on_host else self._device
         state = optimizer.state
@@ -83,6 +89,7 @@ class WholeSteps:
     def hook_begin(self) -> None:
         """Add the hook that begins a step, after those that settle the gradients; the parts are known by now."""
         self._optimizer.register_step_pre_hook(self._open)
+        self._owners = _owners(self._parameters, self._mesh, self._gradients)
         for parameter in self._parameters:
             if self._owners.get(id(parameter)) == self._mesh.index:
                 whole = nn.Parameter(torch.empty((), dtype=self._dtype(parameter), device=self._home))
@@ -146,22 +153,22 @@ class WholeSteps:
                     messages[move.owner] += self._contribution(move, dtype)
             received = self._exchange(
                 messages,
-                [sum(2 * numel(m.sent[r]) + 1 for m in moves if m.owner == rank and r in m.sent) for r in self._ranks],
+                [sum(m.sent_numel(r) for m in moves if m.owner == rank and r in m.sent) for r in self._ranks],
                 dtype,
             )
             self._fill([move for move in moves if move.owner == rank], received)
 
     def _contribution(self, move: _Move, dtype: torch.dtype) -> list[Tensor]:
-        """Return this rank's elements of a parameter and of its gradient, and whether it has a gradient."""
+        """Return this rank's elements of a gradient, then of the weights if need be, and whether it has a gradient."""
         key = self._gradients.part_of(move.parameter)[1]
         assert key is not None
         blocks, gradient = move.sent[self._mesh.index], key.grad
-        size = numel(blocks)
-        values = [view.reshape(-1).to(self._device) for view in _views(key.detach().reshape(-1), blocks)]
-        if gradient is None:
-            return [*values, values[0].new_zeros(size + 1)]
-        own = [view.reshape(-1).to(self._device, dtype) for view in _views(gradient.reshape(-1), blocks)]
-        return [*values, *own, values[0].new_ones(1)]
+        sources = [
+            torch.zeros_like(key) if gradient is None else gradient,
+            *([] if move.has_values else [key.detach()]),
+        ]
+        own = [view.reshape(-1).to(self._device, dtype) for x in sources for view in _views(x.reshape(-1), blocks)]
+        return [*own, torch.full((1,), float(gradient is not None), dtype=dtype, device=self._device)]
 
     def _fill(self, moves: list[_Move], received: list[Tensor]) -> None:
         offsets = [0] * len(received)
@@ -169,18 +176,17 @@ class WholeSteps:
         gradients = []
         for move in moves:
             whole = self._wholes[id(move.parameter)]
-            size = whole.shape.numel()
-            both = torch.zeros(2, size, dtype=whole.dtype, device=self._device)
+            rows = 1 if move.has_values else 2
+            filled = torch.zeros(rows, whole.numel(), dtype=whole.dtype, device=self._device)
             marks.append([])
             for rank, blocks in move.sent.items():
-                count, message, start = numel(blocks), received[rank], offsets[rank]
-                for row, target in enumerate(both):
-                    part = message[start + row * count : start + (row + 1) * count]
+                count, end = numel(blocks), offsets[rank] + move.sent_numel(rank) - 1
+                for target, part in zip(filled, received[rank][offsets[rank] : end].split(count), strict=True):
                     _put(_views(target, [block.swapped() for block in blocks]), part)
-                marks[-1].append(message[start + 2 * count])
-                offsets[rank] = start + 2 * count + 1
-            values, gradient = both.to(self._home).view(2, *whole.shape)
-            whole.data = values
+                marks[-1].append(received[rank][end])
+                offsets[rank] = end + 1
+            gradient, *values = filled.to(self._home).view(rows, *whole.shape)
+            whole.data = values[0] if values else move.parameter.detach()  # the step is in place, and published then
             gradients.append(gradient)
         # One read for all of them, since reading makes the host wait for CUDA.
         found = torch.stack([torch.stack(each).amax() for each in marks]).tolist() if marks else []
@@ -218,12 +224,17 @@ class WholeSteps:
 
     def _exchange(self, messages: list[list[Tensor]], sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
         """Send each rank its message, and return those of all ranks, which have these sizes."""
-        flat = [torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self._device) for parts in messages]
+        rank, nothing = self._mesh.index, torch.empty(0, dtype=dtype, device=self._device)
+        own = torch.cat([nothing, *messages[rank]])
         if self._mesh.size == 1:
-            return flat
-        axis = Axis("ranks", size=self._mesh.size, rank=self._mesh.index, group=dist.group.WORLD)
-        wait = start_all_to_all_uneven(torch.cat(flat), [part.numel() for part in flat], sizes, axis)
-        return list(wait().split(sizes))
+            return [own]
+        messages[rank], sizes[rank] = [], 0
+        sent = [sum(part.numel() for part in message) for message in messages]
+        flat = torch.cat([nothing, *(part for message in messages for part in message)])
+        axis = Axis("ranks", size=self._mesh.size, rank=rank, group=dist.group.WORLD)
+        received = list(start_all_to_all_uneven(flat, sent, sizes, axis)().split(sizes))
+        received[rank] = own
+        return received
 
     @property
     def _ranks(self) -> range:
@@ -255,19 +266,41 @@ class WholeSteps:
         for rank in near:
             if held[rank] not in sent.values():
                 sent[rank] = held[rank]
-        return _Move(parameter=parameter, owner=owner, sent=dict(sorted(sent.items())), held=held)
+        return _Move(
+            parameter=parameter,
+            owner=owner,
+            sent=dict(sorted(sent.items())),
+            held=held,
+            has_values=self._has_values(parameter),
+        )
+
+    def _has_values(self, parameter: nn.Parameter) -> bool:
+        """Return whether each rank of a parameter's stage has all of its weights, in the dtype that is stepped."""
+        zero = self._gradients.zero
+        bucket = None if zero is None else zero.bucket_of(parameter)
+        is_here = self._home == self._device and not layout_of(parameter).is_cut
+        return is_here and (bucket is None or bucket.weights.holds_all)
 
 
-def _owners(parameters: Iterable[nn.Parameter], mesh: Mesh) -> dict[int, int]:
-    """Return the rank that steps each parameter, so that ranks of a stage step about equally many elements."""
-    held = [p for p in parameters if layout_of(p).is_held]
+def _owners(parameters: Iterable[nn.Parameter], mesh: Mesh, gradients: Gradients) -> dict[int, int]:
+    """Return the rank that steps each parameter, so that ranks of a stage step about equally many elements.
+
+    A parameter's owner is the rank that has most of it between steps, as far as no rank steps more than its share by
+    this rule. So little has to be sent, since most of a bucket's parameters lie in the segment of one rank.
+    """
     ranks = [rank for rank, place in enumerate(mesh.places) if place["pp"] == mesh.pp.rank]
     load = dict.fromkeys(ranks, 0)
     owners: dict[int, int] = {}
-    for parameter in sorted(held, key=lambda p: (not p.requires_grad, -layout_of(p).shape.numel())):
-        owner = min(ranks, key=lambda rank: load[rank])
+    held = [(p, layout_of(p).shape.numel()) for p in parameters if layout_of(p).is_held]
+    share = sum(size for p, size in held if p.requires_grad) / len(ranks)
+    for parameter, size in sorted(held, key=lambda pair: (not pair[0].requires_grad, -pair[1])):
+        layout, _ = gradients.part_of(parameter)
+        parts = {rank: numel(layout.blocks(mesh.places[rank])) for rank in ranks}
+        owner = max(ranks, key=lambda rank: (parts[rank], -load[rank]))
+        if load[owner] + size > share:
+            owner = min(ranks, key=lambda rank: load[rank])
         owners[id(parameter)] = owner
-        load[owner] += layout_of(parameter).shape.numel()
+        load[owner] += size
     return owners
 
 

@@ -33,6 +33,7 @@ class WholeWeights:
         self._shapes = [p.shape for p in bucket.parameters]
         self.own = self.flat[ownership.segment(bucket.numel)]
         self.master = self.own if on_host or bucket.dtype == first.dtype else self.own.to(bucket.dtype)
+        self.holds_all = self.master is self.own and not on_host
 
     def publish(self) -> None:
         """All-gather the stepped values to every rank."""

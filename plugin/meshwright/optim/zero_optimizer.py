@@ -37,6 +37,9 @@ class Weights(Protocol):
     master: Tensor
     """This rank's segment of the flat bucket, which the optimizer steps, or with offload the host's copy of it."""
 
+    holds_all: bool
+    """Whether this rank's parameters have all values that are stepped, those of the other ranks' segments included."""
+
     def publish(self) -> None:
         """Make the next forward pass use the stepped values."""
 

@@ -45,7 +45,7 @@ class Job:
             tokens for a rank's part of the vocabulary, or those of all tokens and words.
         images: images per sequence, of a model with a tower.
         lora: the adapters that alone are trained; None if all weights are.
-        optimizer: the optimizer, one of ``planner.optimizers.OPTIMIZERS``.
+        optimizer: the optimizer, one of ``planner.optimizers.OPTIMIZERS`` or what a program's own one keeps.
 
     Raises:
         PlanError: a size is below one, or the precision or the optimizer is unknown.
@@ -70,7 +70,7 @@ class Job:
     logits: Logits = "chunked"
     images: float = 1.0
     lora: Lora | None = None
-    optimizer: str = "adamw"
+    optimizer: str | OptimizerKind = "adamw"
 
     def __post_init__(self) -> None:
         optimizer_kind(self.optimizer)

@@ -135,7 +135,7 @@ def heading(found: Search) -> str:
     nodes = f" in {cluster.nodes} nodes" if cluster.nodes > 1 else ""
     precision = "" if job.precision == "bf16" else f", matrix multiplications in {job.precision}"
     precision += "" if job.lora is None else f", {job.method}"
-    precision += "" if job.optimizer == "adamw" else f", {job.optimizer}"
+    precision += "" if job.optimizer == "adamw" else f", {job.kind.name}"
     return (
         f"{found.shape.name}: {parameters_text(found.shape)} in {job.dtype}{precision}, "
         f"{cluster.gpus} x {cluster.device.name}{nodes}, {job.global_batch} sequences of {job.seq_len} tokens per step"

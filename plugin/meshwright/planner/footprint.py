@@ -14,7 +14,8 @@ from meshwright.planner.bucket_sizes import TOWER, Parameter, buckets, parameter
 from meshwright.planner.candidate import Candidate, Logits, count_recomputed
 from meshwright.planner.context_memory import attention_memory, embedding_memory
 from meshwright.planner.head_memory import after_head, head_peak
-from meshwright.planner.held_states import held_states
+from meshwright.planner.held_states import exchanged, held_states
+from meshwright.planner.optimizers import OptimizerKind
 from meshwright.planner.shapes import LayerShape, ModelShape
 
 _Gradients = tuple[tuple[Parameter, float, float], ...]
@@ -48,7 +49,7 @@ class Footprint:
 def footprint(
     shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, cpu: bool = False,
     logits: Logits = "chunked", expert_load: float = 1.0, images: float = 1.0, lora: Lora | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | OptimizerKind = "adamw",
 ) -> Footprint:  # fmt: skip
     """Return the memory of the first rank.
 
@@ -129,7 +130,7 @@ def footprint(
         peaks={
             "forward": held + forward,
             "backward": held + backward,
-            "optimizer": held + gradients + max(temporary, states.stepped),
+            "optimizer": held + gradients + max(temporary, exchanged(plan, trained) * states.owned),
         },
     )
 

@@ -11,8 +11,6 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.optimizers import OptimizerKind, is_matrix, optimizer_kind
 from meshwright.planner.shapes import ModelShape
 
-_EXCHANGED = 4  # copies in a step: the weights and the gradients that are sent to owners, and those that arrive there
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeldStates:
@@ -20,15 +18,29 @@ class HeldStates:
 
     Args:
         bytes: bytes of the state.
-        stepped: bytes of the whole weights and gradients that a rank owns while it steps, and of what is sent.
+        owned: bytes of the whole parameters that a rank steps.
     """
 
     bytes: float
-    stepped: float = 0.0
+    owned: float = 0.0
+
+
+def exchanged(plan: Candidate, trained_bytes: int) -> int:
+    """Return how often a rank has what it owns in a step: gradients as they are sent and whole, and weights likewise.
+
+    Args:
+        plan: the plan.
+        trained_bytes: bytes per trained weight as the layers read it. Owners that have all weights, in the dtype that
+            is stepped, are sent gradients alone.
+    """
+    is_cut = plan.tp > 1 or plan.ep > 1 or plan.zero_stage == 3
+    return 4 if is_cut or plan.offload is not None or trained_bytes < 4 else 2
 
 
 @lru_cache(maxsize=256)
-def held_states(shape: ModelShape, layout: Candidate, optimizer: str, lora: Lora | None, *, unit: int) -> HeldStates:
+def held_states(
+    shape: ModelShape, layout: Candidate, optimizer: str | OptimizerKind, lora: Lora | None, *, unit: int
+) -> HeldStates:
     """Return the state of the optimizer on one rank.
 
     Args:
@@ -50,7 +62,7 @@ def held_states(shape: ModelShape, layout: Candidate, optimizer: str, lora: Lora
 
 
 @lru_cache(maxsize=256)
-def _owned(shape: ModelShape, ranks: int, optimizer: str, lora: Lora | None, unit: int) -> HeldStates:
+def _owned(shape: ModelShape, ranks: int, optimizer: str | OptimizerKind, lora: Lora | None, unit: int) -> HeldStates:
     """Return the state of the rank that owns the most: parameters go to the rank that has the fewest elements."""
     kind = optimizer_kind(optimizer)
     whole = trained_members(shape, Candidate(), lora)
@@ -59,7 +71,7 @@ def _owned(shape: ModelShape, ranks: int, optimizer: str, lora: Lora | None, uni
     total, largest = sum(m.numel for m in stepped), max((m.numel for m in stepped), default=0)
     owned = max(total / ranks, largest)
     per_element = sum(_bytes(kind, shape, member, unit, lora) for member in stepped) / max(1, total)
-    return HeldStates(bytes=owned * per_element + parts / ranks, stepped=_EXCHANGED * owned * unit)
+    return HeldStates(bytes=owned * per_element + parts / ranks, owned=owned * unit)
 
 
 def _bytes(kind: OptimizerKind, shape: ModelShape, member: Parameter, unit: int, lora: Lora | None) -> float:
@@ -120,7 +132,7 @@ def staged_exchange(shape: ModelShape, plan: Candidate, job: Job, layers: int) -
         return 0.0
     unit = _unit(plan, job)
     whole = _summed(shape, job.optimizer, job.lora, unit)[2] * layers / shape.layers
-    return _EXCHANGED * whole / (plan.data_ranks * plan.tp) * unit
+    return exchanged(plan, job.trained_bytes) * whole / (plan.data_ranks * plan.tp) * unit
 
 
 def _has_owners(plan: Candidate, job: Job) -> bool:
@@ -134,7 +146,9 @@ def _unit(plan: Candidate, job: Job) -> int:
 
 
 @lru_cache(maxsize=64)
-def _summed(shape: ModelShape, optimizer: str, lora: Lora | None, unit: int) -> tuple[float, float, float]:
+def _summed(
+    shape: ModelShape, optimizer: str | OptimizerKind, lora: Lora | None, unit: int
+) -> tuple[float, float, float]:
     """Return the bytes of the state of the whole model, its trained elements, and those of parameters with an owner."""
     kind, members = optimizer_kind(optimizer), trained_members(shape, Candidate(), lora)
     owned = sum(m.numel for m in members if kind.steps_whole(is_matrix=_is_matrix(kind, shape, m, lora)))

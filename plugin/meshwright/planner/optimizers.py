@@ -96,12 +96,14 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
 }  # fmt: skip
 
 
-def optimizer_kind(name: str) -> OptimizerKind:
-    """Return an optimizer by its name.
+def optimizer_kind(name: str | OptimizerKind) -> OptimizerKind:
+    """Return an optimizer by its name, or itself.
 
     Raises:
         PlanError: the name is unknown.
     """
+    if isinstance(name, OptimizerKind):
+        return name
     if name not in OPTIMIZERS:
         raise PlanError(f"--optimizer {name!r} is unknown; write one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]

@@ -12,6 +12,7 @@ from meshwright.plan.schedule import rank_of_stage, stages_of_rank
 from meshwright.planner.adapters import ADAPTER_BYTES, projections
 from meshwright.planner.breakdown import Overlap, StepTime
 from meshwright.planner.candidate import Candidate, Job, rank_runs, recomputed_share, stage_runs
+from meshwright.planner.held_states import exchanged
 from meshwright.planner.layer_time import REMOTE, LayerModel
 from meshwright.planner.optimizers import orthogonalised
 from meshwright.planner.shapes import LayerShape, ModelShape
@@ -282,9 +283,9 @@ class StepModel(LayerModel):
         if kind.is_whole and is_cut and ranks > 1:
             inside = ranks <= self.cluster.domain
             rate = self.cluster.fast * k.fast_link if inside else self.cluster.slow * k.slow_link
-            # Parts of the weights and of the gradients arrive, and parts of the result leave, in 32 bits.
+            # Parts of the gradients arrive, and of the weights where owners lack them, and those of the result leave.
             own = sum(self.trained_parameters(plan, job)) * t / ranks
-            seconds += 3 * 4 * own / rate
+            seconds += (exchanged(plan, job.trained_bytes) // 2 + 1) * 4 * own / rate
         if kind.orthogonalises:
             held = self._most(plan, [self._orthogonalised(run, job) for run in self.shape.runs])
             seconds += held / ranks / (self.cluster.device.flops * self.cluster.device.sustained * k.matmul)

@@ -134,7 +134,7 @@ def _header(found: Search) -> dict[str, object]:
     nodes = f" in {cluster.nodes:,} nodes of {cluster.gpus_per_node}" if cluster.nodes > 1 else ""
     job_text = f"{job.global_batch:,} sequences of {job.seq_len:,} tokens per step, {job.precision}"
     job_text += "" if job.lora is None else f", {job.method}"
-    job_text += "" if job.optimizer == "adamw" else f", {job.optimizer}"
+    job_text += "" if job.optimizer == "adamw" else f", {job.kind.name}"
     measured = f"{profile.rows} measured runs" if profile.rows else "nothing measured on this cluster"
     low, high = seconds(total / (1 + profile.band)), seconds(total * (1 + profile.band))
     others = tied - 1

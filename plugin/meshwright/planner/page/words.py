@@ -74,7 +74,7 @@ def plan_command(found: Search, model: str, profile: str | None = None) -> str:
     precision = "" if job.precision == "bf16" else f" --precision {job.precision}"
     options = "" if job.expert_load == 1 else f" --expert-load {job.expert_load:g}"
     options += "" if job.images == 1 else f" --images-per-row {job.images:g}"
-    options += "" if job.optimizer == "adamw" else f" --optimizer {job.optimizer}"
+    options += "" if job.optimizer == "adamw" else f" --optimizer {job.kind.name}"
     if job.lora is not None:
         options += f" --lora {job.lora.rank}"
         options += "" if job.lora.quantised is None else f" --quantised {job.lora.quantised}"
