@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import json as json_format
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ def _write_page(
             try:
                 each = other.search(space := other.space())
             except PlanError as error:
-                refused.append(f"{name} ({str(error).split('. ')[0]})")
+                refused.append(f"{name} ({re.split('[.:] ', str(error))[0]})")
                 continue
             if not each.choices:
                 refused.append(f"{name} ({no_fit_of(each)})")

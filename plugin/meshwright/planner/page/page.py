@@ -118,7 +118,7 @@ def page(
         menus=_menus(answers),
         refused=refused,
         sliders=_sliders(settings),
-        reasons=_folded(start["reasons"]),
+        reasons=_folded(start["why"]),
         changes=start["changes"],
         compared={"head": answers[0].compared[0], "rows": answers[0].compared[1:]} if answers[0].compared else None,
         run=start["run"],
@@ -175,13 +175,11 @@ def _answer_data(
         plans, is_complete = with_every_setting(
             settings, listed, most_everywhere, progress=lambda done, total: progress(done, 2 * total)
         )
-    data = page_data(
-        settings,
-        plans,
-        points,
-        front,
-        progress=lambda done, total: progress(done + total * (halves - 1), total * halves),
-    )
+
+    def drawn(done: int, total: int) -> None:
+        progress(done + total * (halves - 1), total * halves)
+
+    data = page_data(settings, plans, points, front, progress=drawn)
     run = {
         "tokens": f"{budget.tokens}" if budget else "",
         "price": f"{budget.price:g}" if budget and budget.price is not None else "",
@@ -192,7 +190,7 @@ def _answer_data(
         "changes": _changes(found, changed),
         "run": run,
         "job": _header(found)["job"],
-        "reasons": list(explain.reasons(found)) or [("nothing", "no option was ruled out")],
+        "why": list(explain.reasons(found)) or [("nothing", "no option was ruled out")],
         "compared": list(answer.compared[1:]),
         "isComplete": is_complete,
         "footer": f"{explain.error_band(found)} {found.considered:,} legal plans, {found.weighed:,} weighed, "

@@ -47,7 +47,7 @@ function drawAnswer() {
   if (drawnAnswer === data) return;
   drawnAnswer = data;
   for (const name of ["job", "footer"]) $(`#${name}`).textContent = data[name];
-  $("#why tbody").innerHTML = tableRows(data.reasons);
+  $("#why tbody").innerHTML = tableRows(data.why);
   for (const details of $$("#why details")) details.hidden = true; // the first table has all rows now
   $("#changes tbody").innerHTML = tableRows(data.changes);
   if ($("#trainings")) $("#trainings tbody").innerHTML = tableRows(data.compared);
