@@ -28,10 +28,10 @@ HUGE = changed(SEVENTY, name="405B", layers=126, hidden=16384, heads=128, ffn=53
 @functools.cache
 def find(
     shape: ModelShape, gpus: int, batch: int, *, seq: int = 8192, future: bool = False, gpu: str = "h100-sxm",
-    precision: Precision = "bf16",
+    precision: Precision = "bf16", masters: bool = False,
 ) -> Search:  # fmt: skip
     cluster = Cluster(device=device(gpu), gpus=gpus)
-    job = Job(seq_len=seq, global_batch=batch, precision=precision)
+    job = Job(seq_len=seq, global_batch=batch, precision=precision, own_runtime=masters, prefers_masters=masters)
     return search(Space(shape=shape, cluster=cluster, job=job, allow_future=future))
 
 

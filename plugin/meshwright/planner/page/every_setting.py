@@ -46,14 +46,13 @@ def with_every_setting(
         most: largest number of plans on the table.
         progress: a function that is called with the number of searches so far, and their total number.
     """
-    values = settings.ranges
-    start = settings.planned
+    values, start, job = settings.ranges, settings.planned, settings.found.job
     batches, lengths, gpus = (range(len(of)) for of in (values.batches, values.lengths, values.gpus))
     every: list[_Setting] = sorted(
         itertools.product(batches, lengths, gpus),
         key=lambda at: sum(abs(one - two) for one, two in zip(at, start, strict=False)),
     )
-    fastest: dict[_Setting, float] = {}
+    fastest: dict[tuple[_Setting, bool], float] = {}  # the second: without 32-bit masters, if the job prefers them
     listed: list[Listed] = list(plans)
     elsewhere: list[Elsewhere] = []
 
@@ -63,14 +62,15 @@ def with_every_setting(
                 outcome = settings.outcome(plan, (*at, start[3]))
             except PlanError:
                 continue
-            if outcome.time is not None and not settings.found.job.rounds_updates(outcome.plan):
-                fastest[at] = min(fastest.get(at, math.inf), outcome.time.total)
+            if outcome.time is not None:
+                key = at, job.prefers_masters and job.rounds_updates(outcome.plan)
+                fastest[key] = min(fastest.get(key, math.inf), outcome.time.total)
 
     for each in plans:
         note(each.plan)
     for number, at in enumerate(every):
         progress(number + 1, len(every))
-        for plan in _faster(settings, at, fastest.get(at, math.inf)):
+        for plan in _faster(settings, at, *(fastest.get((at, rounds), math.inf) for rounds in (False, True))):
             if len(listed) + len(elsewhere) >= most:
                 return _ordered(settings, listed, elsewhere), False
             note(plan)
@@ -84,18 +84,25 @@ def with_every_setting(
     return _ordered(settings, listed, elsewhere), True
 
 
-def _faster(settings: PageSettings, at: _Setting, best: float) -> Iterator[Candidate]:
-    """Yield the fastest plan of a setting, if it is more than a tie faster than a time."""
-    space, model = settings.space_at(at), settings.model_at(at[2])
-    found = settings.found
+def _faster(settings: PageSettings, at: _Setting, best: float, without_masters: float) -> Iterator[Candidate]:
+    """Yield the fastest plan of a setting, if it is more than a tie faster than those of the table.
+
+    Args:
+        settings: the search, and the sliders.
+        at: the setting.
+        best: seconds of the fastest plan of the table; infinite if none fits.
+        without_masters: seconds of its fastest plan without 32-bit masters, if the job prefers these.
+    """
+    space, model, found = settings.space_at(at), settings.model_at(at[2]), settings.found
     if state_memory(found.shape, space.job) > space.cluster.gpus * found.budget:
         return  # no plan fits, but a search would weigh them all
     walk = BestFirst(space, model, found.budget)
-    kinds = (False, True) if math.isinf(best) else (False,)  # with masters, otherwise without them
-    for rounds in kinds:
-        if fastest := walk.fastest_with(BESIDE_DP, 1, slowest=best / (1 + TIE), rounds=rounds):
-            yield fastest[0][0]
-            return
+    prefers = found.job.prefers_masters
+    fastest = walk.fastest_with(BESIDE_DP, 1, slowest=best / (1 + TIE), rounds=False if prefers else None)
+    if not fastest and prefers and math.isinf(best):
+        fastest = walk.fastest_with(BESIDE_DP, 1, slowest=without_masters / (1 + TIE), rounds=True)
+    for plan, _ in fastest:
+        yield plan
 
 
 def _planned(settings: PageSettings, plan: Candidate, why: str) -> Listed | Elsewhere:
