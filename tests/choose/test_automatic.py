@@ -261,11 +261,17 @@ def test_a_saved_plan(tmp_path: Path, pool2: Any) -> None:
         given_plan(mw.ToDistributedConfig(plan=tmp_path / "none.yaml"))
 
 
-def test_input_spec_stands_for_the_loader() -> None:
+@pytest.mark.parametrize("tight", [False, True])
+def test_input_spec_stands_for_the_loader(tight: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """One process is told of its plan if memory has decided it, since it has no sizes to choose."""
     model = build("llama", **SIZES).train()
-    spec = {"input_ids": ((4, 16), torch.int64)}
-    model, _, _ = mw.to_distributed(model, None, None, config=mw.ToDistributedConfig(input_spec=spec))
-    assert mw.plan_of(model).world_size == 1
+    spec = {"input_ids": ((ROWS, LENGTH), torch.int64)}
+    budget = needs(Candidate(micro_batch=ROWS)) - 1 if tight else None
+    config = mw.ToDistributedConfig(input_spec=spec, memory_budget=budget)
+    model, _, _ = mw.to_distributed(model, None, None, config=config)
+    plan = mw.plan_of(model)
+    assert plan.world_size == 1 and (plan.micro_batch_size is not None or plan.recompute == "full") == tight
+    assert (f"picked {plan.label}" in caplog.text) == tight and "next dp" not in caplog.text
 
 
 @pytest.mark.parametrize("more_layers", [0, 3])

@@ -20,6 +20,23 @@ def told(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        ("plan --batch-size 8", "No such option: --batch-size; write --global-batch"),
+        ("plan weigh --nodes 2", "No such option: --nodes; write --gpus 16 --gpus-per-node 8"),
+        ("launch --nproc_per_node 2 train.py", "No such option: --nproc-per-node; write --num-processes"),
+        ("launch --nnodes=2 train.py", "No such option: --nnodes; write --num-machines"),
+        ("report --html page.html runs", "No such option: --html; write --output"),
+        ("plan Qwen/Qwen3-8B", "if it is the model, write --model Qwen/Qwen3-8B"),
+        ("plan --gpuss 8", "Possible options: --gpu"),  # an error of spelling is still compared with our own options
+    ],
+)
+def test_what_others_call_an_option_is_known(words: str, written: str) -> None:
+    done = CliRunner().invoke(app, words.split())
+    assert done.exit_code == 2 and written in done.output, done.output
+
+
+@pytest.mark.parametrize(
     ("words", "command", "kind", "message"),
     [
         ("inspect nowhere --json", "inspect", "CheckpointError", "there is no checkpoint in nowhere"),

@@ -1,62 +1,43 @@
-"""The page of a search: its figures are the planner's at every setting, and a browser draws and works it."""
+"""The page of a search: its figures are the planner's at every setting."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
-import html
 import itertools
-import json
+import math
 import os
 import re
-import shutil
-import subprocess
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import PlanError
 from meshwright.plan.schedule import SCHEDULES, Kind, chunks_of, rank_of_stage, rank_operations
-from meshwright.planner import page as page_package
-from meshwright.planner.candidate import Job
-from meshwright.planner.cost import Budget, bill_of
-from meshwright.planner.formatting import gib, seconds
-from meshwright.planner.hardware import Cluster, HardwareProfile, device
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.hardware import HardwareProfile
 from meshwright.planner.memory import peak_memory
-from meshwright.planner.page import page, write_page
+from meshwright.planner.page import Answer, page, write_page
 from meshwright.planner.page.draw import PALETTE, PART_OF_AXIS
+from meshwright.planner.page.every_setting import Elsewhere, with_every_setting
 from meshwright.planner.page.front import pareto
 from meshwright.planner.page.listing import Listed, listed_plans
-from meshwright.planner.page.settings import PageSettings, ranges
+from meshwright.planner.page.settings import PageSettings, Ranges, ranges
 from meshwright.planner.page.style import style
 from meshwright.planner.search import Search, search
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.simplicity import TIE
 from meshwright.planner.simulate import SimulatedPipeline, pipeline_events, pipeline_time
-from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
+from support.plan_pages import HUGE, SEVEN, SEVENTY, SMALL, answer, find, held, listed, tree
 from support.shapes import changed
 from support.tiers import crossings
 
 WEIGHTS = (0.2126, 0.7152, 0.0722)  # of red, green and blue in the luminance
 SVG = "{http://www.w3.org/2000/svg}"
-SEVEN = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
-SEVENTY = changed(SEVEN, name="70B", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
-HUGE = changed(SEVENTY, name="405B", layers=126, hidden=16384, heads=128, ffn=53248)
-
-
-@functools.cache
-def find(shape: ModelShape, gpus: int, batch: int, *, seq: int = 8192, future: bool = False) -> Search:
-    cluster = Cluster(device=device("h100-sxm"), gpus=gpus)
-    job = Job(seq_len=seq, global_batch=batch)
-    return search(Space(shape=shape, cluster=cluster, job=job, allow_future=future))
-
-
 SEARCHES: dict[str, Callable[[], Search]] = {
     "7B": lambda: find(SEVEN, 8, 64, seq=4096),
     "70B": lambda: find(SEVENTY, 64, 512),
@@ -68,14 +49,6 @@ SEARCHES: dict[str, Callable[[], Search]] = {
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> Search:
     return SEARCHES[request.param]()
-
-
-def tree(content: object) -> ElementTree.Element:
-    return ElementTree.fromstring(str(content).removeprefix("<!DOCTYPE html>\n"))
-
-
-def listed(found: Search) -> list[Listed]:
-    return listed_plans(found, *pareto(found))
 
 
 @pytest.mark.parametrize("found", crossings(SEARCHES, but=["7B", "70B pipeline"]), indirect=True)
@@ -132,6 +105,40 @@ def test_a_setting_is_what_the_planner_says_of_that_job() -> None:
     assert kinds == {"illegal", "fits", "does not fit"}
 
 
+@pytest.mark.parametrize("masters", crossings([False, True], but=[False]))
+def test_every_setting_that_is_searched_has_a_plan_that_ties_with_the_planners(masters: bool) -> None:
+    """With masters, 7 B parameters on 2 GPUs fit without them alone."""
+    found = find(SEVEN if masters else SMALL, 4, 8, seq=2048, masters=masters)
+    values = Ranges(batches=(4, 8, 32), lengths=(2048, 16384, 65536), gpus=(2, 4, 8))
+    settings, planned = PageSettings(found=found, ranges=values), listed(found)
+    plans, is_complete = with_every_setting(settings, planned, 48, lambda done, total: None)
+    assert is_complete and any(isinstance(each, Elsewhere) for each in plans)
+    assert all(each.memory.total <= found.budget for each in plans if isinstance(each, Listed))
+    few, is_complete = with_every_setting(settings, planned, len(planned), lambda done, total: None)
+    assert not is_complete and len(few) == len(planned)
+    missed, without = 0, False
+
+    def kept(plan: Candidate) -> bool:
+        return not found.job.rounds_updates(plan)
+
+    for at in itertools.product(range(3), range(3), range(3)):
+        try:
+            best = search(settings.space_at(at), top=1, explains=False).choices
+        except PlanError:
+            continue  # there is no legal plan
+        times: dict[Candidate, float] = {}
+        for each in plans:
+            with contextlib.suppress(PlanError):
+                outcome = settings.outcome(each.plan, (*at, settings.planned[3]))
+                if outcome.time is not None and (not masters or kept(outcome.plan) == kept(best[0].plan)):
+                    times[each.plan] = outcome.time.total
+        least = best[0].time.total * (1 + TIE) if best else math.inf
+        assert min(times.values(), default=math.inf) <= least, (at, best[0].plan.label)
+        without |= bool(best) and masters and not kept(best[0].plan)
+        missed += min(times.get(each.plan, math.inf) for each in planned) > least
+    assert without == masters and missed, "the plans of the planned job are enough, so this test compares nothing"
+
+
 def test_the_reason_against_a_setting_has_its_numbers() -> None:
     found = find(SEVEN, 8, 64, seq=4096)
     settings = PageSettings(found=found, ranges=ranges(found))
@@ -183,7 +190,7 @@ def test_no_plan_is_better_than_the_front(found: Search) -> None:
 
 @pytest.mark.parametrize("found", crossings(SEARCHES, but=["7B"]), indirect=True)
 def test_the_page_is_well_formed_and_needs_nothing_else(found: Search) -> None:
-    content = page(found, changed=())
+    content = page(answer(found))
     root = tree(content)
     assert len(content) < 1e6
     assert "http" not in content.replace("http://www.w3.org/2000/svg", "")
@@ -203,7 +210,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(found: Search) -> None:
 
 def test_a_models_name_is_text_not_markup() -> None:
     name = "<script>alert(\"1\")</script> & 'co'"
-    content = page(find(changed(SEVEN, name=name), 8, 64, seq=4096))
+    content = page([Answer(found=find(changed(SEVEN, name=name), 8, 64, seq=4096))])
     root = tree(content)
     assert len(list(root.iter("script"))) == 2 and "alert" not in "".join(
         "".join(node.itertext()) for node in root.iter("script") if node.get("type") is None
@@ -213,13 +220,13 @@ def test_a_models_name_is_text_not_markup() -> None:
 
 def test_a_plan_that_does_not_fit_has_no_page() -> None:
     with pytest.raises(PlanError, match="no plan fits"):
-        page(find(HUGE, 8, 64))
+        page(answer(find(HUGE, 8, 64)))
 
 
 def test_a_single_device_has_a_page() -> None:
     small = changed(SEVEN, name="small", layers=8, hidden=1024, heads=8, kv_heads=8, ffn=4096)
     found = find(small, 1, 3, seq=1024)
-    assert found.choices[0].plan.label in page(found, changed=())
+    assert found.choices[0].plan.label in page(answer(found))
 
 
 @pytest.mark.parametrize(("scheme", "card", "ink"), [(0, "#ffffff", "#16202c"), (1, "#171d25", "#e8ecf1")])
@@ -266,7 +273,8 @@ def test_the_command_writes_the_page_and_still_answers(
     result = CliRunner().invoke(app, ["plan", "--model", str(config), "--html", str(target), *more])
     assert result.exit_code == 0 and "Error band" in result.output
     assert tree(target.read_text()).tag == "html"
-    assert ("--profile 'tiny/my profile.json' " in target.read_text()) == (more[:1] == ["--profile"])
+    command = held(target.read_text())[0]["commands"]["plan"]
+    assert ("--profile 'tiny/my profile.json' " in command) == (more[:1] == ["--profile"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "tiny"]  # no draft is left
 
 
@@ -284,216 +292,5 @@ def test_a_failed_write_leaves_the_older_page(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        write_page(find(SEVEN, 8, 64, seq=4096), target, changed=())
+        write_page(answer(find(SEVEN, 8, 64, seq=4096)), target)
     assert target.read_text() == "an older page" and len(list(tmp_path.iterdir())) == 1
-
-
-# -- in a browser ---------------------------------------------------------------------------------------------------
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-)
-# The script works the page like a reader and reports what it shows. Errors become the title, which fails the test.
-SCENARIO = """<script>
-const report = {};
-onerror = (message) => { document.title = 'error: ' + message; };
-const $ = (selector) => document.querySelector(selector), $$ = (selector) => [...document.querySelectorAll(selector)];
-const boxes = () => $$('.picture > svg').map(svg => { const r = svg.getBoundingClientRect();
-  return [svg.id, r.x, r.y, r.width, r.height]; });
-const shown = () => ({ plan: $('#shown').textContent, step: $('#tiles b').textContent, launch: $('#launch').textContent,
-  replan: $('#replan').textContent, status: $('#status').textContent, memory: $$('#tiles b')[3].textContent,
-  table: $$('#plans tbody tr').map(row => [row.dataset.plan, ...[...row.querySelectorAll('[data-cell]')].map(
-    cell => cell.textContent.trim())]) });
-const slide = (name, by) => { const input = $('#' + name); input.value = Number(input.value) + by;
-  input.dispatchEvent(new Event('input')); };
-report.boxes = boxes();
-report.scroll = document.documentElement.scrollWidth;
-report.bars = $$('.bar').map(bar => [Number(bar.dataset.total) * Number(bar.dataset.scale),
-  ...[...bar.querySelectorAll('.part')].map(part => Number(part.getAttribute('width')))]);
-report.ranks = $$('#ranks .rank').map(rank => Number(rank.dataset.rank));
-report.named = $$('svg[role=img]').every(svg => ['aria-labelledby', 'aria-describedby'].every(
-  name => document.getElementById(svg.getAttribute(name)).textContent));
-report.first = shown();
-$$('.pick')[1].click();
-report.second = shown();
-$('#front .dot-of:not(.choice)').dispatchEvent(new MouseEvent('click', { bubbles: true }));
-report.dot = shown();
-$('#reset').click();
-report.times = [];
-for (const name of ['batch', 'length', 'gpus', 'micro']) {
-  slide(name, 1);
-  report[name] = shown();
-  const start = performance.now();
-  slide(name, -1);
-  document.body.getBoundingClientRect();
-  report.times.push(performance.now() - start);
-}
-report.back = shown();
-const lane = $('#timeline .rects [class$=f-forward]');
-lane.scrollIntoView();
-const drawn = lane.getBBox(), onPage = lane.getScreenCTM();
-lane.dispatchEvent(new PointerEvent('pointermove', { bubbles: true, clientX: onPage.e + (drawn.x + 0.3) * onPage.a,
-  clientY: onPage.f + (drawn.y + 1) * onPage.d }));
-report.hovered = lane.parentNode.querySelector('title').textContent;
-$('th.memory button').click();
-report.sorted = [$('th.memory').getAttribute('aria-sort'), shown().table.map(row => row.at(-1))];
-$$('.compare')[3].click();
-report.compared = [$$('.picture > svg').map(svg => svg.id), !$('#compared').hidden];
-$$('details').forEach(each => { each.open = true; each.dispatchEvent(new Event('toggle')); });
-report.tables = $$('.as-table table').length;
-const write = (name, text) => { const input = $('#' + name); input.value = text;
-  input.dispatchEvent(new Event('input')); };
-$('#reset').click();
-write('tokens', '300B');
-write('price', '2.5');
-report.run = [...$$('#run b'), ...$$('#run small')].map(each => each.textContent);
-report.priced = [$('#replan').textContent, location.hash];
-const before = $('#timeline').getBoundingClientRect().width;
-write('zoom', '2');
-report.zoom = $('#timeline').getBoundingClientRect().width / before;
-window.Blob = class { constructor(parts) { report.trace = JSON.parse(parts[0]); } };
-URL.createObjectURL = () => '#';
-$('#save-trace').click();
-report.meaning = $('#shown').title;
-location.hash = report.priced[1].replace('gpus=64', 'gpus=128') + '&plan=nothing';
-dispatchEvent(new Event('hashchange'));
-report.linked = [$('#gpus-value').textContent, $('#tokens').value];
-document.title = 'done';
-const node = document.body.appendChild(document.createElement('pre'));
-node.id = 'report';
-node.textContent = JSON.stringify(report);
-</script></body>"""
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: install Debian's package chromium")
-def test_a_reader_works_the_page_in_a_browser(tmp_path: Path) -> None:
-    target = tmp_path / "plan.html"
-    found = find(SEVENTY, 64, 512)
-    write_page(found, target, changed=(), model="70B/config.json")
-    whole = target.read_text()
-    target.write_text(whole.replace("</body>", SCENARIO))
-    dom = _chromium(tmp_path, "--window-size=1280,900", "--dump-dom", target.as_uri())
-    assert "<title>done</title>" in dom, re.search(r"<title>.*?</title>", dom)
-    report = json.loads(html.unescape(re.search(r'<pre id="report">(.*?)</pre>', dom).group(1)))  # type: ignore[union-attr]
-    print("milliseconds per redraw:", [round(value) for value in report["times"]])
-
-    assert report["scroll"] <= 1280 and report["named"]
-    assert {name for name, *_ in report["boxes"]} == {"memory", "time", "timeline", "ranks", "front"}
-    assert all(x >= 0 and width > 300 and x + width <= 1280 for _, x, _, width, _ in report["boxes"])
-    for total, *parts in report["bars"]:
-        assert sum(parts) == pytest.approx(total, abs=0.1)
-    assert report["ranks"] == list(range(64))
-
-    plans, best = listed(found), found.choices[0]
-    assert report["first"]["plan"] == best.plan.label == report["back"]["plan"]
-    assert report["first"]["step"] == seconds(best.time.total)
-    assert report["first"]["memory"] == gib(best.memory.total)
-    assert f'--plan "{best.plan.label}" train.py' in report["first"]["launch"]
-    assert report["second"]["plan"] == plans[1].plan.label
-    assert report["second"]["memory"] == gib(plans[1].memory.total)
-    assert report["dot"]["plan"] in {each.plan.label for each in plans[1:]}
-    settings = PageSettings(found=found, ranges=ranges(found))
-    planned = [values.index(at) for values, at in zip(
-        vars(settings.ranges).values(), (512, 8192, 64, 1.0), strict=True
-    )]  # fmt: skip
-    for slider, name in enumerate(("batch", "length", "gpus", "micro")):
-        at = [index + (place == slider) for place, index in enumerate(planned)]
-        cells = {int(row[0]): row[1:] for row in report[name]["table"]}
-        for index, each in enumerate(plans):
-            _, label, why, step, *_, memory = cells[index]
-            try:
-                outcome = settings.outcome(each.plan, tuple(at))  # type: ignore[arg-type]
-            except PlanError as error:
-                assert (step, why) == ("cannot run", str(error))
-                continue
-            assert label == outcome.plan.label
-            assert memory == gib(max(group.total for _, _, group in outcome.memory))
-            assert step == (seconds(outcome.time.total) if outcome.time else "does not fit")
-    assert "--seq-len 16384" in report["length"]["replan"] and "--model 70B/config.json" in report["length"]["replan"]
-    assert re.fullmatch(r"forward of micro-batch 0, stage 0: \d+(\.\d)? ms", report["hovered"]), report["hovered"]
-    order, memories = report["sorted"]
-    assert order == "ascending" and memories == sorted(memories, key=lambda text: float(text.split()[0]))
-    drawn, is_compared = report["compared"]
-    assert is_compared and {"memory", "memory-1", "timeline-1", "ranks-1"} <= set(drawn)
-    money = bill_of(found, Budget(tokens=300 * 10**9, price=2.5))
-    assert money.cost is not None
-    steps, _, hours, cost, _, taken, *_ = report["run"]
-    assert steps == f"{money.steps:,}"
-    shown = [float(text.replace(",", "")) for text in (hours, cost)]
-    assert shown == pytest.approx(
-        [money.gpu_hours, money.cost], rel=1e-4
-    )  # the page has the step in rounded milliseconds
-    assert taken == f"{money.days / (1 + money.band):.1f} days to {money.days * (1 + money.band):.1f} days"
-    command, address = report["priced"]
-    assert "--tokens 300B --price 2.5 --html" in command and "tokens=300B&price=2.5" in address
-    assert report["linked"] == ["128", "300B"] and report["zoom"] == pytest.approx(4, abs=0.1)
-    ranks = f"{best.plan.dp} data-parallel rank{'s' if best.plan.dp > 1 else ''}"
-    assert report["meaning"].splitlines()[0] == f"dp{best.plan.dp}: the batch is split over {ranks}"
-    assert len(report["meaning"].splitlines()) == len(best.plan.label.split()), "a word of the plan is not explained"
-    trace = [event for event in report["trace"]["traceEvents"] if event["ph"] == "X"]
-    assert {event["tid"] for event in trace} == set(range(best.plan.pp))
-    assert max(event["ts"] + event["dur"] for event in trace) / 1e6 == pytest.approx(best.time.total, rel=0.01)
-    assert report["tables"] >= 8  # two of each picture of one plan, and one of each picture of all plans
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: install Debian's package chromium")
-def test_the_browser_simulates_the_schedules_of_the_runtime(tmp_path: Path) -> None:
-    cases = [(schedule, p, chunks_of(schedule), m) for schedule in SCHEDULES for p in (1, 2, 4) for m in (p, 2 * p, 12)]
-    cases = [case for case in cases if case[1] > 1 or case[0] in ("gpipe", "1f1b")]
-    inputs, expected = [], []
-    for schedule, p, v, m in cases:
-        forward = [1 + 0.25 * (stage % 3) for stage in range(p * v)]
-        backward, weight = [2 * value for value in forward], [0.75 * value for value in forward]
-        pipeline = SimulatedPipeline(schedule=schedule, ranks=p, forward=tuple(forward), input_grad=tuple(backward),
-                            weight_grad=tuple(weight), transfer=0.125)  # fmt: skip
-        both = [one + two for one, two in zip(backward, weight, strict=True)]
-        times = {"F": forward, "B": both, "I": backward, "W": weight}
-        inputs.append({"schedule": schedule, "p": p, "v": v, "m": m, "times": times, "transfer": 0.125})
-        expected.append([
-            [event.rank, str(event.operation), event.start, event.end] for event in pipeline_events(pipeline, m)
-        ])  # fmt: skip
-    script = (Path(page_package.__file__).parent / "js" / "schedule.js").read_text()
-    target = tmp_path / "schedule.html"
-    target.write_text(
-        f"<pre id=report></pre><script>{script}\nreport.textContent = JSON.stringify({json.dumps(inputs)}.map(one => "
-        "simulate(one).map(e => [e.rank, `${e.stage}${e.kind}${e.microBatch}`, e.start, e.end])))</script>"
-    )
-    dom = _chromium(tmp_path, "--dump-dom", target.as_uri())
-    # The times are sums of powers of two, so both languages have them to the bit.
-    assert json.loads(re.search(r'<pre id="report">(.*?)</pre>', dom).group(1)) == expected  # type: ignore[union-attr]
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: install Debian's package chromium")
-def test_a_browser_draws_the_pictures(tmp_path: Path) -> None:
-    target = tmp_path / "plan.html"
-    write_page(find(SEVEN, 16, 64, seq=4096), target, changed=())
-    measure = SCENARIO[: SCENARIO.index("report.scroll")].removesuffix("report.boxes = boxes();\n")
-    target.write_text(
-        target.read_text().replace("</body>", measure + "document.title = boxes().join(';');</script></body>")
-    )
-    shot = tmp_path / "plan.png"
-    dom = _chromium(tmp_path, "--window-size=600,9000", "--dump-dom", f"--screenshot={shot}", target.as_uri())
-    pictures = re.search(r"<title>(.*?)</title>", dom).group(1).split(";")  # type: ignore[union-attr]
-    pixels = (imread(shot)[:, :, :3] * 255).astype(int) @ (65536, 256, 1)
-    for picture in pictures:
-        ident, *box = picture.split(",")
-        x, y, wide, high = (int(float(value)) for value in box)
-        assert x >= 0 and x + wide <= 600, picture
-        _, counts = np.unique(pixels[y : y + high, x : x + wide], return_counts=True)
-        assert (counts > 40).sum() >= 4, ident  # background, ink, and at least two parts' colours
-
-
-def _chromium(tmp_path: Path, *arguments: str) -> str:
-    profile = tmp_path / f"profile-{len(list(tmp_path.iterdir()))}"
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout

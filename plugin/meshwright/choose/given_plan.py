@@ -64,7 +64,7 @@ def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
 def source_of_plan(config: ToDistributedConfig, *, is_picked: bool) -> str:
     """Return in words where the plan of a call comes from."""
     if is_picked:
-        return "picked by the planner, as the fastest that fits; its reasons are logged above"
+        return "picked by the planner, as the first that fits"
     if config.plan not in (None, "auto"):
         return "given in the call"
     return f"given to the launcher ({PLAN_VARIABLE})" if launched_plan() is not None else "in the model's config"

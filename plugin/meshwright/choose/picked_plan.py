@@ -61,8 +61,8 @@ _EXPLAINED = {*AXES, "zero", "micro_batch"} - {"cp"}  # the log says why other v
 
 
 def tell_reasons(reasons: str) -> None:
-    """Log the reasons for a picked plan on rank 0."""
-    if is_first_rank():
+    """Log the reasons for a picked plan on rank 0, if there are any."""
+    if reasons and is_first_rank():
         logger.warning("%s", reasons)  # INFO is hidden by default
 
 
@@ -99,7 +99,7 @@ def pick_plan(
         if choice.plan.pp > 1 and (reason := why_not_cut(model, config)) is not None:
             found = _search(model, kind, rows, length, nodes, config, device, no_stages=reason)
             choice = _first_runnable(found, model, optimizer, config)
-        reasons = "\n".join(_lines(found, choice, type(model).__name__))
+        reasons = "\n".join(_shown(found, choice, type(model).__name__))
         return {"plan": choice.plan.runnable_fields(), "reasons": reasons}
 
     picked = on_first_rank(pick)
@@ -272,6 +272,14 @@ def _nearest(name: str, memory: float) -> str:
     if "v100" in name:
         return "v100-32" if size > 20 else "v100-16"
     return "a100-40" if size < 48 else "a100-80"
+
+
+def _shown(found: Search, choice: Choice, name: str) -> list[str]:
+    """Return the lines to log: on one device only what memory has decided, since there are no sizes to choose."""
+    plan, lines = choice.plan, _lines(found, choice, name)
+    if found.cluster.gpus > 1:
+        return lines
+    return [] if plan.accumulation == 1 and plan.recompute == "none" else lines[:2]
 
 
 def _lines(found: Search, choice: Choice, name: str) -> list[str]:

@@ -12,6 +12,7 @@ from meshwright import __version__
 from meshwright.cli import calibrate, doctor, export, launch, plan, trace_cuda, verify
 from meshwright.cli.failures import run_with_json_errors
 from meshwright.cli.inspect import inspect
+from meshwright.cli.other_names import Command
 from meshwright.cli.report import report
 
 app = typer.Typer(
@@ -22,14 +23,14 @@ app = typer.Typer(
 )
 app.add_typer(plan.app, name="plan")
 # Everything after the script's name goes to the script, even what looks like an option of launch.
-app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
+app.command(cls=Command, context_settings={"allow_interspersed_args": False})(launch.launch)
 app.command()(verify.verify)
 app.command()(trace_cuda.trace_cuda)
 app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
 app.command()(inspect)
 app.command()(export.export)
-app.command()(report)
+app.command(cls=Command)(report)
 
 
 def _show_version(is_asked: bool) -> None:

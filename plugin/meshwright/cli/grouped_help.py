@@ -6,6 +6,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from meshwright.cli.other_names import Command, known_by_other_names
+
 
 def _format_options(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any) -> None:
     """Write the options by their ``rich_help_panel``, without needing rich."""
@@ -20,7 +22,7 @@ def _format_options(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any
             formatter.write_dl(records)
 
 
-class GroupedCommand(TyperCommand):
+class GroupedCommand(Command):
     """A command whose ``--help`` lists the options in groups."""
 
     format_options = _format_options
@@ -32,3 +34,12 @@ class GroupedCommands(TyperGroup):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with known_by_other_names(self):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if "/" in args[0] or args[0].endswith(".json"):
+            ctx.fail(f"No such command {args[0]!r}; if it is the model, write --model {args[0]}")
+        return super().resolve_command(ctx, args)

@@ -97,10 +97,10 @@ def plan(
         question = job.question(run, search)
         if plan or sizes.given:
             _weigh(question, outputs, plan or [], sizes, days)
-        elif days is not None or question.settings.swept is not None:
-            _sweep(question, outputs, days)
-        else:
+        elif days is None and (question.settings.is_of_page if outputs.html else question.settings.swept is None):
             answer_search(question, outputs)
+        else:
+            _sweep(question, outputs, days)
 
 
 @app.command(cls=GroupedCommand)
@@ -130,7 +130,7 @@ def weigh(*, job: JobOptions, run: RunOptions, plan: _OwnPlans = None, sizes: Pl
 def sweep(*, job: JobOptions, run: RunOptions, days: _Days = None, outputs: TableOutputs) -> None:
     """Compare the best plans for several values of one setting, or find the smallest cluster for a number of days.
 
-    --gpus, --seq-len, --global-batch or --interconnect takes several values, separated by commas.
+    --gpus, --gpu, --precision, --seq-len, --global-batch or --interconnect takes several values, separated by commas.
 
     For example, how a run scales, and the smallest cluster for two weeks:
 
@@ -171,6 +171,8 @@ def _sweep(question: PlanQuestion, outputs: TableOutputs, days: float | None) ->
         raise PlanError("every setting has one value; write several, as in --gpus 64,128,256, or --days 14")
     if days is None:
         answer_sweep(question, outputs, str(swept))
+    elif swept is not None:
+        raise PlanError(f"--days compares sizes of the cluster; give one value of --{swept.replace('_', '-')}")
     elif question.settings.gpus:
         raise PlanError("--days finds the number of devices, and --gpus gives it; leave one of them out")
     else:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import json as json_format
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from meshwright.planner.hardware import Cluster
     from meshwright.planner.search import Search
     from meshwright.planner.sweep import SweepRow
+    from meshwright.planner.trainings import TrainingWay
 
 
 _of_output = partial(option, panel="Output")
@@ -95,19 +97,27 @@ class PageOutputs(Outputs):
     """The form of an answer about plans, with a page."""
 
     html: Path | None = _of_output(
-        "Write the answer to this HTML file: diagrams, a table of plans, and sliders for the job."
+        "Write the answer to this HTML file: diagrams, a table of plans, sliders for the job, and menus of the values "
+        "of --gpu and --precision."
+    )
+    every_setting: bool = _of_output(
+        "With --html, also search every setting of the sliders, which takes minutes (default: search the values of "
+        "--gpu and --precision for the job, and estimate these plans at the other settings).",
+        "--every-setting",
+        default=False,
     )
 
     def check(self) -> None:
         if self.html is not None:
             check_pages()
+        elif self.every_setting:
+            raise PlanError("--every-setting is about the sliders of a page; write --html plan.html too")
         super().check()
 
 
 def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
     """Print the fastest plans, and write the files that were asked for."""
     from meshwright.planner import explain
-    from meshwright.planner.trainings import training_rows
 
     outputs.check()
     space = question.space()
@@ -127,8 +137,7 @@ def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
     else:
         typer.echo(explain.text(found, changed=changed, budget=question.budget, compared=compared))
     if outputs.html is not None:
-        rows = training_rows(compared, question.budget) if compared else []
-        _write_page(found, outputs.html, changed, question, rows)
+        _write_page(question, outputs, found, changed, compared)
     _finish(question, found, outputs)
 
 
@@ -140,14 +149,17 @@ def _searching() -> contextlib.AbstractContextManager[object]:
 
 
 def _write_page(
-    found: Search,
-    html: Path,
-    changed: Sequence[Change],
-    question: PlanQuestion,
-    compared: Sequence[tuple[str, ...]],
+    question: PlanQuestion, outputs: PageOutputs, found: Search, changed: Sequence[Change], compared: list[TrainingWay]
 ) -> None:
-    from meshwright.planner.page import write_page
+    from meshwright.planner.page import Answer, write_page
+    from meshwright.planner.sweep import no_fit_of
+    from meshwright.planner.trainings import training_rows
 
+    html, options = outputs.html, question.options
+    assert html is not None
+    rows = training_rows(compared, question.budget) if compared else []
+    answers = [Answer(found=found, changed=changed, budget=question.budget, compared=rows)]
+    refused: list[str] = []
     with typer.progressbar(length=1, label=f"Writing {html}", file=sys.stderr) as bar:
 
         def progress(done: int, total: int) -> None:
@@ -155,11 +167,22 @@ def _write_page(
             if sys.stderr.isatty():
                 bar.update(done - bar.pos)
 
-        options = question.options
-        profile = None if options.profile is None else str(options.profile)
+        for other in question.others():
+            name = f"{(*other.settings.gpu, found.cluster.device.name)[0]} in {other.settings.precision[0]}"
+            try:
+                each = other.search(space := other.space())
+            except PlanError as error:
+                refused.append(f"{name} ({re.split('[.:] ', str(error))[0]})")
+                continue
+            if not each.choices:
+                refused.append(f"{name} ({no_fit_of(each)})")
+                continue
+            ways = other.compared(space, each)
+            rows = training_rows(ways, other.budget) if ways else []
+            answers.append(Answer(found=each, budget=other.budget, compared=rows))
         write_page(
-            found, html, changed=changed, model=str(options.model), profile=profile,
-            budget=question.budget, progress=progress, compared=compared,
+            answers, html, model=str(options.model), profile=None if options.profile is None else str(options.profile),
+            refused=refused, every_setting=outputs.every_setting, progress=progress,
         )  # fmt: skip
 
 
@@ -206,12 +229,12 @@ def answer_sweep(question: PlanQuestion, outputs: TableOutputs, name: str) -> No
 
     outputs.refuse_files(f"--{name.replace('_', '-')} with several values prints a table; leave one of them out")
 
-    def find(value: float) -> Search:
-        return question.search(question.space(question.settings.at(name, value)), top=1)
+    def row_at(value: object) -> SweepRow:
+        settings = question.settings.at(name, value)
+        return row_of(value, lambda: question.search(question.space(settings), top=1), question.budget_at(settings))
 
-    values: Sequence[float] = getattr(question.settings, name)
     with _searching():
-        rows = [row_of(value, partial(find, value), question.budget) for value in values]
+        rows = [row_at(value) for value in getattr(question.settings, name)]
     if not any(row.best for row in rows):
         raise PlanError(f"no plan for any value: {rows[0].reason}")
     if outputs.json:
@@ -263,7 +286,8 @@ def _table(question: PlanQuestion, swept: str, rows: Sequence[SweepRow]) -> str:
     from meshwright.planner.sweep import sweep_text
 
     shape, cluster, settings = question.shape, question.space().cluster, question.settings
-    words = [cluster.device.name if swept == "gpus" else f"{cluster.gpus} x {cluster.device.name}"]
+    one = {"gpus": cluster.device.name, "gpu": f"{cluster.gpus} devices"}
+    words = [one.get(swept, f"{cluster.gpus} x {cluster.device.name}")]
     words += [f"{settings.global_batch[0]} sequences per step"] * (swept != "global_batch")
     words += [f"{settings.seq_len[0]} tokens per sequence"] * (swept != "seq_len")
     heading = f"{shape.name}: {parameters_text(shape)}, {', '.join(words)}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from meshwright.planner.trainings import TrainingWay
 
 Number = TypeVar("Number", int, float)
+_MENUS = ("gpu", "precision")  # settings of which a page has menus
+_MOST_ANSWERS = 8  # of a page of at most 1 MB
+_PRECISIONS = ("bf16", "fp8", "fp4")
 
 
 def numbers(option: str, text: str | None, kind: type[Number]) -> tuple[Number, ...]:
@@ -55,17 +59,53 @@ def numbers(option: str, text: str | None, kind: type[Number]) -> tuple[Number, 
     return tuple(found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings that may have several values, one of them at a time.
+def names(option: str, text: str | None, read: Callable[[str], str]) -> tuple[str, ...]:
+    """Return the names of an option with one value or several, separated by commas.
 
     Args:
+        option: the option.
+        text: its value; None if it was not given.
+        read: a function that returns the full name of a word, or raises a PlanError.
+
+    Raises:
+        PlanError: a name is unknown, or is given twice.
+
+    Example:
+        >>> names("--precision", "bf16, FP8", precision_of)
+        ('bf16', 'fp8')
+    """
+    found = () if text is None else tuple(read(word.strip()) for word in text.split(","))
+    if len(set(found)) < len(found):
+        raise PlanError(f"{option}={text} gives {max(found, key=found.count)} twice; write each once")
+    return found
+
+
+def precision_of(text: str) -> str:
+    """Return the name of a precision.
+
+    Raises:
+        PlanError: it is unknown.
+    """
+    if text.lower() not in _PRECISIONS:
+        raise PlanError(f"--precision={text!r} is not known; write {', '.join(_PRECISIONS)}, or several with commas")
+    return text.lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings that may have several values, one of them at a time; on a page, several GPUs and precisions.
+
+    Args:
+        gpu: names of devices in the catalogue; none for the profile's device, a data sheet's, or the default.
+        precision: dtypes of the layers' matrix multiplications.
         gpus: numbers of devices; none for 8, or as many as the profile measured.
         seq_len: tokens per sequence.
         global_batch: sequences per step.
         interconnect: Gb/s from one device to other nodes; none for the device's usual network.
     """
 
+    gpu: tuple[str, ...]
+    precision: tuple[str, ...]
     gpus: tuple[int, ...]
     seq_len: tuple[int, ...]
     global_batch: tuple[int, ...]
@@ -82,7 +122,27 @@ class Settings:
             )
         return several[0] if several else None
 
-    def at(self, name: str, value: float) -> Settings:
+    @property
+    def is_of_page(self) -> bool:
+        """Whether no setting has several values but those of which a page has menus.
+
+        Raises:
+            PlanError: a page would have too many answers.
+        """
+        count = max(1, len(self.gpu)) * len(self.precision)
+        if count > _MOST_ANSWERS:
+            raise PlanError(
+                f"--html: {len(self.gpu)} GPU types x {len(self.precision)} precisions are {count} answers, and a page "
+                f"has at most {_MOST_ANSWERS}; leave some out"
+            )
+        return all(name in _MENUS for name, values in vars(self).items() if len(values) > 1)
+
+    def of_page(self) -> Iterator[Settings]:
+        """Yield the settings with each GPU and each precision, those of the start first."""
+        for gpu, precision in itertools.product(self.gpu or (None,), self.precision):
+            yield dataclasses.replace(self, gpu=(gpu,) if gpu else (), precision=(precision,))
+
+    def at(self, name: str, value: object) -> Settings:
         """Return the settings with one value of a setting."""
         return dataclasses.replace(self, **{name: (value,)})  # type: ignore[arg-type]
 
@@ -92,6 +152,7 @@ _of_run = partial(option, panel=RUN_PANEL)
 _of_job = partial(option, panel="What is trained, and where")
 _of_output = partial(option, panel="Output")
 _SEVERAL = "plan sweep takes several, separated by commas."
+_OF_PAGE = "plan sweep and --html take several, separated by commas."
 
 
 class Quantised(StrEnum):
@@ -101,14 +162,6 @@ class Quantised(StrEnum):
     int8 = "int8"
 
 
-class JobPrecision(StrEnum):
-    """The dtype of the layers' matrix multiplications."""
-
-    bf16 = "bf16"
-    fp8 = "fp8"
-    fp4 = "fp4"
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """The options about the whole run."""
@@ -116,15 +169,32 @@ class RunOptions:
     tokens: str | None = _of_run(
         "Tokens of the whole run, for example 300B or 1.5T: also print its days, GPU-hours and cost."
     )
-    price: float | None = _of_run("Price of one GPU-hour, in any currency; with --tokens.")
+    price: str | None = _of_run(
+        "Price of one GPU-hour, in any currency; with --tokens. With several --gpu, one price, or one for each.",
+        metavar="PRICE",
+    )
 
-    def budget(self) -> Budget | None:
-        """Return the tokens and the price; None without a number of tokens."""
-        from meshwright.planner.cost import Budget, parse_tokens
+    def budgets(self, gpu: Sequence[str]) -> dict[str, Budget]:
+        """Return the tokens and the price of each GPU, and under the empty name those of the first; {} without tokens.
+
+        Raises:
+            PlanError: an option is wrong, or there are not as many prices as GPUs.
+        """
+        from meshwright.planner.cost import Budget, parse_tokens, price_of
 
         if self.tokens is None and self.price is not None:
-            raise PlanError(f"--price {self.price:g} needs the tokens of the run; write --tokens 1T")
-        return None if self.tokens is None else Budget(tokens=parse_tokens(self.tokens), price=self.price)
+            raise PlanError(f"--price {self.price} needs the tokens of the run; write --tokens 1T")
+        if self.tokens is None:
+            return {}
+        tokens, prices = parse_tokens(self.tokens), [price_of(word) for word in (self.price or "").split(",") if word]
+        if len(prices) > 1 and len(prices) != len(gpu):
+            raise PlanError(
+                f"--price {self.price} has {len(prices)} prices for {max(1, len(gpu))} GPU types; write one price, or "
+                "one for each type of --gpu"
+            )
+        budgets = [Budget(tokens=tokens, price=price) for price in prices] or [Budget(tokens=tokens)]
+        each = budgets * len(gpu) if len(budgets) == 1 else budgets
+        return {"": budgets[0], **dict(zip(gpu, each, strict=True))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +225,7 @@ class JobOptions:
     gpus_per_node: int | None = _of_job("Number of devices per node (default: 8, or as many as --profile measured).")
     gpu: str | None = _of_job(
         "Device model, for example a100, h100, h200, b200, rtx-4090 or cpu (default: h100-sxm, or the device that "
-        "--profile measured)."
+        f"--profile measured). {_OF_PAGE}"
     )
     gpu_spec: str | None = _of_job(
         "Data sheet of a device that is not in the catalogue, in place of --gpu: memory in GB, dense 16-bit flops in "
@@ -166,8 +236,11 @@ class JobOptions:
     global_batch: str = _of_job(
         f"Sequences per optimizer step, over all devices. {_SEVERAL}", default="64", metavar="N"
     )
-    precision: JobPrecision = _of_job(
-        "Dtype of the layers' matrix multiplications; this version trains in bf16 and fp8.", default=JobPrecision.bf16
+    precision: str = _of_job(
+        "Dtype of the layers' matrix multiplications: bf16, fp8 or fp4; this version trains in bf16 and fp8. "
+        f"{_OF_PAGE}",
+        default="bf16",
+        metavar="DTYPE",
     )
     optimizer: str = _of_job(
         "Optimizer, whose state is counted: adamw, adamw8bit, adamw4bit, ademamix, schedule-free, lion, lion8bit, muon "
@@ -235,7 +308,7 @@ class JobOptions:
         Raises:
             PlanError: an option is wrong, or the planner does not know the model.
         """
-        from meshwright.planner.hardware import HardwareProfile
+        from meshwright.planner.hardware import HardwareProfile, device
 
         if self.model is None:
             raise PlanError("--model is missing; write --model config.json")
@@ -244,6 +317,8 @@ class JobOptions:
         if search.top < 1:
             raise PlanError(f"--top={search.top} must be at least 1")
         settings = Settings(
+            gpu=names("--gpu", self.gpu, lambda word: device(word).name),
+            precision=names("--precision", self.precision, precision_of),
             gpus=numbers("--gpus", self.gpus, int),
             seq_len=numbers("--seq-len", self.seq_len, int),
             global_batch=numbers("--global-batch", self.global_batch, int),
@@ -257,7 +332,7 @@ class JobOptions:
             no_tensor=no_tensor,
             measured=HardwareProfile.load(self.profile) if self.profile else None,
             search_options=search,
-            budget=run.budget(),
+            budgets=run.budgets(settings.gpu),
         )
 
 
@@ -272,7 +347,8 @@ class PlanQuestion:
         no_tensor: why the planner has no estimate for the model under tp; None if it has.
         measured: the profile; None for the catalogue.
         search_options: which plans to show.
-        budget: the tokens and the price; None without a number of tokens.
+        budgets: the tokens and the price of each GPU, and under the empty name those of the first; none without a
+            number of tokens.
     """
 
     options: JobOptions
@@ -281,7 +357,21 @@ class PlanQuestion:
     no_tensor: str | None
     measured: HardwareProfile | None
     search_options: SearchOptions
-    budget: Budget | None
+    budgets: Mapping[str, Budget]
+
+    @property
+    def budget(self) -> Budget | None:
+        """The tokens and the price of the first GPU; None without a number of tokens."""
+        return self.budget_at(self.settings)
+
+    def budget_at(self, settings: Settings) -> Budget | None:
+        """Return the tokens and the price of the GPU of some settings; None without a number of tokens."""
+        return self.budgets.get(settings.gpu[0] if settings.gpu else "")
+
+    def others(self) -> Iterator[PlanQuestion]:
+        """Yield the question for each GPU and precision of the page's menus but the first."""
+        for settings in itertools.islice(self.settings.of_page(), 1, None):
+            yield dataclasses.replace(self, settings=settings)
 
     def space(self, settings: Settings | None = None) -> Space:
         """Return the plans to search, perhaps with other settings."""
@@ -299,17 +389,18 @@ class PlanQuestion:
         options, measured = self.options, self.measured
         gpus = settings.gpus[0] if settings.gpus else None
         slow_link = settings.interconnect[0] / 8 * 1e9 if settings.interconnect else None
-        if options.gpu is not None and options.gpu_spec is not None:
+        gpu = settings.gpu[0] if settings.gpu else None
+        if gpu is not None and options.gpu_spec is not None:
             raise PlanError("--gpu and --gpu-spec both name the device; leave one of them out")
         if measured is not None and measured.device is not None:
-            if (given := options.gpu or options.gpu_spec) is not None:
+            if (given := gpu or options.gpu_spec) is not None:
                 raise PlanError(
                     f"--gpu {given} cannot be combined with {options.profile}, which measured "
                     f"{measured.device.name!r}; leave out one of them"
                 )
             return measured.cluster(gpus=gpus, gpus_per_node=options.gpus_per_node, slow_link=slow_link)
         return Cluster(
-            device=device_of_spec(options.gpu_spec) if options.gpu_spec else device(options.gpu or "h100-sxm"),
+            device=device_of_spec(options.gpu_spec) if options.gpu_spec else device(gpu or "h100-sxm"),
             gpus=gpus or 8,
             gpus_per_node=8 if options.gpus_per_node is None else options.gpus_per_node,
             slow_link=slow_link,
@@ -323,7 +414,7 @@ class PlanQuestion:
         job = Job(
             seq_len=settings.seq_len[0],
             global_batch=settings.global_batch[0],
-            precision=self.options.precision.value,
+            precision=settings.precision[0],  # type: ignore[arg-type]
             own_runtime=True,
             on_cpu=on_cpu,
             expert_load=self.options.expert_load,

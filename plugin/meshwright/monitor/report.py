@@ -15,8 +15,7 @@ from meshwright.monitor import report_tables as tables
 from meshwright.monitor.report_data import report_data
 from meshwright.monitor.run_folders import LoggedRun, find_runs
 from meshwright.monitor.still_plots import still_plots
-from meshwright.planner.page.data import as_script
-from meshwright.planner.page.render import fragment, render, write_whole
+from meshwright.planner.page.render import as_script, fragment, render, write_whole
 
 _PAGE = Path(__file__).with_name("page")
 _SCRIPTS = ("chart", "report")

@@ -35,6 +35,25 @@ def parse_tokens(text: str) -> int:
     return int(tokens)
 
 
+def price_of(text: str) -> float:
+    """Return the price of a GPU-hour.
+
+    Raises:
+        PlanError: it is not a number above zero.
+
+    Example:
+        >>> price_of(" 2.50")
+        2.5
+    """
+    try:
+        price = float(text)
+    except ValueError:
+        price = 0.0
+    if not 0 < price < math.inf:
+        raise PlanError(f"--price={text.strip()!r} must be the price of a GPU-hour, a number above zero such as 2.5")
+    return price
+
+
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """The tokens of a training run, and the price of a device.

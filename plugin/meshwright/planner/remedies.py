@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from meshwright.errors import PlanError
 from meshwright.planner.adapters import Lora
-from meshwright.planner.candidate import Job
+from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.formatting import gib
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.memory import peak_memory, state_memory
@@ -15,6 +15,7 @@ from meshwright.planner.search import Search, search
 
 _GROWTH = 12  # doublings of the cluster to try if no plan fits
 _DEVICES_A_SEQUENCE = 128  # largest number of devices that may share one sequence
+_SHORTEST = 256  # tokens below which no shorter sequence is tried
 _RANK = 16  # rank of the adapters to try
 _SIZES = 7  # sizes of the cluster to try between one that is too small and its double
 
@@ -50,18 +51,14 @@ class _Remedies:
 
     def __init__(self, found: Search, *, keeps_masters: bool = False):
         self.found, self.keeps_masters = found, keeps_masters
+        self.plans: dict[tuple[Cluster, Job], Candidate | None] = {}
 
     def all(self) -> Iterator[str]:
         found, cluster, job = self.found, self.found.cluster, self.found.job
-        if not found.allow_future and (label := self.best(cluster, job, later=True)):
-            yield f"{label}, once this version can run it (--allow-future plans it)"
         yield from self.few()
-        shorter = job.seq_len
-        while shorter % 2 == 0 and shorter > 256:
-            shorter //= 2
-            if self.best(cluster, dataclasses.replace(job, seq_len=shorter)):
-                yield f"--seq-len {shorter}"
-                break
+        shorter = [dataclasses.replace(job, seq_len=length) for length in _halves(job.seq_len)]
+        if shorter and self.best(cluster, shorter[-1]):  # if the shortest does not fit, no longer one does
+            yield f"--seq-len {next(each.seq_len for each in shorter if self.best(cluster, each))}"
         yield f"devices with {gib(found.smallest[1].total * cluster.device.memory / found.budget)} of memory"
 
     def few(self) -> Iterator[str]:
@@ -96,42 +93,55 @@ class _Remedies:
                 return
 
     def devices(self) -> Iterator[str]:
-        """Yield the smallest number of devices with which a plan fits."""
-        cluster, job, later, below = self.found.cluster, self.found.job, False, self.found.cluster.gpus
+        """Yield the smallest number of devices with which a plan fits, and with which one with masters does."""
+        cluster, job, below = self.found.cluster, self.found.job, self.found.cluster.gpus
         for gpus in _more_devices(cluster, job):
-            more = dataclasses.replace(cluster, gpus=gpus)
-            if label := self.best(more, job):
+            if label := self.best(dataclasses.replace(cluster, gpus=gpus), job):
                 for fewer in _between(below, gpus, cluster.gpus_per_node):
                     if least := self.best(dataclasses.replace(cluster, gpus=fewer), job):
                         gpus, label = fewer, least
                         break
                 yield f"--gpus {gpus} ({label})"
                 if " *" in label:
-                    yield from _Remedies(self.found, keeps_masters=True).devices()
+                    stricter = _Remedies(self.found, keeps_masters=True)
+                    stricter.plans = self.plans
+                    yield from stricter.devices()
                 return
-            if not self.found.allow_future and not later and (label := self.best(more, job, later=True)):
-                later = True
-                yield f"--gpus {gpus} with --allow-future ({label})"
             below = gpus
 
-    def best(self, cluster: Cluster, job: Job, *, later: bool = False) -> str | None:
-        """Return the fastest plan that fits; None without one."""
+    def best(self, cluster: Cluster, job: Job) -> str | None:
+        """Return the fastest plan that fits, those with masters first; None without one."""
+        if (cluster, job) not in self.plans:
+            self.plans[cluster, job] = self.searched(cluster, job)
+        plan = self.plans[cluster, job]
+        if plan is None or not job.rounds_updates(plan):
+            return plan and plan.label
+        return None if self.keeps_masters else f"{plan.label} *, without 32-bit masters"
+
+    def searched(self, cluster: Cluster, job: Job) -> Candidate | None:
         found = self.found
         budget = found.budget * cluster.device.memory / found.cluster.device.memory
         if state_memory(found.shape, job) > cluster.gpus * budget:
             return None  # a search would find none either, but only after it has weighed every plan
         try:
-            other = search(
-                found.space(cluster, job, allow_future=later), found.profile, top=1, budget=budget, explains=False
-            )
+            other = search(found.space(cluster, job), found.profile, top=1, budget=budget, explains=False)
         except PlanError:
             return None
-        if not other.choices:
-            return None
-        plan = other.choices[0].plan
-        if not job.rounds_updates(plan):
-            return plan.label
-        return None if self.keeps_masters else f"{plan.label} *, without 32-bit masters"
+        return other.choices[0].plan if other.choices else None
+
+
+def _halves(length: int) -> list[int]:
+    """Return shorter sequences to try, the longest first, all of which tp can share.
+
+    Example:
+        >>> _halves(2048), _halves(6000)
+        ([1024, 512, 256], [3000])
+    """
+    found = []
+    while length % 16 == 0 and length > _SHORTEST:
+        length //= 2
+        found.append(length)
+    return found
 
 
 def _more_devices(cluster: Cluster, job: Job) -> Iterator[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,18 @@ from meshwright.tracing.trace import Trace, trace_step
 MICRO_BATCHES = 2  # most micro-batches to trace, since all are alike
 
 
+@contextlib.contextmanager
+def _without_logs() -> Iterator[None]:
+    """Drop warnings, as those of libraries that transformers imports if they are installed, such as torchao."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@_without_logs()
 def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
     """Return the model of a config.json, without weights.
 

@@ -1,5 +1,5 @@
 """The answer of a search as one HTML page of diagrams and tables."""
 
-from meshwright.planner.page.page import page, write_page
+from meshwright.planner.page.page import Answer, page, write_page
 
-__all__ = ["page", "write_page"]
+__all__ = ["Answer", "page", "write_page"]

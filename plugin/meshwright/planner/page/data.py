@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
+import zlib
 from collections.abc import Callable, Hashable, Sequence
 
 from meshwright.plan.schedule import stages_of_rank
@@ -11,6 +13,7 @@ from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, stage_layers
 from meshwright.planner.memory import Memory
 from meshwright.planner.page.draw import HATCHED, PART_OF_AXIS
+from meshwright.planner.page.every_setting import Elsewhere
 from meshwright.planner.page.front import Point, drawn_points
 from meshwright.planner.page.listing import Listed
 from meshwright.planner.page.settings import Outcome, PageSettings, StageWork
@@ -39,13 +42,13 @@ class _Table:
 
 def page_data(
     settings: PageSettings,
-    plans: Sequence[Listed],
+    plans: Sequence[Listed | Elsewhere],
     points: Sequence[Point],
     front: Sequence[Point],
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, object]:
-    """Return the data of the page, whose numbers are MiB and milliseconds.
+    """Return the data of an answer of the page, whose numbers are MiB and milliseconds.
 
     Args:
         settings: the outcome of a search, and the sliders.
@@ -64,7 +67,9 @@ def page_data(
             outcomes.append(_point(outcome, tables))
             done += 1
             progress(done, total)
-        rows.append({**_plan(found, listed), "simple": simplest.index(complexity(listed.plan)), "points": outcomes})
+        label = tables["labels"].index(listed.plan.label, lambda plan=listed.plan: _label(plan, tables))  # type: ignore[misc]
+        about = {"label": label, "simple": simplest.index(complexity(listed.plan)), "points": outcomes}
+        rows.append({**_plan(found, listed), **about})
     cluster, job, profile = found.cluster, found.job, found.profile
     return {
         "device": {"name": cluster.device.name, "memory": _mib(cluster.device.memory), "flops": cluster.device.flops},
@@ -75,7 +80,7 @@ def page_data(
         "tie": explain.TIE,
         "within": found.within,
         "sliders": {"batch": sliders.batches, "length": sliders.lengths, "gpus": sliders.gpus, "micro": sliders.micro},
-        "planned": planned(settings),
+        "planned": settings.planned,
         "flopsPerToken": [found.shape.flops(length, lora=job.lora) for length in sliders.lengths],
         "memoryParts": [name for name in Memory.__dataclass_fields__ if name != "stage"],
         "timeParts": list(found.choices[0].time.parts),
@@ -88,24 +93,13 @@ def page_data(
     }
 
 
-def planned(settings: PageSettings) -> list[int]:
-    """Return the setting of the planned job, as an index on each slider."""
-    found, sliders = settings.found, settings.ranges
-    return [
-        sliders.batches.index(found.job.global_batch),
-        sliders.lengths.index(found.job.seq_len),
-        sliders.gpus.index(found.cluster.gpus),
-        sliders.micro.index(1.0),
-    ]
-
-
-def as_script(data: object) -> str:
-    """Return JSON for a script element, in which no text can end the element or begin markup."""
+def packed(data: object) -> str:
+    """Return JSON, compressed, as base64. A browser unpacks it, and no text in it can be markup."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-def _plan(found: Search, listed: Listed) -> dict[str, object]:
+def _plan(found: Search, listed: Listed | Elsewhere) -> dict[str, object]:
     plan = listed.plan
     return {
         "why": listed.why,

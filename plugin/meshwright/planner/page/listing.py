@@ -14,7 +14,7 @@ from meshwright.planner.search import Choice, Search, choice_of
 from meshwright.planner.simplicity import in_order
 from meshwright.planner.time import StepModel
 
-_PLANS = 16  # largest number of plans on the page, unless more are listed for other reasons
+PLANS = 16  # largest number of plans of an answer, unless the search has more choices
 _GIB = 2**30
 
 
@@ -29,7 +29,7 @@ class Listed(Choice):
     why: str
 
 
-def listed_plans(found: Search, points: Sequence[Point], front: Sequence[Point]) -> list[Listed]:
+def listed_plans(found: Search, points: Sequence[Point], front: Sequence[Point], *, most: int = PLANS) -> list[Listed]:
     """Return the plans of the table, the best first.
 
     These are the choices of the search, the fastest plan of each set of parallel axes, and plans of the Pareto front
@@ -38,13 +38,15 @@ def listed_plans(found: Search, points: Sequence[Point], front: Sequence[Point])
     Args:
         found: the outcome of a search.
         points, front: result of ``pareto``.
+        most: largest number of plans, unless the search has more choices.
     """
     model = StepModel(found.shape, found.cluster, found.profile.coefficients)
     tied = ties(found)
     reasons = {choice.plan: _why(found, index, tied) for index, choice in enumerate(found.choices)}
     for axes, plan in _fastest_of_axes(found, model, points):
-        reasons.setdefault(plan, f"fastest with {axes}")
-    room = max(0, _PLANS - len(reasons))
+        if len(reasons) < most:
+            reasons.setdefault(plan, f"fastest with {axes}")
+    room = max(0, most - len(reasons))
     for point in _spread([point for point in front if point.plan not in reasons], room):
         reasons[point.plan] = "leanest" if point is front[0] else "lean"
     known = {choice.plan: choice for choice in found.choices}
@@ -55,7 +57,11 @@ def listed_plans(found: Search, points: Sequence[Point], front: Sequence[Point])
         )
         rounds = found.job.rounds_updates(plan)
         plans.append(Listed(**vars(choice), why=why + ", without 32-bit masters" * rounds))
-    # The first choice of the search leads; plans that are not among its choices follow in the same order.
+    return in_table_order(found, plans)
+
+
+def in_table_order(found: Search, plans: Sequence[Listed]) -> list[Listed]:
+    """Return plans in the order of the table: the first choice of the search leads, the others follow in its order."""
     ordered = in_order(plans, found.job, within=found.within)
     first = next(listed for listed in ordered if listed.plan == found.choices[0].plan)
     return [first, *(listed for listed in ordered if listed is not first)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -12,15 +14,18 @@ from meshwright.errors import PlanError
 from meshwright.planner import explain
 from meshwright.planner.cost import Budget, bill_line, bill_of
 from meshwright.planner.formatting import gib, seconds
-from meshwright.planner.page.data import as_script, page_data, planned
+from meshwright.planner.page.data import packed, page_data
+from meshwright.planner.page.every_setting import Elsewhere, with_every_setting
 from meshwright.planner.page.front import pareto
-from meshwright.planner.page.listing import Listed, listed_plans
+from meshwright.planner.page.listing import PLANS, Listed, listed_plans
 from meshwright.planner.page.render import render, write_whole
 from meshwright.planner.page.settings import PageSettings, ranges
 from meshwright.planner.page.words import describe_plan, launch_command, plan_command
 from meshwright.planner.search import Search
 
 _REASONS = 5  # largest number of reasons that are shown unfolded
+_ROWS = 48  # plans of all answers of a page together
+_PARTS = 1000  # of the progress of an answer
 _SCRIPTS = (
     "text",
     "svg",
@@ -35,84 +40,102 @@ _SCRIPTS = (
     "run",
     "trace",
     "address",
+    "menus",
     "page",
 )
 
 _TIMES = "\u00d7"  # the multiplication sign
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A search for one GPU and one precision, with what the page shows of it.
+
+    Args:
+        found: the outcome of the search.
+        changed: result of ``explain.changes``; computed if not given.
+        budget: the tokens and the price with which the figures of a whole run begin.
+        compared: the table of ways to train the model, its heading first.
+    """
+
+    found: Search
+    changed: Sequence[explain.Change] | None = None
+    budget: Budget | None = None
+    compared: Sequence[tuple[str, ...]] = ()
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """The GPU and the precision."""
+        return self.found.cluster.device.name, self.found.job.precision
+
+
 def page(
-    found: Search,
+    answers: Sequence[Answer],
     *,
-    changed: Sequence[explain.Change] | None = None,
     model: str | None = None,
     profile: str | None = None,
-    budget: Budget | None = None,
+    refused: Sequence[str] = (),
+    every_setting: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    compared: Sequence[tuple[str, ...]] = (),
 ) -> str:
     """Return the whole answer as one HTML page, which is also well-formed XML.
 
     Args:
-        found: the outcome of a search.
-        changed: result of ``explain.changes``; computed if not given.
+        answers: the answers among which the page's menus choose, the first of which it shows at the start. They have
+            one model, number of devices, batch and sequence length.
         model: what the page's commands give to ``--model`` (default: the model's name).
         profile: what they give to ``--profile``; None for a search without one.
-        budget: the tokens and the price with which the page's figures of a whole run begin.
-        progress: a function that is called with the number of slider settings computed so far, and their total number.
-        compared: the table of ways to train the model, its heading first.
+        refused: why other GPUs and precisions have no answer.
+        every_setting: whether each setting of the sliders is searched.
+        progress: a function that is called with the work done so far, and the total.
 
     Raises:
         PlanError: no plan fits.
     """
-    if not found.choices:
-        raise explain.no_fit(found)
-    changed = explain.changes(found) if changed is None else changed
-    points, front = pareto(found)
-    plans = listed_plans(found, points, front)
-    settings = PageSettings(found=found, ranges=ranges(found))
-    data = page_data(settings, plans, points, front, progress=progress)
-    commands = {"plan": plan_command(found, shlex.quote(model or found.shape.name), profile)}
-    rows = _changes(found, changed)
-    run = {
-        "tokens": f"{budget.tokens}" if budget else "",
-        "price": f"{budget.price:g}" if budget and budget.price is not None else "",
-    }
-    data |= {"commands": commands, "changes": rows, "run": run}
+    first = answers[0].found
+    if not first.choices:
+        raise explain.no_fit(first)
+    most = min(PLANS, _ROWS // len(answers))
+    parts, rows = [], list[Listed]()
+    for number, answer in enumerate(answers):
+
+        def each(done: int, total: int, number: int = number) -> None:
+            progress(_PARTS * number + _PARTS * done // total, _PARTS * len(answers))
+
+        data, listed = _answer_data(
+            answer, most, _ROWS // len(answers) if every_setting else 0, model=model, profile=profile, progress=each
+        )
+        parts.append(data)
+        rows = rows or listed
+    settings = PageSettings(found=first, ranges=ranges(first))
+    start, budget = parts[0], answers[0].budget
     return render(
         Path(__file__).with_name("page.html.j2"),
         script=Markup(_script()),
-        data=Markup(as_script(data)),
-        header=_header(found),
-        plans=_rows(found, plans),
+        data=packed(parts),
+        header=_header(first),
+        plans=_rows(first, rows),
+        menus=_menus(answers),
+        refused=refused,
         sliders=_sliders(settings),
-        reasons=_reasons(found),
-        changes=rows,
-        compared={"head": compared[0], "rows": compared[1:]} if compared else None,
-        run=run,
-        bill=bill_line(bill_of(found, budget)) if budget else "",
+        reasons=_folded(start["why"]),
+        changes=start["changes"],
+        compared={"head": answers[0].compared[0], "rows": answers[0].compared[1:]} if answers[0].compared else None,
+        run=start["run"],
+        bill=bill_line(bill_of(first, budget)) if budget else "",
         settings=f"{settings.ranges.count:,}",
-        footer=f"{explain.error_band(found)} {found.considered:,} legal plans, {found.weighed:,} weighed, "
-        f"{found.simulated:,} simulated.",
+        every=all(part["isComplete"] for part in parts),
+        footer=start["footer"],
     )
 
 
-def write_page(
-    found: Search,
-    path: str | Path,
-    *,
-    changed: Sequence[explain.Change] | None = None,
-    model: str | None = None,
-    profile: str | None = None,
-    budget: Budget | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    compared: Sequence[tuple[str, ...]] = (),
-) -> None:
+def write_page(answers: Sequence[Answer], path: str | Path, **options: Any) -> None:
     """Write the page atomically, so that readers of the file never see a part of the page.
 
     Args:
-        found, changed, model, profile, budget, progress, compared: as in ``page``.
+        answers: as in ``page``.
         path: the file.
+        options: the other arguments of ``page``.
 
     Raises:
         PlanError: no plan fits, or the file cannot be written.
@@ -122,10 +145,67 @@ def write_page(
         raise PlanError(f"--html {path}: there is no directory {path.parent}; create it, or choose another file")
     if path.is_dir():
         raise PlanError(f"--html {path} is a directory; choose a file in it")
-    content = page(
-        found, changed=changed, model=model, profile=profile, budget=budget, progress=progress, compared=compared
-    )
-    write_whole(content, path, option="--html")
+    write_whole(page(answers, **options), path, option="--html")
+
+
+def _answer_data(
+    answer: Answer,
+    most: int,
+    most_everywhere: int,
+    *,
+    model: str | None,
+    profile: str | None,
+    progress: Callable[[int, int], None],
+) -> tuple[dict[str, Any], list[Listed]]:
+    """Return the data of an answer, and the plans that fit in the planned job.
+
+    Args:
+        answer: the answer.
+        most: largest number of plans of the planned job.
+        most_everywhere: largest number of plans if each setting is searched; 0 to search the planned job alone.
+        model, profile: as in ``page``.
+        progress: a function that is called with the work done so far, and the total.
+    """
+    found, budget = answer.found, answer.budget
+    points, front = pareto(found)
+    plans: Sequence[Listed | Elsewhere] = (listed := listed_plans(found, points, front, most=most))
+    settings = PageSettings(found=found, ranges=ranges(found))
+    is_complete, halves = False, 2 if most_everywhere else 1
+    if most_everywhere:
+        plans, is_complete = with_every_setting(
+            settings, listed, most_everywhere, progress=lambda done, total: progress(done, 2 * total)
+        )
+
+    def drawn(done: int, total: int) -> None:
+        progress(done + total * (halves - 1), total * halves)
+
+    data = page_data(settings, plans, points, front, progress=drawn)
+    run = {
+        "tokens": f"{budget.tokens}" if budget else "",
+        "price": f"{budget.price:g}" if budget and budget.price is not None else "",
+    }
+    changed = explain.changes(found) if answer.changed is None else answer.changed
+    data |= {
+        "commands": {"plan": plan_command(found, shlex.quote(model or found.shape.name), profile)},
+        "changes": _changes(found, changed),
+        "run": run,
+        "job": _header(found)["job"],
+        "why": list(explain.reasons(found)) or [("nothing", "no option was ruled out")],
+        "compared": list(answer.compared[1:]),
+        "isComplete": is_complete,
+        "footer": f"{explain.error_band(found)} {found.considered:,} legal plans, {found.weighed:,} weighed, "
+        f"{found.simulated:,} simulated.",
+    }
+    return data, [each for each in plans if isinstance(each, Listed)]
+
+
+def _menus(answers: Sequence[Answer]) -> list[dict[str, object]]:
+    """Return the menus: their names, and the values that an answer has."""
+    menus: list[dict[str, object]] = []
+    for at, (name, label) in enumerate((("gpu", "GPU"), ("precision", "Precision"))):
+        options = list(dict.fromkeys(answer.name[at] for answer in answers))
+        menus.append({"name": name, "label": label, "options": options})
+    return menus if len(answers) > 1 else []
 
 
 def _header(found: Search) -> dict[str, object]:
@@ -161,11 +241,11 @@ def _header(found: Search) -> dict[str, object]:
 
 
 def _script() -> str:
-    """Return the page's JavaScript as one function, so that it adds no global name."""
+    """Return the page's JavaScript as one function, so that it adds no global name; it awaits the unpacked data."""
     folder = Path(__file__).parent / "js"
     files = "".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
     assert "]]>" not in files and "</script" not in files
-    return f'(() => {{\n"use strict";\n{files}}})();\n'
+    return f'(async () => {{\n"use strict";\n{files}}})();\n'
 
 
 def _rows(found: Search, plans: Sequence[Listed]) -> list[dict[str, object]]:
@@ -188,7 +268,7 @@ def _rows(found: Search, plans: Sequence[Listed]) -> list[dict[str, object]]:
 
 def _sliders(settings: PageSettings) -> list[dict[str, object]]:
     """Return the sliders: their names, and the index of the planned job on them."""
-    found, values, start = settings.found, settings.ranges, planned(settings)
+    found, values, start = settings.found, settings.ranges, settings.planned
     return [
         {"name": name, "label": label, "most": len(of) - 1, "start": index, "text": text}
         for name, label, of, index, text in (
@@ -200,9 +280,8 @@ def _sliders(settings: PageSettings) -> list[dict[str, object]]:
     ]
 
 
-def _reasons(found: Search) -> dict[str, object]:
+def _folded(rows: Sequence[tuple[str, str]]) -> dict[str, object]:
     """Return the reasons against other plans: those to show, and those to fold away."""
-    rows = list(explain.reasons(found)) or [("nothing", "no option was ruled out")]
     shown = _REASONS if len(rows) > _REASONS + 1 else len(rows)
     return {"shown": rows[:shown], "folded": rows[shown:]}
 

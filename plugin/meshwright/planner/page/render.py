@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -29,6 +30,12 @@ def fragment(template: Path, **values: object) -> Markup:
     loader = FileSystemLoader([template.parent, Path(__file__).parent])
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     return Markup(environment.get_template(template.name).render(**values))
+
+
+def as_script(data: object) -> str:
+    """Return JSON for a script element, in which no text can end the element or begin markup."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def write_whole(content: str, path: Path, *, option: str) -> None:

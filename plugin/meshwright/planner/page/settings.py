@@ -132,6 +132,25 @@ class PageSettings:
     _models: dict[int, StepModel] = field(default_factory=dict)
     _weights: dict[tuple[Candidate, int], tuple[tuple[int, int, Memory], ...]] = field(default_factory=dict)
 
+    @property
+    def planned(self) -> tuple[int, int, int, int]:
+        """The setting of the planned job, as an index on each slider."""
+        job, values = self.found.job, self.ranges
+        batch, length = values.batches.index(job.global_batch), values.lengths.index(job.seq_len)
+        return batch, length, values.gpus.index(self.found.cluster.gpus), values.micro.index(1.0)
+
+    def space_at(self, at: tuple[int, int, int]) -> Space:
+        """Return the plans of the job with a batch, a length and a number of GPUs."""
+        return self._space(*at)[0]
+
+    def model_at(self, gpus: int) -> StepModel:
+        """Return the model of the step on the number of GPUs with an index on the slider."""
+        size = self.ranges.gpus[gpus]
+        if size not in self._models:
+            cluster = dataclasses.replace(self.found.cluster, gpus=size)
+            self._models[size] = StepModel(self.found.shape, cluster, self.found.profile.coefficients)
+        return self._models[size]
+
     def outcomes(self, plan: Candidate) -> Iterator[Outcome | str]:
         """Yield a plan at each setting, or the reason why it cannot run there, in the order of ``Ranges.indices``."""
         for setting in self.ranges.indices():
@@ -151,14 +170,11 @@ class PageSettings:
             PlanError: the plan cannot have these sizes.
         """
         at = self.at(plan, setting)
-        found, length, gpus = self.found, self.ranges.lengths[setting[1]], self.ranges.gpus[setting[2]]
+        found, length = self.found, self.ranges.lengths[setting[1]]
         memory = self._memory(at, length)
         if max(each.total for _, _, each in memory) > found.budget:
             return Outcome(plan=at, memory=memory, time=None, work=None)
-        if gpus not in self._models:
-            cluster = dataclasses.replace(found.cluster, gpus=gpus)
-            self._models[gpus] = StepModel(found.shape, cluster, found.profile.coefficients)
-        model, job = self._models[gpus], self._job(length)
+        model, job = self.model_at(setting[2]), self._job(length)
         return Outcome(plan=at, memory=memory, time=model.step(at, job), work=stage_work(model, at, job))
 
     def at(self, plan: Candidate, setting: tuple[int, int, int, int]) -> Candidate:

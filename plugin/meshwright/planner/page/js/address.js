@@ -2,11 +2,17 @@
 
 const plannedLabel = (index) => choiceAt(index, data.planned).label;
 
+function planNamed(label) {
+  const at = data.plans.findIndex((_, plan) => label === plannedLabel(plan));
+  return at >= 0 ? at : null;
+}
+
 function writeAddress() {
   const parts = SLIDERS.map((name, slider) => [name, data.sliders[name][state.setting[slider]]]);
+  if (answers.length > 1) for (const [name, of] of Object.entries(MENUS)) parts.push([name, of(data)]);
   for (const key of ["plan", "other"]) if (state[key] !== null) parts.push([key, plannedLabel(state[key])]);
   for (const key of ["tokens", "price"]) if (state[key]) parts.push([key, state[key]]);
-  const isStart = isPlannedSetting() && state.plan === null && state.other === null
+  const isStart = data === answers[0] && isPlannedSetting() && state.plan === null && state.other === null
     && state.tokens === data.run.tokens && state.price === data.run.price;
   try {
     history.replaceState(null, "", isStart ? location.pathname + location.search : `#${new URLSearchParams(parts)}`);
@@ -15,17 +21,15 @@ function writeAddress() {
   }
 }
 
-// Returns the state that the address names; what this page does not have stays as it was planned.
+// Returns the state that the address names, and turns to its answer; what this page does not have stays as it was planned.
 function readAddress() {
   const named = new URLSearchParams(location.hash.slice(1));
+  const wanted = answers.find((answer) => Object.entries(MENUS).every(([name, of]) => named.get(name) === of(answer)));
+  data = wanted ?? answers[0];
   const setting = SLIDERS.map((name, slider) => {
     const at = data.sliders[name].indexOf(Number(named.get(name)));
     return named.has(name) && at >= 0 ? at : data.planned[slider];
   });
-  const index = (key) => {
-    const at = data.plans.findIndex((_, plan) => named.get(key) === plannedLabel(plan));
-    return at >= 0 ? at : null;
-  };
-  return { setting, plan: index("plan"), other: index("other"),
+  return { setting, plan: planNamed(named.get("plan")), other: planNamed(named.get("other")),
     tokens: named.get("tokens") ?? data.run.tokens, price: named.get("price") ?? data.run.price };
 }

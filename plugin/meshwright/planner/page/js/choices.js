@@ -2,7 +2,6 @@
 
 const SLIDERS = ["batch", "length", "gpus", "micro"];
 const words = (codes) => codes.map((index) => data.words[index]).join(" ");
-const known = new Map();
 
 function settingIndex(setting) {
   return SLIDERS.reduce((index, name, slider) => index * data.sliders[name].length + setting[slider], 0);
@@ -10,6 +9,7 @@ function settingIndex(setting) {
 
 // Returns a plan's label, memory and time at a setting, or the reason why it cannot run there.
 function choiceAt(index, setting) {
+  const known = (data.known ??= new Map());
   const key = `${index}/${settingIndex(setting)}`;
   if (!known.has(key)) known.set(key, decoded(index, setting));
   return known.get(key);
@@ -18,8 +18,7 @@ function choiceAt(index, setting) {
 function decoded(index, setting) {
   const plan = data.plans[index];
   const point = plan.points[settingIndex(setting)];
-  const planned = plan.points[settingIndex(data.planned)];
-  const [codes, ranks, rows, dp, replicate, microBatch, count] = data.labels[planned[0]];
+  const [codes, , , dp, replicate, microBatch, count] = data.labels[plan.label];
   const of = { index, plan, label: words(codes), fits: false, dp, replicate, microBatch, count };
   if (!Array.isArray(point)) return { ...of, reason: data.reasons[point] };
   const [at, memory, work, ...times] = point;

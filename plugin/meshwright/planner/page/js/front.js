@@ -31,9 +31,8 @@ function frontScales(choices, isPlanned, width, height) {
   };
 }
 
-const speckPaths = new Map(); // by width, since they are drawn for the planned job alone
-
 function specks({ x, y }, width) {
+  const speckPaths = (data.speckPaths ??= new Map()); // by width, since they are drawn for the planned job alone
   if (!speckPaths.has(width)) {
     const dots = data.points.memory.map((memory, index) => `M${at2(x(memory))} ${at2(y(data.points.time[index]))}h0`);
     speckPaths.set(width, dots.join(""));

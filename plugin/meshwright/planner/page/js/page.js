@@ -33,6 +33,7 @@ function fill(node, html) {
 
 function redraw() {
   widthOf(null);
+  drawAnswer();
   const ordered = inOrder(everyChoice());
   const one = shownPlan(ordered);
   const two = state.other === null || state.other === one.index ? null : choiceAt(state.other, state.setting);
@@ -44,7 +45,7 @@ function redraw() {
 }
 
 function drawHeader(one, ordered) {
-  const isFirst = isPlannedSetting() && one.index === 0;
+  const isFirst = data === answers[0] && isPlannedSetting() && one.index === 0;
   $("#shown").textContent = one.label;
   $("#future").hidden = one.plan.runs;
   $("#words").textContent = one.reason ? `cannot run here: ${one.reason}` : one.words;
@@ -274,7 +275,7 @@ $("#plans").addEventListener("click", (event) => {
 $("#more").addEventListener("click", () => {
   const isFolded = $("#plans").classList.toggle("is-folded");
   $("#more").setAttribute("aria-expanded", !isFolded);
-  $("#more").textContent = isFolded ? `Show all ${data.plans.length} plans` : "Show fewer plans";
+  labelMore();
 });
 $("#front-card").addEventListener("click", (event) => {
   const dot = event.target.closest("[data-plan]");
