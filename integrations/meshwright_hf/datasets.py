@@ -107,7 +107,7 @@ class TokenRows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     Example:
         >>> TokenRows(datasets.Dataset.from_dict({"input_ids": [[5, 6], [7]]}))[1]
-        {'input_ids': tensor([7])}
+        {'input_ids': tensor([7], dtype=torch.int32)}
     """
 
     def __init__(self, dataset: datasets.Dataset):
