@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Adafactor
 
 import meshwright as mw
@@ -61,8 +60,6 @@ def make(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
         return Adafactor(model.parameters(), scale_parameter=True, relative_step=True, warmup_init=False, lr=None)
     if kind == "8 bits":
         return pytest.importorskip("bitsandbytes").optim.AdamW8bit(model.parameters())
-    if kind == "4 bits":
-        return pytest.importorskip("torchao.optim").AdamW4bit(model.parameters())
     return {"trust ratio": TrustRatio, "LAMB": Lamb, "Shampoo": Shampoo}[kind](model.parameters())
 
 
@@ -193,11 +190,6 @@ def test_a_run_resumes_under_another_plan(
 def state_bytes(kept: dict[str, Any]) -> int:
     """Bytes of a parameter's state, without tables of quantised values, which all parameters share."""
     found = [x for name, x in kept.items() if torch.is_tensor(x) and not name.startswith("qmap")]
-    while any(is_traceable_wrapper_subclass(x) for x in found):
-        inner = [
-            getattr(x, name) for x in found if is_traceable_wrapper_subclass(x) for name in x.__tensor_flatten__()[0]
-        ]
-        found = [x for x in found if not is_traceable_wrapper_subclass(x)] + [x for x in inner if x.numel() != 256]
     return sum(x.numel() * x.element_size() for x in found)
 
 
@@ -234,9 +226,7 @@ def step_given(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "kind", crossings((*ALL_KINDS, "trust ratio", "8 bits", "4 bits"), but=["trust ratio", "8 bits"])
-)
+@pytest.mark.parametrize("kind", crossings((*ALL_KINDS, "trust ratio", "8 bits"), but=["trust ratio", "8 bits"]))
 def test_masters_state_and_traffic(kind: str, dtype: torch.dtype, pool2: Any) -> None:
     # By a rank too: this process has more threads, which add in another order.
     expected, whole, *_ = pool2.run(step_given, None, kind, dtype)[0]
