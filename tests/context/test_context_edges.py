@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -29,6 +29,8 @@ from conformance.families.one_device import largest_difference
 from harness.pool import WorkerError
 from meshwright.context import attention
 from meshwright.context.attend import as_autocast
+from meshwright.context.record import record_context
+from meshwright.roles import find_decoder
 from support.contexts import METHODS, batch, distributed
 from support.exact import Float64, relative_difference
 from support.models import SIZES, build, tokens
@@ -389,3 +391,11 @@ def copied() -> tuple[Tensor, Tensor]:
 def test_copies_and_models_beside_it(pool2: Any) -> None:
     for of_copy, of_plain in pool2.run(copied):
         assert of_copy.abs().max() == 0 and of_plain.abs().max() < 1e-5  # float32
+
+
+def test_an_attention_that_chooses_its_tokens_by_projections_of_its_own_is_refused() -> None:
+    """As MiniMax M3's indexer does, which ended in an error of torch about an index once a row had two blocks."""
+    model = build("llama")
+    model.model.layers[1].self_attn.indexer = nn.Sequential(nn.Linear(32, 4), nn.Linear(32, 4))
+    with pytest.raises(mw.PlanError, match=r"layers.1.self_attn.indexer \(Sequential\) has projections of its own"):
+        record_context(find_decoder(model))
