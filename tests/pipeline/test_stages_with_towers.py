@@ -130,7 +130,7 @@ def step_with_weights_that_a_hook_reads(*, are_complex: bool) -> None:
     model: Any = RoFormerForCausalLM(RoFormerConfig(**sizes, is_decoder=True))
 
     def multiply(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        table = args[2] * model.roformer.embeddings.word_embeddings.weight[0, 0]
+        table = args[2] * model.roformer.embeddings.token_type_embeddings.weight[0, 0]
         return *args[:2], torch.complex(table, torch.zeros_like(table)) if are_complex else table, *args[3:]
 
     model = mw.to_distributed(model, plan=mw.ParallelPlan(pp=2))[0]
