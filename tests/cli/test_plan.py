@@ -129,6 +129,16 @@ def test_several_values_are_a_table(config: Path, option: str) -> None:
     assert "tokens/s/GPU" in run(config, option).output
 
 
+def test_gpus_are_compared_with_their_prices_and_one_without_a_plan_says_why(config: Path) -> None:
+    options = "--gpu a100,h100 --precision fp8 --gpus 2 --tokens 1B --price 1,2"
+    command = ["plan", "sweep", "--model", str(config), *options.split()]
+    table = CliRunner().invoke(app, command).output
+    assert "gpu=a100-80: --precision fp8 needs matrix units of 8 bits" in table and "h100-sxm  dp2" in table
+    without, row = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
+    assert without["gpu"] == "a100-80" and "8 bits" in without["reason"]
+    assert row["gpu"] == "h100-sxm" and row["price_per_gpu_hour"] == 2
+
+
 def test_own_sizes_are_own_words(config: Path) -> None:
     sizes = run(config, "--tp 2 --sequence-parallel --zero-stage 1 --micro-batch-size 2 --gpus 8 --json")
     words = CliRunner().invoke(

@@ -85,7 +85,7 @@ def of_precisions(rows: Any) -> list[tuple[float, float]]:
 
 
 def in_days(rows: Any) -> list[tuple[float, float]]:
-    *slower, last = (row for row in rows if row["plan"])
+    *slower, last = (row for row in rows if row.get("plan"))
     assert last["days"] <= 14 and all(row["days"] > 14 for row in slower) and slower
     return [(last["days"], math.ceil(1e12 / (512 * 4096)) * last["step_seconds"] / 86400)]
 

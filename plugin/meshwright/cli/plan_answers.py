@@ -285,7 +285,7 @@ def _table(question: PlanQuestion, swept: str, rows: Sequence[SweepRow]) -> str:
     from meshwright.planner.explain import parameters_text
     from meshwright.planner.sweep import sweep_text
 
-    shape, cluster, settings = question.shape, question.space().cluster, question.settings
+    shape, cluster, settings = question.shape, question.cluster(question.settings), question.settings
     one = {"gpus": cluster.device.name, "gpu": f"{cluster.gpus} devices"}
     words = [one.get(swept, f"{cluster.gpus} x {cluster.device.name}")]
     words += [f"{settings.global_batch[0]} sequences per step"] * (swept != "global_batch")

@@ -378,11 +378,12 @@ class PlanQuestion:
         from meshwright.planner.space import Space
 
         settings = settings or self.settings
-        cluster = self._cluster(settings)
+        cluster = self.cluster(settings)
         job, allow_future = self._job(settings, cluster), self.search_options.allow_future
         return Space(shape=self.shape, cluster=cluster, job=job, allow_future=allow_future, no_tensor=self.no_tensor)
 
-    def _cluster(self, settings: Settings) -> Cluster:
+    def cluster(self, settings: Settings) -> Cluster:
+        """Return the devices of some settings."""
         from meshwright.planner.devices import device_of_spec
         from meshwright.planner.hardware import Cluster, device
 

@@ -115,10 +115,11 @@ class _Remedies:
             self.plans[cluster, job] = self.searched(cluster, job)
         plan = self.plans[cluster, job]
         if plan is None or not job.rounds_updates(plan):
-            return plan and plan.label
+            return None if plan is None else plan.label
         return None if self.keeps_masters else f"{plan.label} *, without 32-bit masters"
 
     def searched(self, cluster: Cluster, job: Job) -> Candidate | None:
+        """Return the first plan of a search; None if no plan fits."""
         found = self.found
         budget = found.budget * cluster.device.memory / found.cluster.device.memory
         if state_memory(found.shape, job) > cluster.gpus * budget:
