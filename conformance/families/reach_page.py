@@ -1,6 +1,7 @@
 """Writes docs/models.md and docs/models.json from the results of the sweep over all mappings.
 
 python -m conformance.families.reach_page reach.jsonl
+python -m conformance.families.reach_page --keep some.jsonl    # after a few programs have run again
 
 Programs read the JSON file, which has one line per type. Tests read both files back and compare them.
 """
@@ -11,7 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +51,13 @@ def rows_of(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
             cells = {plan: Cell(**cell) for plan, cell in found.items() if cell is not None}
             rows.append(Row(mapping, name, cells))
     return rows
+
+
+def results_of(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """Return the lines of a results file that give these rows, as :func:`rows_of` reads them."""
+    return {
+        f"{row.mapping}: {row.model_type}: {plan}": asdict(cell) for row in rows for plan, cell in row.cells.items()
+    }
 
 
 def to_json(rows: list[Row]) -> str:
@@ -187,9 +195,13 @@ def table_of(text: str) -> dict[tuple[str, str], list[str]]:
     return {(mapping, name): rest for name, mapping, *rest in cells[1:]}
 
 
-def main(results: Annotated[list[Path], typer.Argument(help="files that conformance.families.reach wrote")]) -> None:
+def main(
+    results: Annotated[list[Path], typer.Argument(help="files that conformance.families.reach wrote")],
+    keep: Annotated[bool, typer.Option("--keep", help="keep what the page says of programs that no file has")] = False,
+) -> None:
     """Write docs/models.json and docs/models.md from the results of sweeps; later files replace earlier ones."""
-    DATA.write_text(to_json(rows_of(read(results))))
+    kept = results_of(from_json(DATA.read_text())[1]) if keep else {}
+    DATA.write_text(to_json(rows_of(kept | read(results))))
     versions, rows = from_json(DATA.read_text())
     PAGE.write_text(render(versions, rows))
     print(f"{len(rows)} types: {PAGE}, {DATA}")
