@@ -34,6 +34,13 @@ from meshwright.plan.transfers import received_by, receiving_stage, transfers
 Key = tuple[bool, int, int]  # a transfer: is it an activation (or a gradient), its receiving stage, its micro-batch
 
 
+_WRITTEN = (
+    "backward needs a tensor that was written in place since its forward. If the model's forward writes a weight, or "
+    "another tensor that it also reads, a pipeline cannot train it, since the forward of the next micro-batches runs "
+    "before this backward. Write it after optimizer.step(), or use ParallelPlan(pp=1)"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Boundaries:
     """What crosses from stage to stage. A boundary has the number of the stage that gets its hidden states.
@@ -212,9 +219,9 @@ class Step:
                     found = list(
                         torch.autograd.grad([x for x, _ in trained], inputs, [g for _, g in trained], allow_unused=True)
                     )
-                except RuntimeError:  # about a weight that the forward of a later micro-batch has written
+                except RuntimeError as error:  # about a weight that the forward of a later micro-batch has written
                     if not self.is_refused():
-                        raise
+                        raise (PlanError(_WRITTEN) if "inplace operation" in str(error) else error) from error
                     # This rank goes on without gradients, so that the others come to the end of the step.
         sent = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(crossed, found, strict=False))
         if sent:
