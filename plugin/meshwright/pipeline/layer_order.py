@@ -77,14 +77,15 @@ def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
     """
     _check_distinct(model, layers)
     recorder, output = _recorded(model, layers)
-    recorder.check_result(output)
     names = {field.name for field in dataclasses.fields(output)} if dataclasses.is_dataclass(output) else set()
     if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= {*output, *names}:
         raise PlanError(
             f"{type(model).__name__} returns a {type(output).__name__}, and under ParallelPlan.pp > 1 a model must "
             "return an output with loss and logits, as transformers' models do. Use pp=1"
         )
-    return recorder.order(type(output), record_routers(model))
+    order = recorder.order(type(output), record_routers(model))
+    recorder.check_result(output)
+    return order
 
 
 def _recorded(model: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[_Recorder, Any]:
