@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.cli.plan_inputs import Settings, numbers
+from meshwright.cli.plan_settings import Settings, numbers
 from meshwright.errors import PlanError
 from meshwright.plan.text import parse_plan
 from meshwright.planner import explain
@@ -74,7 +74,11 @@ def test_options_with_several_values(text: str, kind: Any, message: str) -> None
     assert numbers("--gpus", "64, 128", int) == (64, 128) and numbers("--gpus", None, int) == ()
     with pytest.raises(PlanError, match=message):
         numbers("--gpus", text, kind)
-    one = Settings(gpus=(1,), seq_len=(1,), global_batch=(1,), interconnect=())
+    one = Settings(gpu=(), precision=("bf16",), gpus=(1,), seq_len=(1,), global_batch=(1,), interconnect=())
+    assert one.is_of_page and dataclasses.replace(one, gpu=("a", "b"), precision=("bf16", "fp8")).is_of_page
+    assert not dataclasses.replace(one, gpus=(1, 2)).is_of_page
+    with pytest.raises(PlanError, match="4 GPU types x 2 precisions are 8 answers, and a page has at most 6"):
+        _ = dataclasses.replace(one, gpu=("a", "b", "c", "d"), precision=("bf16", "fp8")).is_of_page
     assert one.swept is None and dataclasses.replace(one, gpus=(1, 2)).swept == "gpus"
     with pytest.raises(PlanError, match="--gpus and --seq-len have several values"):
         _ = dataclasses.replace(one, gpus=(1, 2), seq_len=(1, 2)).swept
