@@ -31,10 +31,11 @@ class CausalLMLoss(BatchLoss):
         vocab_size: the number of words in the full vocabulary.
         tp: the axis over which the logits may be sharded.
         mean: the mean over the axis that splits the batch.
+        is_aligned: whether the model passes its labels as they are, without a shift, as ``shift_labels``.
     """
 
-    def __init__(self, *, vocab_size: int, tp: Axis, mean: GlobalMean):
-        self.vocab_size, self.tp, self.mean = vocab_size, tp, mean
+    def __init__(self, *, vocab_size: int, tp: Axis, mean: GlobalMean, is_aligned: bool = False):
+        self.vocab_size, self.tp, self.mean, self.is_aligned = vocab_size, tp, mean, is_aligned
         self.region: Parted | None = None  # under context parallelism: knows the tokens of this rank's logits
         self._smoothing = 0.0
 
@@ -67,6 +68,8 @@ class CausalLMLoss(BatchLoss):
 
     def counts(self, batch: Batch) -> Tensor:
         """Return the number of valid labels in this rank's part of a batch."""
+        if self.is_aligned and "shift_labels" not in batch:
+            batch = {**batch, "shift_labels": batch["labels"]}
         return next_words(batch, None if self.region is None else self.region.parts).reshape(1)
 
     def of_output(self, batch: Batch, output: object) -> object:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dis
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import CodeType
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,7 @@ class LossKind:
         counts: a function that counts, in this rank's part of a batch, the items that the loss averages over.
         is_function: whether the model calls the loss as ``model.loss_function``; otherwise only the output shows it.
         is_causal_lm: whether the loss is the causal-LM loss, which works on logits sharded over the vocabulary.
+        is_aligned: whether the model itself says that a causal-LM loss needs no shift of the labels.
         has_positions: whether the loss is the average of two means, over start positions and over end positions.
         is_observed: whether a pass on fake tensors has shown the kind; a call may ask for more than that pass did.
         part: the name of the child module that computes the loss, which the model is to return unchanged.
@@ -46,6 +48,7 @@ class LossKind:
     counts: Callable[[Batch], Tensor]
     is_function: bool = False
     is_causal_lm: bool = False
+    is_aligned: bool = False
     has_positions: bool = False
     is_observed: bool = False
     part: str | None = None
@@ -80,8 +83,14 @@ def find_loss(model: nn.Module, averages_over: AveragesOver | None = None) -> Lo
 def _of_function(model: nn.Module) -> LossKind | None:
     name = getattr(getattr(model, "loss_function", None), "__name__", None)
     kind = _FUNCTIONS.get(name or "")
+    names = _names_read(type(model))
     # Every model of transformers has the attribute, but older families do not read it.
-    return kind if kind is not None and "loss_function" in _names_read(type(model)) else None
+    if kind is None or "loss_function" not in names:
+        return None
+    if kind.is_causal_lm and "shift_labels" in names:
+        observed = observe_loss(model)
+        return replace(kind, is_aligned=observed is not None and not (observed.is_shifted or observed.is_masked))
+    return kind
 
 
 def _of_class(model: nn.Module) -> LossKind | None:
@@ -127,11 +136,17 @@ def _names_read(kind: type) -> set[str]:
     names: set[str] = set()
     for owner in (k for k in kind.__mro__ if "forward" in vars(k)):
         code = getattr(inspect.unwrap(vars(owner)["forward"]), "__code__", None)
-        own = {*code.co_names, *code.co_varnames} if code is not None else set()
+        own = {*code.co_names, *code.co_varnames, *_arguments_in(code)} if code is not None else set()
         names |= own
         if not own & {"super", "forward"}:
             break
     return names
+
+
+def _arguments_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of the arguments in calls, which the code holds as constants."""
+    for constant in code.co_consts:
+        yield from (x for x in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(x, str))
 
 
 def _labels(batch: Batch) -> Tensor:
@@ -183,7 +198,7 @@ def install_loss(model: nn.Module, kind: LossKind, mean: GlobalMean, *, tp: Axis
     """
     if kind.is_causal_lm:
         AddedToLoss(mean).watch(model)
-        causal = CausalLMLoss(vocab_size=vocab_size, tp=tp, mean=mean)
+        causal = CausalLMLoss(vocab_size=vocab_size, tp=tp, mean=mean, is_aligned=kind.is_aligned)
         object.__setattr__(model, "loss_function", causal)
         return causal
     if kind.is_function:

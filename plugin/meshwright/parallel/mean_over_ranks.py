@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
 from meshwright.autograd import Node, TensorFunction
-from meshwright.errors import ItemCountError
+from meshwright.errors import ItemCountError, PlanError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.loss_gradients import LossGradients
@@ -20,6 +20,11 @@ from meshwright.plan.config import NumItems
 
 IGNORE_INDEX = -100  # the label that transformers' losses skip
 TARGETS = ("labels", "shift_labels", "start_positions", "end_positions")
+_OTHER_COUNT = (
+    "the loss of the micro-batches averages over another number of labels than the batch's labels show, as if the "
+    "model's forward chose or shifted them itself. Use a plan without micro-batches and with ParallelPlan(pp=1), or "
+    "compute the loss from the model's outputs: loss = meshwright.global_mean(model, loss, count)"
+)
 BLANK = -(2.0**40)  # the floating-point label that losses skip, in rows that only keep a rank in step with others
 
 
@@ -62,6 +67,7 @@ class GlobalMean:
         self.gradients = gradients if dp.size > 1 else None
         self.used_items: bool | None = None  # whether num_items divided the last mean; None before the first mean
         self._divisors: Tensor | None = None
+        self._seen: Tensor | None = None  # what this rank's losses have counted of a larger global batch
         self._micro_batches = 1  # into how many the larger global batch is split
         # Sequence numbers of the autograd nodes of the last mean and of what was added to it; the nodes are not kept.
         self._last: int | None = None
@@ -71,13 +77,26 @@ class GlobalMean:
         self.all_added = torch.zeros(())
 
     @contextlib.contextmanager
-    def divided_by(self, divisors: Tensor, micro_batches: int) -> Iterator[None]:
-        """Divide sums inside the context by ``divisors``, those of a larger global batch of so many micro-batches."""
-        self._divisors, self._micro_batches = divisors, micro_batches
+    def over_micro_batches(
+        self, counts: Tensor, num_items: Tensor | float | None, micro_batches: int
+    ) -> Iterator[None]:
+        """Let each mean inside the context be an addend of the mean over a global batch of several micro-batches.
+
+        Args:
+            counts: what this rank's losses of all micro-batches will count together, one number for each sum.
+            num_items: the ``num_items_in_batch`` that this rank's program passed, if any.
+            micro_batches: their number.
+
+        Raises:
+            PlanError: if the losses have counted something else.
+        """
+        self._divisors, self._micro_batches, self._seen = self.divisors(counts, num_items), micro_batches, None
         try:
             yield
+            if self._seen is not None and num_items is None:
+                require((self._seen == counts.to(self._seen.device)).all(), lambda: PlanError(_OTHER_COUNT))
         finally:
-            self._divisors = self._last = self._added = self.last_added = None
+            self._divisors = self._seen = self._last = self._added = self.last_added = None
             self._micro_batches = 1
 
     def divisors(self, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
@@ -91,8 +110,12 @@ class GlobalMean:
         return self._divisors_of(ranks, len(counts), has_items=num_items is not None)
 
     def known_divisors(self, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
-        """Return the divisors of the sums to come: those of the larger batch inside :meth:`divided_by`."""
-        return self.divisors(counts, num_items) if self._divisors is None else self._divisors
+        """Return the divisors of the sums to come: those of the larger batch inside :meth:`over_micro_batches`."""
+        return self.divisors(counts, num_items) if self._divisors is None else self._see(counts, self._divisors)
+
+    def _see(self, counts: Tensor, divisors: Tensor) -> Tensor:
+        self._seen = counts if self._seen is None else self._seen + counts
+        return divisors
 
     def factors(self, divisors: Tensor) -> Tensor:
         """Return the gradient of a mean with respect to each of its sums."""
@@ -123,8 +146,9 @@ class GlobalMean:
         own = torch.cat([sums.detach().double(), self._with_items(counts.double(), num_items)])
         ranks = all_gather(own[None], self.dp)
         size = len(sums)
-        divisors = self._divisors
-        if divisors is None:
+        if self._divisors is not None:
+            divisors = self._see(counts, self._divisors)
+        else:
             divisors = self._divisors_of(ranks[:, size:], size, has_items=num_items is not None)
         self.used_items = num_items is not None
         divisors = divisors.to(sums.dtype)

@@ -77,8 +77,8 @@ class SplitForward(BatchStep):
         count = count_micro_batches(self.plan, schema.rows, self.dp)
         pieces = Pieces(schema.row_counts(count), keeps=self.keeps_logits, mean=self.loss.mean)
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
-        divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
-        with self.loss.mean.divided_by(divisors, count):
+        counts, num_items = self.loss.counts(batch), batch.get("num_items_in_batch")
+        with self.loss.mean.over_micro_batches(counts, num_items, count):
             return self._run(schema.split(count), pieces)
 
     def _run(self, batches: list[dict[str, object]], pieces: Pieces) -> Any:

@@ -214,14 +214,14 @@ class PipelineForward(BatchStep):
             routers=self._routers_of(batch),
         )
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
-        divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
+        counts, num_items = loss.counts(batch), batch.get("num_items_in_batch")
         schema = BatchSchema(batch, self.format)
         row_counts = schema.row_counts(count)
         step = self._step(schema.split(count), loss, operations, of_stages)
         step.scale = scale = runtime.features.get(LossScale).of(targets.device)
         step.fillers = frozenset(i for i, held in enumerate(row_counts) if held == 0)
         self.writes.start()
-        with loss.mean.divided_by(divisors, count), cut(), self.hooked.running():
+        with loss.mean.over_micro_batches(counts, num_items, count), cut(), self.hooked.running():
             run_training(step, sums, self.later)
         self.writes.finish()
         self._remember(step)
