@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 import meshwright as mw
 from support.exact import Float64, relative_difference
@@ -37,6 +38,25 @@ class Regression(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.layer(x)[:, 0], y)
+
+
+class Aligned(LlamaForCausalLM):
+    """Its labels are those of the tokens themselves, as in Florence-2 and Moonshine: the loss is not to shift them."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        size = self.config.vocab_size
+        loss = self.loss_function(logits, labels=None, vocab_size=size, shift_labels=labels)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class Chosen(LlamaForCausalLM):
+    """Its loss leaves out labels by their values, which nothing shows before a batch runs."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        chosen = labels.masked_fill(labels % 2 == 0, -100)
+        return CausalLMOutput(loss=self.loss_function(logits, chosen, self.config.vocab_size), logits=logits)
 
 
 def make_batches(program: str) -> list[dict[str, Tensor]]:
@@ -67,7 +87,8 @@ def run(plan: dict[str, Any] | None, program: str) -> tuple[list[float], dict[st
         model: Any = (Regression() if program == "rows" else build("llama")).double().train()
         if program == "labels":
             model.loss_function = smoothed_loss_function
-        over = {"call": None, "rows": "rows", "labels": next_words}[program]
+        model.__class__ = {"aligned": Aligned, "chosen": Chosen}.get(program, type(model))
+        over: Any = {"rows": "rows", "labels": next_words}.get(program)
         return train(model, plan, make_batches(program), loss_of=loss_of, loss_averages_over=over, gather_logits=True)
 
 
@@ -81,6 +102,9 @@ def run(plan: dict[str, Any] | None, program: str) -> tuple[list[float], dict[st
         ("rows", DP),
         ("labels", {**DP, "zero_stage": 1}),
         ("labels", {**DP, "micro_batch_size": 1}),
+        ("aligned", {**DP, "micro_batch_size": 1}),
+        ("aligned", {"pp": 2, "micro_batch_size": 1}),
+        ("chosen", DP),
     ],
     ids=str,
 )
@@ -93,6 +117,13 @@ def test_a_loss_of_ones_own(program: str, plan: dict[str, Any], pool2: Any) -> N
     for name, gradient in gradients.items():
         if "k_proj.bias" not in name:  # rounding only
             assert relative_difference(ranks[0][1][name], gradient) < 1e-10, name
+
+
+@pytest.mark.parametrize("plan", [{**DP, "micro_batch_size": 1}, {"pp": 2, "micro_batch_size": 1}], ids=str)
+def test_a_loss_that_counts_other_labels_is_an_error_with_micro_batches(plan: dict[str, Any], pool2: Any) -> None:
+    """The mean needs the count of all micro-batches before the first one runs; with the wrong one it is off by 2."""
+    for kind, message in pool2.run_expecting_error(run, plan, "chosen"):
+        assert kind == "PlanError" and "averages over another number of labels" in message
 
 
 def warnings_of(program: str, sizes: tuple[int, ...]) -> list[str]:

@@ -94,7 +94,7 @@ class CausalLMLoss(BatchLoss):
         divisors = self.mean.known_divisors(count, num_items)
         factor = self.mean.factors(divisors).to(torch.promote_types(deferred.dtype, torch.float32))
         loss_sum = deferred.loss(targets_N, words, factor)
-        return self.mean.of_weighted(loss_sum.reshape(1), divisors, has_items=num_items is not None)
+        return self.mean.of_weighted(loss_sum.reshape(1), count, divisors, has_items=num_items is not None)
 
     def _words(self, targets_N: Tensor, columns: int, vocab_size: int, ignore_index: int) -> Words:
         """Return the words of this rank's columns, once all targets are words of the vocabulary."""

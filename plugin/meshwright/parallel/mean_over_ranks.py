@@ -67,7 +67,8 @@ class GlobalMean:
         self.gradients = gradients if dp.size > 1 else None
         self.used_items: bool | None = None  # whether num_items divided the last mean; None before the first mean
         self._divisors: Tensor | None = None
-        self._seen: Tensor | None = None  # what this rank's losses have counted of a larger global batch
+        self._seen: Tensor | None = None  # what the losses have counted of a larger global batch
+        self.has_miscounted: Tensor | None = None  # whether that was another number than was expected of the last one
         self._micro_batches = 1  # into how many the larger global batch is split
         # Sequence numbers of the autograd nodes of the last mean and of what was added to it; the nodes are not kept.
         self._last: int | None = None
@@ -82,19 +83,20 @@ class GlobalMean:
     ) -> Iterator[None]:
         """Let each mean inside the context be an addend of the mean over a global batch of several micro-batches.
 
+        Afterwards ``has_miscounted`` says whether the losses have counted something else, the same on all ranks of dp,
+        and is None on a rank that has computed none.
+
         Args:
             counts: what this rank's losses of all micro-batches will count together, one number for each sum.
             num_items: the ``num_items_in_batch`` that this rank's program passed, if any.
             micro_batches: their number.
-
-        Raises:
-            PlanError: if the losses have counted something else.
         """
-        self._divisors, self._micro_batches, self._seen = self.divisors(counts, num_items), micro_batches, None
+        self._divisors = divisors = self.divisors(counts, num_items)
+        self._micro_batches, self._seen, self.has_miscounted = micro_batches, None, None
         try:
             yield
             if self._seen is not None and num_items is None:
-                require((self._seen == counts.to(self._seen.device)).all(), lambda: PlanError(_OTHER_COUNT))
+                self.has_miscounted = (self._seen != divisors.to(self._seen.device)).any()
         finally:
             self._divisors = self._seen = self._last = self._added = self.last_added = None
             self._micro_batches = 1
@@ -111,28 +113,39 @@ class GlobalMean:
 
     def known_divisors(self, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
         """Return the divisors of the sums to come: those of the larger batch inside :meth:`over_micro_batches`."""
-        return self.divisors(counts, num_items) if self._divisors is None else self._see(counts, self._divisors)
+        return self.divisors(counts, num_items) if self._divisors is None else self._divisors
 
-    def _see(self, counts: Tensor, divisors: Tensor) -> Tensor:
+    def check_counts(self, has_miscounted: Tensor | None) -> None:
+        """Raise if the losses of a larger global batch have counted something else than was expected."""
+        if has_miscounted is not None:
+            require(~has_miscounted, lambda: PlanError(_OTHER_COUNT))
+
+    def _see(self, counts_of_ranks: Tensor) -> None:
+        counts = counts_of_ranks.sum(0)
         self._seen = counts if self._seen is None else self._seen + counts
-        return divisors
 
     def factors(self, divisors: Tensor) -> Tensor:
         """Return the gradient of a mean with respect to each of its sums."""
         # As in torch, a mean over nothing is NaN and its gradient is zero.
         return torch.where(divisors > 0, self.dp.size / len(divisors) / divisors, 0)
 
-    def of_weighted(self, sums: Tensor, divisors: Tensor, *, has_items: bool) -> Tensor:
+    def of_weighted(self, sums: Tensor, counts: Tensor, divisors: Tensor, *, has_items: bool) -> Tensor:
         """Return the mean over the global batch of sums whose gradients have their factors already.
 
         Args:
             sums: this rank's sums, ``[n]``.
+            counts: how many rows or labels each sum covers, ``[n]``.
             divisors: what :meth:`known_divisors` returned.
             has_items: whether the program passed num_items.
         """
-        ranks = all_gather(sums.detach().double()[None], self.dp)
+        own, size = sums.detach().double(), len(sums)
+        if self._divisors is not None:
+            own = torch.cat([own, counts.double()])
+        ranks = all_gather(own[None], self.dp)
+        if self._divisors is not None:
+            self._see(ranks[:, size:])
         self.used_items = has_items
-        return self._replaced(sums, ranks, divisors.to(sums.dtype), torch.ones_like(sums))
+        return self._replaced(sums, ranks[:, :size], divisors.to(sums.dtype), torch.ones_like(sums))
 
     def of(self, sums: Tensor, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
         """Return the mean over the global batch; for several sums, the average of their means.
@@ -146,10 +159,11 @@ class GlobalMean:
         own = torch.cat([sums.detach().double(), self._with_items(counts.double(), num_items)])
         ranks = all_gather(own[None], self.dp)
         size = len(sums)
-        if self._divisors is not None:
-            divisors = self._see(counts, self._divisors)
-        else:
+        divisors = self._divisors
+        if divisors is None:
             divisors = self._divisors_of(ranks[:, size:], size, has_items=num_items is not None)
+        else:
+            self._see(ranks[:, size : 2 * size])
         self.used_items = num_items is not None
         divisors = divisors.to(sums.dtype)
         return self._replaced(sums, ranks[:, :size], divisors, self.factors(divisors))

@@ -79,7 +79,9 @@ class SplitForward(BatchStep):
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         counts, num_items = self.loss.counts(batch), batch.get("num_items_in_batch")
         with self.loss.mean.over_micro_batches(counts, num_items, count):
-            return self._run(schema.split(count), pieces)
+            output = self._run(schema.split(count), pieces)
+        self.loss.mean.check_counts(self.loss.mean.has_miscounted)
+        return output
 
     def _run(self, batches: list[dict[str, object]], pieces: Pieces) -> Any:
         *inner, last = batches

@@ -345,17 +345,20 @@ class PipelineForward(BatchStep):
         device = BatchSchema(step.batches[0]).first.device
         mean = self.loss.mean
         balances = self._routers_of(step.batches[0]) is not None
-        own = torch.zeros(3 + balances, dtype=torch.float64, device=device)
+        own = torch.zeros(4 + balances, dtype=torch.float64, device=device)
         if pp.rank == last:
             found = [x for x in (step.total, self.outputs.balance) if x is not None]
             if step.total is not None:
                 own[0] = step.total
             if balances:
-                own[3] = found[-1]
+                own[4] = found[-1]
+            if mean.has_miscounted is not None:
+                own[3] = mean.has_miscounted
             own[1].fill_(DTYPES.index(found[0].dtype))  # an assignment would copy the number from the host
             own[2].fill_(bool(mean.used_items))
         own = own.to(wire_device(device))
         dist.broadcast(own, group=pp.group, group_src=last)
+        mean.check_counts(own[3] != 0)
         used, mean.used_items = bool(mean.used_items), False
         if (kind := _kind_of(step.batches[0])) is not None:
             # Read once for each kind of batch, since reading makes the host wait for the device.
@@ -371,7 +374,7 @@ class PipelineForward(BatchStep):
         if key not in self._loss_dtypes:
             self._loss_dtypes[key] = DTYPES[int(own[1])]
         own = own.to(device, self._loss_dtypes[key])
-        return own[0], own[3] if balances else None
+        return own[0], own[4] if balances else None
 
     def _sum_ties(self, sums: SummedGradients) -> None:
         """Add up the gradients of a tied weight over the stages that hold it, before they are averaged over dp."""
