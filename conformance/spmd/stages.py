@@ -31,11 +31,11 @@ def receiving(mode: TypeMode, runtime: Runtime) -> Iterator[None]:
     kind = Kind.VARYING if is_sharded else Kind.INVARIANT
 
     def receive(receiver: Receiver, key: Hashable) -> Crossing:
-        x, numbers = take(receiver, key)
+        x, *others = take(receiver, key)
         mode.declare(x, kind)
-        if numbers is not None:  # statistics of the tokens that this rank routes
+        for numbers in others:  # statistics of the tokens that this rank routes
             mode.declare(numbers, Kind.VARYING)
-        return x, numbers
+        return x, *others
 
     def unfollowed(method: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:

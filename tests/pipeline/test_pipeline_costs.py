@@ -20,11 +20,11 @@ MICRO_BATCHES = 16  # far more than any rank holds, except under gpipe
 
 def messages_of_a_step(schedule: str, sizes: Sizes) -> Messages:
     model, batch = sizes.distributed(schedule, dist.get_world_size()), sizes.batch()
-    for step in range(2):  # the first also announces dtypes
+    for step in range(2):  # the first also announces shapes and dtypes, but not those of gradients
         with Messages() as messages:
             model(**batch).loss.backward()
             mw.clip_grad_norm_(model, 1.0)
-        if step == 0:
+        if step == 0 and dist.get_rank() < dist.get_world_size() - 1:
             assert sum(messages.sent.values()) > sum(messages.bytes.values()) / sizes.message_bytes
     return messages
 

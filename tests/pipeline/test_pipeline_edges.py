@@ -324,9 +324,9 @@ def with_parts_of_rows() -> tuple[dict[str, str], list[int], bool]:
     sent: list[int] = []
     send = Links.send
 
-    def counted(self: Links, x: torch.Tensor, receiver: int, **options: Any) -> None:
-        sent.append(x.nbytes)
-        send(self, x, receiver, **options)
+    def counted(self: Links, crossing: tuple[torch.Tensor, ...], receiver: int, **options: Any) -> None:
+        sent.append(sum(x.nbytes for x in crossing))
+        send(self, crossing, receiver, **options)
 
     model(**batch()).loss.backward()  # makes the dtypes known that cross the stages
     with mock.patch.object(Links, "send", counted):

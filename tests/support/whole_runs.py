@@ -13,7 +13,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.layout.tensor_layout import TensorLayout
-from support.exact import relative_difference
+from support.exact import gradient_differences, relative_difference
 from support.parity import TOLERANCE
 from support.short_programs import gradients_of
 
@@ -86,7 +86,11 @@ def differences(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -
     assert actual.keys() == expected.keys() - left_out
     everywhere = [name for name in actual if name.startswith(("loss", "norm", "evaluation"))]
     assert all(torch.equal(result[name], actual[name]) for result in results for name in everywhere)
-    return {name: relative_difference(actual[name], expected[name]) for name in actual}
+    found = {name: relative_difference(actual[name], expected[name]) for name in actual}
+    for kind in ("gradient of ", "weight "):  # the bias of keys has no gradient but rounding
+        if names := [name for name in actual if name.startswith(kind)]:
+            found |= gradient_differences({n: actual[n] for n in names}, {n: expected[n] for n in names})
+    return found
 
 
 def assert_equals_one_process(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:

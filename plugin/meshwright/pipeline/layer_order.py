@@ -21,7 +21,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.method_chain import arguments
-from meshwright.parallel.router_record import RouterRecord, record_routers
+from meshwright.parallel.router_record import OPTION, RouterRecord, forward_with_router_loss, record_routers
 from meshwright.pipeline.layer_inputs import HIDDEN, InputRecorder, LayerInput, Returned
 from meshwright.pipeline.sources import OUTSIDE, Sources
 from meshwright.roles.decoder import is_stack, owner_of_layers, towers_beside
@@ -91,6 +91,8 @@ def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
 def _recorded(model: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[_Recorder, Any]:
     """Return the record of a fake pass, and its output. The labels are of tokens, of rows, or left out."""
     first: PlanError | None = None
+    # What the stages have of the load-balancing loss crosses as numbers of its own.
+    options = {} if forward_with_router_loss(model) is None else {OPTION: False}
     for labels in ((_ROWS, _LENGTH), (_ROWS,), None):
         recorder = _Recorder(model, layers)
         try:
@@ -101,6 +103,7 @@ def _recorded(model: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[_Recorde
                     length=_LENGTH,
                     labels=labels,
                     instead="ParallelPlan(pp=1)",
+                    options=options,
                     watch=recorder.sources,
                 )
         except PlanError as error:
