@@ -67,4 +67,5 @@ def test_bytes_that_a_rank_holds(schedule: str, pool4: Any) -> None:
         assert abs(max(held.after) - max(counted)) <= 2 * AHEAD * sizes.message_bytes
         if v == 1:
             most = max(active for ((active, _),) in most_held(schedule, 4, v, MICRO_BATCHES)[rank])
-            assert most * stage_bytes <= max(held.after)
+            # The sums of losses and of counts, of 8 bytes, are held once, and are in the first micro-batch's bytes.
+            assert most * (stage_bytes - 16) <= max(held.after)
