@@ -128,7 +128,8 @@ def _summed(partial: list[Parameter], count: int) -> int:
 
 def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]) -> None:
     phases["forward"]["dp"].add("all-gather", 1, 8 * plan.data_ranks)  # the count of the batch's tokens
-    phases["forward"]["dp"].add("all-gather", plan.accumulation, 8 * plan.data_ranks)  # the sums of the losses
+    numbers = 1 if plan.accumulation == 1 else 2  # the sums of the losses, and with micro-batches what they count
+    phases["forward"]["dp"].add("all-gather", plan.accumulation, 8 * numbers * plan.data_ranks)
     if plan.accumulation > 1:
         phases["forward"]["dp"].add("all-reduce", 1, 8)  # the number of micro-batches
     members = list(parameters(shape, plan))
