@@ -6,14 +6,13 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from meshwright.errors import PlanError
 
 Number = TypeVar("Number", int, float)
 _MENUS = ("gpu", "precision")  # settings of which a page has menus
 _MOST_ANSWERS = 6  # of a page of at most 1 MB
-_PRECISIONS = ("bf16", "fp8", "fp4")
 
 
 def numbers(option: str, text: str | None, kind: type[Number]) -> tuple[Number, ...]:
@@ -70,8 +69,10 @@ def precision_of(text: str) -> str:
     Raises:
         PlanError: it is unknown.
     """
-    if text.lower() not in _PRECISIONS:
-        raise PlanError(f"--precision={text!r} is not known; write {', '.join(_PRECISIONS)}, or several with commas")
+    from meshwright.planner.candidate import Precision  # imported here so that --help is fast
+
+    if text.lower() not in (known := get_args(Precision)):
+        raise PlanError(f"--precision={text!r} is not known; write {', '.join(known)}, or several with commas")
     return text.lower()
 
 

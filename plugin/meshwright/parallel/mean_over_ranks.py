@@ -84,7 +84,7 @@ class GlobalMean:
         """Let each mean inside the context be an addend of the mean over a global batch of several micro-batches.
 
         Afterwards ``has_miscounted`` says whether the losses have counted something else, the same on all ranks of dp,
-        and is None on a rank that has computed none.
+        and is None on a rank that has computed none; see :meth:`check_counts`.
 
         Args:
             counts: what this rank's losses of all micro-batches will count together, one number for each sum.
@@ -115,8 +115,9 @@ class GlobalMean:
         """Return the divisors of the sums to come: those of the larger batch inside :meth:`over_micro_batches`."""
         return self.divisors(counts, num_items) if self._divisors is None else self._divisors
 
-    def check_counts(self, has_miscounted: Tensor | None) -> None:
-        """Raise if the losses of a larger global batch have counted something else than was expected."""
+    def check_counts(self) -> None:
+        """Raise if the losses of the last global batch of several micro-batches have counted something else."""
+        has_miscounted, self.has_miscounted = self.has_miscounted, None
         if has_miscounted is not None:
             require(~has_miscounted, lambda: PlanError(_OTHER_COUNT))
 

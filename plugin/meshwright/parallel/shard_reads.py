@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Protocol
 
 import torch
@@ -11,23 +11,19 @@ from torch import Tensor
 
 from meshwright.errors import UnreadableTensorError
 from meshwright.layout.tensor_layout import layout_if_any
+from meshwright.temporarily import temporarily
 
-_running_stages: list[None] = []
+_stage = SimpleNamespace(is_running=False)
 
 
-@contextlib.contextmanager
-def running_stage() -> Iterator[None]:
+def running_stage() -> contextlib.AbstractContextManager[None]:
     """Let the model's forward read weights of other pipeline stages as NaN, which shows where a result is used."""
-    _running_stages.append(None)
-    try:
-        yield
-    finally:
-        _running_stages.pop()
+    return temporarily(_stage, is_running=True)
 
 
 def is_stage_running() -> bool:
     """Return whether a pipeline stage runs the model's forward."""
-    return bool(_running_stages)
+    return bool(_stage.is_running)
 
 
 reading_shards = torch._C.DisableTorchFunctionSubclass

@@ -358,7 +358,8 @@ class PipelineForward(BatchStep):
             own[2].fill_(bool(mean.used_items))
         own = own.to(wire_device(device))
         dist.broadcast(own, group=pp.group, group_src=last)
-        mean.check_counts(own[3] != 0)
+        mean.has_miscounted = own[3] != 0
+        mean.check_counts()
         used, mean.used_items = bool(mean.used_items), False
         if (kind := _kind_of(step.batches[0])) is not None:
             # Read once for each kind of batch, since reading makes the host wait for the device.
