@@ -261,6 +261,8 @@ def main(
     """
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+    for name in mw.__all__:
+        getattr(mw, name)  # loads its module here, once, in place of in each fork
     kept = read([results]) if results is not None and results.exists() else {}
     number, count = map(int, shard.split("/"))
     chosen = [(m, t) for m in mapping or MAPPINGS for t in types_of(m) if not only or t in only]
