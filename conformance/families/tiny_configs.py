@@ -81,7 +81,7 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 _RANDOM = re.compile(r"drop|jitter|noise|vae_std|mask_(time|feature)_prob|pdrop")
 _TOKEN = re.compile(r"(token|bos|eos|pad|boi|eoi|start|end|newline|patch|im_\w+|codec_\w+)_(id|index)$|_token_ids?$")
-_LISTED = re.compile(f"{_TOKEN.pattern}|pinpoints|feature_layer$|^image_size$")
+_LISTED = re.compile(f"{_TOKEN.pattern}|pinpoints|feature_layer$|_indexes$|^image_size$")
 _FEATURES = re.compile(r"(image|audio|video)_token_(id|index)")
 _INDICES = re.compile(r"(indexes|indices|layer_ids|idxs|_layers|feature_layer)$")
 
