@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_map_only
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, ChunkedLoss
 from meshwright.parallel.cross_entropy import Words
+from meshwright.parallel.foreign_hooks import has_foreign_hooks
 from meshwright.parallel.logit_steps import Cast, LogitStep, step_of
 from meshwright.parallel.method_chain import ChainStep, StepOrder
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.stand_in import FACTS, SHAPE, ShardedLogits, StandIn, become
-from meshwright.parallel.user_hooks import has_foreign_hooks
+from meshwright.parallel.stand_in import FACTS, SHAPE, InHead, ShardedLogits, StandIn, become
 from meshwright.roles.linear_kernel import PLAIN, kernel_of
 
 _GATHER = "pass ToDistributedConfig(gather_logits=True)"
@@ -121,13 +121,6 @@ class DeferringHead(ChainStep):
             return False
         kernel = kernel_of(head)
         return kernel is not None and kernel.is_token_wise
-
-
-class InHead:
-    """Takes the place of a head's input, and runs a function inside the head's call, where its weight is whole."""
-
-    def __init__(self, run: Callable[[], Tensor]):
-        self.run = run
 
 
 @dataclass(kw_only=True, eq=False)

@@ -31,11 +31,11 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.foreign_hooks import has_gradient_hooks
 from meshwright.parallel.loss_gradients import LossGradients
 from meshwright.parallel.replica_digests import OF_OPTIMIZER, CopiedRows, Digests, copied_rows, parted
 from meshwright.parallel.replicated_state import ModuleTensors, optimizer_digest
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.user_hooks import has_gradient_hooks
 
 ADVICE = (
     "Each rank steps a replica of the same weights. After one more step the replicas differ permanently, and averaged "

@@ -154,3 +154,10 @@ def is_stand_in(grad: Tensor | None) -> bool:
 def is_cleared(grad: Tensor | None) -> bool:
     """Return whether a parameter's gradient was cleared since ZeRO moved it."""
     return grad is None or grad.__dict__.get("is_cleared", False)
+
+
+class InHead:
+    """Takes the place of a head's input, and runs a function inside the head's call, where its weight is whole."""
+
+    def __init__(self, run: Callable[[], Tensor]):
+        self.run = run

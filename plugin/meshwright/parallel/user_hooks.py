@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import PlanError
+from meshwright.parallel.foreign_hooks import has_foreign_hooks, is_foreign
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.roles import Decoder
 from meshwright.temporarily import temporarily
@@ -38,9 +38,6 @@ _OVER = (
     "all layers are over when the model returns. Compute the loss from the model's output, or use pp=1. To log the "
     "output, keep output.detach()"
 )
-
-# Hooks of these libraries are on every model, or only move and record tensors.
-_LIBRARIES = ("meshwright", "meshwright_hf", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed")
 
 
 class HookedModules:
@@ -153,44 +150,4 @@ def _parted(model: nn.Module, structure: Decoder | None) -> list[nn.Module]:
 def _comes_first(module: nn.Module) -> bool:
     """Return whether a module's first forward hook is the program's, registered before the runtime's."""
     first = next(iter(module._forward_hooks.values()), None)
-    return first is not None and _is_foreign(first)
-
-
-def has_foreign_hooks(module: nn.Module, *, backward: bool = False) -> bool:
-    """Return whether the program has forward hooks on a module itself.
-
-    Args:
-        module: the module.
-        backward: whether backward hooks count too, and hooks that torch runs for every module.
-    """
-    return any(map(_is_foreign, [*_hooks_of(module), *(_other_hooks_of(module) if backward else ())]))
-
-
-def _hooks_of(module: nn.Module) -> list[Callable[..., object]]:
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-
-
-def _other_hooks_of(module: nn.Module) -> list[Callable[..., object]]:
-    every = nn.modules.module
-    found = (
-        module._backward_hooks,
-        module._backward_pre_hooks,
-        every._global_forward_hooks,
-        every._global_forward_pre_hooks,
-        every._global_backward_hooks,
-        every._global_backward_pre_hooks,
-    )
-    return [hook for hooks in found for hook in hooks.values()]
-
-
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether the program has hooks on a parameter's gradient."""
-    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-    return any(_is_foreign(hook) for of in hooks if of for hook in of.values())
-
-
-def _is_foreign(hook: Callable[..., object]) -> bool:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    owner = getattr(hook, "__module__", None) or type(hook).__module__
-    return owner.split(".")[0] not in _LIBRARIES
+    return first is not None and is_foreign(first)

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from meshwright.layout.row_layout import RowLayout
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import reduce, share, unsplit_rows
-from meshwright.parallel.deferred_logits import InHead
 from meshwright.parallel.shard_reads import ROW_READS, reading_shards, values_of
-from meshwright.parallel.stand_in import ShardedLogits
+from meshwright.parallel.stand_in import InHead, ShardedLogits
 from meshwright.parallel.tensor_checks import require_words
 
 
