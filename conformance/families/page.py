@@ -44,7 +44,7 @@ def render(
         "# Families",
         "",
         "```bash",
-        "make families    # runs all sweeps of families and writes this page; two hours on 2 cores",
+        "make families    # runs all sweeps of families and writes this page; less than an hour on 2 cores",
         "```",
         "",
         f"**{passed} families pass**, of all {len(model_types())} types that `AutoModelForCausalLM` knows in "

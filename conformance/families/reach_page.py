@@ -110,7 +110,7 @@ def render(versions: Mapping[str, str], rows: list[Row]) -> str:
             "# All models of transformers",
             "",
             "```bash",
-            "make families    # runs all sweeps of families and writes this page; two hours on 2 cores",
+            "make families    # runs all sweeps of families and writes this page; less than an hour on 2 cores",
             "python -m conformance.families.reach --only llava --plan tp2+sp    # one program",
             "```",
             "",
