@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -112,6 +114,35 @@ def context_of(structure: Decoder | None, plan: ParallelPlan) -> ContextRecord |
     return record
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cuts:
+    """How a plan cuts one decoder: the fields of the same names of a :class:`Build`."""
+
+    structure: Decoder | None
+    mixers: Mapping[str, nn.Module]
+    cut: Cut | None
+    context: ContextRecord | None
+
+    @classmethod
+    def of(cls, decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig, *, rank: int = 0) -> Cuts:
+        """Decide how a plan cuts a decoder, for a rank of pp.
+
+        Raises:
+            PlanError: if the plan cannot cut it.
+        """
+        structure = structure_of(decoder, plan, config)
+        return cls(
+            structure=structure,
+            mixers=mixers_of(decoder, structure),
+            cut=cut_of(decoder, structure, plan, rank),
+            context=context_of(structure, plan),
+        )
+
+    def of_rank(self, rank: int) -> Cuts:
+        """Return the same for another rank of pp."""
+        return self if self.cut is None else dataclasses.replace(self, cut=dataclasses.replace(self.cut, rank=rank))
+
+
 def build_on_fake_rank(
     model: nn.Module,
     plan: ParallelPlan,
@@ -124,16 +155,12 @@ def build_on_fake_rank(
     decoder = without_wrappers(model)[1]
     config = dataclasses.replace(config or ToDistributedConfig(), plan=plan)
     mesh = Mesh.build(plan.dims, torch.device(device).type)
-    structure = structure_of(decoder, plan, config)
     return Build(
         model=model,
         plan=plan,
         config=config,
-        structure=structure,
         loss=find_loss(decoder),
         runtime=Runtime(mesh=mesh, plan=plan, guard=guard),
         device=torch.device(device),
-        mixers=mixers_of(decoder, structure),
-        context=context_of(structure, plan),
-        cut=cut_of(decoder, structure, plan, mesh.pp.rank),
+        **vars(Cuts.of(decoder, plan, config, rank=mesh.pp.rank)),
     )

@@ -30,7 +30,7 @@ from meshwright.distribute.check_float8 import check_float8
 from meshwright.distribute.check_launch import check_agreement, check_devices, check_launch
 from meshwright.distribute.check_quantised import check_quantised
 from meshwright.distribute.compiled_before import check_compiled, plain_module
-from meshwright.distribute.cuts import context_of, cut_of, structure_of
+from meshwright.distribute.cuts import Cuts
 from meshwright.distribute.installation import distribute
 from meshwright.errors import PlanError
 from meshwright.faults.equal_errors import say_equal_texts_once
@@ -51,16 +51,14 @@ from meshwright.parallel.batch_items import BatchFormat
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.flash_rows import check_package
-from meshwright.parallel.head_losses import find_loss
+from meshwright.parallel.head_losses import LossKind, find_loss
 from meshwright.parallel.mixed_rows import check_embeddings, check_mixed_rows
 from meshwright.parallel.recompute import check_recompute
-from meshwright.parallel.structure import DecoderStructure
 from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.plan.fields import either_name, keywords_checked
 from meshwright.plan.foreign_names import CALL_NAMES
 from meshwright.progress import is_first_rank
 from meshwright.roles.adapters import without_wrappers
-from meshwright.roles.blocks import mixers_of
 
 logger = logging.getLogger(__name__)
 
@@ -162,22 +160,64 @@ def _distribute(
         plan, reasons = pick_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
         tell_reasons(reasons)
     check_launch(plan)
+    cuts = _cuts(model, optimizer, plan, config, loss, device)
+
+    mesh, guard = _meet(plan, config, device)
+    weights = _equal_weights(model, config, mesh, device)
+    shown = None if config.logging_steps is None else Preparation.make(model, config, optimizer=optimizer)
+    format = BatchFormat.of(getattr(decoder, "config", None), config.batch_dims)
+    loader = None if dataloader is None else _make_loader(dataloader, mesh, device, config, format)
+    if loader is not None:
+        loader.feeds_causal_lm = loss is not None and loss.is_causal_lm
+    runtime = Runtime(mesh=mesh, guard=guard, plan=plan, plan_source=source_of_plan(config, is_picked=is_picked))
+    if config.engine is not None:
+        runtime.gradients.engine = Engine(config.engine)
+    # A program that does not expect a pipeline may read evaluated logits.
+    runtime.features.add(WholeLogits(in_training=config.gather_logits, in_evaluation=is_picked))
+    decided = vars(cuts.of_rank(mesh.pp.rank))
+    build = Build(model=model, plan=plan, config=config, loss=loss, runtime=runtime, device=device, **decided)
+    distribute(build, optimizer, weights.make)
+
+    _warn_of_dtype(plan, model)
+    if optimizer is not None:
+        _warn_of_float16(model)
+    if shown is not None:
+        start_monitor(model, runtime, config, shown, every=config.logging_steps)
+    _log(build)
+    return optimizer, loader
+
+
+def _cuts(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    plan: ParallelPlan,
+    config: ToDistributedConfig,
+    loss: LossKind | None,
+    device: torch.device,
+) -> Cuts:
+    """Decide how a plan cuts a model, before the ranks meet.
+
+    Raises:
+        PlanError: if this version cannot run the plan with the model, the optimizer and the options.
+    """
+    decoder = without_wrappers(model)[1]
     if optimizer is not None:
         check_reads(optimizer, reads=declared(config), plan=plan)
     check_embeddings(model, plan, config.engine)
     check_mixed_rows(model, plan)
     check_quantised(model, plan, device)
-    structure = structure_of(decoder, plan, config)
     _check_passes(plan, loss is not None, decoder, config.engine)
     check_router_loss(decoder, plan, loss)
     check_reduction(model, plan, config.engine)
     check_offload(plan, config.engine)
-    check_compile(layers_of(decoder, structure), plan, config)
-    cut = cut_of(decoder, structure, plan, rank=0)
-    context = context_of(structure, plan)
-    mixers = mixers_of(decoder, structure)
-    check_float8(decoder, plan, config, structure, mixers)
+    cuts = Cuts.of(decoder, plan, config)
+    check_compile(layers_of(decoder, cuts.structure), plan, config)
+    check_float8(decoder, plan, config, cuts.structure, cuts.mixers)
+    return cuts
 
+
+def _meet(plan: ParallelPlan, config: ToDistributedConfig, device: torch.device) -> tuple[Mesh, Guard | None]:
+    """Join the other ranks, compare with them what the call was given, and return the mesh and the guard."""
     guard = _join(device, config)
     warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)
     check_agreement(plan, config)
@@ -185,55 +225,30 @@ def _distribute(
     if guard is not None:
         guard.set_coordinates(mesh.coordinates)
         set_timeouts(config.timeout_s)  # also for the groups just made
+    return mesh, guard
+
+
+def _equal_weights(model: nn.Module, config: ToDistributedConfig, mesh: Mesh, device: torch.device) -> InitialWeights:
+    """Find the weights to begin with, and make those that the ranks have built equal."""
     succeed_together(lambda: check_package(model))
     source = settled(config.weights)
     weights = succeed_together(lambda: InitialWeights.find(model, source))
     if weights.equalise(model, mesh, device):
         logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
+    return weights
 
-    shown = None if config.logging_steps is None else Preparation.make(model, config, optimizer=optimizer)
 
-    format = BatchFormat.of(getattr(decoder, "config", None), config.batch_dims)
-    loader = None if dataloader is None else _make_loader(dataloader, mesh, device, config, format)
-    if loader is not None:
-        loader.feeds_causal_lm = loss is not None and loss.is_causal_lm
-    runtime = Runtime(
-        mesh=mesh,
-        guard=guard,
-        plan=plan,
-        plan_source=source_of_plan(config, is_picked=is_picked),
-    )
-    if config.engine is not None:
-        runtime.gradients.engine = Engine(config.engine)
-    # A program that does not expect a pipeline may read evaluated logits.
-    runtime.features.add(WholeLogits(in_training=config.gather_logits, in_evaluation=is_picked))
-    build = Build(
-        model=model,
-        plan=plan,
-        config=config,
-        structure=structure,
-        loss=loss,
-        runtime=runtime,
-        device=device,
-        mixers=mixers,
-        context=context,
-        cut=None if cut is None else dataclasses.replace(cut, rank=mesh.pp.rank),
-    )
-    distribute(build, optimizer, weights.make)
-    _warn_of_dtype(plan, model)
-    if optimizer is not None:
-        _warn_of_float16(model)
-    if shown is not None:
-        start_monitor(model, runtime, config, shown, every=config.logging_steps)
-    if logger.isEnabledFor(logging.INFO) and is_first_rank():
-        logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
-        if isinstance(structure, DecoderStructure):
-            share = 100 * structure.cut_share
-            logger.info("tp cuts %.0f %% of the weights; each rank of tp has the others whole", share)
-        if mixers and plan.cp > 1:
-            text = "each of the %d ranks of cp computes %d modules with recurrences or convolutions for all tokens"
-            logger.info(text, plan.cp, len(mixers))
-    return optimizer, loader
+def _log(build: Build) -> None:
+    """Say on the first rank what was done."""
+    if not (logger.isEnabledFor(logging.INFO) and is_first_rank()):
+        return
+    logger.info("distributed %s by %s\n%s", type(build.model).__name__, build.plan, build.plan.dims.rank_grid())
+    if build.tensor_structure is not None:
+        share = 100 * build.tensor_structure.cut_share
+        logger.info("tp cuts %.0f %% of the weights; each rank of tp has the others whole", share)
+    if build.mixers and build.plan.cp > 1:
+        text = "each of the %d ranks of cp computes %d modules with recurrences or convolutions for all tokens"
+        logger.info(text, build.plan.cp, len(build.mixers))
 
 
 def _join(device: torch.device, config: ToDistributedConfig) -> Guard | None:
