@@ -55,7 +55,9 @@ class Chunks:
         return self.take(torch.stack(states, 1))
 
 
-def convolve(function: Callable[..., Tensor], chunks: Chunks, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def convolve(
+    function: Callable[..., Tensor], chunks: Chunks, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     """Run a causal convolution of ``[B * chunks, channels, tokens]``, after the last tokens before each chunk."""
     reach = weight.shape[-1] - 1
     if reach == 0:
@@ -84,13 +86,16 @@ def delta_rule(
     keys, values = key.shape[-1], value.shape[-1]
     wide = torch.promote_types(value.dtype, torch.float32)
     unit = F.pad(torch.eye(keys, dtype=wide, device=value.device), (values, 0))
-    kwargs |= {"initial_state": unit.expand(len(value), value.shape[2], -1, -1).contiguous(), "output_final_state": True}
+    kwargs |= {
+        "initial_state": unit.expand(len(value), value.shape[2], -1, -1).contiguous(),
+        "output_final_state": True,
+    }
     results, made = function(query, key, F.pad(value, (0, keys)), *args, **kwargs)
     first = made[..., :values] * 0
     state = chunks.states_before(made, lambda each, state: each[..., values:] @ state + each[..., :values], first)
     without, of_state = results.split((values, keys), -1)
     added = of_state.to(state.dtype).transpose(1, 2) @ state
-    return without + added.transpose(1, 2).to(without.dtype), None
+    return (without + added.transpose(1, 2)).to(without.dtype), None
 
 
 def scan(
@@ -117,7 +122,7 @@ def scan(
     state = chunks.states_before(made, lambda each, state: each[..., -1:, :] * state + each[..., :-1, :], last * 0)
     by_group = state.unflatten(1, (c.shape[2], -1))
     added = torch.einsum("btgn,bghpn->btghp", c.to(state.dtype), by_group).flatten(2, 3) * decay[..., None]
-    return results + added.to(results.dtype)
+    return (results + added).to(results.dtype)
 
 
 # By the global name by which a mixer's code calls the function.
