@@ -18,7 +18,7 @@ import meshwright as mw
 from meshwright.context.handed_states import HandedStates, hands_states
 from meshwright.context.linear_recurrences import FORMS, Chunks
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.method_chain import MethodChain, add_step
+from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.sequence_parts import SequenceParts
 from meshwright.roles.blocks import mixers_of
 from meshwright.roles.blocks.mixer_kinds import MIXER_KINDS
@@ -84,27 +84,24 @@ def test_code_that_calls_other_functions_is_refused() -> None:
     assert all(name in FORMS for kind in MIXER_KINDS for name in kind.functions)
 
 
-def steps(plan: dict[str, Any], *, is_adapted: bool) -> dict[str, set[str]]:
-    """The classes of the steps of the mixers of each model."""
-    found: dict[str, set[str]] = {}
-    for name in [*FAMILIES, "minimax", "delta attention", "delta net, 3 heads"]:
-        model = build(name)
-        if is_adapted:
-            model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
-        mw.to_distributed(model, plan=plan)
-        mixers = mixers_of(model.get_base_model() if is_adapted else model).values()
-        chains = [vars(mixer)["forward"] for mixer in mixers]
-        assert chains and all(isinstance(chain, MethodChain) for chain in chains)
-        found[name] = {type(step).__name__ for chain in chains for step in chain.steps}
+def steps(plan: dict[str, Any]) -> list[set[str]]:
+    """The classes of the steps of mixers: by heads, of adapted projections, whole, and without a known kind."""
+    models: list[Any] = [
+        build(name) for name in ("falcon_h1, norm of one group", "lfm2", "delta net, 3 heads", "xlstm")
+    ]
+    adapted = get_peft_model(models[1], LoraConfig(target_modules=["conv.in_proj", "conv.out_proj"]))
+    found = []
+    for model, owner in zip(models, (models[0], adapted, *models[2:]), strict=True):
+        mw.to_distributed(owner, plan=plan)
+        chains = [vars(mixer)["forward"] for mixer in mixers_of(model).values()]
+        found.append({type(step).__name__ for chain in chains for step in chain.steps})
     return found
 
 
-@pytest.mark.parametrize("is_adapted", [False, True])
-def test_kinds_of_mixers_hand_states_over_under_tp(is_adapted: bool, pool4: Any) -> None:
-    for name, classes in pool4.run(steps, {"tp": 2, "cp": 2}, is_adapted=is_adapted)[0].items():
-        assert classes & {"HandedStates", "GatheredTokens"} == {
-            "GatheredTokens" if name in GATHERED else "HandedStates"
-        }, name
+def test_mixers_that_tp_cuts_hand_states_over_too(pool4: Any) -> None:
+    *handing, gathering = pool4.run(steps, {"tp": 2, "cp": 2})[0]
+    assert all("HandedStates" in classes for classes in handing)
+    assert "GatheredTokens" in gathering and "HandedStates" not in gathering
 
 
 def sent(length: int) -> dict[str, int]:

@@ -91,11 +91,12 @@ def delta_rule(
         "output_final_state": True,
     }
     results, made = function(query, key, F.pad(value, (0, keys)), *args, **kwargs)
-    first = made[..., :values] * 0
-    state = chunks.states_before(made, lambda each, state: each[..., values:] @ state + each[..., :values], first)
     without, of_state = results.split((values, keys), -1)
-    added = of_state.to(state.dtype).transpose(1, 2) @ state
-    return (without + added.transpose(1, 2)).to(without.dtype), None
+    with torch.autocast(value.device.type, enabled=False):  # states stay in the dtype of the kernel's
+        first = torch.zeros_like(made[..., :values])
+        state = chunks.states_before(made, lambda each, state: each[..., values:] @ state + each[..., :values], first)
+        added = (of_state.to(state.dtype).transpose(1, 2) @ state).transpose(1, 2)
+        return (without + added).to(without.dtype), None
 
 
 def scan(
@@ -115,14 +116,17 @@ def scan(
     """Run the scan of Mamba 2, whose state ``[channels, states]`` each head multiplies by a number per token."""
     kwargs |= {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, "return_final_states": True}
     results, last = function(x, dt, a, b, c, **kwargs)
-    steps = dt + dt_bias.to(dt.dtype)
-    steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
-    decay = (a.to(last.dtype) * steps.to(last.dtype)).cumsum(1).exp()  # [B * chunks, tokens, heads]
-    made = torch.cat([last, decay[:, -1, :, None, None].expand(*last.shape[:2], 1, last.shape[-1])], 2)
-    state = chunks.states_before(made, lambda each, state: each[..., -1:, :] * state + each[..., :-1, :], last * 0)
-    by_group = state.unflatten(1, (c.shape[2], -1))
-    added = torch.einsum("btgn,bghpn->btghp", c.to(state.dtype), by_group).flatten(2, 3) * decay[..., None]
-    return (results + added).to(results.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        steps = dt.to(last.dtype) + dt_bias.to(last.dtype)
+        steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
+        decay = (a.to(last.dtype) * steps).cumsum(1).exp()  # [B * chunks, tokens, heads]
+        made = torch.cat([last, decay[:, -1, :, None, None].expand(*last.shape[:2], 1, last.shape[-1])], 2)
+        state = chunks.states_before(
+            made, lambda each, state: each[..., -1:, :] * state + each[..., :-1, :], torch.zeros_like(last)
+        )
+        by_group = state.unflatten(1, (c.shape[2], -1))
+        added = torch.einsum("btgn,bghpn->btghp", c.to(state.dtype), by_group).flatten(2, 3)
+        return (results + added * decay[..., None]).to(results.dtype)
 
 
 # By the global name by which a mixer's code calls the function.
