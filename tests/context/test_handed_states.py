@@ -72,6 +72,16 @@ def test_a_planted_fault_is_found(fault: str, name: str) -> None:
         assert largest_difference(name) > 1e-3
 
 
+def test_the_kernel_of_a_whole_mixer_does_not_run() -> None:
+    """mamba-ssm's training kernel computes all from the convolution to the output projection, without states."""
+    mixer = next(iter(mixers_of(build("bamba")).values()))
+    add_step(mixer, of_one_process(mixer))
+    kernel = "transformers.models.bamba.modeling_bamba.mamba2_split_conv1d_scan_combined"
+    with mock.patch(kernel, side_effect=AssertionError):
+        results(mixer, 4)
+    assert mixer.training
+
+
 def test_code_that_calls_other_functions_is_refused() -> None:
     mixer = next(iter(mixers_of(build("lfm2")).values()))
     step = of_one_process(mixer)

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import meshwright as mw
 from meshwright.context.gathered_tokens import GatheredTokens
@@ -95,8 +96,7 @@ def train_with_a_fault(plan: dict[str, Any], family: str, fault: str) -> dict[st
         return self.join(x, dim, x.shape[dim] * self.axis.size, is_taken_again=True)
 
     def twice(self: GatheredTokens, *args: Any, **kwargs: Any) -> Any:
-        output: Tensor = call(self, *args, **kwargs)
-        return 2 * output - output.detach()
+        return tree_map_only(Tensor, lambda x: 2 * x - x.detach(), call(self, *args, **kwargs))
 
     gather, call = SequenceParts.gather, GatheredTokens.__call__
     faults: dict[str, Any] = {"order": in_order_of_ranks, "unsummed": unsummed, "twice": twice}
