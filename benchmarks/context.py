@@ -5,11 +5,13 @@ torchrun --nproc-per-node 2 -m benchmarks.context --figure time --rounds 15
 torchrun --nproc-per-node 4 -m benchmarks.context --figure scaling
 torchrun --nproc-per-node 2 -m benchmarks.context --figure balance
 torchrun --nproc-per-node 2 -m benchmarks.context --figure kernels
+torchrun --nproc-per-node 2 -m benchmarks.context --figure mixers
 
 equal: loss and gradient norm in float32, over those of one process. time: step times, in turn. scaling: CPU seconds of
 forward and backward per token, since the ranks may share cores, compared with a prediction from processes that train
 alone. balance: step times of a packed row whose work is spread evenly, against zigzag. kernels: step times with flash
-kernels, against blocks with a mask.
+kernels, against blocks with a mask. mixers: CPU seconds and kept bytes of recurrences and convolutions that hand states
+over, against those of gathered tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import typer
 
 from benchmarks.contenders import Contender
 from benchmarks.context_contenders import DeepSpeedUlysses, EachAlone, LongRows, OneProcess, Ours
+from benchmarks.context_mixers import mixers
 from benchmarks.summary import Ratio
 from benchmarks.timing import Clocked, say, time_after_warm_up
 from meshwright.context import attention
@@ -183,7 +186,14 @@ def _cpu_seconds(contender: Contender) -> float:
     return used.item() / dist.get_world_size()
 
 
-FIGURES = {"equal": equal, "time": step_time, "scaling": scaling, "balance": balance, "kernels": kernels}
+FIGURES = {
+    "equal": equal,
+    "time": step_time,
+    "scaling": scaling,
+    "balance": balance,
+    "kernels": kernels,
+    "mixers": mixers,
+}
 
 
 def main(

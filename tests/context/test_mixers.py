@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import meshwright as mw
 from meshwright.context.gathered_tokens import GatheredTokens
@@ -22,7 +23,7 @@ from support.exact import Float64
 from support.hybrid_models import FAMILIES, build, loader
 from support.models import labels_for, tokens
 from support.parity import pool_for
-from support.tiers import crossings
+from support.tiers import crossing, crossings
 from support.whole_runs import assert_equals_one_process, differences, train_whole
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -36,7 +37,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp2 cp2, micro-batches": {"pp": 2, "cp": 2, "gradient_accumulation_steps": 2},
     "cp4(ulysses)": {"cp": 4, "context": "ulysses"},
 }  # fmt: skip
-CASES = [*((family, plan) for family in FAMILIES for plan in PLANS), ("nemotron_h", "cp2")]
+CASES = [
+    *((family, plan) for family in FAMILIES for plan in PLANS),
+    *(("delta net, rows by one key head", plan) for plan in ("cp2", "tp2+sp cp2")),
+    *((name, "cp2") for name in ("nemotron_h", "delta attention")),
+]
 ROWS = ("whole rows", "padding", "three tokens")
 
 
@@ -91,8 +96,7 @@ def train_with_a_fault(plan: dict[str, Any], family: str, fault: str) -> dict[st
         return self.join(x, dim, x.shape[dim] * self.axis.size, is_taken_again=True)
 
     def twice(self: GatheredTokens, *args: Any, **kwargs: Any) -> Any:
-        output: Tensor = call(self, *args, **kwargs)
-        return 2 * output - output.detach()
+        return tree_map_only(Tensor, lambda x: 2 * x - x.detach(), call(self, *args, **kwargs))
 
     gather, call = SequenceParts.gather, GatheredTokens.__call__
     faults: dict[str, Any] = {"order": in_order_of_ranks, "unsummed": unsummed, "twice": twice}
@@ -101,9 +105,19 @@ def train_with_a_fault(plan: dict[str, Any], family: str, fault: str) -> dict[st
         return train(plan, family)
 
 
-@pytest.mark.parametrize(("fault", "result"), [("order", "loss 0"), ("unsummed", "norm 0"), ("twice", "norm 0")])
-def test_a_planted_fault_is_found(fault: str, result: str, pool2: Any) -> None:
-    found = differences(pool2.run(train_with_a_fault, PLANS["cp2"], "lfm2", fault), reference("lfm2"))
+@pytest.mark.parametrize(
+    ("fault", "result", "family"),
+    [
+        ("order", "loss 0", "lfm2"),
+        ("unsummed", "norm 0", "lfm2"),
+        crossing("order", "loss 0", "recurrent_gemma"),
+        crossing("unsummed", "norm 0", "recurrent_gemma"),
+        ("twice", "norm 0", "recurrent_gemma"),
+    ],
+)
+def test_a_planted_fault_is_found(fault: str, result: str, family: str, pool2: Any) -> None:
+    """Of a mixer that hands its states over, and of one that gathers all tokens."""
+    found = differences(pool2.run(train_with_a_fault, PLANS["cp2"], family, fault), reference(family))
     assert found[result] > 1e-6
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import PlanError
 from meshwright.parallel.document_rows import hidden_states_in, is_of_tokens
 from meshwright.parallel.dropout_streams import DropoutStreams
-from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
+from meshwright.parallel.method_chain import ChainStep, StepOrder
 from meshwright.parallel.sequence_parts import SequenceParts
 
 
@@ -50,9 +48,3 @@ class GatheredTokens(ChainStep):
             restore()
         whole = own[0], own[1] * self.parts.axis.size
         return tree_map_only(Tensor, lambda x: self.parts.take(x, 1) if x.shape[:2] == whole else x, output)
-
-
-def gather_for_mixers(mixers: Mapping[str, nn.Module], parts: SequenceParts, streams: DropoutStreams) -> None:
-    """Give mixers all tokens of a sequence."""
-    for name, mixer in mixers.items():
-        add_step(mixer, GatheredTokens(name, parts, streams))

@@ -16,6 +16,7 @@ from meshwright.checkpoint.format.load_weights import settled
 from meshwright.choose.given_plan import config_with, given_plan, plan_in_model, source_of_plan
 from meshwright.choose.picked_plan import pick_plan, tell_reasons
 from meshwright.construct.initial_weights import InitialWeights
+from meshwright.context.handed_states import hands_states
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
@@ -247,8 +248,12 @@ def _log(build: Build) -> None:
         share = 100 * build.tensor_structure.cut_share
         logger.info("tp cuts %.0f %% of the weights; each rank of tp has the others whole", share)
     if build.mixers and build.plan.cp > 1:
-        text = "each of the %d ranks of cp computes %d modules with recurrences or convolutions for all tokens"
-        logger.info(text, build.plan.cp, len(build.mixers))
+        handing = sum(map(hands_states, build.mixers.values()))
+        text = (
+            "of the modules with recurrences or convolutions, each of the %d ranks of cp computes %d for its own "
+            "tokens, and hands their states over, and %d for all tokens"
+        )
+        logger.info(text, build.plan.cp, handing, len(build.mixers) - handing)
 
 
 def _join(device: torch.device, config: ToDistributedConfig) -> Guard | None:

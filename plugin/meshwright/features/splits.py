@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
 from meshwright.context.context_forward import ContextForward
-from meshwright.context.gathered_tokens import gather_for_mixers
+from meshwright.context.handed_states import part_mixers
 from meshwright.context.region import ContextRegion
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.features.build import Build
@@ -50,7 +50,7 @@ def part_tokens(build: Build) -> None:
     balances = build.plan.context != "ulysses" and not (is_staged or build.towers or build.mixers)
     region = ContextRegion(build.structure, build.context, attention.parts, runtime.streams, balances=balances)
     region.takes_padding = not any(float8_layers(build.model))
-    gather_for_mixers(build.mixers, attention.parts, runtime.streams)
+    part_mixers(build.mixers, attention.parts, runtime.streams, runtime.features.find(RowDocuments))
     step = ContextForward(
         build.decoder,
         runtime.features.add(region),

@@ -4,6 +4,7 @@ from meshwright.roles.blocks.attention import Attention
 from meshwright.roles.blocks.block import Block, BlockKind
 from meshwright.roles.blocks.experts import Experts
 from meshwright.roles.blocks.mixer import Mixer, has_attention, keeps_states, mixers_of, recurrences
+from meshwright.roles.blocks.mixer_kinds import kind_of_mixer
 from meshwright.roles.blocks.mlp import Mlp
 from meshwright.roles.sharding_plan import Role
 
@@ -18,6 +19,7 @@ __all__ = [
     "Mlp",
     "has_attention",
     "keeps_states",
+    "kind_of_mixer",
     "mixers_of",
     "recurrences",
 ]

@@ -46,6 +46,8 @@ class MixerKind:
         sizes: the attributes that count something that is cut, by its parts.
         has_training_kernel: whether its code, in training mode, may call a kernel that contains the norm and the
             output projection.
+        functions: the functions in which its tokens meet, by the global names that transformers' code calls; none if
+            it has other code for this.
     """
 
     heads: str
@@ -61,6 +63,7 @@ class MixerKind:
     group_norm: str | None = None
     sizes: Mapping[str, Parts] = field(default_factory=dict)
     has_training_kernel: bool = False
+    functions: tuple[str, ...] = ()
 
     def key_of(self, name: str) -> str | None:
         """Return under which name the kind lists a weight of a mixer, or the module around it; None if it does not."""
@@ -184,6 +187,7 @@ def _joined(spans: Iterator[Span]) -> Iterator[Span]:
     yield start, stop
 
 
+_CONVOLUTION = "causal_conv1d_fn"
 _QUERY_KEY_VALUE = ("key", "key", "value")
 
 # Yang et al. 2024, arXiv:2412.06464; in Qwen3-Next all rows of a key head follow each other.
@@ -209,6 +213,7 @@ _GATED_DELTA_NET = MixerKind(
         "value_dim": ("value",),
         "conv_dim": _QUERY_KEY_VALUE,
     },
+    functions=(_CONVOLUTION, "torch_chunk_gated_delta_rule"),
 )
 
 # Kimi's delta attention decays each channel by itself.
@@ -230,6 +235,7 @@ _DELTA_ATTENTION = MixerKind(
         **dict.fromkeys(("qkv_dim", "forget_gate.qkv_dim"), ("channel",)),
         "conv_dim": ("channel",) * 3,
     },
+    functions=(_CONVOLUTION, "chunk_kimi_delta_attention"),
 )
 
 _CONVOLVED = ("channel", "state", "state")  # x, B and C
@@ -258,6 +264,7 @@ _MAMBA2 = MixerKind(
         "conv_dim": _CONVOLVED,
     },
     has_training_kernel=True,
+    functions=(_CONVOLUTION, "mamba2_chunk_scan"),
 )
 
 # A gated convolution, in which each channel is by itself.
@@ -266,6 +273,7 @@ _SHORT_CONVOLUTION = MixerKind(
     rows={"in_proj": ("head",) * 3, "conv": ("head",)},
     outputs=frozenset({"out_proj"}),
     reads=("head",),
+    functions=(_CONVOLUTION,),
 )
 
 _GATES = ("input", "recurrent")
