@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.containers import rebuilt
 from meshwright.context.attend import AttentionCall
-from meshwright.context.attention import attach_attention, detach_attention
+from meshwright.context.attention import AttentionKind, attach_attention, detach_attention
 from meshwright.context.masks import ContextMask
 from meshwright.context.token_wise import is_token_wise
 from meshwright.errors import PlanError
@@ -39,6 +39,7 @@ class AttentionSite:
         value_size: the number of channels of a value.
         options: the keyword arguments that its attention function gets.
         shared: for each of these that is a parameter of the module: the parameter's name.
+        kind: whose keys it sees, and which options are for pairs of tokens.
     """
 
     module: nn.Module
@@ -48,6 +49,7 @@ class AttentionSite:
     value_size: int
     options: dict[str, Any]
     shared: dict[str, str]
+    kind: AttentionKind = field(default_factory=AttentionKind)
 
 
 @dataclass(frozen=True, kw_only=True)
