@@ -213,7 +213,9 @@ def plain_config(config: object) -> Any:
     return config
 
 
-def attach_attention(decoder: Decoder, attention: object, kinds: Mapping[nn.Module, AttentionKind] | None = None) -> None:
+def attach_attention(
+    decoder: Decoder, attention: object, kinds: Mapping[nn.Module, AttentionKind] | None = None
+) -> None:
     """Make the modules of a decoder call ``attention`` in place of their attention function; undone by detaching.
 
     Args:

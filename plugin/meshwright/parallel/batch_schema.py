@@ -19,8 +19,8 @@ from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 
 Batch = Mapping[str, object]  # the arguments by name
 
-TOKENS = ("input_ids", "inputs_embeds")
 DECODED = "decoder_input_ids"  # the tokens of an encoder-decoder's decoder; the others are its encoder's
+TOKENS = ("input_ids", "inputs_embeds")
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "special_tokens_mask")
 # Arguments by which a program tells kernels where documents begin, in the row as it was.
 BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -83,6 +83,8 @@ class BatchSchema:
     @property
     def per_token(self) -> tuple[Tensor, ...]:
         """The tensors with a value for each token, ``[rows, tokens, ...]``."""
+        if not self.has_tokens:
+            return ()
         shape = self.tokens.shape[:2]
         return tuple(x for x in self.tensors.values() if x.shape[:2] == shape)
 

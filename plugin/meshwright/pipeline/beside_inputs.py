@@ -20,7 +20,7 @@ from meshwright.pipeline import layer_inputs
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.layer_inputs import LayerInput
 from meshwright.pipeline.links import Crossing
-from meshwright.pipeline.sources import OUTSIDE
+from meshwright.parallel.sources import OUTSIDE
 
 
 class BesideInputs:
