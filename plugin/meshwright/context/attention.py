@@ -29,6 +29,7 @@ from meshwright.parallel.sequence_parts import SequenceParts, TokenRun
 from meshwright.plan.config import ParallelPlan
 from meshwright.roles import Decoder
 from meshwright.roles.blocks.attention import LocalConfig
+from meshwright.roles.decoder import modules_beside
 
 NAME = "meshwright_context"
 _OWNER = "meshwright_context"  # the attribute of a LocalConfig that holds the ContextAttention
@@ -219,13 +220,16 @@ def attach_attention(
     """Make the modules of a decoder call ``attention`` in place of their attention function; undone by detaching.
 
     Args:
-        decoder: the decoder. Its own config stays, since programs read and save it. Its towers run whole on each rank.
+        decoder: the decoder. Its own config stays, since programs read and save it. What is beside it, such as a tower,
+            runs whole on each rank.
         attention: a ContextAttention, or a recorder with its methods.
         kinds: for each attention, what it computes with; None for a recorder.
     """
     _register()
     kinds = kinds or {}
-    others = {decoder.model, *(module for tower in decoder.towers for module in tower.modules())}
+    layers = set(decoder.layers)
+    beside = modules_beside(decoder.model, layers)
+    others = {decoder.model, *(m for m in beside if layers.isdisjoint(m.modules()))}
     for module in decoder.model.modules():
         config = vars(module).get("config")
         if module not in others and hasattr(config, "_attn_implementation"):

@@ -32,6 +32,7 @@ from meshwright.roles.projection import is_projection
 
 _ROWS, _LENGTHS = 2, (11, 13)  # a size that differs between the two lengths counts tokens
 _SOURCE = 7  # the number of tokens of an encoder, which is that of no other size
+_SCANS = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
 INSTEAD = "ParallelPlan(cp=1)"
 Place = tuple[Any, ...]  # the keys that lead to a tensor inside a layer's (args, kwargs)
 
@@ -106,8 +107,14 @@ def record_context(decoder: Decoder) -> ContextRecord:
     for layer in layers:
         if layer not in first.given:
             raise PlanError(f"{names[layer]} of {type(model).__name__} does not run in a forward pass. Use {INSTEAD}")
-        token_dims[layer] = _token_dims(first, second, layer, f"{names[layer]} of {type(model).__name__}")
         inside = set(layer.modules())
+        if layer in first.sources.scans and inside.isdisjoint(mixers.values()):
+            raise PlanError(
+                f"{names[layer]} of {type(model).__name__} counts along the tokens of a row "
+                f"({first.sources.scans[layer]}), as a router with a limit of tokens for each expert does, so what it "
+                f"computes of a token depends on those of other ranks. Use {INSTEAD}"
+            )
+        token_dims[layer] = _token_dims(first, second, layer, f"{names[layer]} of {type(model).__name__}")
         known = (*mixers.values(), *(site.module for site in sites if not site.kind.is_across))
         if inside.isdisjoint(known) and not is_token_wise(layer):
             raise PlanError(
@@ -136,8 +143,8 @@ def _token_dims(first: _Pass, second: _Pass, layer: nn.Module, name: str) -> dic
         dims = [dim for dim, size in enumerate(x.shape) if size != other.shape[dim]]
         if layer is first.ran[0] and x is first.hidden and dims != [1]:
             raise PlanError(
-                f"{name} computes hidden states of shape {tuple(x.shape)} for rows of {first.length} tokens, which are "
-                f"not a state for each token, so they cannot be cut. Use {INSTEAD}"
+                f"{name} computes hidden states of shape {tuple(x.shape)} for {_ROWS} rows of {first.length} tokens, "
+                f"which are not of the shape [rows, tokens, channels], so they cannot be cut. Use {INSTEAD}"
             )
         if first.is_handed(x) or (len(dims) == 2 and first.is_bias(x)):
             continue
@@ -225,7 +232,7 @@ class _Pass:
     """
 
     def __init__(self, decoder: Decoder, length: int):
-        self.length, self.sources = length, Sources()
+        self.length, self.sources = length, _Scans(length)
         self._layers = dict.fromkeys(decoder.layers)
         self._owner = owner_of_layers(decoder.model, decoder.layers)
         self._last = RegionBorders(decoder).last
@@ -308,15 +315,19 @@ class _Pass:
         if not self.ran:
             self.hidden = hidden
         self.ran.append(layer)
+        self.sources.layer = layer
         self.given[layer] = dict(tensors_in((args, kwargs)))
         self._mask = mask_in(args, kwargs)
         beside = [x for x in self.given[layer].values() if x is not hidden]
         self.of_layers |= {self._names[number] for x in beside for number in self.sources.of(x)}
-        if hidden is not self.hidden:
+        if hidden is self.hidden:  # computed before the layers, for the whole row
+            self.of_layers |= {self._names[number] for number in self.sources.of(hidden)}
+        else:
             self.of_layers -= {self._names[number] for number in self.sources.of(hidden)}
 
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the result in tensors that are those of this layer alone."""
+        self.sources.layer = None
         leaves, spec = tree_flatten(output)
         leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         self._handed += [x for x in leaves if isinstance(x, Tensor)]
@@ -326,6 +337,32 @@ class _Pass:
 
     def _end(self, module: nn.Module, *_: object) -> None:
         self.has_ended = self.given.keys() == self._layers.keys()
+
+
+class _Scans(Sources):
+    """Knows the sources of tensors, and the layers that count or sum along the tokens.
+
+    Args:
+        length: the number of tokens of a row.
+
+    Attributes:
+        layer: the layer that runs.
+        scans: for each layer that does so, the operation.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._sizes = (length, _ROWS * length)
+        self.layer: nn.Module | None = None
+        self.scans: dict[nn.Module, str] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name.rpartition("::")[2]
+        if self.layer is not None and name in _SCANS and args[0].ndim and args[0].shape[args[1]] in self._sizes:
+            self.scans[self.layer] = name
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _is_among(x: Tensor, others: Iterable[Tensor]) -> bool:

@@ -109,12 +109,19 @@ class ContextRegion:
             if mask is not None:
                 mask.parts = parts
             self._check_known(layer, args, kwargs)
+        length = self.row_length()
         dims, known = self.record.token_dims[layer], self.record.arguments[layer]
 
         def cut(x: Tensor, place: Place) -> Tensor:
             dim = dims.get(place, 1 if place not in known and self._is_input(x) else None)
             if dim is None or (x is hidden and not is_first):
                 return x
+            if x.shape[dim] != length:
+                raise ValueError(
+                    f"a layer ({type(layer).__name__}) is given {place[-1]!r} of shape {tuple(x.shape)} in this call, "
+                    f"whose dim {dim} should have the {length} tokens of the row, so it is not known how to cut "
+                    "it for ParallelPlan.cp > 1. Use cp=1"
+                )
             return self._own(x, dim, parts, keep=x is not hidden)
 
         own_args: tuple[Any, ...] = map_tensors(cut, args, (0,))
