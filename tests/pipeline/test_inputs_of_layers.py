@@ -20,11 +20,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import meshwright as mw
 from meshwright.choose.allowed_stages import why_not_cut
+from meshwright.parallel.sources import OUTSIDE
 from meshwright.pipeline.cut import cut_decoder
 from meshwright.pipeline.layer_inputs import crossing
 from meshwright.pipeline.layer_order import record_order
 from meshwright.pipeline.links import Links
-from meshwright.pipeline.sources import OUTSIDE
 from meshwright.roles import find_decoder
 from support import encoder_models
 from support.exact import Float64

@@ -19,6 +19,7 @@ from meshwright.context.block_masks import block_mask, is_flex
 from meshwright.context.causal_blocks import Documents
 from meshwright.context.key_exchange import WholeKeys
 from meshwright.context.masks import ContextMask, query_blocks
+from meshwright.errors import PlanError
 from meshwright.parallel.flash_rows import is_flash
 from meshwright.parallel.sequence_parts import TokenRun
 from meshwright.temporarily import temporarily
@@ -40,6 +41,7 @@ class AttentionCall:
         is_additive: whether the function adds its mask to the scores; otherwise the mask is boolean.
         mask: the mask.
         options: the keyword arguments of the call.
+        biases: the names of those that have a value for each pair of tokens, ``[..., S, S]``, on every rank.
         config: the module's config, without our attention.
     """
 
@@ -48,6 +50,7 @@ class AttentionCall:
     is_additive: bool
     mask: ContextMask
     options: dict[str, Any]
+    biases: frozenset[str] = frozenset()
     config: Any = None
 
     def block(self, queries: TokenRun, keys: TokenRun, dtype: torch.dtype) -> Tensor | BlockMask:
@@ -94,17 +97,55 @@ class AttentionCall:
             return None
         return self.mask.documents
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, **options: object) -> Tensor:
-        """Run the function with some options replaced, and return ``[B, S, heads, d]``."""
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | BlockMask | None,
+        *,
+        block: tuple[TokenRun, TokenRun] | None = None,
+        **options: object,
+    ) -> Tensor:
+        """Run the function with some options replaced, and return ``[B, S, heads, d]``.
+
+        Args:
+            q: the queries.
+            k: the keys.
+            v: the values.
+            mask: the mask in the form that the function takes.
+            block: the queries and keys in the sequence; None if biases are for these already, or there are none.
+            options: the options that are replaced.
+        """
+        options = {**self.options, **options}
+        if block is not None:
+            options |= {name: self._bias_of(name, options[name], *block) for name in self.biases}
         with _key_heads(self.module, q.shape[1], k.shape[1]), self._own_config():
-            return self.stock(self.module, q, k, v, mask, **{**self.options, **options})[0]
+            return self.stock(self.module, q, k, v, mask, **options)[0]
 
     def _own_config(self) -> contextlib.AbstractContextManager[None]:
         """Let the function see the config that names it, by which transformers finds a flash attention package."""
         return temporarily(self.module, config=self.config) if self.is_flash else contextlib.nullcontext()
 
+    def _bias_of(self, name: str, bias: Any, queries: TokenRun, keys: TokenRun) -> Tensor:
+        """Return the values of a bias for a block; queries beyond the end of the sequence act as the last one."""
+        if bias.shape[-2:] != (self.mask.length, self.mask.length):
+            raise PlanError(
+                f"{type(self.module).__name__} gives its attention function {name!r} of shape {tuple(bias.shape)} for "
+                f"a row of {self.mask.length} tokens, so it is not known which tokens it is for. Use ParallelPlan(cp=1)"
+            )
+        rows = torch.arange(queries.start, queries.stop, device=bias.device).clamp(max=self.mask.length - 1)
+        part: Tensor = bias[..., keys.start : keys.stop].index_select(-2, rows)
+        return part
+
     def run_with(
-        self, trained: list[Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None
+        self,
+        trained: list[Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | BlockMask | None,
+        block: tuple[TokenRun, TokenRun] | None = None,
     ) -> Tensor:
         """Run the function with other tensors in place of :attr:`trained`, in its order."""
         stand_ins = dict(zip(map(id, self.trained), trained, strict=True))
@@ -113,7 +154,7 @@ class AttentionCall:
         before = dict(parameters)
         parameters.update({name: stand_ins.get(id(p), p) for name, p in before.items()})
         try:
-            return self.run(q, k, v, mask, **options)
+            return self.run(q, k, v, mask, block=block, **options)
         finally:
             parameters.update(before)
 
@@ -163,8 +204,9 @@ class _AttendInBlocks(torch.autograd.Function):
         outputs = []
         for place, run in query_blocks(runs):
             low, high = call.mask.visible(run)
-            mask = call.block(run, TokenRun(low, high - low), q.dtype)
-            outputs.append(call.run(q[:, :, place], k[:, :, low:high], v[:, :, low:high], mask))
+            block = run, TokenRun(low, high - low)
+            mask = call.block(*block, q.dtype)
+            outputs.append(call.run(q[:, :, place], k[:, :, low:high], v[:, :, low:high], mask, block=block))
         return torch.cat(outputs, 1)
 
     @staticmethod
@@ -179,10 +221,11 @@ class _AttendInBlocks(torch.autograd.Function):
         with ctx.replay or contextlib.nullcontext(), ctx.autocast(), torch.enable_grad():
             for place, run in query_blocks(ctx.runs):
                 low, high = call.mask.visible(run)
-                mask = call.block(run, TokenRun(low, high - low), q.dtype)
+                block = run, TokenRun(low, high - low)
+                mask = call.block(*block, q.dtype)
                 inputs = [x.detach().requires_grad_() for x in (q[:, :, place], k[:, :, low:high], v[:, :, low:high])]
                 others = [x.detach().as_subclass(Tensor).requires_grad_() for x in trained]
-                output = call.run_with(others, *inputs, mask)
+                output = call.run_with(others, *inputs, mask, block)
                 found = torch.autograd.grad(output, [*inputs, *others], grad[:, place], allow_unused=True)
                 d_q[:, :, place] = found[0]
                 d_k[:, :, low:high] += found[1]

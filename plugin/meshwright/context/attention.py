@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.context.attend import AttentionCall, StockAttention, as_autocast, attend_in_blocks
+from meshwright.context.cross_attention import attend_across
 from meshwright.context.flash import FlashCall, flash_attention, has_flash
 from meshwright.context.head_exchange import HeadExchange
 from meshwright.context.key_exchange import KeyExchange, RingKeys, WholeKeys
@@ -28,9 +29,24 @@ from meshwright.parallel.sequence_parts import SequenceParts, TokenRun
 from meshwright.plan.config import ParallelPlan
 from meshwright.roles import Decoder
 from meshwright.roles.blocks.attention import LocalConfig
+from meshwright.roles.decoder import modules_beside
 
 NAME = "meshwright_context"
 _OWNER = "meshwright_context"  # the attribute of a LocalConfig that holds the ContextAttention
+_KIND = "meshwright_attention_kind"  # that which holds the AttentionKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKind:
+    """What an attention computes with, as a pass without values has shown.
+
+    Args:
+        is_across: whether its keys are not those of the sequence, but those of an encoder's result.
+        biases: the names of the options that have a value for each pair of tokens, ``[..., S, S]``.
+    """
+
+    is_across: bool = False
+    biases: frozenset[str] = frozenset()
 
 
 class _ContextConfig(LocalConfig):
@@ -40,8 +56,8 @@ class _ContextConfig(LocalConfig):
     """
 
     @classmethod
-    def of(cls, config: object, attention: object) -> _ContextConfig:
-        local: dict[str, Any] = {"_attn_implementation": NAME, _OWNER: attention}
+    def of(cls, config: object, attention: object, kind: AttentionKind | None = None) -> _ContextConfig:
+        local: dict[str, Any] = {"_attn_implementation": NAME, _OWNER: attention, _KIND: kind or AttentionKind()}
         return cls(config, **local)
 
     def __getattr__(self, name: str) -> object:
@@ -100,8 +116,16 @@ class ContextAttention:
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
         return self  # a copied model is on the same ranks
 
+    def is_across(self, kind: AttentionKind, q: Tensor, k: Tensor) -> bool:
+        """Return whether the keys of an attention are not those of the sequence."""
+        return kind.is_across
+
+    def attend_across(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of this rank's queries over other keys, which every rank has whole."""
+        return attend_across(call, call.mask, q, k, v)
+
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention of this rank's queries, ``[B, queries, heads, d]``."""
+        """Return the attention of this rank's queries over the sequence, ``[B, queries, heads, d]``."""
         length, parts = call.mask.length, call.mask.parts or self.parts
         if call.is_flash:
             q, k, v = in_kernel_dtype(call, q, k, v)
@@ -121,7 +145,7 @@ class ContextAttention:
             output = self._over_ring(call, parts, q, k, v)
         elif call.is_flash:
             output = over_whole_rows(call, q, k, v)
-        elif call.mask.is_causal_alone and not (call.is_additive or call.is_flex):
+        elif call.mask.is_causal_alone and not (call.is_additive or call.is_flex or call.biases):
             output = call.run(q, k, v, None, is_causal=True)
         else:
             output = self._over(call, parts.runs(length, 0, self.axes.cp.size), WholeKeys(None), q, k, v)
@@ -160,10 +184,12 @@ def _flash_call(
 
 def _with_own_heads(call: AttentionCall, rank: int, ranks: int) -> AttentionCall:
     """Return the call for the heads that a rank got in an exchange."""
-    sinks = call.options.get("s_aux")
-    if sinks is None:
+    of_heads = {name: -3 for name in call.biases if call.options[name].shape[-3] > 1}
+    of_heads |= {"s_aux": 0} if call.options.get("s_aux") is not None else {}
+    if not of_heads:
         return call
-    return dataclasses.replace(call, options={**call.options, "s_aux": sinks.chunk(ranks)[rank]})
+    own = {name: call.options[name].chunk(ranks, dim)[rank] for name, dim in of_heads.items()}
+    return dataclasses.replace(call, options={**call.options, **own})
 
 
 def stock_attention(module: nn.Module) -> tuple[StockAttention, str]:
@@ -188,19 +214,27 @@ def plain_config(config: object) -> Any:
     return config
 
 
-def attach_attention(decoder: Decoder, attention: object) -> None:
+def attach_attention(
+    decoder: Decoder, attention: object, kinds: Mapping[nn.Module, AttentionKind] | None = None
+) -> None:
     """Make the modules of a decoder call ``attention`` in place of their attention function; undone by detaching.
 
     Args:
-        decoder: the decoder. Its own config stays, since programs read and save it. Its towers run whole on each rank.
+        decoder: the decoder. Its own config stays, since programs read and save it. What is beside it, such as a tower,
+            runs whole on each rank.
         attention: a ContextAttention, or a recorder with its methods.
+        kinds: for each attention, what it computes with; None for a recorder.
     """
     _register()
-    others = {decoder.model, *(module for tower in decoder.towers for module in tower.modules())}
+    kinds = kinds or {}
+    layers = set(decoder.layers)
+    beside = modules_beside(decoder.model, layers)
+    others = {decoder.model, *(m for m in beside if layers.isdisjoint(m.modules()))}
     for module in decoder.model.modules():
         config = vars(module).get("config")
         if module not in others and hasattr(config, "_attn_implementation"):
-            module.config = _ContextConfig.of(plain_config(config), attention)  # type: ignore[assignment]
+            own = _ContextConfig.of(plain_config(config), attention, kinds.get(module))
+            module.config = own  # type: ignore[assignment]
 
 
 def detach_attention(model: nn.Module) -> None:
@@ -226,6 +260,21 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute attention, with the arguments of transformers' attention functions."""
     owner = getattr(module.config, _OWNER)
+    stock, implementation = stock_attention(module)
+    kind: AttentionKind = getattr(module.config, _KIND)
+    is_across = owner.is_across(kind, query, key)
+    kept = {name: x for name, x in options.items() if is_across or name not in ("is_causal", "position_ids")}
+    call = AttentionCall(
+        module=module,
+        stock=stock,
+        is_additive=implementation == "eager",
+        mask=cast(ContextMask, attention_mask),
+        options=kept,
+        biases=kind.biases,
+        config=plain_config(module.config),
+    )
+    if is_across:
+        return owner.attend_across(call, query, key, value), None
     if not isinstance(attention_mask, ContextMask):
         raise PlanError(
             f"{type(module).__name__} got a mask that transformers' mask functions did not make "
@@ -233,16 +282,12 @@ def _attention(
             "[rows, tokens], or position_ids that begin anew for each document, if the program has made the mask. If "
             "the model makes it, as for images whose tokens see each other, use cp=1"
         )
-    stock, implementation = stock_attention(module)
-    kept = {name: value for name, value in options.items() if name not in ("is_causal", "position_ids")}
-    call = AttentionCall(
-        module=module,
-        stock=stock,
-        is_additive=implementation == "eager",
-        mask=attention_mask,
-        options=kept,
-        config=plain_config(module.config),
-    )
+    if attention_mask.keys != attention_mask.length:
+        raise PlanError(
+            f"{type(module).__name__} got a mask of {attention_mask.length} queries and {attention_mask.keys} keys. "
+            "Under ParallelPlan.cp > 1 an attention takes the keys of all tokens of the row, or those of an encoder. "
+            "If the program passes past_key_values, leave them out; otherwise use cp=1"
+        )
     return owner.attend(call, query, key, value), None
 
 
@@ -263,16 +308,12 @@ def _mask(
     if isinstance(attention_mask, ContextMask):  # made by the model around this one: transformers keeps it as it is
         return attention_mask
     chunk = getattr(config, "attention_chunk_size", None)
-    if q_length != kv_length:
-        raise PlanError(
-            f"a mask of {q_length} queries and {kv_length} keys: past_key_values cannot be used under "
-            "ParallelPlan.cp > 1. Save the model and generate on one device"
-        )
     return ContextMask(
         function=mask_function,
         padding=attention_mask,
         rows=batch_size,
         length=q_length,
+        keys=kv_length,
         window=local_size,
         # A chunk of chunked attention is no window: its mask depends on where the chunk begins.
         is_plain=allow_is_causal_skip and attention_mask is None and chunk is None,

@@ -44,6 +44,8 @@ def check_method(record: ContextRecord, plan: ParallelPlan) -> None:
     """
     exchange_size, ring_size = group_sizes(plan.context, plan.cp, plan.ulysses)
     for site in record.sites:
+        if site.kind.is_across:  # every rank runs the model's own function on all keys
+            continue
         name = type(site.module).__name__
         stock, implementation = stock_attention(site.module)
         if is_flash(stock):
@@ -139,6 +141,7 @@ def _check_some_heads(site: AttentionSite, name: str, plan: ParallelPlan) -> Non
     groups = site.heads // site.key_heads
     whole = call.run(q, k, v, _mask(call))
     options = {key: x[:groups] if isinstance(x, Tensor) and x.ndim == 1 else x for key, x in call.options.items()}
+    options |= {key: x[..., :groups, :, :] for key, x in options.items() if key in site.kind.biases}
     try:
         one = call.run(q[:, :groups], k[:, :1], v[:, :1], _mask(call), **options)
         equal = torch.allclose(one, whole[:, :, :groups], atol=_TOLERANCE, rtol=_TOLERANCE)
@@ -178,6 +181,7 @@ def _example(site: AttentionSite) -> tuple[AttentionCall, Tensor, Tensor, Tensor
     options: dict[str, Any] = {
         name: random(*value.shape) if isinstance(value, Tensor) else value for name, value in site.options.items()
     }
+    options |= {name: random(*options[name].shape[:-2], _LENGTH, _LENGTH) for name in site.kind.biases}
     options |= {name: 0.0 for name in options if "dropout" in name}
     options |= {name: site.module._parameters[own] for name, own in site.shared.items()}
     stock, implementation = stock_attention(site.module)

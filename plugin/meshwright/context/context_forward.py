@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.context.region import ContextRegion
 from meshwright.errors import PlanError
-from meshwright.parallel.batch_schema import BatchSchema
+from meshwright.parallel.batch_schema import DECODED, BatchSchema
 from meshwright.parallel.method_chain import BatchStep, StepOrder
 from meshwright.parallel.stand_in import ShardedLogits, StandIn
 
@@ -42,10 +42,10 @@ class ContextForward(BatchStep):
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
-        schema, region = BatchSchema(batch), self.region
-        tokens = schema.tokens
+        region = self.region
+        of_decoder = {n.removeprefix("decoder_"): x for n, x in batch.items() if n.startswith("decoder_")}
         region.keeps_parted = self.has_token_loss and not region.joins
-        region.inputs = schema.per_token
+        region.inputs = BatchSchema(of_decoder if DECODED in self.signature.parameters else batch).per_token
         try:
             output = self.method(**batch)
         finally:
@@ -54,7 +54,7 @@ class ContextForward(BatchStep):
         if not self.has_token_loss or region.joins:
             return output
         trains = self.model.training and torch.is_grad_enabled() and batch.get("labels") is not None
-        return self._with_logits(output, tokens.shape[1], joins=self.joins_logits(trains))
+        return self._with_logits(output, region.last_length, joins=self.joins_logits(trains))
 
     def _with_logits(self, output: object, length: int, *, joins: bool) -> object:
         if not isinstance(output, MutableMapping):

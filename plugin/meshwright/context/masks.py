@@ -32,6 +32,7 @@ class ContextMask:
         padding: which tokens are not padding, ``[B, S]``; None if all are not.
         rows: the number of rows B.
         length: the length of the sequence S.
+        keys: the number of keys, if they are not those of the sequence, such as an encoder's.
         window: the number of tokens to which a query attends at most, if the mask limits it.
         is_plain: whether the mask is that of causal attention, within ``window`` if that is given, and nothing else.
         averages_blind: whether a query that attends to no key gets the average of all values, as an added mask makes
@@ -46,6 +47,7 @@ class ContextMask:
     padding: Tensor | None
     rows: int
     length: int
+    keys: int
     window: int | None
     is_plain: bool
     averages_blind: bool
@@ -65,6 +67,7 @@ class ContextMask:
             padding=None,
             rows=rows,
             length=length,
+            keys=length,
             window=None,
             is_plain=True,
             averages_blind=False,
@@ -75,7 +78,7 @@ class ContextMask:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the mask would have as a tensor, which transformers asks of a mask that a model is given."""
-        return self.rows, 1, self.length, self.length
+        return self.rows, 1, self.length, self.keys
 
     @property
     def ndim(self) -> int:
@@ -85,6 +88,11 @@ class ContextMask:
     def is_causal_alone(self) -> bool:
         """Whether the mask is that of causal attention without a window."""
         return self.is_plain and (self.window is None or self.length <= self.window)
+
+    @property
+    def is_for_all_queries(self) -> bool:
+        """Whether all queries of a row attend to the same keys: those that are no padding."""
+        return getattr(self.function, "__name__", "") == "bidirectional_mask_function"
 
     def visible(self, queries: TokenRun) -> tuple[int, int]:
         """Return a range of keys that holds all keys that the queries' attention depends on; never empty.

@@ -67,7 +67,7 @@ class ContextRegion:
         self.joins = False  # whether passes join their tokens after the final norm, also those of a causal LM
         self.inputs: tuple[Tensor, ...] = ()  # what the caller passes for each token, ``[B, S, ...]``
         self._borders = RegionBorders(dataclasses.replace(structure, layers=record.layers))
-        self._last_length = 0  # of the last forward pass, which recomputation in backward reads
+        self.last_length = 0  # of the last forward pass, which recomputation in backward reads
         self._restore: Restore | None = None  # restores the random stream that the ranks share
         self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # arguments that several layers share, cut once per pass
         for layer in dict.fromkeys(structure.layers):
@@ -85,6 +85,10 @@ class ContextRegion:
         self.length = 0
         self._cut.clear()
 
+    def row_length(self) -> int:
+        """Return the number of tokens of the row whose layers run, in forward or in backward; 0 if none do."""
+        return self.last_length if in_backward() else self.length
+
     def _enter(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -97,7 +101,7 @@ class ContextRegion:
             parts = self.parts if mask is None or mask.parts is None else mask.parts
         else:
             if is_first:
-                self.length = self._last_length = hidden.shape[1]
+                self.length = self.last_length = hidden.shape[1]
                 self.parts = self._parts_of(mask)
                 self._check_padding()
                 self._borders.begin()
@@ -105,12 +109,19 @@ class ContextRegion:
             if mask is not None:
                 mask.parts = parts
             self._check_known(layer, args, kwargs)
-        dims = self.record.token_dims[layer]
+        length = self.row_length()
+        dims, known = self.record.token_dims[layer], self.record.arguments[layer]
 
         def cut(x: Tensor, place: Place) -> Tensor:
-            dim = dims.get(place, 1 if self._is_input(x) else None)
+            dim = dims.get(place, 1 if place not in known and self._is_input(x) else None)
             if dim is None or (x is hidden and not is_first):
                 return x
+            if x.shape[dim] != length:
+                raise ValueError(
+                    f"a layer ({type(layer).__name__}) is given {place[-1]!r} of shape {tuple(x.shape)} in this call, "
+                    f"whose dim {dim} should have the {length} tokens of the row, so it is not known how to cut "
+                    "it for ParallelPlan.cp > 1. Use cp=1"
+                )
             return self._own(x, dim, parts, keep=x is not hidden)
 
         own_args: tuple[Any, ...] = map_tensors(cut, args, (0,))
@@ -120,7 +131,7 @@ class ContextRegion:
         """Return whether a layer runs at the first place, where its hidden states have all tokens of the row."""
         if layer is not self._borders.first or not self._borders.is_first_again:
             return layer is self._borders.first
-        return hidden.shape[1] == self._last_length if in_backward() else self.length == 0
+        return hidden.shape[1] == self.last_length if in_backward() else self.length == 0
 
     def _check_known(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         known = self.record.arguments[layer]

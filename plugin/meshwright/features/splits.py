@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
 from meshwright.context.context_forward import ContextForward
 from meshwright.context.handed_states import part_mixers
+from meshwright.context.position_bias import make_whole
 from meshwright.context.region import ContextRegion
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.features.build import Build
@@ -42,13 +43,14 @@ def part_tokens(build: Build) -> None:
     runtime = build.runtime
     attention = ContextAttention(context_axes(build.plan, runtime.mesh.cp), build.plan.context)
     _set_timeouts(build)
-    attach_attention(build.structure, attention)
+    attach_attention(build.structure, attention, {site.module: site.kind for site in build.context.sites})
     is_staged = build.cut is not None  # a pipeline gives logits in evaluation only on request
     # Under ulysses each rank has all tokens of some heads. The stages of a pipeline know the length of what they
     # receive before they see the documents of a row, features of towers are cut before the first layer, and a mixer
     # that backward runs again does not see the row's mask.
     balances = build.plan.context != "ulysses" and not (is_staged or build.towers or build.mixers)
     region = ContextRegion(build.structure, build.context, attention.parts, runtime.streams, balances=balances)
+    make_whole((site.module for site in build.context.sites if not site.kind.is_across), region.row_length)
     region.takes_padding = not any(float8_layers(build.model))
     part_mixers(build.mixers, attention.parts, runtime.streams, runtime.features.find(RowDocuments))
     step = ContextForward(
@@ -92,6 +94,8 @@ def part_features(build: Build) -> None:
     of_layers: Set[str] = frozenset()
     if build.cut is not None:  # it crosses the stages (BesideInputs)
         of_layers = build.cut.order.given
+    elif build.context is not None:
+        of_layers = build.context.of_layers
     elif axis == "tp":  # the ranks share it (SecondInputs)
         of_layers = inspect.signature(build.structure.layers[0].forward).parameters.keys()
         of_layers |= {f"{name}s" for name in PER_TOKEN & of_layers}  # those of all layers

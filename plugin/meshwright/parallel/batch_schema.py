@@ -19,6 +19,7 @@ from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 
 Batch = Mapping[str, object]  # the arguments by name
 
+DECODED = "decoder_input_ids"  # the tokens of an encoder-decoder's decoder; the others are its encoder's
 TOKENS = ("input_ids", "inputs_embeds")
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "special_tokens_mask")
 # Arguments by which a program tells kernels where documents begin, in the row as it was.
@@ -82,6 +83,8 @@ class BatchSchema:
     @property
     def per_token(self) -> tuple[Tensor, ...]:
         """The tensors with a value for each token, ``[rows, tokens, ...]``."""
+        if not self.has_tokens:
+            return ()
         shape = self.tokens.shape[:2]
         return tuple(x for x in self.tensors.values() if x.shape[:2] == shape)
 
@@ -298,19 +301,24 @@ def tensors_of(value: object) -> Iterator[Tensor]:
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
-def example(signature: inspect.Signature, *, rows: int, length: int) -> dict[str, object]:
+def example(signature: inspect.Signature, *, rows: int, length: int, source: int | None = None) -> dict[str, object]:
     """Return a batch of tokens alone, with the masks, positions and labels that a forward requires and without a cache.
 
     Args:
         signature: the signature of forward.
         rows: the number of rows.
         length: the number of tokens in each row.
+        source: for an encoder-decoder, the number of tokens that its encoder gets; ``length`` are then its decoder's.
+            None to give its encoder ``length`` tokens and its decoder none.
     """
     required = [
         name
         for name, x in signature.parameters.items()
         if x.default is x.empty and (name in (*PER_TOKEN, "labels") or name.endswith("_input_ids"))
     ]
+    optional: dict[str, object] = {"use_cache": False}
+    if source is not None and DECODED in signature.parameters:
+        optional[DECODED], length = torch.zeros(rows, length, dtype=torch.int64), source
+    optional["input_ids"] = torch.zeros(rows, length, dtype=torch.int64)
     batch: dict[str, object] = {name: torch.full((rows, length), int("mask" in name)) for name in required}
-    optional = {"input_ids": torch.zeros(rows, length, dtype=torch.int64), "use_cache": False}
     return {**batch, **{name: x for name, x in optional.items() if name in signature.parameters}}

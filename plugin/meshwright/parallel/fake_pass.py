@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,6 +37,8 @@ def run_without_values(
     labels: tuple[int, ...] | None = None,
     options: Mapping[str, object] | None = None,
     watch: AbstractContextManager[object] | None = None,
+    source: int | None = None,
+    is_done: Callable[[], bool] | None = None,
 ) -> Any:
     """Run a decoder on fake token ids and labels, and return its output.
 
@@ -48,6 +50,9 @@ def run_without_values(
         instead: the plan to use if the decoder cannot be run in this way, for the message.
         options: more arguments of forward.
         watch: a mode that sees the operations of the pass.
+        source: the number of tokens for an encoder before the decoder; see :func:`example`.
+        is_done: a function that returns whether the pass has shown what the caller asks, so that errors after this do
+            not matter; the output of such a pass is None.
 
     Raises:
         PlanError: if the decoder cannot be run in this way.
@@ -67,7 +72,7 @@ def run_without_values(
         for module in list(_routed(model)):
             module.forward = _experts  # not a step, which would stay: fake_values undoes what is set in a module
         signature = inspect.signature(model.forward)
-        inputs = example(signature, rows=rows, length=length)
+        inputs = example(signature, rows=rows, length=length, source=source)
         if labels is not None and "labels" in signature.parameters:
             inputs["labels"] = torch.zeros(labels, dtype=torch.int64)
         why: Exception | None = None
@@ -84,6 +89,8 @@ def run_without_values(
             except PlanError:
                 raise
             except Exception as error:
+                if is_done is not None and is_done():
+                    return None
                 why = why or error
         raise PlanError(
             f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "

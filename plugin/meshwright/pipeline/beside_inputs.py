@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.method_chain import arguments
+from meshwright.parallel.sources import OUTSIDE
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline import layer_inputs
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.layer_inputs import LayerInput
 from meshwright.pipeline.links import Crossing
-from meshwright.pipeline.sources import OUTSIDE
 
 
 class BesideInputs:

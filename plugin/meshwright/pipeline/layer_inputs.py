@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from meshwright.errors import PlanError
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.second_inputs import is_cache_with_gradient
-from meshwright.pipeline.sources import OUTSIDE, Sources
+from meshwright.parallel.sources import OUTSIDE, Sources
 
 HIDDEN = "hidden states"
 

@@ -22,8 +22,8 @@ from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.router_record import OPTION, RouterRecord, forward_with_router_loss, record_routers
+from meshwright.parallel.sources import OUTSIDE, Sources
 from meshwright.pipeline.layer_inputs import HIDDEN, InputRecorder, LayerInput, Returned
-from meshwright.pipeline.sources import OUTSIDE, Sources
 from meshwright.roles.decoder import is_stack, owner_of_layers, towers_beside
 
 _ROWS, _LENGTH = 2, 8

@@ -1,0 +1,47 @@
+"""Biases for pairs of tokens that an attention makes itself, from the numbers of its queries and keys.
+
+A rank has some of the tokens, and such a bias is for places in the sequence. So it is made for the whole row on every
+rank, ``[..., S, S]``, and each block of attention takes its queries and keys of it (``AttentionCall``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from meshwright.parallel.method_chain import ChainStep, add_step, arguments
+
+_LENGTHS = ("query_length", "key_length")
+
+
+def lengths_method(attention: nn.Module) -> str | None:
+    """Return the name of the method of an attention that takes the numbers of queries and keys; None if none does."""
+    for name, method in inspect.getmembers(type(attention), inspect.isfunction):
+        if set(_LENGTHS) <= inspect.signature(method).parameters.keys():
+            return name
+    return None
+
+
+def make_whole(attentions: Iterable[nn.Module], length: Callable[[], int]) -> None:
+    """Make attentions compute their biases for all tokens of the row.
+
+    Args:
+        attentions: the attentions, without those over an encoder's keys.
+        length: a function that returns the number of tokens of the row; 0 outside of the layers.
+    """
+    for attention in attentions:
+        if (name := lengths_method(attention)) is not None:
+            add_step(attention, _OfWholeRow(attention, name, length), name)
+
+
+class _OfWholeRow(ChainStep):
+    def __init__(self, attention: nn.Module, name: str, length: Callable[[], int]):
+        self.signature, self.length = inspect.signature(getattr(attention, name)), length
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        given = arguments(self.signature, args, kwargs)
+        if length := self.length():
+            given |= dict.fromkeys(_LENGTHS, length)
+        return self.method(**given)
