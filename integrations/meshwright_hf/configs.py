@@ -35,6 +35,7 @@ from meshwright.errors import CheckpointError, PlanError
 from meshwright.optim.runtime import find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright_hf.distributed_config import options_for
+from meshwright_hf.packed_form import give_packed_form, rules_without
 from meshwright_hf.styles import STYLES
 from meshwright_hf.versions import warn_outside_range
 
@@ -224,6 +225,8 @@ class _Registration:
         # With this attribute, transformers would treat the model as sharded by itself, e.g. in save_pretrained.
         del model.config.distributed_config
         _check_loading(model, state_dict, load_config)
+        if load_config.hf_quantizer is not None:
+            give_packed_form(model, load_config.hf_quantizer)
         if request.options.weights is not None:
             raise PlanError(
                 f"ToDistributedConfig.weights={request.options.weights!r} and the path of from_pretrained both name "
@@ -231,7 +234,7 @@ class _Registration:
             )
         files = tuple(checkpoint_files)
         options = dataclasses.replace(request.options, weights=files)
-        rules = list(load_config.weight_mapping or ())
+        rules = rules_without(load_config.hf_quantizer, list(load_config.weight_mapping or ()))
         vars(model)["_weight_conversions"] = rules
         names = _names_in(files, model)
         # As transformers leaves them, for save_pretrained to undo.
@@ -287,12 +290,6 @@ def _set_dtypes(model: nn.Module, plan: dict[str, torch.dtype]) -> None:
 
 def _check_loading(model: nn.Module, state_dict: object, load_config: Any) -> None:
     """Raise if an option of from_pretrained does not work when each rank loads only its shard."""
-    if load_config.hf_quantizer is not None:
-        raise PlanError(
-            "quantised weights (quantization_config or gguf_file) cannot be cut while distributed_config loads them: "
-            "leave distributed_config out, so that each rank loads the whole, and then call "
-            "to_distributed(model, optimizer, loader, plan=...); or load without quantization_config"
-        )
     if load_config.ignore_mismatched_sizes:
         raise PlanError(
             "ignore_mismatched_sizes=True would draw some weights again on each rank; with distributed_config leave it "
