@@ -30,6 +30,8 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from meshwright.checkpoint.one_device.converted_files import as_of_model
 from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSource
+from meshwright.construct.deferred_init import is_deferring
+from meshwright.construct.initial_weights import InitialWeights, is_waiting
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.optim.runtime import find_runtime
@@ -219,21 +221,22 @@ class _Registration:
                 "whole, then call meshwright.to_distributed"
             )
         request = getattr(model.config, "distributed_config", None)
-        if not isinstance(request, _Request):
+        is_deferred = is_deferring() and find_runtime(model) is None and request is None and state_dict is None
+        if not isinstance(request, _Request) and not is_deferred:
             stock = self._stock["_load_pretrained_model"]
             return stock(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        # With this attribute, transformers would treat the model as sharded by itself, e.g. in save_pretrained.
-        del model.config.distributed_config
+        if not is_deferred:
+            # With this attribute, transformers would treat the model as sharded by itself, e.g. in save_pretrained.
+            del model.config.distributed_config
         _check_loading(model, state_dict, load_config)
         if load_config.hf_quantizer is not None:
             give_packed_form(model, load_config.hf_quantizer)
-        if request.options.weights is not None:
+        if not is_deferred and request.options.weights is not None:
             raise PlanError(
                 f"ToDistributedConfig.weights={request.options.weights!r} and the path of from_pretrained both name "
                 "the weights; leave weights=None"
             )
         files = tuple(checkpoint_files)
-        options = dataclasses.replace(request.options, weights=files)
         rules = rules_without(load_config.hf_quantizer, list(load_config.weight_mapping or ()))
         vars(model)["_weight_conversions"] = rules
         names = _names_in(files, model)
@@ -242,7 +245,10 @@ class _Registration:
         _set_dtypes(model, load_config.dtype_plan or {})
         model.tie_weights()
         expected = set(model.state_dict())
-        to_distributed(model, config=options)
+        if is_deferred:
+            InitialWeights.find(model, files).defer(model)
+        else:
+            to_distributed(model, config=dataclasses.replace(request.options, weights=files))
         info = LoadStateDictInfo(
             missing_keys=set(),
             unexpected_keys=names - expected,
@@ -255,7 +261,7 @@ class _Registration:
 
     def finalize(self, model: nn.Module, load_config: object, loading_info: object) -> Any:
         """Finish loading as transformers does; return the loading info unchanged for a distributed model."""
-        if find_runtime(model) is not None:
+        if find_runtime(model) is not None or is_waiting(model):
             return loading_info
         return self._stock["_finalize_model_loading"](model, load_config, loading_info)
 
@@ -290,6 +296,11 @@ def _set_dtypes(model: nn.Module, plan: dict[str, torch.dtype]) -> None:
 
 def _check_loading(model: nn.Module, state_dict: object, load_config: Any) -> None:
     """Raise if an option of from_pretrained does not work when each rank loads only its shard."""
+    if len(set((load_config.device_map or {}).values())) > 1:
+        raise PlanError(
+            f"device_map={load_config.device_map!r} places the weights, and so does to_distributed; leave it out, or "
+            "load the model outside of meshwright.deferred_init()"
+        )
     if load_config.ignore_mismatched_sizes:
         raise PlanError(
             "ignore_mismatched_sizes=True would draw some weights again on each rank; with distributed_config leave it "

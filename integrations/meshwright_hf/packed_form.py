@@ -20,7 +20,9 @@ def give_packed_form(model: nn.Module, quantizer: Any) -> None:
     Raises:
         PlanError: if the checkpoint is not quantised, or by another library.
     """
-    method = str(getattr(quantizer.quantization_config.quant_method, "value", quantizer.quantization_config.quant_method))
+    method = str(
+        getattr(quantizer.quantization_config.quant_method, "value", quantizer.quantization_config.quant_method)
+    )
     if method != "bitsandbytes" or not quantizer.pre_quantized:
         why = (
             "has weights that bitsandbytes would quantise as they are loaded, whole"
@@ -28,9 +30,10 @@ def give_packed_form(model: nn.Module, quantizer: Any) -> None:
             else f"is quantised by {method}, and each rank would need the whole of it"
         )
         raise PlanError(
-            f"the checkpoint {why}, but distributed_config reads a rank's part alone. Leave distributed_config out, so "
-            "that each rank loads the whole, and then call to_distributed(model, optimizer, loader, plan=...); or save "
-            "the model once, as from_pretrained(..., quantization_config=BitsAndBytesConfig(...)).save_pretrained(...)"
+            f"the checkpoint {why}, but with distributed_config and under deferred_init a rank reads its part alone. "
+            "Load the model without them, so that each rank has the whole, and then call to_distributed(model, "
+            "optimizer, loader, plan=...); or write a checkpoint that is quantised, once and in one process: "
+            "from_pretrained(..., quantization_config=BitsAndBytesConfig(...)).save_pretrained(...)"
         )
     import bitsandbytes
 

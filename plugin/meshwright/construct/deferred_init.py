@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from meshwright.construct.init_recording import RecordedWindow, Tape, reserve
@@ -83,6 +83,11 @@ def deferred_init() -> Iterator[None]:
     """
     with record(Tape()):
         yield
+
+
+def is_deferring() -> bool:
+    """Return whether the program is inside of ``deferred_init``."""
+    return any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
@@ -159,6 +164,8 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: object, args: Arguments = (), kwargs: Options | None = None
     ) -> object:
         kwargs = kwargs or {}
+        if kwargs.get("device") == torch.device("meta") and self._is_deferred(args[0] if args else None):
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # as an adapter follows its layer, before its values do
         if _only_looks(func):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]

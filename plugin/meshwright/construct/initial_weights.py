@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,8 @@ from meshwright.mesh.axes import Mesh
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.tensor_parallel import Keep, Shards, attach_shards, make_shards
 
+_SOURCE = "_meshwright_source"  # attribute of a tensor: the checkpoint that has its values, and their name there
+
 
 @dataclass(frozen=True)
 class NewTensors:
@@ -44,6 +45,7 @@ class NewTensors:
         attach_shards(model, self.shards)
         for parameter in model.parameters():
             forget_recipe(parameter)
+            vars(parameter).pop(_SOURCE, None)
 
 
 @dataclass
@@ -80,6 +82,8 @@ class InitialWeights:
         if source is not None:
             weights.files = open_weights(source, model)
             weights.names = weights.files.names_for(model)
+        else:
+            weights._find_deferred_files(model)
         for name, parameter in model.named_parameters():
             recipe = recipe_of(parameter)
             if parameter.is_meta and recipe is not None and id(parameter) not in weights.names:
@@ -93,6 +97,32 @@ class InitialWeights:
         if empty := [*weights._lacking(model), *unwritten]:
             raise UninitialisedParameterError(sorted(empty))
         return weights
+
+    def _find_deferred_files(self, model: nn.Module) -> None:
+        """Find the checkpoint from which :meth:`defer` left some tensors to be read."""
+        found = {id(x): vars(x)[_SOURCE] for x in (*model.parameters(), *model.buffers()) if _SOURCE in vars(x)}
+        self.names = {key: name for key, (_, name) in found.items()}
+        checkpoints = list({id(files): files for files, _ in found.values()}.values())
+        if len(checkpoints) > 1:
+            raise PlanError(
+                f"parts of the model wait for different checkpoints, {checkpoints[0].source} and "
+                f"{checkpoints[1].source}, and weights are read from one. Load one of the parts outside of "
+                "meshwright.deferred_init()"
+            )
+        self.files = next(iter(checkpoints), None)
+
+    def defer(self, model: nn.Module) -> None:
+        """Leave a model's parameters to be read by ``to_distributed``, and fill what is computed and not read."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) in self.names:
+                vars(tensor)[_SOURCE] = self.files, self.names[id(tensor)]
+        for module in model.modules():
+            for owner in (module._buffers, vars(module)):
+                owner |= {
+                    name: self.values[id(x)].to(x.dtype)
+                    for name, x in owner.items()
+                    if isinstance(x, Tensor) and id(x) in self.values
+                }
 
     def make(
         self,
@@ -148,6 +178,8 @@ class InitialWeights:
         assert self.files is not None
         total = 0
         for name, parameter in model.named_parameters():
+            if id(parameter) not in self.names:
+                continue
             num_bytes = self.files.entries[self.names[id(parameter)]][1].num_bytes
             layout = layouts.get(name, TensorLayout.whole(parameter, mesh.tp.size)).placed(name, mesh)
             if layout.is_held:
@@ -231,6 +263,11 @@ class InitialWeights:
                     self.recipes[id(tensor)] = recipe
                 elif not made.is_meta:
                     self.values[id(tensor)] = made.detach()
+
+
+def is_waiting(model: nn.Module) -> bool:
+    """Return whether :meth:`InitialWeights.defer` left parameters of a model to be read from a checkpoint."""
+    return any(_SOURCE in vars(parameter) for parameter in model.parameters())
 
 
 def _check_current(name: str, parameter: Tensor, recipe: Recipe) -> None:

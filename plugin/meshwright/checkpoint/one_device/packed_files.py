@@ -34,7 +34,9 @@ def read_statistics(files: WeightFiles, name: str, module: Any, packing: PackedM
     if packing.block == 1:
         scales = f"{name.removesuffix('weight')}SCB"
         _require(files, name, scales in files.entries, f"no {scales}")
-        _require(files, name, files.entries[scales][1].shape == packing.shape[:1], f"no number for each row in {scales}")
+        _require(
+            files, name, files.entries[scales][1].shape == packing.shape[:1], f"no number for each row in {scales}"
+        )
         return files.read(scales, torch.float32).to(device)
     entries = _beside(files, name)
     _require(files, name, any(key.startswith(_TEXTS) for key in entries), f"no {name}.{_TEXTS}*")
@@ -42,7 +44,11 @@ def read_statistics(files: WeightFiles, name: str, module: Any, packing: PackedM
     try:
         state = type(module.weight.quant_state).from_dict(tensors, device)
         blocks = -(-packing.shape.numel() // state.blocksize)
-        fits = (state.shape, state.absmax.numel(), isinstance(state.dtype, torch.dtype)) == (packing.shape, blocks, True)
+        fits = (state.shape, state.absmax.numel(), isinstance(state.dtype, torch.dtype)) == (
+            packing.shape,
+            blocks,
+            True,
+        )
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{files.source}: the statistics of {name} cannot be read: {error!r}") from error
     _require(files, name, fits, f"the shape {list(packing.shape)} in the model, and {list(state.shape)} in its text")
