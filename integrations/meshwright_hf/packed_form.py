@@ -39,6 +39,8 @@ def give_packed_form(model: nn.Module, quantizer: Any) -> None:
 
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
+        if isinstance(weight, bitsandbytes.nn.Int8Params | bitsandbytes.nn.Params4bit) and module.bias is not None:
+            module.bias.requires_grad_()  # as after a whole load
         if isinstance(weight, bitsandbytes.nn.Int8Params):
             weight.SCB = torch.empty(module.out_features, device="meta")
         elif isinstance(weight, bitsandbytes.nn.Params4bit):

@@ -86,8 +86,8 @@ class WeightFiles:
         for name, tensor in state.items():
             if name in self.entries:
                 dtype, shape = self.entries[name][1].dtype, self.entries[name][1].shape
-                if name in packed and dtype != tensor.dtype:
-                    others.append(f"{name}: packed into {dtype} in the checkpoint, into {tensor.dtype} in the model")
+                if dtype != tensor.dtype and (name in packed or dtype.itemsize == 1):  # whose scales the model lacks
+                    others.append(f"{name}: quantised to {dtype} in the checkpoint, {tensor.dtype} in the model")
                 elif shape != tuple(global_shape(tensor)):
                     others.append(f"{name}: {list(shape)} in the checkpoint, {list(global_shape(tensor))} in the model")
                 found.setdefault(id(tensor), name)
@@ -117,7 +117,7 @@ class WeightFiles:
         if lacking:
             parts.append(f"it lacks {len(lacking)} parameter(s):\n  {some(lacking)}")
         if others:
-            parts.append(f"{len(others)} tensor(s) have another shape:\n  {some(others)}")
+            parts.append(f"{len(others)} tensor(s) have another shape or form:\n  {some(others)}")
         prefixes = {
             name[: -len(other)] for other in list(self.entries)[:1] for name in expected if name.endswith(other)
         }
