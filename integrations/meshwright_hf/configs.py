@@ -214,27 +214,30 @@ class _Registration:
         *args: object,
         **kwargs: object,
     ) -> tuple[Any, Any]:
-        """Load only this rank's shards if the configuration is for Meshwright, otherwise as transformers does."""
+        """Load only this rank's shards if the configuration is for Meshwright, otherwise as transformers does.
+
+        Under ``deferred_init``, leave the weights to be read by ``to_distributed``.
+        """
         if find_runtime(model) is not None:
             raise PlanError(
                 "an adapter cannot be loaded into a model that is already distributed; load the model and its adapter "
                 "whole, then call meshwright.to_distributed"
             )
         request = getattr(model.config, "distributed_config", None)
-        is_deferred = is_deferring() and find_runtime(model) is None and request is None and state_dict is None
-        if not isinstance(request, _Request) and not is_deferred:
+        options = request.options if isinstance(request, _Request) else None
+        if options is None and (request is not None or state_dict is not None or not is_deferring()):
             stock = self._stock["_load_pretrained_model"]
             return stock(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        if not is_deferred:
+        if options is not None:
             # With this attribute, transformers would treat the model as sharded by itself, e.g. in save_pretrained.
             del model.config.distributed_config
-        _check_loading(model, state_dict, load_config)
         if load_config.hf_quantizer is not None:
             give_packed_form(model, load_config.hf_quantizer)
-        if not is_deferred and request.options.weights is not None:
+        _check_loading(model, state_dict, load_config)
+        if options is not None and options.weights is not None:
             raise PlanError(
-                f"ToDistributedConfig.weights={request.options.weights!r} and the path of from_pretrained both name "
-                "the weights; leave weights=None"
+                f"ToDistributedConfig.weights={options.weights!r} and the path of from_pretrained both name the "
+                "weights; leave weights=None"
             )
         files = tuple(checkpoint_files)
         rules = rules_without(load_config.hf_quantizer, list(load_config.weight_mapping or ()))
@@ -245,10 +248,10 @@ class _Registration:
         _set_dtypes(model, load_config.dtype_plan or {})
         model.tie_weights()
         expected = set(model.state_dict())
-        if is_deferred:
+        if options is None:
             InitialWeights.find(model, files).defer(model)
         else:
-            to_distributed(model, config=dataclasses.replace(request.options, weights=files))
+            to_distributed(model, config=dataclasses.replace(options, weights=files))
         info = LoadStateDictInfo(
             missing_keys=set(),
             unexpected_keys=names - expected,

@@ -37,6 +37,7 @@ def give_packed_form(model: nn.Module, quantizer: Any) -> None:
         )
     import bitsandbytes
 
+    module: Any
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
         if isinstance(weight, bitsandbytes.nn.Int8Params | bitsandbytes.nn.Params4bit) and module.bias is not None:

@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from meshwright.construct.init_recording import RecordedWindow, Tape, reserve
@@ -22,6 +22,9 @@ Options = dict[str, Any]
 
 _ATTRIBUTE = "_meshwright_recipe"
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+
+
+_open: list[Recorder] = []  # those of the program's own blocks, not of models that are built again
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,13 +84,17 @@ def deferred_init() -> Iterator[None]:
             model = LlamaForCausalLM(config)
         model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=...)
     """
-    with record(Tape()):
-        yield
+    with record(Tape()) as recorder:
+        _open.append(recorder)
+        try:
+            yield
+        finally:
+            _open.remove(recorder)
 
 
 def is_deferring() -> bool:
     """Return whether the program is inside of ``deferred_init``."""
-    return any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack())
+    return bool(_open)
 
 
 @contextlib.contextmanager
@@ -164,8 +171,9 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: object, args: Arguments = (), kwargs: Options | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if kwargs.get("device") == torch.device("meta") and self._is_deferred(args[0] if args else None):
-            kwargs = {**kwargs, "device": torch.device("cpu")}  # as an adapter follows its layer, before its values do
+        if func is torch.ops.aten._to_copy.default and self._is_deferred(args[0]):
+            # An adapter follows its layer to the meta device, where its values would be lost.
+            kwargs = {**kwargs, "device": None} if kwargs.get("device") == torch.device("meta") else kwargs
         if _only_looks(func):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]

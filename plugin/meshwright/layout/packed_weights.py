@@ -208,7 +208,7 @@ def _of_rank(statistics: Tensor, packing: PackedMatrix, layout: TensorLayout, de
         return torch.zeros(1, device=device).expand(statistics.shape)  # no memory, as the weight
     for axis, rows in layout.cuts:
         statistics = packing.statistics(statistics, rows, layout.rank(axis))
-    return statistics
+    return statistics.to(device)
 
 
 def flat_statistics(state: Any) -> Tensor:

@@ -96,7 +96,7 @@ class WeightFiles:
         lacking = [name for key, name in missing.items() if key not in found]
         if lacking or others:
             raise CheckpointError(self._mismatch(lacking, others, list(state)))
-        known = {*state, *(name for name in model.state_dict() if packed)}  # with the statistics of packed weights
+        known = {*state, *(model.state_dict() if packed else ())}  # with the statistics of packed weights
         if unused := [name for name in self.entries if name not in known]:
             logger.warning("%s has %d tensor(s) that the model lacks: %s", self.source, len(unused), some(unused, ", "))
         return found
