@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState, TrainingArguments
@@ -77,7 +78,8 @@ class MeshwrightCallback(TrainerCallback):
         model: nn.Module = given["model"]
         device = device_of(model)
         if self.shows_plan and state.is_world_process_zero:
-            self._log_plan(args, model, given["train_dataloader"], device)
+            optimizer = getattr(given.get("optimizer"), "optimizer", given.get("optimizer"))  # accelerate wraps it
+            self._log_plan(args, model, given["train_dataloader"], device, optimizer)
         if self.trainer_shards:
             return
         try:
@@ -115,13 +117,18 @@ class MeshwrightCallback(TrainerCallback):
             self._hook = None
 
     def _log_plan(
-        self, args: TrainingArguments, model: nn.Module, loader: DataLoader[object], device: torch.device
+        self,
+        args: TrainingArguments,
+        model: nn.Module,
+        loader: DataLoader[object],
+        device: torch.device,
+        optimizer: Optimizer | None,
     ) -> None:
         runtime = find_runtime(model)
         replicas = world_size() if runtime is None else runtime.mesh.dp.size
         rows = args.train_batch_size * args.gradient_accumulation_steps * replicas
         try:
-            card = plan_card(model, loader, rows=rows, device=device)
+            card = plan_card(model, loader, rows=rows, device=device, optimizer=optimizer)
         except PlanError as error:
             card = f"no plan: {error}"
         if runtime is not None and runtime.plan is not None:

@@ -30,11 +30,14 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from meshwright.checkpoint.one_device.converted_files import as_of_model
 from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSource
+from meshwright.construct.deferred_init import is_deferring
+from meshwright.construct.initial_weights import InitialWeights, is_waiting
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.optim.runtime import find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright_hf.distributed_config import options_for
+from meshwright_hf.packed_form import give_packed_form, rules_without
 from meshwright_hf.styles import STYLES
 from meshwright_hf.versions import warn_outside_range
 
@@ -211,27 +214,33 @@ class _Registration:
         *args: object,
         **kwargs: object,
     ) -> tuple[Any, Any]:
-        """Load only this rank's shards if the configuration is for Meshwright, otherwise as transformers does."""
+        """Load only this rank's shards if the configuration is for Meshwright, otherwise as transformers does.
+
+        Under ``deferred_init``, leave the weights to be read by ``to_distributed``.
+        """
         if find_runtime(model) is not None:
             raise PlanError(
                 "an adapter cannot be loaded into a model that is already distributed; load the model and its adapter "
                 "whole, then call meshwright.to_distributed"
             )
         request = getattr(model.config, "distributed_config", None)
-        if not isinstance(request, _Request):
+        options = request.options if isinstance(request, _Request) else None
+        if options is None and (request is not None or state_dict is not None or not is_deferring()):
             stock = self._stock["_load_pretrained_model"]
             return stock(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        # With this attribute, transformers would treat the model as sharded by itself, e.g. in save_pretrained.
-        del model.config.distributed_config
+        if options is not None:
+            # With this attribute, transformers would treat the model as sharded by itself, e.g. in save_pretrained.
+            del model.config.distributed_config
+        if load_config.hf_quantizer is not None:
+            give_packed_form(model, load_config.hf_quantizer)
         _check_loading(model, state_dict, load_config)
-        if request.options.weights is not None:
+        if options is not None and options.weights is not None:
             raise PlanError(
-                f"ToDistributedConfig.weights={request.options.weights!r} and the path of from_pretrained both name "
-                "the weights; leave weights=None"
+                f"ToDistributedConfig.weights={options.weights!r} and the path of from_pretrained both name the "
+                "weights; leave weights=None"
             )
         files = tuple(checkpoint_files)
-        options = dataclasses.replace(request.options, weights=files)
-        rules = list(load_config.weight_mapping or ())
+        rules = rules_without(load_config.hf_quantizer, list(load_config.weight_mapping or ()))
         vars(model)["_weight_conversions"] = rules
         names = _names_in(files, model)
         # As transformers leaves them, for save_pretrained to undo.
@@ -239,7 +248,10 @@ class _Registration:
         _set_dtypes(model, load_config.dtype_plan or {})
         model.tie_weights()
         expected = set(model.state_dict())
-        to_distributed(model, config=options)
+        if options is None:
+            InitialWeights.find(model, files).defer(model)
+        else:
+            to_distributed(model, config=dataclasses.replace(options, weights=files))
         info = LoadStateDictInfo(
             missing_keys=set(),
             unexpected_keys=names - expected,
@@ -252,7 +264,7 @@ class _Registration:
 
     def finalize(self, model: nn.Module, load_config: object, loading_info: object) -> Any:
         """Finish loading as transformers does; return the loading info unchanged for a distributed model."""
-        if find_runtime(model) is not None:
+        if find_runtime(model) is not None or is_waiting(model):
             return loading_info
         return self._stock["_finalize_model_loading"](model, load_config, loading_info)
 
@@ -287,11 +299,10 @@ def _set_dtypes(model: nn.Module, plan: dict[str, torch.dtype]) -> None:
 
 def _check_loading(model: nn.Module, state_dict: object, load_config: Any) -> None:
     """Raise if an option of from_pretrained does not work when each rank loads only its shard."""
-    if load_config.hf_quantizer is not None:
+    if len(set((load_config.device_map or {}).values())) > 1:
         raise PlanError(
-            "quantised weights (quantization_config or gguf_file) cannot be cut while distributed_config loads them: "
-            "leave distributed_config out, so that each rank loads the whole, and then call "
-            "to_distributed(model, optimizer, loader, plan=...); or load without quantization_config"
+            f"device_map={load_config.device_map!r} places the weights, and so does to_distributed; leave it out, or "
+            "load the model outside of meshwright.deferred_init()"
         )
     if load_config.ignore_mismatched_sizes:
         raise PlanError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import math
 import sys
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.choose.picked_plan import plan_card
 from meshwright.monitor.card import Card, Comparison
 from meshwright.monitor.estimate import Estimate, Machine, candidate_of, estimate
 from meshwright.monitor.figures import Figures, RankFigures, StepFigures, together
@@ -187,6 +190,23 @@ def test_launches_count_against_the_time_of_a_layer(launch: float, is_small: boo
     own = machine(profile=HardwareProfile(name="mine", coefficients=Coefficients(launch=launch)))
     share = estimate(own, ParallelPlan(dp=2), torch.bfloat16, (4, LENGTH), 1).launches
     assert (share > 0.5) == is_small and share > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "tensors"),
+    [(torch.optim.AdamW, 2), (functools.partial(torch.optim.SGD, momentum=0.9), 1), (torch.optim.SGD, 0)],
+)
+def test_the_state_is_that_of_the_optimizer(make: Any, tensors: int) -> None:
+    model = build("llama")
+    found = Machine.find(model, ToDistributedConfig(), make(model.parameters(), lr=0.1))
+    memory = estimate(found, ParallelPlan(), torch.float32, (4, LENGTH), 1).fullest
+    assert memory.optimizer == tensors * memory.weights
+    options: dict[str, Any] = {"rows": 4, "device": torch.device("cpu")}
+    loader = DataLoader([{"input_ids": torch.arange(LENGTH)}] * 4, batch_size=4)
+    of_adam, of_this = (
+        plan_card(model, loader, optimizer=x, **options) for x in (None, make(model.parameters(), lr=0.1))
+    )
+    assert (of_adam == of_this) == (tensors == 2), of_this
 
 
 def test_a_profile_of_other_processes_leaves_the_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,13 +23,15 @@ _ROUNDING = 0.1  # of the number of tensors, by numbers beside them and by sums 
 _ALIKE = 0.4  # of the singular values of an orthogonalised update; those of a random matrix of this shape reach 0.1
 
 
-def kind_of(optimizer: Optimizer, model: nn.Module) -> str | OptimizerKind:
+def kind_of(optimizer: Optimizer | None, model: nn.Module) -> str | OptimizerKind:
     """Return what an optimizer keeps and computes; "adamw" if it is what AdamW does, or cannot be found out.
 
     Args:
-        optimizer: the optimizer, which stays as it is.
+        optimizer: the optimizer, which stays as it is; None if it is not known yet.
         model: its model, whose embeddings tell which group has the matrices of layers.
     """
+    if optimizer is None:
+        return _DEFAULT
     groups = [(each, group) for each in members(optimizer) for group in each.param_groups]
     ends = {id(weight) for weight in _embeddings(model)}
     sizes = [[0, 0] for _ in groups]  # elements that are of matrices of layers, and others

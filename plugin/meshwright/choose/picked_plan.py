@@ -93,7 +93,7 @@ def pick_plan(
     def pick() -> dict[str, Any]:
         rows, length = _batch(dataloader, config)
         nodes, reason = node_num or node_count(), against_stages(model, config)
-        kind = "adamw" if optimizer is None else kind_of(optimizer, model)
+        kind = kind_of(optimizer, model)
         found = _search(model, kind, rows, length, nodes, config, device, no_stages=reason)
         choice = _first_runnable(found, model, optimizer, config)
         if choice.plan.pp > 1 and (reason := why_not_cut(model, config)) is not None:
@@ -305,7 +305,14 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
     ]
 
 
-def plan_card(model: nn.Module, dataloader: Iterable[object], *, rows: int, device: torch.device) -> str:
+def plan_card(
+    model: nn.Module,
+    dataloader: Iterable[object],
+    *,
+    rows: int,
+    device: torch.device,
+    optimizer: Optimizer | None = None,
+) -> str:
     """Return a text with the plan that the planner would pick for the launched devices and its estimates.
 
     The call does not communicate.
@@ -315,6 +322,7 @@ def plan_card(model: nn.Module, dataloader: Iterable[object], *, rows: int, devi
         dataloader: the loader, whose rows give the length of a row.
         rows: rows of the global batch of one optimizer step.
         device: the device of this process.
+        optimizer: the optimizer, whose state is counted; that of AdamW without one.
 
     Raises:
         PlanError: if the planner cannot describe the model, the length of a row is unknown, or no plan fits.
@@ -322,9 +330,10 @@ def plan_card(model: nn.Module, dataloader: Iterable[object], *, rows: int, devi
     if not _is_mapped(getattr(dataloader, "dataset", None)):
         raise PlanError("the dataset is a stream, which does not show the length of a row")
     config, length = ToDistributedConfig(), _length(dataloader)  # type: ignore[arg-type]
+    kind = kind_of(optimizer, model)
     if find_runtime(model) is not None:  # its forward is that of its plan, with the collectives of all ranks
         model = on_meta(without_wrappers(model)[1])
-    found = _search(model, "adamw", rows, length, 1, config, device, no_stages=against_stages(model, config))
+    found = _search(model, kind, rows, length, 1, config, device, no_stages=against_stages(model, config))
     choice = found.choices[0]
     speed = choice.tokens_per_second * found.cluster.gpus
     return "\n".join([*_lines(found, choice, type(model).__name__)[:2], f"  expected: {speed:,.0f} tokens/s in all"])

@@ -24,6 +24,9 @@ _ATTRIBUTE = "_meshwright_recipe"
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 
 
+_open: list[Recorder] = []  # those of the program's own blocks, not of models that are built again
+
+
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """How to compute one deferred tensor.
@@ -81,8 +84,17 @@ def deferred_init() -> Iterator[None]:
             model = LlamaForCausalLM(config)
         model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=...)
     """
-    with record(Tape()):
-        yield
+    with record(Tape()) as recorder:
+        _open.append(recorder)
+        try:
+            yield
+        finally:
+            _open.remove(recorder)
+
+
+def is_deferring() -> bool:
+    """Return whether the program is inside of ``deferred_init``."""
+    return bool(_open)
 
 
 @contextlib.contextmanager
@@ -159,6 +171,9 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: object, args: Arguments = (), kwargs: Options | None = None
     ) -> object:
         kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and self._is_deferred(args[0]):
+            # An adapter follows its layer to the meta device, where its values would be lost.
+            kwargs = {**kwargs, "device": None} if kwargs.get("device") == torch.device("meta") else kwargs
         if _only_looks(func):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]

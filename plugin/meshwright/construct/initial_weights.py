@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.format.load_weights import open_weights
+from meshwright.checkpoint.one_device.packed_files import read_statistics
 from meshwright.checkpoint.one_device.safetensors_file import memory_of
 from meshwright.checkpoint.one_device.weight_files import WeightFiles, WeightSource
 from meshwright.construct.deferred_init import Recipe, forget_recipe, recipe_of
@@ -22,29 +22,30 @@ from meshwright.errors import PlanError, UninitialisedParameterError
 from meshwright.faults.memory_digest import memory_digest
 from meshwright.faults.together import take_from_first, texts_of_all
 from meshwright.layout.blocks import numel
-from meshwright.layout.packed_weights import statistics_of
+from meshwright.layout.packed_weights import Attribute, own_statistics, packed_modules, statistics_of
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.tensor_parallel import Keep, Shards, attach_shards, make_shards
 
-Buffer = tuple[dict[str, Any], str, Tensor]  # the dict of a module that has a tensor, the key, and the values
+_SOURCE = "_meshwright_source"  # attribute of a tensor: the checkpoint that has its values, and their name there
 
 
 @dataclass(frozen=True)
 class NewTensors:
-    """A model's tensors on this rank: the parameters' shards, and (dict, key, values) of all other tensors."""
+    """A model's tensors on this rank: the parameters' shards, and all others as attributes of what has them."""
 
     shards: Shards
-    buffers: list[Buffer]
+    others: list[Attribute]
 
     def attach(self, model: nn.Module) -> None:
         """Put all tensors into the model; see ``attach_shards``."""
-        for owner, name, values in self.buffers:
-            owner[name] = values
+        for owner, name, value in self.others:
+            owner[name] = value
         attach_shards(model, self.shards)
         for parameter in model.parameters():
             forget_recipe(parameter)
+            vars(parameter).pop(_SOURCE, None)
 
 
 @dataclass
@@ -81,6 +82,8 @@ class InitialWeights:
         if source is not None:
             weights.files = open_weights(source, model)
             weights.names = weights.files.names_for(model)
+        else:
+            weights._find_deferred_files(model)
         for name, parameter in model.named_parameters():
             recipe = recipe_of(parameter)
             if parameter.is_meta and recipe is not None and id(parameter) not in weights.names:
@@ -95,6 +98,32 @@ class InitialWeights:
             raise UninitialisedParameterError(sorted(empty))
         return weights
 
+    def _find_deferred_files(self, model: nn.Module) -> None:
+        """Find the checkpoint from which :meth:`defer` left some tensors to be read."""
+        found = {id(x): vars(x)[_SOURCE] for x in (*model.parameters(), *model.buffers()) if _SOURCE in vars(x)}
+        self.names = {key: name for key, (_, name) in found.items()}
+        checkpoints = list({id(files): files for files, _ in found.values()}.values())
+        if len(checkpoints) > 1:
+            raise PlanError(
+                f"parts of the model wait for different checkpoints, {checkpoints[0].source} and "
+                f"{checkpoints[1].source}, and weights are read from one. Load one of the parts outside of "
+                "meshwright.deferred_init()"
+            )
+        self.files = next(iter(checkpoints), None)
+
+    def defer(self, model: nn.Module) -> None:
+        """Leave a model's parameters to be read by ``to_distributed``, and fill what is computed and not read."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) in self.names:
+                vars(tensor)[_SOURCE] = self.files, self.names[id(tensor)]
+        for module in model.modules():
+            for owner in (module._buffers, vars(module)):
+                owner |= {
+                    name: self.values[id(x)].to(x.dtype)
+                    for name, x in owner.items()
+                    if isinstance(x, Tensor) and id(x) in self.values
+                }
+
     def make(
         self,
         model: nn.Module,
@@ -107,7 +136,8 @@ class InitialWeights:
         with contextlib.nullcontext() if self.files is None else self.files.progress as progress:
             if progress is not None:
                 progress.start(self._bytes_to_read(model, layouts, mesh))
-            return NewTensors(make_shards(model, layouts, mesh, device, self._shard, keep), self._buffers(model))
+            shards = make_shards(model, layouts, mesh, device, self._shard, keep)
+            return NewTensors(shards, [*self._buffers(model), *self._statistics(model, shards, device)])
 
     def _shard(self, parameter: nn.Parameter, layout: TensorLayout) -> Tensor | None:
         if self.files is not None and id(parameter) in self.names:
@@ -120,8 +150,18 @@ class InitialWeights:
             return None
         return layout.take(full) if layout.is_sharded else full
 
-    def _buffers(self, model: nn.Module) -> list[Buffer]:
-        found: list[Buffer] = []
+    def _statistics(self, model: nn.Module, shards: Shards, device: torch.device) -> Iterator[Attribute]:
+        """Yield what belongs to this rank's shards of packed weights."""
+        for _, module, packing in packed_modules(model):
+            shard, layout = shards[id(module.weight)]
+            name = self.names.get(id(module.weight)) if layout.is_held else None
+            stored = None
+            if self.files is not None and name is not None:
+                stored = read_statistics(self.files, name, module, packing, device)
+            yield from own_statistics(module, packing, shard, layout, stored)
+
+    def _buffers(self, model: nn.Module) -> list[Attribute]:
+        found: list[Attribute] = []
         for module in model.modules():
             for owner in (module._buffers, vars(module)):
                 for name, tensor in owner.items():
@@ -138,6 +178,8 @@ class InitialWeights:
         assert self.files is not None
         total = 0
         for name, parameter in model.named_parameters():
+            if id(parameter) not in self.names:
+                continue
             num_bytes = self.files.entries[self.names[id(parameter)]][1].num_bytes
             layout = layouts.get(name, TensorLayout.whole(parameter, mesh.tp.size)).placed(name, mesh)
             if layout.is_held:
@@ -147,7 +189,8 @@ class InitialWeights:
     def _own_tensors(self, model: nn.Module) -> list[Tensor]:
         """Return the tensors that already have values and that the model starts from."""
         found = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and id(t) not in self.names]
-        return [*found, *statistics_of(model), *self.values.values()]
+        statistics = [x for x in statistics_of(model) if not x.is_meta]
+        return [*found, *statistics, *self.values.values()]
 
     def equalise(self, model: nn.Module, mesh: Mesh, device: torch.device) -> bool:
         """Give every rank the first rank's weights if they differ, for example because no seed was set.
@@ -220,6 +263,11 @@ class InitialWeights:
                     self.recipes[id(tensor)] = recipe
                 elif not made.is_meta:
                     self.values[id(tensor)] = made.detach()
+
+
+def is_waiting(model: nn.Module) -> bool:
+    """Return whether :meth:`InitialWeights.defer` left parameters of a model to be read from a checkpoint."""
+    return any(_SOURCE in vars(parameter) for parameter in model.parameters())
 
 
 def _check_current(name: str, parameter: Tensor, recipe: Recipe) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshwright.construct.deferred_init import record
 from meshwright.construct.init_recording import Tape
 from meshwright.errors import PlanError
+from meshwright.layout.packed_weights import matrix_shape
 
 
 def build_twin(model: nn.Module, *, draws: bool) -> nn.Module:
@@ -61,7 +62,7 @@ def _from_config(model: nn.Module, draws: bool) -> nn.Module:
 
 
 def _check_same_form(model: nn.Module, twin: nn.Module) -> None:
-    ours = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    ours = {name: tuple(matrix_shape(p)) for name, p in model.named_parameters(remove_duplicate=False)}
     built = {name: tuple(p.shape) for name, p in twin.named_parameters(remove_duplicate=False)}
     if differing := sorted(name for name in ours.keys() | built.keys() if ours.get(name) != built.get(name)):
         shown = "\n  ".join(f"{n}: {ours.get(n)} in the model, {built.get(n)} from its config" for n in differing[:20])

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout
+
+if TYPE_CHECKING:
+    from meshwright.layout.tensor_layout import TensorLayout
+
+Attribute = tuple[dict[str, Any], str, Any]  # the dict of an object that has an attribute, its name, and its value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,42 +161,54 @@ def state_without_packed(model: nn.Module) -> dict[str, Tensor]:
     return {name: x for name, x in state.items() if id(x) in own or not name.startswith(tuple(packed))}
 
 
-def cut_statistics(model: nn.Module) -> None:
-    """Give each packed weight of which this rank has a part the statistics of this part."""
-    for _, module, packing in packed_modules(model):
-        weight = module.weight
-        layout = weight.meshwright
-        # On some CPUs bitsandbytes would round the weights to bfloat16 in evaluation, and could train no more.
-        module.support_avx512bf16_for_cpu = False
-        if not layout.is_sharded:
-            continue
-        if packing.block == 1:
-            _cut_8_bit(module, packing)
-        else:
-            _cut_4_bit(weight, packing)
+def packed_without_values(model: nn.Module) -> dict[str, Tensor]:
+    """Return the packed weights on the meta device, by name."""
+    found = {f"{name}.weight".lstrip("."): module.weight for name, module, _ in packed_modules(model)}
+    return {name: weight for name, weight in found.items() if weight.is_meta}
 
 
-def _cut_8_bit(module: Any, packing: PackedMatrix) -> None:
-    weight, state, layout = module.weight, module.state, module.weight.meshwright
-    if weight.SCB is None:  # the first forward pass has moved them
-        weight.SCB, state.SCB, state.CB = state.SCB, None, None
-    weight.CB = weight.data
-    if layout.is_held:
+def own_statistics(
+    module: Any, packing: PackedMatrix, shard: Tensor, layout: TensorLayout, stored: Any = None
+) -> Iterator[Attribute]:
+    """Yield the attributes that a module gets together with a rank's shard of its packed weight.
+
+    Args:
+        module: the module, of which nothing is changed.
+        packing: how its weight is stored.
+        shard: what this rank has of the weight.
+        layout: the layout of the weight.
+        stored: the statistics of the whole weight as a checkpoint has them; None for those that the module has.
+    """
+    # On some CPUs bitsandbytes would round the weights to bfloat16 in evaluation, and could train no more.
+    yield vars(module), "support_avx512bf16_for_cpu", False
+    weight = module.weight
+    if packing.block == 1:
+        scales = next(x for x in (stored, weight.SCB, module.state.SCB) if x is not None)
         whole = PackedMatrix(shape=layout.shape, values=1, block=1)
-        for axis, rows in layout.cuts:
-            weight.SCB = whole.statistics(weight.SCB, rows, layout.rank(axis))
+        yield vars(weight), "SCB", _of_rank(scales, whole, layout, shard.device)
+        yield vars(weight), "CB", shard
+        yield from ((vars(module.state), name, None) for name in ("SCB", "CB"))  # where the first pass moves them
+        return
+    state = weight.quant_state if stored is None else stored
+    own = dict(vars(state))
+    if layout.is_sharded:
+        absmax = flat_statistics(state) if layout.is_held else state.absmax
+        own |= {"absmax": _of_rank(absmax, packing, layout, shard.device), "nested": False}
+        own |= {"state2": None, "offset": None, "shape": state.shape}
+        if layout.is_held:
+            own["shape"] = torch.Size((shard.shape[0], shard.shape[1] * packing.values))
+        else:
+            own["code"] = torch.zeros(state.code.shape, device=shard.device)
+    yield from ((vars(weight.quant_state), name, value) for name, value in own.items())
 
 
-def _cut_4_bit(weight: Any, packing: PackedMatrix) -> None:
-    state, layout = weight.quant_state, weight.meshwright
-    absmax = flat_statistics(state)
-    if layout.is_held:
-        for axis, rows in layout.cuts:
-            absmax = packing.statistics(absmax, rows, layout.rank(axis))
-        state.shape = torch.Size((weight.shape[0], weight.shape[1] * packing.values))
-    else:
-        absmax = absmax.new_zeros(1).expand(absmax.shape)  # no memory, as the weight
-    state.absmax, state.nested, state.state2, state.offset = absmax, False, None, None
+def _of_rank(statistics: Tensor, packing: PackedMatrix, layout: TensorLayout, device: torch.device) -> Tensor:
+    """Return the statistics of a rank's blocks, of those of the whole weight."""
+    if not layout.is_held:
+        return torch.zeros(1, device=device).expand(statistics.shape)  # no memory, as the weight
+    for axis, rows in layout.cuts:
+        statistics = packing.statistics(statistics, rows, layout.rank(axis))
+    return statistics.to(device)
 
 
 def flat_statistics(state: Any) -> Tensor:

@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.choose.model_sizes import describe_model
+from meshwright.choose.optimizer_kind import kind_of
 from meshwright.choose.picked_plan import cluster_at_hand
 from meshwright.choose.run_profile import PROFILE_FILE, calibrate_command, load_run_profile
 from meshwright.errors import PlanError
@@ -20,6 +22,7 @@ from meshwright.planner.candidate import Candidate, Job, Logits
 from meshwright.planner.hardware import Cluster, HardwareProfile
 from meshwright.planner.memory import Memory, stage_memory
 from meshwright.planner.notes import measured_notes
+from meshwright.planner.optimizers import OptimizerKind
 from meshwright.planner.own_plan import check_expert_ranks
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.time import StepModel
@@ -37,6 +40,7 @@ class Machine:
         command: the command that measures this machine.
         unused_profile: why the profile that the run names is not used; empty if it is, or if there is none.
         logits: the logits that are in memory at once, as in ``Job``.
+        optimizer: what the optimizer keeps, as in ``Job``.
     """
 
     shape: ModelShape
@@ -46,10 +50,11 @@ class Machine:
     command: str = ""
     unused_profile: str = ""
     logits: Logits = "chunked"
+    optimizer: str | OptimizerKind = "adamw"
 
     @classmethod
-    def find(cls, model: nn.Module, config: ToDistributedConfig) -> Machine:
-        """Describe the model and the devices at hand, without communication.
+    def find(cls, model: nn.Module, config: ToDistributedConfig, optimizer: Optimizer | None = None) -> Machine:
+        """Describe the model, the optimizer and the devices at hand, without communication.
 
         Raises:
             PlanError: if the planner cannot describe the model.
@@ -77,6 +82,7 @@ class Machine:
             command=calibrate_command(processes=per_node, nodes=nodes, path=path or PROFILE_FILE),
             unused_profile=unused,
             logits=logits_in_training(model, config),
+            optimizer=kind_of(optimizer, model),
         )
 
     def notes(self, batch: tuple[int, int]) -> tuple[str, ...]:
@@ -162,6 +168,7 @@ def estimate(machine: Machine, plan: ParallelPlan, dtype: torch.dtype, batch: tu
         own_runtime=True,
         on_cpu=machine.cluster.device.shares_host or machine.cluster.device.name == "cpu",
         logits=machine.logits,
+        optimizer=machine.optimizer,
     )
     job = job.in_32_bits() if dtype.itemsize >= 4 else job
     try:

@@ -82,7 +82,7 @@ class Preparation:
         log = succeed_together(lambda: RunLog(folder) if folder is not None and is_first_rank() else None)
         machine, unknown = None, ""
         try:
-            machine = Machine.find(model, config)
+            machine = Machine.find(model, config, optimizer)
         except PlanError as error:
             unknown = str(error)
         origin = {} if log is None else provenance(config, optimizer, settings or {})

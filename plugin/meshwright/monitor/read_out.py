@@ -52,7 +52,7 @@ def memory_of(
     if batch is not None and runtime.engine is None:
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         try:
-            machine = Machine.find(model, ToDistributedConfig()) if monitor is None else monitor.machine
+            machine = Machine.find(model, ToDistributedConfig(), optimizer) if monitor is None else monitor.machine
             estimated = estimate(machine, plan, dtype, batch, passes).of_ranks()
         except PlanError:
             if batch_shape is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import PlanError
-from meshwright.layout.packed_weights import PackedMatrix, cut_statistics
+from meshwright.layout.packed_weights import PackedMatrix
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
@@ -94,7 +94,6 @@ def attach_shards(model: nn.Module, shards: Shards) -> None:
         if gradient is not None and layout.is_sharded:
             gradient = LocalGradient.of(layout.take(gradient).to(parameter.device), layout)
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
-    cut_statistics(model)
 
 
 def _set_values(parameter: nn.Parameter, values: Tensor) -> None:

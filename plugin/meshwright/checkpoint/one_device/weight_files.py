@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.files.reading import read_json
 from meshwright.checkpoint.one_device.safetensors_file import Entry, Form, is_a_pickle, read_header, read_rows
 from meshwright.errors import CheckpointError
-from meshwright.layout.packed_weights import state_without_packed
+from meshwright.layout.packed_weights import packed_without_values, state_without_packed
 from meshwright.layout.tensor_layout import TensorLayout, global_shape
 from meshwright.progress import Progress
 from meshwright.schema import require, table, text
@@ -81,11 +81,14 @@ class WeightFiles:
         found: dict[int, str] = {}
         missing: dict[int, str] = {}
         others = []
-        state = state_without_packed(model)
+        packed = packed_without_values(model)
+        state = state_without_packed(model) | packed
         for name, tensor in state.items():
             if name in self.entries:
-                shape = self.entries[name][1].shape
-                if shape != tuple(global_shape(tensor)):
+                dtype, shape = self.entries[name][1].dtype, self.entries[name][1].shape
+                if dtype != tensor.dtype and (name in packed or dtype.itemsize == 1):  # whose scales the model lacks
+                    others.append(f"{name}: quantised to {dtype} in the checkpoint, {tensor.dtype} in the model")
+                elif shape != tuple(global_shape(tensor)):
                     others.append(f"{name}: {list(shape)} in the checkpoint, {list(global_shape(tensor))} in the model")
                 found.setdefault(id(tensor), name)
             elif isinstance(tensor, nn.Parameter):
@@ -93,7 +96,8 @@ class WeightFiles:
         lacking = [name for key, name in missing.items() if key not in found]
         if lacking or others:
             raise CheckpointError(self._mismatch(lacking, others, list(state)))
-        if unused := [name for name in self.entries if name not in state]:
+        known = {*state, *(model.state_dict() if packed else ())}  # with the statistics of packed weights
+        if unused := [name for name in self.entries if name not in known]:
             logger.warning("%s has %d tensor(s) that the model lacks: %s", self.source, len(unused), some(unused, ", "))
         return found
 
@@ -113,7 +117,7 @@ class WeightFiles:
         if lacking:
             parts.append(f"it lacks {len(lacking)} parameter(s):\n  {some(lacking)}")
         if others:
-            parts.append(f"{len(others)} tensor(s) have another shape:\n  {some(others)}")
+            parts.append(f"{len(others)} tensor(s) have another shape or form:\n  {some(others)}")
         prefixes = {
             name[: -len(other)] for other in list(self.entries)[:1] for name in expected if name.endswith(other)
         }
