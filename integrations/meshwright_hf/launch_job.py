@@ -57,6 +57,7 @@ class Launch:
         resume: the checkpoint from which ``MeshwrightTrainer.train()`` goes on, unless it is told another.
         oversubscribe: whether to start more processes than this machine's CPU cores can serve.
         job_id: the name of a job that a scheduler starts again, the same each time.
+        outlives: whether the launcher stays until the end of a single process, which would otherwise replace it.
 
     Raises:
         PlanError: if two numbers contradict each other (the message gives both), or the script does not exist.
@@ -83,6 +84,7 @@ class Launch:
     oversubscribe: bool = False
     resume: str | None = None
     job_id: str | None = None
+    outlives: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_processes", "num_machines", "start_timeout"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -40,7 +40,17 @@ def require_words(words: Tensor, vocab_size: int, what: str, *, ignored: int | N
         vocab_size: the size of the full vocabulary.
         what: the name of a word in the message: "token id" or "label".
         ignored: the one value outside of the vocabulary that is legal.
+
+    Raises:
+        TypeError: if these are no words at all, but a batch or real numbers.
     """
+    if isinstance(words, Mapping):
+        raise TypeError("the model got a whole batch in place of input_ids; write model(**batch)")
+    if words.is_floating_point():
+        raise TypeError(
+            f"a {what} is an integer, but these are {str(words.dtype).removeprefix('torch.')}, so the rows of the "
+            "vocabulary cannot be found; convert them in the collate function: .long()"
+        )
     outside = (words < 0) | (words >= vocab_size)
     if ignored is not None:
         outside &= words != ignored
