@@ -46,6 +46,8 @@ def test_what_others_call_an_option_is_known(words: str, written: str) -> None:
         ("plan weigh --json --dp 2", "plan weigh", "PlanError", "--model is missing"),
         ("calibrate --json --output no/where.json", "calibrate", "ValueError", "there is no directory no"),
         ("verify --json --model nowhere --plan dp0", "verify", "PlanError", "dp"),
+        ("launch --json --cpu --dp 2 nowhere.py", "launch", "PlanError", "there is no script nowhere.py"),
+        ("launch --json --chek nowhere.py", "launch", "NoSuchOption", "No such option: --chek"),
         ("inspect --json --chek x", "inspect", "NoSuchOption", "No such option: --chek"),
         ("plan weigh --json --dp two", "plan weigh", "BadParameter", "Invalid value for '--dp'"),
         ("export --json", "export", "MissingParameter", "Missing argument 'CHECKPOINT'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -89,14 +90,19 @@ def test_after_a_death_the_newest_whole_checkpoint_and_the_command_are_named(
 ) -> None:
     (tmp_path / "train.py").write_text(DYING)
     monkeypatch.setenv("PYTHON_EXEC", str(preloaded_python))
-    done = run_command("launch", "--cpu", "--tp", "2", "train.py", "--lr", "1e-4 x", folder=tmp_path)
+    done = run_command("launch", "--json", "--cpu", "--tp", "2", "train.py", "--lr", "1e-4 x", folder=tmp_path)
     assert done.code == 7, done.output
     last = [
         line.removeprefix("meshwright launch: ") for line in done.output.splitlines() if "meshwright launch:" in line
     ]
     assert last[-3] == f"the newest whole checkpoint of this run is {tmp_path / 'runs/step-1'}"
     assert "write after to_distributed: meshwright.load_checkpoint(" in last[-2]
-    assert last[-1] == ("the command that goes on from it: meshwright launch --cpu --tp 2 train.py --lr '1e-4 x'")
+    assert last[-1] == (
+        "the command that goes on from it: meshwright launch --json --cpu --tp 2 train.py --lr '1e-4 x'"
+    )
+    error = json.loads(done.output[done.output.rindex('{\n  "error"') :])["error"]
+    assert (error["kind"], error["exit_code"]) == ("ProcessFailedError", 7)
+    assert error["message"].splitlines() == last[-4:] and last[-4].startswith("rank 1 ended with exit code 7")
 
 
 def test_a_trainers_checkpoint_goes_on_by_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from meshwright.parallel.padded_rows import PaddedRows
 from meshwright.parallel.refused_arguments import check_arguments
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.stand_in import ShardedLogits
+from meshwright.parallel.tensor_checks import require_tensor
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 from meshwright.parallel.wrappers import wrapper_of
@@ -135,6 +136,7 @@ class ForwardState:
         self._writes.begin(trains=trains)
         kwargs = without_fillers_targets(kwargs)
         inputs = arguments(self._signatures[module], args, kwargs)
+        require_tensor(inputs.get("input_ids"))
         check_arguments(module, inputs, self.mesh)
         enter_pass(inputs.values())
         labels = inputs.get("labels")
