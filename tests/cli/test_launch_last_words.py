@@ -97,9 +97,8 @@ def test_after_a_death_the_newest_whole_checkpoint_and_the_command_are_named(
     ]
     assert last[-3] == f"the newest whole checkpoint of this run is {tmp_path / 'runs/step-1'}"
     assert "write after to_distributed: meshwright.load_checkpoint(" in last[-2]
-    assert last[-1] == (
-        "the command that goes on from it: meshwright launch --json --cpu --tp 2 train.py --lr '1e-4 x'"
-    )
+    command = "meshwright launch --json --cpu --tp 2 train.py --lr '1e-4 x'"
+    assert last[-1] == f"the command that goes on from it: {command}"
     error = json.loads(done.output[done.output.rindex('{\n  "error"') :])["error"]
     assert (error["kind"], error["exit_code"]) == ("ProcessFailedError", 7)
     assert error["message"].splitlines() == last[-4:] and last[-4].startswith("rank 1 ended with exit code 7")
