@@ -259,6 +259,17 @@ def test_every_option_has_a_check() -> None:
             mw.ToDistributedConfig(**{field.name: Foreign()})
 
 
+def test_what_is_returned_is_not_the_model() -> None:
+    """As in ``model = DistributedDataParallel(model)``; a tuple says only that it cannot be called."""
+    returned: Any = to(build("llama"), plan="dp1")
+    model, none, _ = returned
+    assert none is None and isinstance(model, nn.Module) and isinstance(returned, tuple)
+    with pytest.raises(TypeError, match="not the model; write model, optimizer, loader = to_distributed"):
+        returned(input_ids=torch.zeros(1, 2))
+    with pytest.raises(AttributeError, match="no attribute 'train'; write model, optimizer, loader = to_distributed"):
+        returned.train()
+
+
 def test_the_loader_has_two_names() -> None:
     """The README calls it ``loader``."""
     _, none, loader = to(build("llama"), loader=LOADER, plan="dp1")
