@@ -15,7 +15,6 @@ from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_lin
 from meshwright.errors import PlanError
 from meshwright.faults.preemption import PREEMPTED
 from meshwright.mesh.cores import core_count
-from meshwright.plan.config import ParallelPlan
 from meshwright_hf import network
 from meshwright_hf.launch_job import RESUME_VARIABLE, Launch, job_environment, say
 from meshwright_hf.unused_plan import watched_plan
@@ -183,9 +182,7 @@ def _in_words(job: Launch, on_cpu: bool) -> str:
     """Return one line that describes the plan, the processes and the machine."""
     plan = "a plan that to_distributed picks"
     if job.plan is not None:
-        changed = {f.name: getattr(job.plan, f.name) for f in dataclasses.fields(job.plan)}
-        changed = {name: value for name, value in changed.items() if value != getattr(ParallelPlan(), name)}
-        plan = " ".join(f"{name}={value}" for name, value in changed.items()) or "one device"
+        plan = " ".join(f"{name}={value}" for name, value in job.plan.changed.items()) or "one device"
     what = f"{plan}, {job.num_processes} {'CPU' if on_cpu else 'GPU'} process{'es' * (job.num_processes > 1)}"
     if job.num_machines == 1:
         return what

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 _WRITE = "write model, optimizer, loader = to_distributed(model, optimizer, loader)"
 
 
-class Returned(tuple[Any, Any, Any]):
+class ReturnedTuple(tuple[Any, Any, Any]):
     """The model, the optimizer and the loader."""
 
     __slots__ = ()
