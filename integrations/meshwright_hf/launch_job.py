@@ -121,6 +121,11 @@ class Launch:
             )
         if self.module and (self.script.endswith(".py") or "/" in self.script):
             raise PlanError(f"-m takes the name of a module, such as my_package.train; for {self.script} leave -m out")
+        if self.script.endswith(".ipynb"):
+            raise PlanError(
+                f"{self.script} is a notebook; start its code from a cell by accelerate's notebook_launcher, or make a "
+                f"script of it: jupyter nbconvert --to script {self.script}"
+            )
         if not self.module and not Path(self.script).is_file():
             hint = "; modules are started with -m" if not self.script.endswith(".py") else ""
             raise PlanError(f"there is no script {self.script}{hint}")
