@@ -25,6 +25,7 @@ def told(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         ("plan --batch-size 8", "No such option: --batch-size; write --global-batch"),
         ("plan weigh --nodes 2", "No such option: --nodes; write --gpus 16 --gpus-per-node 8"),
         ("launch --nproc_per_node 2 train.py", "No such option: --nproc-per-node; write --num-processes"),
+        ("launch --gpus 2 train.py", "No such option: --gpus; write --num-processes"),
         ("launch --nnodes=2 train.py", "No such option: --nnodes; write --num-machines"),
         ("report --html page.html runs", "No such option: --html; write --output"),
         ("plan Qwen/Qwen3-8B", "if it is the model, write --model Qwen/Qwen3-8B"),

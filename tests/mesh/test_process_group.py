@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from harness.programs import run_program
 from meshwright.errors import PlanError
-from meshwright.mesh.process_group import start_process_group, start_process_group, world_size
+from meshwright.mesh.process_group import start_process_group, world_size
 
 SCRIPT = """
 import atexit

@@ -126,8 +126,8 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
         return
     if _rank() >= world_size():
         raise PlanError(
-            f"RANK={_rank()} in the environment must be below WORLD_SIZE={world_size()}: ranks count from 0. A launcher "
-            "sets both: meshwright launch --num_processes N -- SCRIPT"
+            f"RANK={_rank()} in the environment must be below WORLD_SIZE={world_size()}: ranks count from 0. A "
+            "launcher sets both: meshwright launch --num_processes N -- SCRIPT"
         )
     device_id = device if device.type == "cuda" and not is_shared else None
     if (store := _launchers_store(timeout)) is not None:
