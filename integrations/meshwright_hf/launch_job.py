@@ -94,6 +94,8 @@ class Launch:
             raise PlanError(
                 "--job_id is empty; give the scheduler's name of the job, the same each time that it starts the job"
             )
+        if self.resume is not None and not Path(self.resume).is_dir():
+            raise PlanError(f"--resume {self.resume}: there is no such folder; name a checkpoint of the Trainer")
         if self.max_restarts < 0:
             raise PlanError(f"--max-restarts {self.max_restarts} must not be negative")
         self._check_machines()

@@ -33,6 +33,7 @@ def script(tmp_path: Path) -> Path:
         ("--dp 2 -- torchrun --nproc-per-node 2 {script}", "in place of torchrun; leave torchrun and its options out"),
         ("--dp 2 -- python -m torch.distributed.run {script}", "in place of torch.distributed.run"),
         ("--dp 2 -- python", "no script python"),
+        ("--dp 2 --resume out/checkpoint-9 {script}", "--resume out/checkpoint-9: there is no such folder"),
         ("--dp 2 a.ipynb", "a.ipynb is a notebook; start its code from a cell by accelerate's notebook_launcher"),
         ("--dp 2 -- python -u", "names no script; write meshwright launch"),
         ("--dp 2 -- python -c 1", "python -c 1 names no script"),
