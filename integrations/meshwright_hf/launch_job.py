@@ -57,6 +57,7 @@ class Launch:
         resume: the checkpoint from which ``MeshwrightTrainer.train()`` goes on, unless it is told another.
         oversubscribe: whether to start more processes than this machine's CPU cores can serve.
         job_id: the name of a job that a scheduler starts again, the same each time.
+        outlives: whether the launcher stays until the end of a single process, which would otherwise replace it.
 
     Raises:
         PlanError: if two numbers contradict each other (the message gives both), or the script does not exist.
@@ -83,6 +84,7 @@ class Launch:
     oversubscribe: bool = False
     resume: str | None = None
     job_id: str | None = None
+    outlives: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_processes", "num_machines", "start_timeout"):
@@ -92,6 +94,8 @@ class Launch:
             raise PlanError(
                 "--job_id is empty; give the scheduler's name of the job, the same each time that it starts the job"
             )
+        if self.resume is not None and not Path(self.resume).is_dir():
+            raise PlanError(f"--resume {self.resume}: there is no such folder; name a checkpoint of the Trainer")
         if self.max_restarts < 0:
             raise PlanError(f"--max-restarts {self.max_restarts} must not be negative")
         self._check_machines()
@@ -119,6 +123,11 @@ class Launch:
             )
         if self.module and (self.script.endswith(".py") or "/" in self.script):
             raise PlanError(f"-m takes the name of a module, such as my_package.train; for {self.script} leave -m out")
+        if self.script.endswith(".ipynb"):
+            raise PlanError(
+                f"{self.script} is a notebook; start its code from a cell by accelerate's notebook_launcher, or make a "
+                f"script of it: jupyter nbconvert --to script {self.script}"
+            )
         if not self.module and not Path(self.script).is_file():
             hint = "; modules are started with -m" if not self.script.endswith(".py") else ""
             raise PlanError(f"there is no script {self.script}{hint}")

@@ -8,13 +8,13 @@ import importlib.util
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line
 from meshwright.errors import PlanError
 from meshwright.faults.preemption import PREEMPTED
 from meshwright.mesh.cores import core_count
-from meshwright.plan.config import ParallelPlan
 from meshwright_hf import network
 from meshwright_hf.launch_job import RESUME_VARIABLE, Launch, job_environment, say
 from meshwright_hf.unused_plan import watched_plan
@@ -36,8 +36,21 @@ def default_processes(num_machines: int, cpu: bool) -> int:
     return gpus * num_machines
 
 
-def run(job: Launch) -> int:
-    """Start the processes of this machine and wait; return the exit code of the first process that failed, or 0.
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a launch has ended.
+
+    Args:
+        code: the exit code of the first process that failed; 0 if none has.
+        said: lines about the failure, which the user was told.
+    """
+
+    code: int
+    said: tuple[str, ...] = ()
+
+
+def run(job: Launch) -> Ended:
+    """Start the processes of this machine, and wait until they end.
 
     Raises:
         PlanError: if accelerate is missing, there are too few GPUs, a port is in use, or another machine does not join.
@@ -169,9 +182,7 @@ def _in_words(job: Launch, on_cpu: bool) -> str:
     """Return one line that describes the plan, the processes and the machine."""
     plan = "a plan that to_distributed picks"
     if job.plan is not None:
-        changed = {f.name: getattr(job.plan, f.name) for f in dataclasses.fields(job.plan)}
-        changed = {name: value for name, value in changed.items() if value != getattr(ParallelPlan(), name)}
-        plan = " ".join(f"{name}={value}" for name, value in changed.items()) or "one device"
+        plan = " ".join(f"{name}={value}" for name, value in job.plan.changed.items()) or "one device"
     what = f"{plan}, {job.num_processes} {'CPU' if on_cpu else 'GPU'} process{'es' * (job.num_processes > 1)}"
     if job.num_machines == 1:
         return what
@@ -180,29 +191,31 @@ def _in_words(job: Launch, on_cpu: bool) -> str:
     return f"{what}; {where}, meeting at {job.main_process_ip}:{job.main_process_port} over {interface}"
 
 
-def _run(job: Launch, arguments: list[str]) -> int:
-    """Run accelerate's launcher in this process and return the exit code. For one process, exec the script instead."""
+def _run(job: Launch, arguments: list[str]) -> Ended:
+    """Run accelerate's launcher in this process. For one process that nothing outlives, exec the script instead."""
     from accelerate.commands import launch as accelerate
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
     from meshwright_hf.last_words import saves_noted
 
     options = accelerate.launch_command_parser().parse_args(arguments)
-    if job.num_processes == 1 and not job.max_restarts:
+    if job.num_processes == 1 and not job.max_restarts and not job.outlives:
         # accelerate would wait for the script, hide its exit code, and not pass our signals to it.
         command, environment = prepare_simple_launcher_cmd_env(accelerate._validate_launch_command(options)[0])
         if job.job_id is not None:  # it waits until the program has imported what can act on it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         os.execvpe(command[0], command, environment)
     with saves_noted() as last_words:
-        code = _wait(job, options)
-        for line in last_words(job) if code else ():
-            say(line)
-    return code
+        ended = _wait(job, options)
+        if ended.code:
+            ended = dataclasses.replace(ended, said=(*ended.said, *last_words(job)))
+    for line in ended.said:
+        say(line)
+    return ended
 
 
-def _wait(job: Launch, options: Mapping[str, object]) -> int:
-    """Run accelerate's launcher in this process and return the exit code."""
+def _wait(job: Launch, options: Mapping[str, object]) -> Ended:
+    """Run accelerate's launcher in this process, and wait until the processes end."""
     from accelerate.commands import launch as accelerate
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -222,15 +235,14 @@ def _wait(job: Launch, options: Mapping[str, object]) -> int:
         after = f" after {job.max_restarts} restart(s)" if job.max_restarts and not announced else ""
         if code == PREEMPTED and job.job_id is not None:
             after = f": job {job.job_id} is preempted, and goes on when it is started again"
-        say(f"{how}{after}; all processes of this machine are ended")
-        return code
+        return Ended(code=code, said=(f"{how}{after}; all processes of this machine are ended",))
     except SignalException as error:
         _end_the_rest()
-        say(f"{error.sigval.name}; all processes of this machine are ended")
-        return 128 + error.sigval
+        said = f"{error.sigval.name}; all processes of this machine are ended"
+        return Ended(code=128 + error.sigval, said=(said,))
     except (DistError, RendezvousError) as error:
         raise PlanError(_why_not_met(job, error)) from error
-    return 0
+    return Ended(code=0)
 
 
 def _end_the_rest() -> None:

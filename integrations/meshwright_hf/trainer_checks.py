@@ -17,6 +17,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from meshwright.compiling import without_compilation
 from meshwright.distribute.attach_optimizer import plan_to_complete
+from meshwright.distribute.check_arguments import check_device_map
 from meshwright.distribute.check_quantised import is_packed, is_quantised, method_of
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
@@ -201,12 +202,7 @@ def check_model(model: nn.Module) -> None:
             "of forward's arguments, and the wrapper hides them; pass the plain model, and set TrainingArguments("
             "torch_compile=True)"
         )
-    placed = getattr(model, "hf_device_map", None)
-    if placed is not None and len(set(placed.values())) > 1:
-        raise PlanError(
-            f"the model was loaded with device_map, over {len(set(placed.values()))} devices; load it without "
-            "device_map: each rank moves its shard to its own device"
-        )
+    check_device_map(model)
     if is_quantised(model) and not is_packed(model):
         raise PlanError(
             f"the model is quantised ({method_of(model)}), and weights of this kind cannot be sharded; load it with "

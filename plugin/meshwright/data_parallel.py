@@ -40,6 +40,7 @@ from meshwright.parallel.mixed_rows import refused_option
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.replicate_model import broadcast_tensors, check_agreement, describe_tensors
 from meshwright.parallel.replicated_state import ModuleTensors
+from meshwright.parallel.wrappers import wrapper_of
 
 logger = logging.getLogger(__name__)
 
@@ -326,10 +327,9 @@ def _problem_of_arguments(strategy: object, sizes: dict[str, Any]) -> str | None
 
 def _problem_of_model(model: nn.Module) -> str | None:
     """Return why a model cannot be wrapped, or None."""
-    wrappers = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
     for name, module in model.named_modules():
-        if found := {kind.__name__ for kind in type(module).__mro__} & wrappers:
-            return f"{name or 'the model'} is wrapped by {found.pop()} already; pass the plain module"
+        if wrapper := wrapper_of(module):
+            return f"{name or 'the model'} is wrapped by {wrapper} already; pass the plain module"
     if option := refused_option(model):
         return option
     if layer := next((name for name, _ in float8_layers(model)), None):

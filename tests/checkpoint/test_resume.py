@@ -162,11 +162,16 @@ def mistakes(folder: Path) -> list[str]:
     run.save(folder / "a")
     mw.save_checkpoint(folder / "bare", run.model, None)
     model, optimizer, loader, scheduler = run.model, run.optimizer, run.loader, run.scheduler
+    model.save_pretrained(folder / "weights")
+    (folder / "trainers").mkdir(exist_ok=True)
+    (folder / "trainers/trainer_state.json").touch()
     calls: list[Any] = [
         lambda: mw.load_checkpoint(folder / "a", model, optimizer, loader=loader),
         lambda: mw.load_checkpoint(folder / "a", model, None, loader=loader, scheduler=scheduler),
         lambda: mw.load_checkpoint(folder / "bare", model, optimizer),
         lambda: mw.load_checkpoint(folder / "nothing", model, optimizer),
+        lambda: mw.load_checkpoint(folder / "weights", model, optimizer),
+        lambda: mw.load_checkpoint(folder / "trainers", model, optimizer),
         lambda: mw.load_checkpoint(folder / "a", model, optimizer, ignore="loader"),
         lambda: mw.load_checkpoint(folder / "a", model, optimizer, ignore=["weights"]),
         lambda: mw.save_checkpoint(folder / "b", model, optimizer, step="3"),
@@ -214,6 +219,8 @@ def test_mistakes_are_errors_that_say_what_to_write(pool2: Any, tmp_path: Path) 
         "ignore=['optimizer']",
         "was saved without the state of optimizer",
         "there is no checkpoint in",
+        "it has weights alone, without an optimizer; load them into the model before to_distributed: from_pretrained(",
+        "it is a Trainer's: write trainer.train(resume_from_checkpoint=...)",
         "must be a list of",
         "must be a list of",
         "step='3' must be a whole number",

@@ -82,7 +82,7 @@ def test_the_launchers_plan_is_that_of_to_distributed(monkeypatch: pytest.Monkey
 
 def test_another_plan_in_the_config_is_an_error_that_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLAN_VARIABLE, plan_line(dataclasses.asdict(PLAN)))
-    with pytest.raises(mw.PlanError, match=r"dp=4, tp=1.* launched with .*dp=2, tp=2.*MESHWRIGHT_PLAN"):
+    with pytest.raises(mw.PlanError, match=r"is ParallelPlan\(dp=4\), but .* with ParallelPlan\(dp=2, tp=2, .*_PLAN"):
         given_plan(mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=4)))
 
 

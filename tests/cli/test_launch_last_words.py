@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -32,6 +33,8 @@ def script(tmp_path: Path) -> Path:
         ("--dp 2 -- torchrun --nproc-per-node 2 {script}", "in place of torchrun; leave torchrun and its options out"),
         ("--dp 2 -- python -m torch.distributed.run {script}", "in place of torch.distributed.run"),
         ("--dp 2 -- python", "no script python"),
+        ("--dp 2 --resume out/checkpoint-9 {script}", "--resume out/checkpoint-9: there is no such folder"),
+        ("--dp 2 a.ipynb", "a.ipynb is a notebook; start its code from a cell by accelerate's notebook_launcher"),
         ("--dp 2 -- python -u", "names no script; write meshwright launch"),
         ("--dp 2 -- python -c 1", "python -c 1 names no script"),
         ("--cpu --dp 2 -m {script}", "-m takes the name of a module.*show.py leave -m out"),
@@ -89,14 +92,18 @@ def test_after_a_death_the_newest_whole_checkpoint_and_the_command_are_named(
 ) -> None:
     (tmp_path / "train.py").write_text(DYING)
     monkeypatch.setenv("PYTHON_EXEC", str(preloaded_python))
-    done = run_command("launch", "--cpu", "--tp", "2", "train.py", "--lr", "1e-4 x", folder=tmp_path)
+    done = run_command("launch", "--json", "--cpu", "--tp", "2", "train.py", "--lr", "1e-4 x", folder=tmp_path)
     assert done.code == 7, done.output
     last = [
         line.removeprefix("meshwright launch: ") for line in done.output.splitlines() if "meshwright launch:" in line
     ]
     assert last[-3] == f"the newest whole checkpoint of this run is {tmp_path / 'runs/step-1'}"
     assert "write after to_distributed: meshwright.load_checkpoint(" in last[-2]
-    assert last[-1] == ("the command that goes on from it: meshwright launch --cpu --tp 2 train.py --lr '1e-4 x'")
+    command = "meshwright launch --json --cpu --tp 2 train.py --lr '1e-4 x'"
+    assert last[-1] == f"the command that goes on from it: {command}"
+    error = json.loads(done.output[done.output.rindex('{\n  "error"') :])["error"]
+    assert (error["kind"], error["exit_code"]) == ("ProcessFailedError", 7)
+    assert error["message"].splitlines() == last[-4:] and last[-4].startswith("rank 1 ended with exit code 7")
 
 
 def test_a_trainers_checkpoint_goes_on_by_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

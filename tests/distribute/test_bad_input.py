@@ -112,6 +112,30 @@ def sharding_plan_without_rows() -> None:
     mw.to_distributed(build("llama"), config=config)
 
 
+def whole_batch_for_ids() -> None:
+    model, ids = mw.to_distributed(build("llama"), plan="dp2")[0], torch.zeros(2, 4, dtype=torch.int64)
+    model({"input_ids": ids, "labels": ids})
+
+
+def lists_for_ids() -> None:
+    mw.to_distributed(build("llama"), plan="dp2")[0](input_ids=[torch.zeros(4, dtype=torch.int64)] * 2)
+
+
+def real_numbers_for_labels() -> None:
+    model, ids = mw.to_distributed(build("llama"), plan="dp2")[0], torch.zeros(2, 4, dtype=torch.int64)
+    model(input_ids=ids, labels=ids.float())
+
+
+def real_numbers_for_ids() -> None:
+    mw.to_distributed(build("llama"), plan="tp2")[0](input_ids=torch.zeros(2, 4))
+
+
+def fsdp_around_the_model() -> None:
+    model, ids = mw.to_distributed(build("llama"), plan="dp2")[0], torch.zeros(2, 4, dtype=torch.int64)
+    torch.distributed.fsdp.fully_shard(model)
+    model(input_ids=ids, labels=ids)
+
+
 CASES: dict[str, tuple[Callable[[], None], str, str]] = {
     "heads not divisible": (
         lambda: call(build("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=36), tp=2),
@@ -124,6 +148,20 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
         r"gate_proj.*width 47 cannot be divided over tp=2",
     ),
     "too many processes": (lambda: call(tp=1), "PlanError", r"needs 1 processes, but 2 were launched"),
+    "ZeRO on one process of two": (
+        lambda: call(zero_stage=3),
+        "PlanError",
+        r"needs 1 processes, but 2 were launched; write plan='dp2 zero3', or launch with: torchrun --nproc-per-node 1",
+    ),
+    "a batch for token ids": (whole_batch_for_ids, "TypeError", r"got a dict in place of.*write model\(\*\*batch\)"),
+    "lists for token ids": (lists_for_ids, "TypeError", r'got a list in place of.*dataset.set_format\("torch"\)'),
+    "real labels": (real_numbers_for_labels, "TypeError", r"a label is an integer, but these are float32.*\.long\(\)"),
+    "real token ids": (real_numbers_for_ids, "TypeError", r"a token id is an integer, but these are float32"),
+    "FSDP after the call": (
+        fsdp_around_the_model,
+        "AlreadyDistributedError",
+        r"FSDPModule was put around the model after to_distributed.*leave it out",
+    ),
     "too few processes": (
         lambda: call(tp=2, dp=2),
         "PlanError",
@@ -132,7 +170,7 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
     "another plan on a rank": (
         another_plan_on_a_rank,
         "PlanError",
-        r"different plans; rank 0: ParallelPlan\(dp=1, tp=2.*rank 1: ParallelPlan\(dp=2, tp=1",
+        r"different plans; rank 0: ParallelPlan\(tp=2, sequence_parallel=True\), rank 1: ParallelPlan\(dp=2\)",
     ),
     "another option on a rank": (
         another_option_on_a_rank,
@@ -239,7 +277,7 @@ def test_bad_input_is_a_named_error_on_every_rank(name: str, pool2: Any) -> None
     for actual_kind, message in pool2.run_expecting_error(run_case, name):
         assert actual_kind == kind, message
         assert re.search(pattern, message), message
-        assert kind == "ValueError" or issubclass(getattr(mw, kind), ValueError)
+        assert kind in ("ValueError", "TypeError") or issubclass(getattr(mw, kind), ValueError)
 
 
 def fail_late() -> None:

@@ -137,6 +137,34 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: mw.shard_dataloader(LOADER, device_mesh=1),  # type: ignore[call-arg]
         "shard_dataloader has no argument 'device_mesh'; write meshes=",
     ),
+    **{
+        f"the plan {plan}": (lambda plan=plan: to(MODEL, plan=plan), said)  # type: ignore[misc]
+        for plan, said in (
+            ("--tensor-model-parallel-size 2", "'--tensor-model-parallel-size' is not a word of a plan; write tp2"),
+            ('{"zero_optimization": {"stage": 3}}', "no field 'zero_optimization'; write zero_stage=1, 2 or 3"),
+            ("full_shard auto_wrap", "'full_shard' is not a word of a plan; write zero3"),
+            ("ulysses2", "write cp2\\(ulysses\\)"),
+            ("TP 2", "'TP' is not a word of a plan; did you mean tp2?"),
+            ("tp: 2", "did you mean tp2?"),
+            ("tp2dp1", r"'tp2dp1' is not a word of a plan\. The words are dp2"),
+            ("tp2 tp1", "gives tp twice, as 2 and 1; write it once"),
+            ("dp-1 tp2", "did you mean dp1?"),
+            ("AUTO", "to have a plan picked, write plan='auto', or leave --plan out"),
+            ("", "has no words; write for example 'dp2 tp2"),
+            ("plans/mine.yaml", "plans/mine.yaml: no such plan; write one with meshwright plan --save"),
+            ("dp2 zero1", "needs 2 processes, but 1 were launched; write plan='dp1 zero1', or launch with: torchrun"),
+            ("tp2", "needs 2 processes, but 1 were launched; change the sizes of ParallelPlan"),
+        )
+    },
+    "a tuple as plan": (lambda: to(MODEL, plan=(2, 1)), "is a tuple and must be a ParallelPlan, its words"),  # type: ignore[arg-type]
+    "words in a dict": (lambda: to(MODEL, plan={"tp": "2"}), r"not '2'; write ParallelPlan\(tp=2\)"),
+    "words for a stage": (lambda: mw.ParallelPlan(zero_stage="3"), "zero_stage='3' must be 0, 1, 2 or 3"),  # type: ignore[arg-type]
+    "options as config": (lambda: to(MODEL, config={"logging_steps": 1}), "write plan="),  # type: ignore[arg-type]
+    "a rate": (lambda: to(MODEL, optimizer(), lr=0.1), "no argument 'lr'; remove it"),  # type: ignore[call-arg]
+    "a model on several devices": (
+        lambda: to(with_device_map(), plan="dp1"),
+        "loaded with device_map, over 2 devices; load it without device_map",
+    ),
     "Megatron's name": (
         lambda: mw.ParallelPlan(tensor_model_parallel_size=2),  # type: ignore[call-arg]
         "ParallelPlan has no field 'tensor_model_parallel_size'; write tp=N. Its fields are dp, tp",
@@ -168,6 +196,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "must be a meshwright.LoaderOptions",
     ),
 }
+
+
+def with_device_map() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.hf_device_map = {"": 0, "bias": "cpu"}  # type: ignore[assignment]
+    return model
 
 
 def with_compiled_forward() -> nn.Module:
@@ -223,6 +257,17 @@ def test_every_option_has_a_check() -> None:
     for field in dataclasses.fields(mw.ToDistributedConfig):
         with pytest.raises(PlanError, match=f"ToDistributedConfig.{field.name}"):
             mw.ToDistributedConfig(**{field.name: Foreign()})
+
+
+def test_what_is_returned_is_not_the_model() -> None:
+    """As in ``model = DistributedDataParallel(model)``; a tuple says only that it cannot be called."""
+    returned: Any = to(build("llama"), plan="dp1")
+    model, none, _ = returned
+    assert none is None and isinstance(model, nn.Module) and isinstance(returned, tuple)
+    with pytest.raises(TypeError, match="not the model; write model, optimizer, loader = to_distributed"):
+        returned(input_ids=torch.zeros(1, 2))
+    with pytest.raises(AttributeError, match="no attribute 'train'; write model, optimizer, loader = to_distributed"):
+        returned.train()
 
 
 def test_the_loader_has_two_names() -> None:

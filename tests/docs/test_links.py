@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from pathlib import Path
 
 import pytest
 
+from meshwright import errors
 from support.docs_blocks import ROOT
 
 PAGES = sorted(ROOT.glob("*.md"))
@@ -18,6 +20,19 @@ def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and mkdocs make them."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_class_of_errors_has_an_anchor() -> None:
+    """An error of the package is documented by its class, or is of a class of Python that has a section of its own."""
+    page = (ROOT / "docs/errors.md").read_text().partition("## Classes")[2]
+    headings = re.findall(r"^### (.*)$", page, re.MULTILINE)
+    own = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert own == set(headings[:-1])
+    sources = [path for folder in ("plugin", "integrations") for path in (ROOT / folder).rglob("*.py")]
+    raised = {name for path in sources for name in re.findall(r"\braise ([A-Z]\w*Error)\b", path.read_text())}
+    of_python = {name for name in raised - own if hasattr(builtins, name)}
+    assert of_python == set(re.findall(r"`(\w+Error)`", page.partition(f"### {headings[-1]}")[2]))
+    assert raised - own - of_python == {"NoRecordsError"}  # a PlanError that the report recognises
 
 
 def dead_links(page: Path, text: str) -> list[str]:

@@ -58,7 +58,7 @@ def test_in_a_stock_trainer_it_says_what_it_cannot_do_and_watches(pool2: Any, tm
 def test_in_ours_it_has_nothing_to_complain_of(pool2: Any, tmp_path: Path) -> None:
     (lines, logs), _ = pool2.run(watch, tmp_path, {"tp": 2}, timeout=200)
     assert "slowest_rank" in logs[-1]  # the trainer's own figures, which need no collective
-    assert len(lines) == 1 and "in use: ParallelPlan(dp=1, tp=2" in lines[0]
+    assert len(lines) == 1 and "in use: ParallelPlan(tp=2" in lines[0]
     assert all(entry["tokens_per_second"] > 0 for entry in logs)
 
 

@@ -272,7 +272,7 @@ def wrap(path: str) -> None:
 def test_who_would_wrap_it_in_ddp_is_told(checkpoints: dict[str, str], pool2: Any) -> None:
     # Without the refusal it broadcasts the first rank's shards to all ranks.
     for kind, message in pool2.run_expecting_error(wrap, checkpoints["llama, tied, one kv head"]):
-        assert kind == "AlreadyDistributedError" and "prepare it with meshwright_hf" in message
+        assert kind == "AlreadyDistributedError" and "from meshwright_hf.accelerate import Accelerator" in message
 
 
 def dtype_of(path: str, dtype: torch.dtype) -> tuple[torch.dtype, torch.Tensor]:

@@ -64,3 +64,7 @@ def test_a_number_of_the_environment_that_is_none(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(PlanError, match=r"WORLD_SIZE='two' in the environment is not a number.*unset it"):
         world_size()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(PlanError, match=r"RANK=2 in the environment must be below WORLD_SIZE=2: ranks count from 0"):
+        start_process_group(torch.device("cpu"), 5.0)

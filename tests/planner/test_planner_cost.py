@@ -68,6 +68,7 @@ def test_batches_beyond_published_runs(sequences: int, warned: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [("0", int, "'0' must be a positive integer"), ("8,x", int, "'x' must be"), ("8,8", int, "gives a value twice"),
+     ("8k", int, "a positive integer; write --gpus 8192"),
      ("-1", float, "a number above zero"), ("", int, "'' must be"), ("1.5", int, "'1.5' must be")],
 )  # fmt: skip
 def test_options_with_several_values(text: str, kind: Any, message: str) -> None:

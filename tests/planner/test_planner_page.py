@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from meshwright.planner.hardware import HardwareProfile
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.page import Answer, page, write_page
 from meshwright.planner.page.draw import PALETTE, PART_OF_AXIS
-from meshwright.planner.page.every_setting import Elsewhere, with_every_setting
+from meshwright.planner.page.every_setting import Elsewhere, with_each_length, with_every_setting
 from meshwright.planner.page.front import pareto
 from meshwright.planner.page.listing import Listed, listed_plans
 from meshwright.planner.page.settings import PageSettings, Ranges, ranges
@@ -137,6 +138,44 @@ def test_every_setting_that_is_searched_has_a_plan_that_ties_with_the_planners(m
         without |= bool(best) and masters and not kept(best[0].plan)
         missed += min(times.get(each.plan, math.inf) for each in planned) > least
     assert without == masters and missed, "the plans of the planned job are enough, so this test compares nothing"
+
+
+def test_the_table_has_a_plan_that_fits_at_each_length() -> None:
+    """Some from the table, and some that only a search finds; the choices of the planned job stay in a short table."""
+    found = find(SMALL, 8, 8, seq=2048)
+    values = Ranges(batches=(8,), lengths=(2048, 8192, 65536, 2**20), gpus=(8,))
+    settings, planned = PageSettings(found=found, ranges=values), listed(found)
+    chosen = [each for each in planned if each.plan in {choice.plan for choice in found.choices}]
+
+    def fits(plans: Sequence[Listed | Elsewhere], length: int) -> bool:
+        for each in plans:
+            with contextlib.suppress(PlanError):
+                if settings.outcome(each.plan, (0, length, 0, settings.planned[3])).time is not None:
+                    return True
+        return False
+
+    assert not all(fits(chosen, length) for length in range(4)), "the choices are enough, so this test shows nothing"
+    for before in (planned, chosen):
+        plans = with_each_length(settings, before, 48)
+        assert {each.plan for each in plans} >= {each.plan for each in before}
+        for length in range(4):
+            is_there = bool(search(settings.space_at((0, length, 0)), top=1, explains=False).choices)
+            assert fits(plans, length) == is_there, values.lengths[length]
+    assert {each.plan for each in with_each_length(settings, planned, 1)} == {each.plan for each in chosen}
+
+
+def test_a_page_has_fewer_plans_if_it_would_be_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = answer(find(SMALL, 4, 8, seq=2048))
+    whole = page(answers)
+    assert "since a page with more" not in whole
+    module = importlib.import_module("meshwright.planner.page.page")
+    monkeypatch.setattr(module, "_BYTES", len(whole) - 1)
+    fewer = page(answers)
+    assert len(answers[0].found.choices) <= len(held(fewer)[0]["plans"]) < len(held(whole)[0]["plans"])
+    assert len(fewer) < len(whole) and "since a page with more has over 1 MB" in fewer
+    monkeypatch.setattr(module, "_BYTES", 50_000)
+    with pytest.raises(PlanError, match=r"a page of 5 plans .* has 0.\d+ MB, and the limit is 0.05 MB; give fewer"):
+        page(answers)
 
 
 def test_the_reason_against_a_setting_has_its_numbers() -> None:

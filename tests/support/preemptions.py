@@ -171,8 +171,9 @@ def ray_nodes() -> Iterator[Any]:
     """Start a Ray cluster of nodes on this machine."""
     from ray.cluster_utils import Cluster
 
-    # Ray gives workers a minute to start, which is too short on a busy machine.
+    # Ray gives a process a minute to start, and again to join its workers, which is too short on a busy machine.
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180"}
+    os.environ |= {"RAY_worker_register_timeout_seconds": "300"}
     cluster = Cluster(initialize_head=True, head_node_args=dict(_RAY_NODE, include_dashboard=False))
     try:
         for _ in range(1, NODES):

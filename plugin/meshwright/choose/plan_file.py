@@ -85,6 +85,8 @@ def fields_of_text(text: str, source: str) -> dict[str, object]:
     """
     if text.lstrip().startswith("{"):
         return _fields_in(text, source)
+    if text.strip().lower() == "auto":
+        raise PlanError(f"{source} {text!r}: to have a plan picked, write plan='auto', or leave --plan out")
     if not text.strip() or is_plan_text(text):
         return parse_plan(text, source)
     return read_plan(text)

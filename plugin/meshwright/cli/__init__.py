@@ -48,9 +48,13 @@ def options(
     """Train stock Hugging Face models in parallel with one call."""
 
 
+def _ends_options(word: str) -> bool:
+    """Return whether what follows may be options of a script that is launched."""
+    return word == "--" or (sys.argv[1] == "launch" and (word in ("-m", "--module") or word.endswith(".py")))
+
+
 def main() -> None:
     """Run the command line."""
-    options = itertools.takewhile(lambda word: word != "--", sys.argv[1:])
-    if "--json" in options and sys.argv[1] != "launch":  # whose script may have such an option
+    if "--json" in itertools.takewhile(lambda word: not _ends_options(word), sys.argv[1:]):
         run_with_json_errors(app)
     app()

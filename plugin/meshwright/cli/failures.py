@@ -25,12 +25,20 @@ def fail(command: str, message: object, *, code: int, kind: str, json: bool) -> 
         kind: the class of the error.
         json: whether ``--json`` was given.
     """
-    command = f"meshwright {command}".rstrip()
-    typer.echo(f"{command}: {message}", err=True)
+    typer.echo(f"{_words(command)}: {message}", err=True)
     if json:
-        error = {"command": command, "kind": kind, "message": str(message), "exit_code": code}
-        typer.echo(json_format.dumps({"error": error}, indent=2))
+        print_error(command, message, code=code, kind=kind)
     sys.exit(code)
+
+
+def print_error(command: str, message: object, *, code: int, kind: str) -> None:
+    """Print an error as an object; the arguments are those of ``fail``."""
+    error = {"command": _words(command), "kind": kind, "message": str(message), "exit_code": code}
+    typer.echo(json_format.dumps({"error": error}, indent=2))
+
+
+def _words(command: str) -> str:
+    return f"meshwright {command}".rstrip()
 
 
 @contextlib.contextmanager

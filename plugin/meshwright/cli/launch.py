@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import json as json_format
+import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli.failures import failures_of, print_error
 from meshwright.cli.options import PlanSizes, option, takes_options
 
 
@@ -94,6 +99,14 @@ def launch(
     sizes: PlanSizes,
     options: LaunchOptions,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run SCRIPT as a module, as python -m does.")] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print how the launch has ended as JSON, on standard output; what the script prints goes to standard "
+            "error.",
+        ),
+    ] = False,
 ) -> None:
     """Launch a script on several processes under a parallel plan.
 
@@ -114,7 +127,7 @@ def launch(
       meshwright launch --cpu --num-processes 2 -m my_package.train
       meshwright launch --plan plan.yaml --num-machines 2 --machine-rank 0 --main-process-ip 10.0.0.1 train.py
     """
-    try:
+    with failures_of("launch", json=json):
         # Imported by name, since the core works without accelerate and must not import it.
         launch_job = importlib.import_module("meshwright_hf.launch_job")
         launcher = importlib.import_module("meshwright_hf.launcher")
@@ -132,16 +145,31 @@ def launch(
             count = chosen.world_size if chosen else launcher.default_processes(machines, options.cpu)
             given |= {"num_processes": count}
         precision = options.mixed_precision and options.mixed_precision.value
-        given |= {"num_machines": machines, "min_machines": fewest, "mixed_precision": precision}
+        given |= {"num_machines": machines, "min_machines": fewest, "mixed_precision": precision, "outlives": json}
         job = launch_job.Launch(script=script, arguments=arguments, module=module, plan=chosen, **given)
-        code = launcher.run(job)
-    except ValueError as error:
-        typer.echo(f"meshwright launch: {error}", err=True)
-        code = 2
-    except KeyboardInterrupt:
-        typer.echo("meshwright launch: interrupted", err=True)
-        code = 130
-    sys.exit(code)
+        with _script_on_stderr() if json else contextlib.nullcontext():
+            ended = launcher.run(job)
+    if json and ended.code:
+        print_error("launch", "\n".join(ended.said), code=ended.code, kind="ProcessFailedError")
+    elif json:
+        shown = {"plan": None if chosen is None else chosen.label, "num_processes": job.num_processes}
+        shown |= {"num_machines": job.num_machines, "machine_rank": job.machine_rank, "exit_code": ended.code}
+        typer.echo(json_format.dumps(shown, indent=2))
+    sys.exit(ended.code)
+
+
+@contextlib.contextmanager
+def _script_on_stderr() -> Iterator[None]:
+    """Send what processes that are started meanwhile print to standard error."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(before, 1)
+        os.close(before)
 
 
 def _own_options() -> set[str]:

@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 _GROUPS = (
     ("batch-size batch train-batch-size global-batch-size bs gbs", ("--global-batch",)),
     ("seqlen sequence-length seq-length max-seq-len max-seq-length max-length context-length", ("--seq-len",)),
-    ("num-gpus n-gpus ngpus gpu-count world-size devices num-devices n-devices", ("--gpus", "--num-processes")),
+    ("gpus num-gpus n-gpus ngpus gpu-count world-size devices num-devices n-devices", ("--gpus", "--num-processes")),
     ("nproc-per-node nproc num-procs np gpus-per-node num-gpus-per-node", ("--num-processes", "--gpus-per-node")),
     ("nodes num-nodes nnodes n-nodes num-machines", ("--gpus 16 --gpus-per-node 8", "--num-machines")),
     ("node-rank", ("--machine-rank",)),

@@ -35,6 +35,9 @@ def numbers(option: str, text: str | None, kind: type[Number]) -> tuple[Number, 
             value = kind(0)
         if not 0 < value < float("inf"):
             what = "a positive integer" if kind is int else "a number above zero"
+            thousands = word.strip().lower().removesuffix("k")
+            if kind is int and thousands.isdecimal() and thousands != word.strip():
+                what += f"; write {option} {int(thousands) * 1024}"
             raise PlanError(f"{option}={word.strip()!r} must be {what}, or several with commas: {option} 64,128,256")
         found.append(value)
     if len(set(found)) < len(found):

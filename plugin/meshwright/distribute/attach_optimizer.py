@@ -59,7 +59,8 @@ def plan_to_complete(
     """
     if optimizer is not None and runtime.gradients.has_optimizer:
         raise AlreadyDistributedError(
-            "this model was distributed by an earlier call, with an optimizer; build a new model to use another one"
+            "this model was distributed by an earlier call, with an optimizer; leave this call out, or build a new "
+            "model to use another optimizer"
         )
     before = runtime.plan
     if before is None:

@@ -18,6 +18,7 @@ from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.head_losses import LossKind
 from meshwright.parallel.router_record import OPTION
+from meshwright.parallel.wrappers import wrapper_of
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.foreign_names import NO_SCALER
 from meshwright.roles.blocks.adapted_experts import adapted_experts
@@ -47,17 +48,16 @@ def check_model(model: nn.Module) -> None:
         AlreadyDistributedError: if the model is distributed; the message says by what.
         PlanError: if the model has no parameters.
     """
-    wrappers = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
-    for module in model.modules():
-        names = {kind.__name__ for kind in type(module).__mro__} & wrappers
-        if names:
-            raise AlreadyDistributedError(
-                f"the model is wrapped by {names.pop()} already; pass the plain module (before wrapping it), and let "
-                "ParallelPlan.dp and zero_stage do what the wrapper did"
-            )
+    if (wrapper := next(filter(None, map(wrapper_of, model.modules())), None)) is not None:
+        raise AlreadyDistributedError(
+            f"the model is wrapped by {wrapper} already; pass the plain module (before wrapping it), and let "
+            "ParallelPlan.dp and zero_stage do what the wrapper did"
+        )
+    check_device_map(model)
     if find_runtime(model) is not None:
         raise AlreadyDistributedError(
-            "this model was distributed by an earlier call; build a new one to change the plan"
+            "this model was distributed by an earlier call; leave this call out, or build a new model to change the "
+            "plan"
         )
     if inside := next((module for module in model.modules() if find_runtime(module) is not None), None):
         raise AlreadyDistributedError(
@@ -72,6 +72,16 @@ def check_model(model: nn.Module) -> None:
             raise AlreadyDistributedError(f"{name} is in a DataParallel or a sharded optimizer; build a new model")
         if hasattr(parameter, "placements"):
             raise AlreadyDistributedError(f"{name} is a DTensor already: the model was sharded by something else")
+
+
+def check_device_map(model: nn.Module) -> None:
+    """Raise a PlanError if transformers has loaded a model onto several devices, whose hooks move its inputs."""
+    placed = getattr(model, "hf_device_map", None)
+    if placed is not None and len(set(placed.values())) > 1:
+        raise PlanError(
+            f"the model was loaded with device_map, over {len(set(placed.values()))} devices; load it without "
+            "device_map: each rank moves its shard to its own device"
+        )
 
 
 def check_reduction(model: nn.Module, plan: ParallelPlan, engine: str | None) -> None:

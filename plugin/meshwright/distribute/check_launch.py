@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 
 import torch.distributed as dist
@@ -61,9 +63,14 @@ def check_launch(plan: ParallelPlan) -> None:
     """
     world = world_size()
     if plan.world_size != world:
+        copies, rest = divmod(world * plan.dp, plan.world_size)
+        other = "change the sizes of ParallelPlan"
+        with contextlib.suppress(PlanError):  # experts may not be spread over that many ranks
+            if not rest:
+                other = f"write plan={dataclasses.replace(plan, dp=copies).label!r}"
         raise PlanError(
-            f"the plan {plan.product()} needs {plan.world_size} processes, but {world} were launched; change the sizes "
-            f"of ParallelPlan, or launch with: torchrun --nproc-per-node {plan.world_size} SCRIPT\n"
+            f"the plan {plan.product()} needs {plan.world_size} processes, but {world} were launched; {other}, or "
+            f"launch with: torchrun --nproc-per-node {plan.world_size} SCRIPT\n"
             f"The plan's ranks:\n{plan.dims.rank_grid()}"
         )
 

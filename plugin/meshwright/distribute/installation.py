@@ -153,5 +153,6 @@ class _NoWrapper:
         raise AlreadyDistributedError(
             "this model is distributed by meshwright. DistributedDataParallel (which accelerate's prepare and the "
             "stock Trainer put around models) would overwrite the shards of all ranks with those of the first. Use "
-            "the model as it is, or prepare it with meshwright_hf"
+            "the model as it is, or write from meshwright_hf.accelerate import Accelerator, or from "
+            "meshwright_hf.trainer import MeshwrightTrainer as Trainer"
         )

@@ -33,6 +33,7 @@ from meshwright.distribute.check_quantised import check_quantised
 from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import Cuts
 from meshwright.distribute.installation import distribute
+from meshwright.distribute.returned_tuple import ReturnedTuple
 from meshwright.errors import PlanError
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.group_timeouts import set_timeouts
@@ -130,7 +131,7 @@ def to_distributed(
     check_compiled(model, config.engine)
     with plain_module(model) as plain:
         optimizer, rows = _distribute(plain, optimizer, dataloader, device_num, node_num, config)
-    return model, optimizer, rows
+    return ReturnedTuple((model, optimizer, rows))
 
 
 def _distribute(

@@ -11,7 +11,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 EVALUATION = "forward pass in evaluation"
-_CALL = re.compile(rf"in ([\w.]+)\(\)|({EVALUATION})")
+BACKWARD = "gradients"
+_CALL = re.compile(rf"in ([\w.]+)\(\)|({EVALUATION})|^({BACKWARD}),")
 # How a rank ended or waits, if that is no consequence of where the program is.
 _FAULT = re.compile(r"abruptly|heartbeat|does not answer|Error|Exception|Interrupt|signal")
 
@@ -44,13 +45,15 @@ def advice(said: Mapping[str, str]) -> list[str]:
     Example:
         >>> advice({"rank 0 (host a)": "save, in save_checkpoint()", "rank 1 (host a)": "forward pass, step 3"})
         ['rank 0 alone called save_checkpoint(), which every rank must call: take it out of `if rank == 0:`']
+        >>> advice({"rank 0 (host a)": "gradients, step 1", "rank 1 (host a)": "forward pass, step 2"})
+        ['rank 0 alone called backward(): skip a batch on every rank, or on none']
     """
     if any(_FAULT.search(what) for what in said.values()):
         return []
     calls: dict[str, str | None] = {}
     for name, what in said.items():
         found = _CALL.search(what)
-        calls[name] = found and (found[1] or found[2])
+        calls[name] = found and found[found.lastindex or 0]
     if len(set(calls.values())) == 1:
         return []
     lines = []
@@ -58,6 +61,8 @@ def advice(said: Mapping[str, str]) -> list[str]:
         ranks = ", ".join(name.split(" (")[0] for name, theirs in calls.items() if theirs == call)
         if call == EVALUATION:
             lines.append(f"{ranks} alone evaluated the model: evaluate on every rank, not in `if rank == 0:`")
+        elif call == BACKWARD:
+            lines.append(f"{ranks} alone called backward(): skip a batch on every rank, or on none")
         else:
             lines.append(f"{ranks} alone called {call}(), which every rank must call: take it out of `if rank == 0:`")
     return lines

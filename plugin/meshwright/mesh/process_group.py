@@ -109,7 +109,8 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
     threads may abort the interpreter, after a run that has succeeded.
 
     Raises:
-        PlanError: if two ranks use the same GPU. The message names them.
+        PlanError: if two ranks use the same GPU, or the launcher's numbers contradict each other. The message names
+            them.
         PeerFailedError: if other ranks do not come within the timeout. The message names them.
     """
     _leave_parents_threads()
@@ -123,6 +124,11 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
         return
     if world_size() == 1:
         return
+    if _rank() >= world_size():
+        raise PlanError(
+            f"RANK={_rank()} in the environment must be below WORLD_SIZE={world_size()}: ranks count from 0. A "
+            "launcher sets both: meshwright launch --num_processes N -- SCRIPT"
+        )
     device_id = device if device.type == "cuda" and not is_shared else None
     if (store := _launchers_store(timeout)) is not None:
         rank, world = int(os.environ["RANK"]), world_size()

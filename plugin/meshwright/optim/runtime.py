@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from meshwright.compiling import without_compilation
 from meshwright.errors import AlreadyDistributedError, CheckpointError, PlanError
+from meshwright.faults.every_rank import BACKWARD
 from meshwright.faults.guard import Guard
 from meshwright.faults.together import attempt, raise_if_any, succeed_together
 from meshwright.layout.tensor_layout import layout_of
@@ -170,9 +171,9 @@ class Runtime:
         if self.guard is None or axis.size == 1:
             return
         if self.comparison is None:
-            self.guard.meet("gradients", axis.group)
+            self.guard.meet(BACKWARD, axis.group)
             return
-        self.guard.meet("gradients", axis.group, self.comparison.statement(), self.comparison.losses.statement())
+        self.guard.meet(BACKWARD, axis.group, self.comparison.statement(), self.comparison.losses.statement())
         self.comparison.compare_weights(axis)
 
     def compare_before_save(self) -> None:

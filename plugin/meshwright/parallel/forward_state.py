@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compiling import active_backend
+from meshwright.errors import AlreadyDistributedError
 from meshwright.faults.every_rank import EVALUATION
 from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
@@ -32,8 +33,10 @@ from meshwright.parallel.padded_rows import PaddedRows
 from meshwright.parallel.refused_arguments import check_arguments
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.stand_in import ShardedLogits
+from meshwright.parallel.tensor_checks import require_tensor
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
+from meshwright.parallel.wrappers import wrapper_of
 
 
 @dataclass(kw_only=True, eq=False)
@@ -121,6 +124,11 @@ class ForwardState:
         if self._outermost not in (None, module):
             return None  # this call is part of a running pass
         self._outermost = module
+        if (wrapper := wrapper_of(module)) is not None:
+            raise AlreadyDistributedError(
+                f"{wrapper} was put around the model after to_distributed, which distributes it already; leave it out, "
+                "and let ParallelPlan.dp and zero_stage do what it did"
+            )
         self.layers.check_forward(module)
         self.check_layers()
         self.statistics.check()
@@ -128,6 +136,7 @@ class ForwardState:
         self._writes.begin(trains=trains)
         kwargs = without_fillers_targets(kwargs)
         inputs = arguments(self._signatures[module], args, kwargs)
+        require_tensor(inputs.get("input_ids"))
         check_arguments(module, inputs, self.mesh)
         enter_pass(inputs.values())
         labels = inputs.get("labels")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -32,6 +32,21 @@ def is_known_one(scalar: Tensor) -> bool:
     return type(scalar) is Tensor and scalar.device.type == "cpu" and scalar.item() == 1
 
 
+def require_tensor(ids: object) -> None:
+    """Raise if token ids are a batch, or the list that torch's collate function makes of lists.
+
+    Raises:
+        TypeError: if they are.
+    """
+    if isinstance(ids, Mapping | list):
+        cure = (
+            "write model(**batch)"
+            if isinstance(ids, Mapping)
+            else 'make the batches tensors: dataset.set_format("torch"), or DataLoader(..., collate_fn=...)'
+        )
+        raise TypeError(f"the model got a {type(ids).__name__} in place of input_ids, which are a tensor; {cure}")
+
+
 def require_words(words: Tensor, vocab_size: int, what: str, *, ignored: int | None = None) -> None:
     """Raise if a word is outside of the vocabulary. No rank would own it, so it would count as zero on all ranks.
 
@@ -40,7 +55,15 @@ def require_words(words: Tensor, vocab_size: int, what: str, *, ignored: int | N
         vocab_size: the size of the full vocabulary.
         what: the name of a word in the message: "token id" or "label".
         ignored: the one value outside of the vocabulary that is legal.
+
+    Raises:
+        TypeError: if these are no words at all, but real numbers.
     """
+    if words.is_floating_point():
+        raise TypeError(
+            f"a {what} is an integer, but these are {str(words.dtype).removeprefix('torch.')}, so the rows of the "
+            "vocabulary cannot be found; convert them in the collate function: .long()"
+        )
     outside = (words < 0) | (words >= vocab_size)
     if ignored is not None:
         outside &= words != ignored

@@ -251,6 +251,14 @@ class ParallelPlan(AxisSizes):
         """
         return format_plan(asdict(self))
 
+    @property
+    def changed(self) -> dict[str, object]:
+        """The fields that do not have their default."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+    def __repr__(self) -> str:
+        return f"ParallelPlan({', '.join(f'{name}={value!r}' for name, value in self.changed.items())})"
+
 
 def _stage_sizes(stages: object) -> tuple[int, ...]:
     if isinstance(stages, list | tuple) and all(type(n) is int and n > 0 for n in stages):

@@ -159,8 +159,8 @@ def _fields_of(word: str, text: str, source: str) -> dict[str, object]:
         raise PlanError(f"{source} {text!r}: {word!r} is not a word of a plan; write {ours}. The words are {_FORMS}")
     letters = re.split(r"[\d=]", lower)[0]
     near, rest = nearest(letters, _ABBREVIATIONS, cutoff=0.5), lower[len(letters) :] or "2"
-    hint = f"did you mean {near}{rest}? " if near and near + rest != lower else ""
-    raise PlanError(f"{source} {text!r}: {word!r} is not a word of a plan; {hint}The words are {_FORMS}")
+    hint = f"; did you mean {near}{rest}?" if near and near + rest != lower else "."
+    raise PlanError(f"{source} {text!r}: {word!r} is not a word of a plan{hint} The words are {_FORMS}")
 
 
 def _sizes(axis: str, size: str, times: str | None, inner: str | None, sequence: str) -> dict[str, object] | None:

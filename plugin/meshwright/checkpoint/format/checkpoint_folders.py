@@ -88,7 +88,19 @@ def find_checkpoint(folder: Path, *, missing_ok: bool = False) -> tuple[Path, Ma
         )
     if missing_ok:
         return None
-    raise CheckpointError(f"there is no checkpoint in {folder}; name a folder that meshwright.save_checkpoint wrote")
+    raise CheckpointError(f"there is no checkpoint in {folder}; {_instead(folder)}")
+
+
+def _instead(folder: Path) -> str:
+    """Return what to write in place of a folder without a checkpoint."""
+    if (folder / "trainer_state.json").exists():
+        return "it is a Trainer's: write trainer.train(resume_from_checkpoint=...)"
+    if any(folder.glob("*.safetensors")):
+        return (
+            "it has weights alone, without an optimizer; load them into the model before to_distributed: "
+            f"from_pretrained({str(folder)!r})"
+        )
+    return "name a folder that meshwright.save_checkpoint wrote"
 
 
 def is_checkpoint(folder: Path) -> bool:

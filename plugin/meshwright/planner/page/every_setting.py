@@ -1,7 +1,8 @@
-"""Search each setting of the sliders, so that the table has a plan at each that ties with the planner's."""
+"""Plans of other settings: one that fits at each length, or one that ties with the planner's at each setting."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,44 @@ class Elsewhere:
 
     plan: Candidate
     why: str
+
+
+def with_each_length(settings: PageSettings, plans: Sequence[Listed], most: int) -> list[Listed | Elsewhere]:
+    """Return the table with a plan that fits at each length of the planned batch and GPUs, if there is one.
+
+    A length at which no plan of the table fits is searched. If there are too many plans, the search's choices stay,
+    then the plans of the nearest lengths.
+
+    Args:
+        settings: the outcome of a search, and the sliders.
+        plans: the plans of the table.
+        most: largest number of plans on the table, unless the search has more choices.
+    """
+    found, (batch, planned, gpus, micro) = settings.found, settings.planned
+    chosen = {choice.plan for choice in found.choices}
+    kept: list[Listed | Elsewhere] = [each for each in plans if each.plan in chosen]
+
+    def seconds(each: Listed | Elsewhere, length: int) -> float:
+        with contextlib.suppress(PlanError):
+            if (time := settings.outcome(each.plan, (batch, length, gpus, micro)).time) is not None:
+                return time.total
+        return math.inf
+
+    for length in sorted(range(len(settings.ranges.lengths)), key=lambda length: abs(length - planned)):
+        if any(seconds(each, length) < math.inf for each in kept):
+            continue
+        fastest = min(plans, key=lambda each: seconds(each, length))
+        if seconds(fastest, length) < math.inf:
+            kept.append(fastest)
+        else:
+            at = batch, length, gpus
+            kept += [_planned(settings, plan, at) for plan in _faster(settings, at, math.inf, math.inf)]
+    rows = [*kept, *(each for each in plans if each not in kept)][: max(most, len(chosen))]
+    return _ordered(
+        settings,
+        [each for each in rows if isinstance(each, Listed)],
+        [each for each in rows if isinstance(each, Elsewhere)],
+    )
 
 
 def with_every_setting(
@@ -74,9 +113,7 @@ def with_every_setting(
             if len(listed) + len(elsewhere) >= most:
                 return _ordered(settings, listed, elsewhere), False
             note(plan)
-            batch, length, size = values.batches[at[0]], values.lengths[at[1]], values.gpus[at[2]]
-            why = f"fastest at {batch:,} x {length:,} tokens, {size:,} GPU{'s' if size > 1 else ''}"
-            here = _planned(settings, plan, why)
+            here = _planned(settings, plan, at)
             if isinstance(here, Listed):
                 listed.append(here)
             else:
@@ -105,9 +142,11 @@ def _faster(settings: PageSettings, at: _Setting, best: float, without_masters: 
         yield plan
 
 
-def _planned(settings: PageSettings, plan: Candidate, why: str) -> Listed | Elsewhere:
-    """Return the row of a plan of another setting."""
-    found = settings.found
+def _planned(settings: PageSettings, plan: Candidate, at: _Setting) -> Listed | Elsewhere:
+    """Return the row of the fastest plan of another setting."""
+    found, values = settings.found, settings.ranges
+    batch, length, size = values.batches[at[0]], values.lengths[at[1]], values.gpus[at[2]]
+    why = f"fastest at {batch:,} x {length:,} tokens, {size:,} GPU{'s' if size > 1 else ''}"
     try:
         outcome = settings.outcome(plan, settings.planned)
     except PlanError:

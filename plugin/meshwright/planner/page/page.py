@@ -15,7 +15,7 @@ from meshwright.planner import explain
 from meshwright.planner.cost import Budget, bill_line, bill_of
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.page.data import packed, page_data
-from meshwright.planner.page.every_setting import Elsewhere, with_every_setting
+from meshwright.planner.page.every_setting import Elsewhere, with_each_length, with_every_setting
 from meshwright.planner.page.front import pareto
 from meshwright.planner.page.listing import PLANS, Listed, listed_plans
 from meshwright.planner.page.render import render, write_whole
@@ -25,6 +25,7 @@ from meshwright.planner.search import Search
 
 _REASONS = 5  # largest number of reasons that are shown unfolded
 _ROWS = 48  # plans of all answers of a page together
+_BYTES = 1_000_000  # of a page: opened at once, and small enough to mail
 _PARTS = 1000  # of the progress of an answer
 _SCRIPTS = (
     "text",
@@ -90,25 +91,45 @@ def page(
         progress: a function that is called with the work done so far, and the total.
 
     Raises:
-        PlanError: no plan fits.
+        PlanError: no plan fits, or a page of the fewest plans is too large.
     """
     first = answers[0].found
     if not first.choices:
         raise explain.no_fit(first)
-    most = min(PLANS, _ROWS // len(answers))
-    parts, rows = [], list[Listed]()
-    for number, answer in enumerate(answers):
+    most = _ROWS // len(answers)
+    while True:
+        parts, rows = [], list[Listed]()
+        for number, answer in enumerate(answers):
 
-        def each(done: int, total: int, number: int = number) -> None:
-            progress(_PARTS * number + _PARTS * done // total, _PARTS * len(answers))
+            def each(done: int, total: int, number: int = number) -> None:
+                progress(_PARTS * number + _PARTS * done // total, _PARTS * len(answers))
 
-        data, listed = _answer_data(
-            answer, most, _ROWS // len(answers) if every_setting else 0, model=model, profile=profile, progress=each
-        )
-        parts.append(data)
-        rows = rows or listed
+            data, listed = _answer_data(answer, most, every_setting, model=model, profile=profile, progress=each)
+            parts.append(data)
+            rows = rows or listed
+        fewer = f"{most} plans" if most < _ROWS // len(answers) else ""
+        text = _filled(answers, parts, rows, refused, fewer)
+        size, plans = len(text.encode()), max(len(part["plans"]) for part in parts)
+        if size <= _BYTES:
+            return text
+        if plans > most:  # the search has more choices
+            raise PlanError(
+                f"--html: a page of {plans} plans for each GPU and precision has {size / 1e6:.2g} MB, and the limit is "
+                f"{_BYTES / 1e6:g} MB; give fewer values of --gpu or --precision, or a smaller --top"
+            )
+        most = min(plans - 1, plans * _BYTES // size)
+
+
+def _filled(
+    answers: Sequence[Answer],
+    parts: Sequence[dict[str, Any]],
+    rows: Sequence[Listed],
+    refused: Sequence[str],
+    fewer: str,
+) -> str:
+    """Return the template, filled with the data of the answers, and the plans of the first one that fit."""
+    first, start, budget = answers[0].found, parts[0], answers[0].budget
     settings = PageSettings(found=first, ranges=ranges(first))
-    start, budget = parts[0], answers[0].budget
     return render(
         Path(__file__).with_name("page.html.j2"),
         script=Markup(_script()),
@@ -117,6 +138,7 @@ def page(
         plans=_rows(first, rows),
         menus=_menus(answers),
         refused=refused,
+        fewer=fewer,
         sliders=_sliders(settings),
         reasons=_folded(start["why"]),
         changes=start["changes"],
@@ -151,7 +173,7 @@ def write_page(answers: Sequence[Answer], path: str | Path, **options: Any) -> N
 def _answer_data(
     answer: Answer,
     most: int,
-    most_everywhere: int,
+    every: bool,
     *,
     model: str | None,
     profile: str | None,
@@ -161,20 +183,21 @@ def _answer_data(
 
     Args:
         answer: the answer.
-        most: largest number of plans of the planned job.
-        most_everywhere: largest number of plans if each setting is searched; 0 to search the planned job alone.
+        most: largest number of plans, unless the search has more choices.
+        every: whether each setting is searched, or only the lengths at which no plan of the table fits.
         model, profile: as in ``page``.
         progress: a function that is called with the work done so far, and the total.
     """
     found, budget = answer.found, answer.budget
     points, front = pareto(found)
-    plans: Sequence[Listed | Elsewhere] = (listed := listed_plans(found, points, front, most=most))
     settings = PageSettings(found=found, ranges=ranges(found))
-    is_complete, halves = False, 2 if most_everywhere else 1
-    if most_everywhere:
-        plans, is_complete = with_every_setting(
-            settings, listed, most_everywhere, progress=lambda done, total: progress(done, 2 * total)
-        )
+    listed = listed_plans(found, points, front, most=min(PLANS, most) if every else PLANS)
+    plans: Sequence[Listed | Elsewhere]
+    if every:
+        plans, is_complete = with_every_setting(settings, listed, most, lambda done, total: progress(done, 2 * total))
+    else:
+        plans, is_complete = with_each_length(settings, listed, most), False
+    halves = 2 if every else 1
 
     def drawn(done: int, total: int) -> None:
         progress(done + total * (halves - 1), total * halves)
