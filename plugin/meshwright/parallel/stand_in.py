@@ -34,7 +34,6 @@ def is_metadata(func: Callable[..., Any], name: str) -> bool:
     return name in METADATA or (func.__name__ == "__get__" and name not in VALUES)
 
 
-
 class StandIn(Tensor):
     """A tensor that raises where an operation would read it as the whole.
 
