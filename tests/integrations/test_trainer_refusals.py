@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Seq2SeqTrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 import meshwright as mw
@@ -122,6 +123,17 @@ def test_a_loss_of_ones_own_over_stages(name: str) -> None:
             check_run(trainer, runtime)
         trainer.train_dataset = None
         check_run(trainer, runtime)
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh(pp=Axis("pp", size=2)), Mesh(cp=Axis("cp", size=2), tokens=Axis("dp", size=2))], ids=["pp", "cp"]
+)
+def test_generating_in_evaluation(mesh: Mesh) -> None:
+    with fresh_accelerate():
+        args = arguments("unused", kind=Seq2SeqTrainingArguments, predict_with_generate=True)
+        trainer: Any = SimpleNamespace(args=args, train_dataset=None)
+        with pytest.raises(mw.PlanError, match=r"predict_with_generate=True.*ParallelPlan\.[pc]p=2.*or [pc]p=1"):
+            check_run(trainer, Runtime(mesh=mesh))
 
 
 def test_a_checkpoint_inside_a_step_of_the_new_size() -> None:
