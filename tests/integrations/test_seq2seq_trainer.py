@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
@@ -28,10 +29,11 @@ class Planned(MeshwrightTrainerMixin, Seq2SeqTrainer):
 
 
 def collate(rows: list[Tensor]) -> dict[str, Tensor]:
-    """Return rows of unlike lengths, with labels of other lengths."""
+    """Return rows of unlike lengths, their labels, and what the decoder gets, which label smoothing needs."""
     ids = pad_sequence(rows, batch_first=True)
     labels = pad_sequence([row[: len(row) // 2] for row in rows], batch_first=True, padding_value=-100)
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+    shifted = torch.nn.functional.pad(labels.clamp(min=0)[:, :-1], (1, 0), value=1)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels, "decoder_input_ids": shifted}
 
 
 def train(folder: Path, plan: dict[str, Any] | None, **options: Any) -> dict[str, Any]:

@@ -158,6 +158,6 @@ def test_a_count_of_items_is_read_by_what_depends_on_its_value() -> None:
     """The plan's own hooks look at the kind of a layer's tensors, and a model may ignore the count that it gets."""
     use = ItemsUse()
     count = use.watch(torch.tensor(8))
-    assert count._base is None and not count.is_floating_point() and count.is_contiguous() and count.numel() == 1
+    assert count._base is not None and not count.is_floating_point() and count.is_contiguous() and count.numel() == 1
     assert not use.is_read
     assert torch.ones(1) / count == 1 / 8 and use.is_read

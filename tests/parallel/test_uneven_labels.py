@@ -123,5 +123,6 @@ def test_weights_of_labels_are_compared(program: str, expected: int, pool2: Any,
         [text for text in said if "global_mean" in text] for said in pool2.run(warnings_of_weights, tmp_path, program)
     )
     assert len(first) == expected and not second
-    if first:
-        assert "2 rows with 2 labels, by their weights on rank 0; 2 rows with 3 labels, by their" in first[0]
+    if first:  # the Trainer shuffles the rows
+        sums = "2 rows with 2 labels, by their weights on rank 0; 2 rows with 3 labels, by their weights on rank 1"
+        assert (sums if program == "accelerate" else "labels, by their weights") in first[0]
