@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node as GraphNode
 
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import read_later
@@ -65,11 +66,12 @@ class UnevenBatches:
         self._weights = None
         if not (self.is_on and isinstance(loss, Tensor)):
             return
-        nodes = [loss.grad_fn]
+        nodes, seen = [loss.grad_fn], set[GraphNode]()
         while nodes:
             node: Any = nodes.pop()
-            if node is None or node._sequence_nr() < self._oldest:
+            if node is None or node in seen or node._sequence_nr() < self._oldest:
                 continue
+            seen.add(node)
             if node.name().startswith("NllLoss") and node._saved_weight is not None and node._saved_reduction == _MEAN:
                 self._weights = node._saved_total_weight.detach() + (0 if self._weights is None else self._weights)
             nodes += [following for following, _ in node.next_functions]
