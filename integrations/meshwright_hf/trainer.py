@@ -81,6 +81,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         warn_outside_range()
         self._mesh_config = config_of(meshwright)
         self._is_training_loader = self._is_distributing = self._counts_own_rows = False
+        self._gathers_loss = False  # whether the loop gathers next the loss that prediction_step has returned
         self._items = ItemsUse()
         self._agreed = Control()
         self._smoothing = 0.0  # the label smoothing of the model's own loss
@@ -232,10 +233,14 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         runtime = find_runtime(self.model)
         if runtime is None or not has_only_tensors(tensor) or any(x.ndim == 0 for x in tensors_of(tensor)):
             return stock(tensor)
-        return gather_rows(tensor, runtime.mesh.dp, is_cut=False)  # ranks may have different numbers of rows
+        # Ranks may have different numbers of rows. The loss, which is repeated for each row of a full batch, is that of
+        # all ranks, also on a rank without rows.
+        is_of_rows, self._gathers_loss = not self._gathers_loss, False
+        return gather_rows(tensor, runtime.mesh.dp, is_cut=False, is_of_rows=is_of_rows)
 
     def gathered_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Gather a metric's rows over the data-parallel ranks, each once and in the dataset's order."""
+        self._gathers_loss = False
         if find_runtime(self.model) is None:
             return input_data  # whole_loader gives each rank all rows
         return gather_rows(input_data, self._runtime.mesh.dp, as_objects=use_gather_object)
@@ -314,6 +319,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             if not is_loss_only or has_own_loss(self):
                 stack.enter_context(self._runtime.logits.gathering())
             loss, logits, labels = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+        self._gathers_loss = loss is not None
         return (
             None if loss is None else self._evaluation_loss.of_global_batch(loss, counted, self._items),
             logits,

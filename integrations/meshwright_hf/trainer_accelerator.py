@@ -6,11 +6,12 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from meshwright.optim.runtime import find_runtime
+from meshwright.optim.runtime import find_runtime, runtime_of
+from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.temporarily import temporarily
 
 
@@ -45,6 +46,12 @@ class TrainerAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: DataLoader[object], *_: object, **__: object) -> Any:
         """Return a loader on the plan's mesh."""
         return self._trainer.planned_loader(data_loader)
+
+    def backward(self, loss: Tensor, **kwargs: object) -> None:
+        """Run backward; the weights of labels, by which a loss of the program's own may be divided, are compared."""
+        if (uneven := runtime_of(self._trainer.model).features.find(UnevenBatches)) is not None:
+            uneven.of_loss(loss)
+        super().backward(loss, **kwargs)
 
     def gather(self, tensor: object) -> Any:
         """Gather a metric's tensors over the data-parallel ranks."""

@@ -290,6 +290,12 @@ def check_run(trainer: StockTrainer, runtime: Runtime) -> None:
             f"backward pass runs inside the model's forward, so the loss must be the model's own. Leave {named} out, "
             "or use pp=1"
         )
+    for axis in (runtime.mesh.pp, runtime.mesh.cp):
+        if axis.size > 1 and getattr(args, "predict_with_generate", False):
+            raise PlanError(
+                f"predict_with_generate=True generates in evaluation, but under ParallelPlan.{axis.name}={axis.size} a "
+                f"rank has only a part of the keys and values. Set predict_with_generate=False, or {axis.name}=1"
+            )
     if runtime.mesh.tp.size > 1 and args.neftune_noise_alpha is not None:
         raise PlanError(
             f"TrainingArguments.neftune_noise_alpha={args.neftune_noise_alpha} adds different noise on each of the "

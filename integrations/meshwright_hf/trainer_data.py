@@ -105,7 +105,9 @@ def _rows_to_keep() -> int | None:
     return None if rows and active.yielded.total >= (batch_size_of(active) or 0) else rows
 
 
-def gather_rows(data: object, dp: Axis, *, as_objects: bool = False, is_cut: bool = True) -> Any:
+def gather_rows(
+    data: object, dp: Axis, *, as_objects: bool = False, is_cut: bool = True, is_of_rows: bool = True
+) -> Any:
     """Return the rows of all data-parallel ranks in order, each once, as ``gather_for_metrics`` does.
 
     Args:
@@ -113,10 +115,11 @@ def gather_rows(data: object, dp: Axis, *, as_objects: bool = False, is_cut: boo
         dp: the axis over which ranks have different rows.
         as_objects: whether to send Python objects, e.g. because the other dims differ between ranks.
         is_cut: whether to cut tensors to the batch's rows that count; False for tensors with other numbers of rows.
+        is_of_rows: whether a rank without rows has none of the data, if tensors are not cut.
     """
     rows = _rows_to_keep()
     if not is_cut:
-        return gather_tensors(data, dp, is_blank=rows == 0)
+        return gather_tensors(data, dp, is_blank=rows == 0 and is_of_rows)
     if as_objects or not has_only_tensors(data):
         own = data[:rows] if hasattr(data, "__getitem__") and not isinstance(data, dict) else [data]
         return gather_values(own, dp)

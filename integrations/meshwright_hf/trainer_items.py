@@ -20,7 +20,7 @@ from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.stand_in import FACTS, SHAPE, StandIn
+from meshwright.parallel.stand_in import StandIn, is_metadata
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright_hf.trainer_checks import StockTrainer, has_own_loss
 
@@ -120,13 +120,12 @@ _OWN_COUNT = (
 
 
 class _WatchedCount(StandIn):
-    FREE = (FACTS | SHAPE | {"is_cuda"}) - {"detach"}
     use: ItemsUse
     __repr__ = Tensor.__repr__  # type: ignore[assignment]
 
     @classmethod
     def run(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name not in cls.FREE:
+        if name == "detach" or not is_metadata(func, name):
             for x in tensors_in((args, kwargs)):
                 if isinstance(x, _WatchedCount):
                     x.use.is_read = True

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import Seq2SeqTrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 import meshwright as mw
@@ -13,6 +15,7 @@ from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.runtime import Runtime
 from meshwright_hf.trainer import MeshwrightTrainer
 from meshwright_hf.trainer_checks import check_arguments, check_model, check_run, config_of
+from meshwright_hf.trainer_items import ItemsUse
 from meshwright_hf.trainer_state import place_in_epoch
 from support.models import build
 from support.trainers import Rows, arguments, fresh_accelerate
@@ -122,6 +125,17 @@ def test_a_loss_of_ones_own_over_stages(name: str) -> None:
         check_run(trainer, runtime)
 
 
+@pytest.mark.parametrize(
+    "mesh", [Mesh(pp=Axis("pp", size=2)), Mesh(cp=Axis("cp", size=2), tokens=Axis("dp", size=2))], ids=["pp", "cp"]
+)
+def test_generating_in_evaluation(mesh: Mesh) -> None:
+    with fresh_accelerate():
+        args = arguments("unused", kind=Seq2SeqTrainingArguments, predict_with_generate=True)
+        trainer: Any = SimpleNamespace(args=args, train_dataset=None)
+        with pytest.raises(mw.PlanError, match=r"predict_with_generate=True.*ParallelPlan\.[pc]p=2.*or [pc]p=1"):
+            check_run(trainer, Runtime(mesh=mesh))
+
+
 def test_a_checkpoint_inside_a_step_of_the_new_size() -> None:
     loader = {"epoch": 1, "samples": 24}
     assert place_in_epoch(loader, batch=6, accumulation=2) == (1, 4)
@@ -138,3 +152,12 @@ def test_parameters_thawed_before_training() -> None:
         model.model.layers[0].mlp.requires_grad_(True)
         with pytest.raises(mw.PlanError, match=r"layers\.0\.mlp\.\S+ and 5 more.*before the Trainer is made"):
             trainer.train()
+
+
+def test_a_count_of_items_is_read_by_what_depends_on_its_value() -> None:
+    """The plan's own hooks look at the kind of a layer's tensors, and a model may ignore the count that it gets."""
+    use = ItemsUse()
+    count = use.watch(torch.tensor(8))
+    assert count._base is not None and not count.is_floating_point() and count.is_contiguous() and count.numel() == 1
+    assert not use.is_read
+    assert torch.ones(1) / count == 1 / 8 and use.is_read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForMultipleChoice,
+    BertForTokenClassification,
     BlipConfig,
     BlipForConditionalGeneration,
     DistilBertConfig,
@@ -44,6 +46,7 @@ from meshwright.parallel.output_loss import with_loss
 from support.exact import Float64, relative_difference
 from support.logs import logged
 from support.models import SIZES, tokens
+from support.parity import pool_for
 from support.short_programs import Plan, train
 from support.tiers import crossing
 from support.trainers import Run, run_trainer
@@ -61,9 +64,9 @@ def gpt2(kind: type, **options: Any) -> PreTrainedModel:
     return kind(GPT2Config(vocab_size=97, n_positions=32, pad_token_id=0, **_GPT2, **options))
 
 
-def bert() -> PreTrainedModel:
+def bert(kind: type = BertForMultipleChoice, **options: Any) -> PreTrainedModel:
     sizes = {name: value for name, value in SIZES.items() if "key_value" not in name and name != "use_cache"}
-    return BertForMultipleChoice(BertConfig(**sizes, **_BERT))
+    return kind(BertConfig(**sizes, **_BERT, **options))
 
 
 def t5() -> PreTrainedModel:
@@ -326,29 +329,36 @@ class Labelled(Dataset):
         return {"input_ids": ids, "labels": labels}
 
 
-def sequence_model() -> PreTrainedModel:
+def seeded(head: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return MODELS["sequences"]()
-
-
-def token_model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return MODELS["tokens"]()
+    return MODELS[head]() if head in MODELS else bert(BertForTokenClassification, num_labels=3)
 
 
 def train_by_trainer(output_dir: Path, head: str, plan: dict[str, Any] | None, **options: Any) -> Run:
-    init = sequence_model if head == "sequences" else token_model
+    init = functools.partial(seeded, head)
     extra = {"model_init": init, "train_dataset": Labelled(head, 22), "eval_dataset": Labelled(head, 7)}
     extra["compute_metrics"] = None
     return run_trainer(output_dir, plan, extra=extra, evaluated=7, num_train_epochs=2, **options)
 
 
-@pytest.mark.parametrize("head", [crossing("sequences"), "tokens"])
-def test_heads_in_the_trainer(head: str, pool2: Any, tmp_path: Path) -> None:
-    """Row 6: the logged loss and norm are those of one process, as are evaluations, with rows that do not divide."""
+@pytest.mark.parametrize(
+    ("head", "plan"),
+    [
+        crossing("sequences", {"dp": 2}),
+        ("tokens", {"dp": 2}),
+        ("tokens of BERT", {"pp": 2, "micro_batch_size": 1}),
+        crossing("tokens of BERT", {"dp": 2, "tp": 2, "sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_heads_in_the_trainer(head: str, plan: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Row 6: the logged loss and norm are those of one process, as are evaluations, with rows that do not divide.
+
+    BERT ignores the count of items that the Trainer passes.
+    """
     expected = train_by_trainer(tmp_path, head, None)
-    for run in pool2.run(train_by_trainer, tmp_path, head, {"dp": 2}, timeout=300):
-        # float32; they were twice as large.
+    for run in pool_for(plan, request).run(train_by_trainer, tmp_path, head, plan, timeout=300):
+        # float32; they were twice as large, or half.
         assert run.losses == pytest.approx(expected.losses, rel=1e-5)
         assert run.norms == pytest.approx(expected.norms, rel=1e-4)
         assert run.metrics["eval_loss"] == pytest.approx(expected.metrics["eval_loss"], rel=1e-5)

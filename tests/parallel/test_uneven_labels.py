@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 import torch.nn.functional as F
 
 import meshwright as mw
+from meshwright_hf.accelerate import Accelerator
+from meshwright_hf.trainer import MeshwrightTrainer
 from support.logs import logged
 from support.models import build, tokens
 from support.short_programs import next_words, smoothed
+from support.trainers import arguments, fresh_accelerate
 
 DP = {"dp": 2}
 LENGTH = 12
@@ -78,3 +82,47 @@ def test_labels_that_the_model_was_not_given_are_counted(program: str, pool2: An
         first_labels = 2 if program == "padding" else 0  # the gradients of the logits show those that are predicted
         counts = LENGTH + 1 - first_labels // 2, 2 * LENGTH - first_labels
         assert "2 rows with {} labels or tokens that count on rank 0; 2 rows with {}".format(*counts) in first[0]
+
+
+def weighted(model: Any, batch: Any, *, reduction: str = "mean") -> Any:
+    """The loss of classes with weights, which torch divides by the sum of the weights of its labels."""
+    labels = batch.pop("labels")
+    weight = torch.tensor([1.0, 1.5])
+    return F.cross_entropy(model(**batch).logits[:, -1, :2], labels, weight=weight, reduction=reduction).sum() / 2
+
+
+class Weighted(MeshwrightTrainer):
+    """The example of transformers' documentation for a loss of one's own."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+        return weighted(model, inputs)
+
+
+def warnings_of_weights(folder: Path, program: str) -> list[str]:
+    """What is logged while a Trainer or an accelerated loop trains on as many rows of other classes on each rank."""
+    labels = torch.tensor([0, 0, 1, 1] if program != "equal" else [0, 1, 1, 0])
+    dataset: Any = [{"input_ids": x, "labels": y} for x, y in zip(tokens(4, LENGTH), labels, strict=True)]
+    with fresh_accelerate(), logged(level=logging.WARNING) as said:
+        if program == "Trainer":
+            args = arguments(folder, 2, max_steps=1, gradient_accumulation_steps=1)
+            Weighted(build("llama"), args, train_dataset=dataset, meshwright=mw.ParallelPlan(**DP)).train()
+            return said
+        accelerator = Accelerator(cpu=True, plan=DP)
+        model, loader = accelerator.prepare(build("llama"), torch.utils.data.DataLoader(dataset, batch_size=2))
+        for batch in loader:
+            loss = weighted(model, batch, reduction="sum" if program == "sum" else "mean")
+            accelerator.backward(mw.global_mean(model, loss, 2) if program == "corrected" else loss)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"), [("Trainer", 1), ("accelerate", 1), ("equal", 0), ("sum", 0), ("corrected", 0)]
+)
+def test_weights_of_labels_are_compared(program: str, expected: int, pool2: Any, tmp_path: Path) -> None:
+    first, second = (
+        [text for text in said if "global_mean" in text] for said in pool2.run(warnings_of_weights, tmp_path, program)
+    )
+    assert len(first) == expected and not second
+    if first:  # the Trainer shuffles the rows
+        sums = "2 rows with 2 labels, by their weights on rank 0; 2 rows with 3 labels, by their weights on rank 1"
+        assert (sums if program == "accelerate" else "labels, by their weights") in first[0]

@@ -67,7 +67,7 @@ class Run:
     tokens_seen: int = 0
 
 
-def arguments(output_dir: Any, dp: int = 1, **options: Any) -> TrainingArguments:
+def arguments(output_dir: Any, dp: int = 1, kind: type = TrainingArguments, **options: Any) -> Any:
     """Batches of GLOBAL_BATCH rows in all, accumulated twice."""
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": GLOBAL_BATCH // dp,
@@ -86,7 +86,7 @@ def arguments(output_dir: Any, dp: int = 1, **options: Any) -> TrainingArguments
         "dataloader_pin_memory": False,
         "logging_nan_inf_filter": False,
     }
-    return TrainingArguments(output_dir=str(output_dir), **{**defaults, **options})
+    return kind(output_dir=str(output_dir), **{**defaults, **options})
 
 
 @contextlib.contextmanager

@@ -66,7 +66,8 @@ class GlobalMean:
         self.dp, self.num_items, self.parts = dp, num_items, parts
         self.gradients = gradients if dp.size > 1 else None
         self.used_items: bool | None = None  # whether num_items divided the last mean; None before the first mean
-        self._divisors: Tensor | None = None
+        # Of a larger global batch: the divisors of losses that ignore num_items, and of those that use it.
+        self._divisors: tuple[Tensor, Tensor] | None = None
         self._seen: Tensor | None = None  # what the losses have counted of a larger global batch
         self.has_miscounted: Tensor | None = None  # whether that was another number than was expected of the last one
         self._micro_batches = 1  # into how many the larger global batch is split
@@ -88,15 +89,18 @@ class GlobalMean:
 
         Args:
             counts: what this rank's losses of all micro-batches will count together, one number for each sum.
-            num_items: the ``num_items_in_batch`` that this rank's program passed, if any.
+            num_items: the ``num_items_in_batch`` that this rank's program passed, if any; it divides the means of
+                losses that use it.
             micro_batches: their number.
         """
-        self._divisors = divisors = self.divisors(counts, num_items)
+        ranks = all_gather(self._with_items(counts.double(), num_items)[None], self.dp)
+        by_counts = self._divisors_of(ranks, len(counts), has_items=False)
+        self._divisors = by_counts, self._divisors_of(ranks, len(counts), has_items=num_items is not None)
         self._micro_batches, self._seen, self.has_miscounted = micro_batches, None, None
         try:
             yield
-            if self._seen is not None and num_items is None:
-                self.has_miscounted = (self._seen != divisors.to(self._seen.device)).any()
+            if self._seen is not None and not self.used_items:
+                self.has_miscounted = (self._seen != by_counts.to(self._seen.device)).any()
         finally:
             self._divisors = self._seen = self._last = self._added = self.last_added = None
             self._micro_batches = 1
@@ -113,7 +117,7 @@ class GlobalMean:
 
     def known_divisors(self, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
         """Return the divisors of the sums to come: those of the larger batch inside :meth:`over_micro_batches`."""
-        return self.divisors(counts, num_items) if self._divisors is None else self._divisors
+        return self.divisors(counts, num_items) if self._divisors is None else self._divisors[num_items is not None]
 
     def check_counts(self) -> None:
         """Raise if the losses of the last global batch of several micro-batches have counted something else."""
@@ -160,10 +164,10 @@ class GlobalMean:
         own = torch.cat([sums.detach().double(), self._with_items(counts.double(), num_items)])
         ranks = all_gather(own[None], self.dp)
         size = len(sums)
-        divisors = self._divisors
-        if divisors is None:
+        if self._divisors is None:
             divisors = self._divisors_of(ranks[:, size:], size, has_items=num_items is not None)
         else:
+            divisors = self._divisors[num_items is not None]
             self._see(ranks[:, size : 2 * size])
         self.used_items = num_items is not None
         divisors = divisors.to(sums.dtype)

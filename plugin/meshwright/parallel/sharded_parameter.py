@@ -28,7 +28,7 @@ from meshwright.parallel.shard_reads import (
     unreadable,
     values_of,
 )
-from meshwright.parallel.stand_in import FACTS, SHAPE, StandIn, become
+from meshwright.parallel.stand_in import METADATA, VALUES, StandIn, become
 
 SCALER = (
     "The program looks for infinite gradients in a way of its own, on its own rank. This rank has a part of the "
@@ -36,15 +36,7 @@ SCALER = (
     "finds those of all ranks, or train in bfloat16, which needs no scaler: torch.autocast(device, torch.bfloat16)"
 )
 
-_MORE_FACTS = """
-    ndimension stride storage_offset untyped_storage storage _typed_storage data_ptr element_size is_contiguous
-    is_floating_point is_complex is_signed get_device register_post_accumulate_grad_hook requires_grad_ retain_grad
-    is_pinned is_shared new_empty new_zeros new_ones new_full new_tensor result_type is_same_size is_set_to
-    _has_compatible_shallow_copy_type _is_view record_stream __hash__ __len__ __format__
-    _amp_foreach_non_finite_check_and_unscale_ is_conj is_neg is_inference
-"""
-_FREE = (FACTS | SHAPE | set(_MORE_FACTS.split())) - {"detach", "numel"}
-_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")  # attributes that have a tensor's values
+_FREE = (METADATA | {"_amp_foreach_non_finite_check_and_unscale_"}) - {"detach", "numel"}
 
 # In these operations, each element of the result depends only on the elements in the same place. A name, without
 # underscores, stands for the in-place and list (torch._foreach_*) variants too.
@@ -67,7 +59,7 @@ class Shard(StandIn):
 
     @classmethod
     def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in cls.FREE or (func.__name__ == "__get__" and name not in _VALUES):
+        if name in cls.FREE or (func.__name__ == "__get__" and name not in VALUES):
             if name.startswith("_amp_") and (watching := active_guard()) is not None:
                 watching.hint = SCALER
             with reading_shards():
@@ -166,7 +158,7 @@ def is_shard(x: object) -> bool:
 
 def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     name, owner = func.__self__.__name__, args[0]
-    if name in _VALUES[1:]:
+    if name in VALUES[1:]:
         raise unreadable(f".{name}", owner)
     if name == "data" and func.__name__ == "__set__" and isinstance(owner, ShardedParameter):
         if args[1].shape != owner.shape:

@@ -19,6 +19,19 @@ from meshwright.parallel.shard_reads import reading_shards
 _ATTRIBUTES = ("device", "dtype", "layout", "is_sparse", "requires_grad", "grad_fn", "is_leaf")
 FACTS = frozenset((*_ATTRIBUTES, "as_subclass", "detach", "register_hook"))
 SHAPE = frozenset(("size", "numel", "dim", "shape", "ndim"))
+VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")  # attributes that have a tensor's values
+_MORE_FACTS = """
+    ndimension stride storage_offset untyped_storage storage _typed_storage data_ptr element_size is_contiguous
+    is_floating_point is_complex is_signed get_device register_post_accumulate_grad_hook requires_grad_ retain_grad
+    is_pinned is_shared new_empty new_zeros new_ones new_full new_tensor result_type is_same_size is_set_to
+    _has_compatible_shallow_copy_type _is_view record_stream __hash__ __len__ __format__ is_conj is_neg is_inference
+"""
+METADATA = FACTS | SHAPE | frozenset(_MORE_FACTS.split())
+
+
+def is_metadata(func: Callable[..., Any], name: str) -> bool:
+    """Return whether an operation, or the attribute that it gets, does not depend on a tensor's values."""
+    return name in METADATA or (func.__name__ == "__get__" and name not in VALUES)
 
 
 class StandIn(Tensor):

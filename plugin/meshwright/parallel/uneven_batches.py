@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node as GraphNode
 
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import read_later
@@ -20,6 +22,8 @@ from meshwright.parallel.output_loss import tensors_of
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
+
+_MEAN = 1  # torch's number of the reduction "mean"
 
 
 class UnevenBatches:
@@ -37,6 +41,8 @@ class UnevenBatches:
         self.dp, self.tp = dp, tp
         self.is_on = dp.size > 1
         self._batch: Batch | None = None
+        self._oldest = 0  # the sequence number of the oldest autograd node of the last pass's output
+        self._weights: Tensor | None = None  # the sum of the labels' weights, if the loss is a weighted mean
         self._is_left_out = False  # whether the loss of the last pass is of all rows
         self._earlier: Callable[[], list[list[float]]] | None = None
 
@@ -55,6 +61,21 @@ class UnevenBatches:
         """Count this batch, not the model's inputs, since a program may remove labels before it calls the model."""
         return temporarily(self, _batch=batch if isinstance(batch, Mapping) else None)
 
+    def of_loss(self, loss: object) -> None:
+        """Count the weights of the labels, if a loss whose backward follows is torch's cross-entropy with weights."""
+        self._weights = None
+        if not (self.is_on and isinstance(loss, Tensor)):
+            return
+        nodes, seen = [loss.grad_fn], set[GraphNode]()
+        while nodes:
+            node: Any = nodes.pop()
+            if node is None or node in seen or node._sequence_nr() < self._oldest:
+                continue
+            seen.add(node)
+            if node.name().startswith("NllLoss") and node._saved_weight is not None and node._saved_reduction == _MEAN:
+                self._weights = node._saved_total_weight.detach() + (0 if self._weights is None else self._weights)
+            nodes += [following for following, _ in node.next_functions]
+
     def look(self, inputs: Batch, output: object, known: Tensor | None = None) -> None:
         """Compare the ranks once backward from a loss reaches the model's output.
 
@@ -64,12 +85,13 @@ class UnevenBatches:
             known: the output's loss, if it is the loss of the global batch. A pass in which backward reaches this loss
                 is not compared.
         """
-        self._is_left_out = False
+        self._is_left_out, self._weights = False, None
         # Only the known loss uses sharded logits, and it overwrites them.
         kinds = (Tensor, DeferredLogits)
         tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known and type(x) in kinds]
         if not tensors:
             return
+        self._oldest = min(x.grad_fn._sequence_nr() if x.grad_fn is not None else 0 for x in tensors)
         batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)
         kept = labels_beside(inputs.values()) if is_pass and "labels" not in inputs else None
         has_mask = _mask_of(inputs) is not None
@@ -82,7 +104,9 @@ class UnevenBatches:
             if not (is_known or self._is_left_out):
                 # Moved to the group's device, since a batch may still be on the host.
                 counted = rows_and_labels(batch, with_mask=is_pass).to(device, non_blocking=True)
-                if kept is not None:  # labels from the same batch of the loader, which the model was not given
+                if self._weights is not None:
+                    counted[1] = self._weights.to(device, non_blocking=True)
+                elif kept is not None:  # labels from the same batch of the loader, which the model was not given
                     counted[1] = kept.to(device, non_blocking=True)
                 elif used:
                     counted[1] = torch.stack(used).sum()
@@ -129,15 +153,18 @@ class UnevenBatches:
             "had %s. Data parallelism averages the ranks' means, so a row or label of a rank that has fewer of them "
             "weighs more than on one device. For the mean over the global batch, write loss = "
             "meshwright.global_mean(model, loss, count), where count is the number of items that this rank's loss "
-            "averages over, for example (labels != -100).sum(). If the model returns the loss, you may set "
-            "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch instead",
-            said_of_ranks(ranks),
+            "averages over, for example (labels != -100).sum(), or the sum of their weights. If the "
+            "model returns the loss, you may set ToDistributedConfig(loss_averages_over='rows'), 'labels' or a "
+            "callable that counts in a batch instead",
+            said_of_ranks(
+                ranks, "labels or tokens that count" if self._weights is None else "labels, by their weights"
+            ),
         )
 
 
-def said_of_ranks(ranks: list[list[float]]) -> str:
+def said_of_ranks(ranks: list[list[float]], counted: str = "labels or tokens that count") -> str:
     """Return each rank's counts from ``rows_and_labels`` as text."""
-    what = "{:g} rows" if ranks[0][1] < 0 else "{:g} rows with {:g} labels or tokens that count"
+    what = "{:g} rows" if ranks[0][1] < 0 else f"{{:g}} rows with {{:g}} {counted}"
     return "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
 
 
