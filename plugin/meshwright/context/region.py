@@ -101,7 +101,7 @@ class ContextRegion:
             parts = self.parts if mask is None or mask.parts is None else mask.parts
         else:
             if is_first:
-                self.length = self.last_length = hidden.shape[1]
+                self.length = self.last_length = hidden.shape[self.record.hidden_dim]
                 self.parts = self._parts_of(mask)
                 self._check_padding()
                 self._borders.begin()
@@ -131,7 +131,7 @@ class ContextRegion:
         """Return whether a layer runs at the first place, where its hidden states have all tokens of the row."""
         if layer is not self._borders.first or not self._borders.is_first_again:
             return layer is self._borders.first
-        return hidden.shape[1] == self.last_length if in_backward() else self.length == 0
+        return hidden.shape[self.record.hidden_dim] == self.last_length if in_backward() else self.length == 0
 
     def _check_known(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         known = self.record.arguments[layer]
