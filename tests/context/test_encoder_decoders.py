@@ -20,7 +20,6 @@ from meshwright.context import cross_attention
 from meshwright.context.position_bias import _OfWholeRow
 from meshwright.context.record import record_context
 from meshwright.roles import find_decoder
-from meshwright.verification.float64_modules import in_float64
 from support import encoder_models
 from support.exact import Float64
 from support.models import labels_for, tokens
@@ -145,7 +144,7 @@ def test_layers_that_count_along_the_tokens_are_refused() -> None:
         vocab_size=97, d_model=32, d_ff=48, d_kv=8, num_heads=4, num_layers=2, num_sparse_decoder_layers=1,
         num_sparse_encoder_layers=1, num_experts=2, decoder_start_token_id=1,
     )  # fmt: skip
-    with in_float64(), pytest.raises(mw.PlanError, match=r"counts along the tokens of a row \(cumsum\).*cp=1"):
+    with pytest.raises(mw.PlanError, match=r"counts along the tokens of a row \(cumsum\).*cp=1"):
         record_context(find_decoder(transformers.SwitchTransformersForConditionalGeneration(config)))
 
 
