@@ -155,3 +155,22 @@ def test_states_that_are_not_of_tokens_are_refused() -> None:
     )  # fmt: skip
     with pytest.raises(mw.PlanError, match="no dim of tokens behind that of rows"):
         record_context(find_decoder(transformers.FSMTForConditionalGeneration(config)))
+
+
+def train_two_lengths_before_backward(plan: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Backward runs the layers of a row again after another row of another length."""
+    with Float64():
+        model, data = build("t5"), batches("t5")[:2]
+        if plan is None:
+            model.gradient_checkpointing_enable()
+        else:
+            model, _, data = mw.to_distributed(model, None, data, plan=mw.ParallelPlan(**plan, recompute="full"))
+        losses = [model(**batch).loss for batch in data]
+        losses[0].backward()
+        losses[1].backward()
+        return {"loss": losses[0].detach(), "norm": mw.clip_grad_norm_(model, 1.0)}
+
+
+def test_layers_that_backward_runs_again_have_the_biases_of_their_own_row(pool2: Any) -> None:
+    results = pool2.run(train_two_lengths_before_backward, {"cp": 2})
+    assert_equals_one_process(results, train_two_lengths_before_backward(None))
