@@ -140,7 +140,9 @@ def _check_some_heads(site: AttentionSite, name: str, plan: ParallelPlan) -> Non
     call, q, k, v = _example(site)
     groups = site.heads // site.key_heads
     whole = call.run(q, k, v, _mask(call))
-    options = {key: x[:groups] if isinstance(x, Tensor) and x.ndim == 1 else x for key, x in call.options.items()}
+    options: dict[str, Any] = {
+        key: x[:groups] if isinstance(x, Tensor) and x.ndim == 1 else x for key, x in call.options.items()
+    }
     options |= {key: x[..., :groups, :, :] for key, x in options.items() if key in site.kind.biases}
     try:
         one = call.run(q[:, :groups], k[:, :1], v[:, :1], _mask(call), **options)

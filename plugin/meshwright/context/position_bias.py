@@ -7,10 +7,11 @@ rank, ``[..., S, S]``, and each block of attention takes its queries and keys of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import nn
 
+from meshwright.context.masks import ContextMask
 from meshwright.parallel.method_chain import ChainStep, add_step, arguments
 
 _LENGTHS = ("query_length", "key_length")
@@ -24,24 +25,30 @@ def lengths_method(attention: nn.Module) -> str | None:
     return None
 
 
-def make_whole(attentions: Iterable[nn.Module], length: Callable[[], int]) -> None:
-    """Make attentions compute their biases for all tokens of the row.
+def make_whole(attentions: Iterable[nn.Module]) -> None:
+    """Make attentions compute their biases for all tokens of the row, which their masks show.
 
     Args:
         attentions: the attentions, without those over an encoder's keys.
-        length: a function that returns the number of tokens of the row; 0 outside of the layers.
     """
     for attention in attentions:
         if (name := lengths_method(attention)) is not None:
-            add_step(attention, _OfWholeRow(attention, name, length), name)
+            step = _OfWholeRow(attention, name)
+            add_step(attention, step, name)
+            attention.register_forward_pre_hook(step.enter, with_kwargs=True)
 
 
 class _OfWholeRow(ChainStep):
-    def __init__(self, attention: nn.Module, name: str, length: Callable[[], int]):
-        self.signature, self.length = inspect.signature(getattr(attention, name)), length
+    def __init__(self, attention: nn.Module, name: str):
+        self.signature, self.length = inspect.signature(getattr(attention, name)), 0
+
+    def enter(self, attention: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Take the number of tokens of the row, also where backward runs a layer again after other rows."""
+        masks = (x for x in (*args, *kwargs.values()) if isinstance(x, ContextMask))
+        self.length = next((mask.length for mask in masks), 0)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         given = arguments(self.signature, args, kwargs)
-        if length := self.length():
-            given |= dict.fromkeys(_LENGTHS, length)
+        if self.length:
+            given |= dict.fromkeys(_LENGTHS, self.length)
         return self.method(**given)

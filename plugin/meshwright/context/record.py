@@ -69,6 +69,7 @@ class ContextRecord:
     Args:
         layers: the layers in the order in which they run; one that a forward pass runs again is listed at each place.
         token_dims: for each argument of each layer that has a value for each token: the dim of the tokens.
+        hidden_dim: the dim of the tokens in the hidden states of the first layer.
         arguments: the places of all tensors among the arguments of each layer.
         of_layers: the names of what the module around the layers is given that reaches the layers as an argument alone.
         sites: the attentions, in the order in which they run.
@@ -79,6 +80,7 @@ class ContextRecord:
 
     layers: tuple[nn.Module, ...]
     token_dims: dict[nn.Module, dict[Place, int]]
+    hidden_dim: int
     arguments: dict[nn.Module, frozenset[Place]]
     of_layers: frozenset[str]
     sites: tuple[AttentionSite, ...]
@@ -124,6 +126,9 @@ def record_context(decoder: Decoder) -> ContextRecord:
     return ContextRecord(
         layers=tuple(first.ran),
         token_dims=token_dims,
+        hidden_dim=next(
+            dim for place, dim in token_dims[first.ran[0]].items() if first.given[first.ran[0]][place] is first.hidden
+        ),
         arguments={layer: frozenset(given) for layer, given in first.given.items()},
         of_layers=frozenset(first.of_layers),
         sites=sites,
@@ -141,10 +146,10 @@ def _token_dims(first: _Pass, second: _Pass, layer: nn.Module, name: str) -> dic
     for place, x in first.given[layer].items():
         other = second.given[layer][place]
         dims = [dim for dim, size in enumerate(x.shape) if size != other.shape[dim]]
-        if layer is first.ran[0] and x is first.hidden and dims != [1]:
+        if layer is first.ran[0] and x is first.hidden and (len(dims) != 1 or dims == [0]):
             raise PlanError(
                 f"{name} computes hidden states of shape {tuple(x.shape)} for {_ROWS} rows of {first.length} tokens, "
-                f"which are not of the shape [rows, tokens, channels], so they cannot be cut. Use {INSTEAD}"
+                f"which have no dim of tokens behind that of rows, so they cannot be cut. Use {INSTEAD}"
             )
         if first.is_handed(x) or (len(dims) == 2 and first.is_bias(x)):
             continue
@@ -316,9 +321,10 @@ class _Pass:
             self.hidden = hidden
         self.ran.append(layer)
         self.sources.layer = layer
-        self.given[layer] = dict(tensors_in((args, kwargs)))
+        given = dict(tensors_in((args, kwargs)))
+        self.given.setdefault(layer, given)  # a layer that runs again gets other tensors in the same places
         self._mask = mask_in(args, kwargs)
-        beside = [x for x in self.given[layer].values() if x is not hidden]
+        beside = [x for x in given.values() if x is not hidden]
         self.of_layers |= {self._names[number] for x in beside for number in self.sources.of(x)}
         if hidden is self.hidden:  # computed before the layers, for the whole row
             self.of_layers |= {self._names[number] for number in self.sources.of(hidden)}

@@ -85,10 +85,6 @@ class ContextRegion:
         self.length = 0
         self._cut.clear()
 
-    def row_length(self) -> int:
-        """Return the number of tokens of the row whose layers run, in forward or in backward; 0 if none do."""
-        return self.last_length if in_backward() else self.length
-
     def _enter(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -101,7 +97,7 @@ class ContextRegion:
             parts = self.parts if mask is None or mask.parts is None else mask.parts
         else:
             if is_first:
-                self.length = self.last_length = hidden.shape[1]
+                self.length = self.last_length = hidden.shape[self.record.hidden_dim]
                 self.parts = self._parts_of(mask)
                 self._check_padding()
                 self._borders.begin()
@@ -109,14 +105,14 @@ class ContextRegion:
             if mask is not None:
                 mask.parts = parts
             self._check_known(layer, args, kwargs)
-        length = self.row_length()
+        length = self.length
         dims, known = self.record.token_dims[layer], self.record.arguments[layer]
 
         def cut(x: Tensor, place: Place) -> Tensor:
             dim = dims.get(place, 1 if place not in known and self._is_input(x) else None)
             if dim is None or (x is hidden and not is_first):
                 return x
-            if x.shape[dim] != length:
+            if x.shape[dim] != length and not in_backward():
                 raise ValueError(
                     f"a layer ({type(layer).__name__}) is given {place[-1]!r} of shape {tuple(x.shape)} in this call, "
                     f"whose dim {dim} should have the {length} tokens of the row, so it is not known how to cut "
@@ -131,7 +127,7 @@ class ContextRegion:
         """Return whether a layer runs at the first place, where its hidden states have all tokens of the row."""
         if layer is not self._borders.first or not self._borders.is_first_again:
             return layer is self._borders.first
-        return hidden.shape[1] == self.last_length if in_backward() else self.length == 0
+        return hidden.shape[self.record.hidden_dim] == self.last_length if in_backward() else self.length == 0
 
     def _check_known(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         known = self.record.arguments[layer]

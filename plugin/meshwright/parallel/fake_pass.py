@@ -64,6 +64,7 @@ def run_without_values(
         stack.enter_context(fake_values(model))
         stack.enter_context(_without_hooks(model))
         stack.enter_context(_unchecked_distributions())
+        stack.enter_context(temporarily(torch.utils, swap_tensors=_swap))
         stack.enter_context(temporarily(_LOGGER, disabled=True))  # torch logs the errors of attempts
         if watch is not None:
             stack.enter_context(watch)
@@ -149,6 +150,12 @@ def _routed(model: nn.Module) -> Iterator[nn.Module]:
         takes_choices = len(inspect.signature(module.forward).parameters) == 3
         if role is Role.EXPERTS and takes_choices and not is_experts(module):
             yield module
+
+
+def _swap(x: Tensor, other: Tensor, swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors) -> None:
+    """Let a forward cast a module to the dtype that it has, which torch does by a swap of fake tensors."""
+    if x.dtype != other.dtype:
+        swap(x, other)
 
 
 def _packed(module: nn.Module, shape: torch.Size, x: Tensor) -> Tensor:
