@@ -147,11 +147,11 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
         "PlanError",
         r"gate_proj.*width 47 cannot be divided over tp=2",
     ),
-    "too many processes": (lambda: call(tp=1), "PlanError", r"needs 1 processes, but 2 were launched"),
+    "too many processes": (lambda: call(tp=1), "PlanError", r"needs 1 process, but 2 were launched"),
     "ZeRO on one process of two": (
         lambda: call(zero_stage=3),
         "PlanError",
-        r"needs 1 processes, but 2 were launched; write plan='dp2 zero3', or launch with: torchrun --nproc-per-node 1",
+        r"needs 1 process, but 2 were launched; write plan='dp2 zero3', or launch with: torchrun --nproc-per-node 1",
     ),
     "a batch for token ids": (whole_batch_for_ids, "TypeError", r"got a dict in place of.*write model\(\*\*batch\)"),
     "lists for token ids": (lists_for_ids, "TypeError", r'got a list in place of.*dataset.set_format\("torch"\)'),

@@ -68,8 +68,9 @@ def check_launch(plan: ParallelPlan) -> None:
         with contextlib.suppress(PlanError):  # experts may not be spread over that many ranks
             if not rest:
                 other = f"write plan={dataclasses.replace(plan, dp=copies).label!r}"
+        needed = f"{plan.world_size} process{'es' * (plan.world_size > 1)}"
         raise PlanError(
-            f"the plan {plan.product()} needs {plan.world_size} processes, but {world} were launched; {other}, or "
+            f"the plan {plan.product()} needs {needed}, but {world} were launched; {other}, or "
             f"launch with: torchrun --nproc-per-node {plan.world_size} SCRIPT\n"
             f"The plan's ranks:\n{plan.dims.rank_grid()}"
         )

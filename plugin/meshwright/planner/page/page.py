@@ -107,10 +107,9 @@ def page(
             data, listed = _answer_data(answer, most, every_setting, model=model, profile=profile, progress=each)
             parts.append(data)
             rows = rows or listed
-        fewer = f"{most} plans" if most < _ROWS // len(answers) else ""
-        text = _filled(answers, parts, rows, refused, fewer)
-        size, plans = len(text.encode()), max(len(part["plans"]) for part in parts)
-        if size <= _BYTES:
+        plans = max(len(part["plans"]) for part in parts)
+        text = _filled(answers, parts, rows, refused, f"{plans} plans" if most < _ROWS // len(answers) else "")
+        if (size := len(text.encode())) <= _BYTES:
             return text
         if plans > most:  # the search has more choices
             raise PlanError(
