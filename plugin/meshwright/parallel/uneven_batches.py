@@ -112,6 +112,11 @@ class UnevenBatches:
                     counted[1] = torch.stack(used).sum()
                 self._compare(counted)
 
+        def compare_last() -> None:
+            # Queued again, to follow the reductions of gradients: a rank with an unused parameter, such as one of a
+            # layer that it drops, starts these only at the end of backward, and the others before.
+            torch.autograd.Variable._execution_engine.queue_callback(compare)
+
         def queue(gradient: Tensor) -> None:
             nonlocal is_queued
             if not is_counted and gradient.ndim == 3 and gradient.dtype is not torch.float16:  # which underflows
@@ -119,7 +124,7 @@ class UnevenBatches:
                 used.append((torch.linalg.vector_norm(gradient, torch.inf, -1) != 0).sum())
             if not is_queued:
                 is_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(compare)
+                torch.autograd.Variable._execution_engine.queue_callback(compare_last)
 
         def is_used(_: Tensor) -> None:
             nonlocal is_known
