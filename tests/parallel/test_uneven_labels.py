@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import ElectraConfig, ElectraForPreTraining
 
 import meshwright as mw
 from meshwright_hf.accelerate import Accelerator
@@ -159,3 +160,22 @@ def test_a_rank_that_drops_a_layer_compares_after_its_gradients(pool2: Any) -> N
         model(torch.ones(2, 4) + rank, drops=rank == 1).square().mean().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad)  # the sum of two steps' means over two ranks
+
+
+def warnings_of_electra(length: int) -> list[str]:
+    """What is logged where a head averages over the tokens of the mask, of which rank 1 has fewer."""
+    sizes = {"hidden_size": 16, "embedding_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = tokens(2, LENGTH)
+    lengths = torch.tensor([[LENGTH], [length]])[torch.distributed.get_rank()]
+    with logged(level=logging.WARNING) as said:
+        model = ElectraForPreTraining(ElectraConfig(**sizes, vocab_size=97, intermediate_size=16))
+        model, *_ = mw.to_distributed(model, plan=mw.ParallelPlan(**DP))
+        mask = (torch.arange(LENGTH) < lengths).long().expand_as(ids)
+        model(input_ids=ids, attention_mask=mask, labels=ids % 2).loss.backward()
+    return [message for message in said if "global_mean" in message]
+
+
+def test_a_head_that_averages_over_the_mask_is_told_of(pool2: Any) -> None:
+    (first,), second = pool2.run(warnings_of_electra, 5)
+    assert f"2 rows with {2 * LENGTH} labels" in first and "2 rows with 10 labels" in first and not second
+    assert pool2.run(warnings_of_electra, LENGTH) == [[], []]
