@@ -130,6 +130,18 @@ def test_rows_that_are_compared_are_found_whatever_the_size_of_the_loss(
     assert not compares or bool(said) == is_hidden, said
 
 
+def test_a_sum_over_rows_is_told_as_one() -> None:
+    """The default of transformers' CTC heads, whose loss under dp would be the mean of the ranks' sums."""
+
+    def loss(x: Tensor) -> Tensor:
+        return F.cross_entropy(x, torch.arange(len(x)) % ROWS, reduction="sum")
+
+    check = CoupledRows(nn.Linear(16, 16), mw.ParallelPlan(dp=2), BatchFormat(), is_told=True)
+    check.signature, check.method = inspect.signature(loss), loss
+    with pytest.raises(mw.PlanError, match=r"is a sum over rows.*ctc_loss_reduction = 'mean'"):
+        check(torch.randn(ROWS, 16))
+
+
 class Positions(nn.Module):
     """Counts images from the batch's first row on, or from each row's."""
 

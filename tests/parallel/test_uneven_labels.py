@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import ElectraConfig, ElectraForPreTraining
 
 import meshwright as mw
 from meshwright_hf.accelerate import Accelerator
@@ -126,3 +127,55 @@ def test_weights_of_labels_are_compared(program: str, expected: int, pool2: Any,
     if first:  # the Trainer shuffles the rows
         sums = "2 rows with 2 labels, by their weights on rank 0; 2 rows with 3 labels, by their weights on rank 1"
         assert (sums if program == "accelerate" else "labels, by their weights") in first[0]
+
+
+class Dropping(torch.nn.Module):
+    """Leaves a layer out, as the layerdrop of Wav2Vec2 does at random on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, drops: bool) -> torch.Tensor:
+        """Return the result of all layers, or of all but the second."""
+        for index, layer in enumerate(self.layers):
+            x = x if drops and index == 1 else layer(x)
+        return x
+
+
+def gradients_of_dropping(steps: int) -> dict[str, torch.Tensor]:
+    model, *_ = mw.to_distributed(Dropping(), plan=mw.ParallelPlan(**DP))
+    rank = torch.distributed.get_rank()
+    for _ in range(steps):
+        model(torch.ones(2, 4) + rank, drops=rank == 1).square().mean().backward()
+    return mw.full_gradients(model)
+
+
+def test_a_rank_that_drops_a_layer_compares_after_its_gradients(pool2: Any) -> None:
+    """In another order than on the other rank, the reductions would wait for each other for ever."""
+    found = pool2.run(gradients_of_dropping, 2)[0]
+    model = Dropping()
+    for rank in (0, 1):
+        model(torch.ones(2, 4) + rank, drops=rank == 1).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)  # the sum of two steps' means over two ranks
+
+
+def warnings_of_electra(length: int) -> list[str]:
+    """What is logged where a head averages over the tokens of the mask, of which rank 1 has fewer."""
+    sizes = {"hidden_size": 16, "embedding_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = tokens(2, LENGTH)
+    lengths = torch.tensor([[LENGTH], [length]])[torch.distributed.get_rank()]
+    with logged(level=logging.WARNING) as said:
+        model = ElectraForPreTraining(ElectraConfig(**sizes, vocab_size=97, intermediate_size=16))
+        model, *_ = mw.to_distributed(model, plan=mw.ParallelPlan(**DP))
+        mask = (torch.arange(LENGTH) < lengths).long().expand_as(ids)
+        model(input_ids=ids, attention_mask=mask, labels=ids % 2).loss.backward()
+    return [message for message in said if "global_mean" in message]
+
+
+def test_a_head_that_averages_over_the_mask_is_told_of(pool2: Any) -> None:
+    (first,), second = pool2.run(warnings_of_electra, 5)
+    assert f"2 rows with {2 * LENGTH} labels" in first and "2 rows with 10 labels" in first and not second
+    assert pool2.run(warnings_of_electra, LENGTH) == [[], []]

@@ -43,6 +43,17 @@ def has_stock_loss(model: nn.Module) -> bool:
     return stock_owner(model) is not None
 
 
+# Why a loss grows with the rows of a batch, and what to write instead.
+_SUM = (
+    "is a sum over rows",
+    "let the model return a mean, for a CTC head by model.config.ctc_loss_reduction = 'mean'",
+)
+_COMPARED = (
+    "compares rows with each other, or is a sum",
+    "compute the loss in the program, from the rows of all ranks: meshwright.gather_rows(features)",
+)
+
+
 class CoupledRows(BatchStep):
     """The step of a model's forward that compares the loss of the first batch with that of the same rows twice.
 
@@ -98,12 +109,13 @@ class CoupledRows(BatchStep):
         elif twice is None:
             self._tell_of_no_trial()
         elif (grown := abs(twice.item() - alone.item())) > self._rounding(alone, device):
+            is_sum = torch.isclose(twice, 2 * alone, rtol=_ROUNDING)
+            cause, cure = _SUM if is_sum else _COMPARED
             raise PlanError(
                 f"the loss that {type(self.model).__name__} returns is {alone.item():.4g} for this rank's rows and "
-                f"{twice.item():.4g} for the same rows twice: it compares rows with each other, or is a sum, so the "
-                f"mean of the losses of dp={self.plan.dp} ranks is not the loss of the whole batch. Use dp=1, for "
-                "example plan='tp2+sp'; or compute the loss in the program, from the rows of all ranks: "
-                "meshwright.gather_rows(features)"
+                f"{twice.item():.4g} for the same rows twice: it {cause}, so the mean of the losses of "
+                f"dp={self.plan.dp} ranks is not the loss of the whole batch. Use dp=1, for example plan='tp2+sp'; or "
+                f"{cure}"
             )
         elif grown and not self._shows_growth(alone, device):
             self._tell_of_rounding(alone)

@@ -18,7 +18,7 @@ from meshwright.parallel.batch_share import labels_beside
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, valid_labels
-from meshwright.parallel.output_loss import tensors_of
+from meshwright.parallel.output_loss import loss_of, tensors_of
 from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
@@ -98,12 +98,12 @@ class UnevenBatches:
         is_counted = not is_pass or kept is not None or "labels" in batch or has_mask
         used: list[Tensor] = []
         device = tensors[0].device  # a hook that held its own tensor would keep that tensor alive forever
-        is_queued = is_known = False
+        is_queued = is_known = is_own = False
 
         def compare() -> None:
             if not (is_known or self._is_left_out):
                 # Moved to the group's device, since a batch may still be on the host.
-                counted = rows_and_labels(batch, with_mask=is_pass).to(device, non_blocking=True)
+                counted = rows_and_labels(batch, with_mask=is_pass, in_mask=is_own).to(device, non_blocking=True)
                 if self._weights is not None:
                     counted[1] = self._weights.to(device, non_blocking=True)
                 elif kept is not None:  # labels from the same batch of the loader, which the model was not given
@@ -112,6 +112,11 @@ class UnevenBatches:
                     counted[1] = torch.stack(used).sum()
                 self._compare(counted)
 
+        def compare_last() -> None:
+            # Queued again, to follow the reductions of gradients: a rank with an unused parameter, such as one of a
+            # layer that it drops, starts these only at the end of backward, and the others before.
+            torch.autograd.Variable._execution_engine.queue_callback(compare)
+
         def queue(gradient: Tensor) -> None:
             nonlocal is_queued
             if not is_counted and gradient.ndim == 3 and gradient.dtype is not torch.float16:  # which underflows
@@ -119,16 +124,17 @@ class UnevenBatches:
                 used.append((torch.linalg.vector_norm(gradient, torch.inf, -1) != 0).sum())
             if not is_queued:
                 is_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(compare)
+                torch.autograd.Variable._execution_engine.queue_callback(compare_last)
 
         def is_used(_: Tensor) -> None:
-            nonlocal is_known
-            is_known = True
+            nonlocal is_known, is_own
+            is_known, is_own = known is not None, known is None
 
         for tensor in tensors:
             watch_gradient(tensor, queue)
-        if known is not None and known.requires_grad:
-            known.register_hook(is_used)
+        loss = loss_of(output) if known is None else known
+        if loss is not None and loss.requires_grad:
+            loss.register_hook(is_used)
 
     def _compare(self, counted: Tensor) -> None:
         if not self.is_on:
@@ -168,17 +174,23 @@ def said_of_ranks(ranks: list[list[float]], counted: str = "labels or tokens tha
     return "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
 
 
-def rows_and_labels(batch: Batch, *, with_mask: bool) -> Tensor:
-    """Return the numbers of rows and of valid labels in a batch. Without labels, count tokens that are not padding.
+def rows_and_labels(batch: Batch, *, with_mask: bool, in_mask: bool = False) -> Tensor:
+    """Return the numbers of rows and of valid labels in a batch, the second -1 if it is unknown.
 
-    The second number is -1 if it is unknown.
+    Args:
+        batch: the batch.
+        with_mask: whether to count the tokens that are not padding, if there are no labels.
+        in_mask: whether labels of padding do not count, as in a loss of the model's own that reads the mask.
     """
     schema = BatchSchema(batch)
     labels, mask = batch.get("labels"), _mask_of(batch)
     count: Tensor | int = -1
     if isinstance(labels, Tensor):
         ignored = batch.get("ignore_index")
-        count = valid_labels(labels, ignored if isinstance(ignored, int) else IGNORE_INDEX)
+        ignored = ignored if isinstance(ignored, int) else IGNORE_INDEX
+        if in_mask and mask is not None and mask.shape == labels.shape and not labels.is_floating_point():
+            labels = labels.where(mask != 0, ignored)
+        count = valid_labels(labels, ignored)
     elif with_mask and mask is not None:
         count = mask.sum()
     device = next((x.device for x in schema.tensors.values()), torch.device("cpu"))
