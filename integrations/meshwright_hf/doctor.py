@@ -18,7 +18,7 @@ from typing import Any, Literal
 from meshwright.errors import PlanError
 from meshwright.mesh.cores import core_count
 from meshwright_hf import network
-from meshwright_hf.versions import TESTED, installed, place
+from meshwright_hf.versions import TESTED, installed, place, tested_requirement
 
 PATIENCE = 10.0  # seconds for two ranks on this machine to meet over gloo
 SMALL_SHARED_MEMORY = 256 * 2**20  # bytes; a container's default of 64 MiB is too little for loader workers
@@ -86,7 +86,8 @@ def _packages() -> Iterator[Finding]:
             if where == "older" and tested.supported:
                 status, text = "problem", f"{version} is older than {tested.oldest}: {tested.purpose} may not work"
             elif where != "tested":
-                text = f"{version} is {where} than the tested versions, {tested}"
+                cure = f"pip install {tested_requirement(package)}"
+                text = f"{version} is {where} than the tested versions, {tested}: {cure}"
         yield Finding(topic=package, status=status, text=text)
 
 

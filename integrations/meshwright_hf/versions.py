@@ -89,7 +89,21 @@ def outside_range() -> str | None:
     ]
     if not outside:
         return None
-    return f"Meshwright is not tested with {', '.join(outside)}; it may still work. Run meshwright doctor to see all"
+    tested = " ".join(tested_requirement(package) for package in found if place(package, found[package]) != "tested")
+    return (
+        f"Meshwright is not tested with {', '.join(outside)}; results may differ from those of one device. "
+        f"For tested versions: pip install {tested}"
+    )
+
+
+def tested_requirement(package: str) -> str:
+    """Return what pip installs to get the newest tested version.
+
+    Example:
+        >>> tested_requirement("accelerate")
+        "'accelerate==1.15.*'"
+    """
+    return f"'{package}=={TESTED[package].newest}.*'"
 
 
 def _stacklevel_of_the_program() -> int:

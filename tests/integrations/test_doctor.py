@@ -76,6 +76,7 @@ def test_a_warning_names_the_range_once(monkeypatch: pytest.MonkeyPatch) -> None
     message = str(caught[0].message)
     assert "torch 2.14.0 (newer than the tested 2.11 to 2.13)" in message
     assert "transformers 5.16.2 (older than the tested 5.17 to 5.23)" in message
+    assert message.endswith(": pip install 'torch==2.13.*' 'transformers==5.23.*'")
     assert "accelerate" not in message
     assert "trl" not in message
 
@@ -130,10 +131,10 @@ def test_no_warning_in_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     ("package", "version", "status", "text"),
     [
         ("transformers", "5.16.2", "problem", "5.16.2 is older than 5.17"),
-        ("transformers", "6.0.0", "warning", "newer than the tested versions, 5.17 to 5.23"),
+        ("transformers", "6.0.0", "warning", "5.17 to 5.23: pip install 'transformers==5.23.*'"),
         ("torch", None, "problem", "not installed"),
         ("deepspeed", None, "note", "not installed; needed for DeepSpeed's ZeRO"),
-        ("datasets", "4.0.0", "warning", "older than the tested versions, 5.2"),
+        ("datasets", "4.0.0", "warning", "older than the tested versions, 5.2: pip install"),
     ],
 )
 def test_packages(package: str, version: str | None, status: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
