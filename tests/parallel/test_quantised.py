@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.distribute.check_quantised import check_quantised
-from meshwright.layout.packed_weights import PackedMatrix, cut_statistics
+from meshwright.layout.packed_weights import PackedMatrix, own_statistics
 from meshwright.layout.row_layout import RowLayout
 from meshwright.roles.blocks.block import cut_over_tp
 from support.exact import relative_difference
@@ -83,9 +83,12 @@ def test_a_part_has_the_values_of_the_whole(kind: str, cut: str) -> None:
             part(torch.zeros(1, 256))
         layout = cut_over_tp(part.weight, rows, "weight")
         layout = dataclasses.replace(layout, place={"tp": rank})
-        part.weight.data = layout.take(part.weight.data.view(layout.shape))
-        part.weight.meshwright = layout
-        cut_statistics(part)
+        shard = layout.take(part.weight.data.view(layout.shape))
+        packing = PackedMatrix.of(part.weight)
+        assert packing is not None
+        for owner, name, value in list(own_statistics(part, packing, shard, layout)):
+            owner[name] = value
+        part.weight.data = shard
         expected = rows.take(whole, rank)
         real = rows.real_rows(rank)
         assert torch.equal(values_of(part).narrow(rows.dim, 0, real), expected.narrow(rows.dim, 0, real))
