@@ -118,8 +118,10 @@ def _forward_of(mixer: nn.Module) -> Any:
 
 
 def _as_rows(x: Tensor, own: tuple[int, ...], chunks: int) -> Tensor:
-    return x.expand(*own, *x.shape[2:]).unflatten(1, (chunks, -1)).flatten(0, 1)
+    rows: Tensor = x.expand(*own, *x.shape[2:]).unflatten(1, (chunks, -1))
+    return rows.flatten(0, 1)
 
 
 def _as_tokens(x: Tensor, own: tuple[int, ...]) -> Tensor:
-    return x.unflatten(0, (own[0], -1)).flatten(1, 2)
+    rows: Tensor = x.unflatten(0, (own[0], -1))
+    return rows.flatten(1, 2)
