@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from meshwright.compiling import eager
 from meshwright.context.gathered_tokens import GatheredTokens
 from meshwright.context.linear_recurrences import FORMS, Chunks
 from meshwright.errors import PlanError
@@ -70,6 +71,7 @@ class HandedStates(GatheredTokens):
         rows = own[0] * chunks.own, own[1] // chunks.own
         return tree_map_only(Tensor, lambda x: _as_tokens(x, own) if x.shape[:2] == rows else x, output)
 
+    @eager  # a compiled mixer would be compiled anew in each call, whose functions are new
     def _run(self, chunks: Chunks, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run the mixer, with functions that exchange what goes from chunk to chunk."""
         called: list[str] = []
