@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from meshwright.compiling import eager
 from meshwright.context.gathered_tokens import GatheredTokens
 from meshwright.context.linear_recurrences import FORMS, Chunks
 from meshwright.errors import PlanError
@@ -70,6 +71,7 @@ class HandedStates(GatheredTokens):
         rows = own[0] * chunks.own, own[1] // chunks.own
         return tree_map_only(Tensor, lambda x: _as_tokens(x, own) if x.shape[:2] == rows else x, output)
 
+    @eager  # a compiled mixer would be compiled anew in each call, whose functions are new
     def _run(self, chunks: Chunks, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run the mixer, with functions that exchange what goes from chunk to chunk."""
         called: list[str] = []
@@ -118,8 +120,10 @@ def _forward_of(mixer: nn.Module) -> Any:
 
 
 def _as_rows(x: Tensor, own: tuple[int, ...], chunks: int) -> Tensor:
-    return x.expand(*own, *x.shape[2:]).unflatten(1, (chunks, -1)).flatten(0, 1)
+    rows: Tensor = x.expand(*own, *x.shape[2:]).unflatten(1, (chunks, -1))
+    return rows.flatten(0, 1)
 
 
 def _as_tokens(x: Tensor, own: tuple[int, ...]) -> Tensor:
-    return x.unflatten(0, (own[0], -1)).flatten(1, 2)
+    rows: Tensor = x.unflatten(0, (own[0], -1))
+    return rows.flatten(1, 2)
