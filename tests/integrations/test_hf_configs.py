@@ -252,7 +252,7 @@ def test_an_optimizer_that_comes_later(checkpoint: str) -> None:
     model.zero_grad()
     mw.to_distributed(model, optimizer, config=mw.ToDistributedConfig(plan=plan))
     assert mw.plan_of(model) == plan
-    refused("with an optimizer; build a new model")
+    refused("with an optimizer; leave this call out, or build a new model")
 
 
 @pytest.mark.parametrize(
