@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks import contenders
 from benchmarks.contenders import MAX_NORM
 from benchmarks.workload import Workload
-from meshwright.parallel.causal_lm_loss import shift
+from meshwright.parallel.losses.causal_lm import shift
 
 
 @dataclass(frozen=True, kw_only=True)

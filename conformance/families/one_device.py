@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from conformance.families.parity import batch
 from meshwright.errors import UnreadableTensorError
-from meshwright.parallel.head_losses import find_loss
+from meshwright.parallel.losses.head_losses import find_loss
 from meshwright.verification.float64_modules import in_float64
 from support.exact import gradient_differences
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from conformance.families.models import DENSE, build, tiny_config
-from meshwright.parallel.structure import DecoderStructure, describe
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure, describe
 from meshwright.roles import Role, plan_for
 from meshwright.roles.projection import output_dim
 from meshwright.verification.float64_modules import in_float64

@@ -41,7 +41,7 @@ from conformance.families.one_device import Step, own_groups
 from conformance.families.parity import TOLERANCE
 from conformance.families.tiny_models import MAPPINGS, Tiny, UnbuiltError, tiny, types_of
 from meshwright.mesh.process_group import start_process_group
-from meshwright.parallel.head_losses import find_loss
+from meshwright.parallel.losses.head_losses import find_loss
 from meshwright.plan.text import parse_plan
 from meshwright.verification.float64_modules import in_float64
 from support.exact import gradient_differences

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from conformance.families.models import model_class, tiny_config
 from meshwright.errors import PlanError, UncoveredParameterError
-from meshwright.parallel.structure import describe
+from meshwright.parallel.tensor_parallel.structure import describe
 from meshwright.roles import plan_for
 
 MIXTURE = "mixture of experts"

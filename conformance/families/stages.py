@@ -26,7 +26,7 @@ from conformance.families.models import DENSE, build, model_types
 from conformance.families.one_device import ROWS, largest_difference
 from conformance.families.parity import TOLERANCE
 from meshwright.mesh.process_group import world_size
-from meshwright.parallel.structure import describe
+from meshwright.parallel.tensor_parallel.structure import describe
 from meshwright.roles import plan_for
 
 LAYERS = 4

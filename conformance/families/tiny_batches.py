@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from conformance.families.tiny_configs import FRAMES, IMAGE, PATCH, Words
-from meshwright.parallel.example_images import number_in_configs
+from meshwright.parallel.fake_passes.example_images import number_in_configs
 
 ROWS, TEXT = 2, 14  # rows of a batch, and words of a row besides those of images and of sound
 CODES = 8  # words of a codebook

@@ -19,7 +19,7 @@ import meshwright as mw
 from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.reads import Reads, reads_of
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.shards.reads import reading_shards
 from meshwright_hf.trainer_checks import why_no_optimizer
 
 PLANS = ("dp2 zero1", "tp2+sp", "dp2 zero3")

@@ -17,7 +17,7 @@ from conformance.random_programs.draw import Program
 from conformance.random_programs.run import Numbers, Run, run
 from meshwright.errors import PlanError
 from meshwright.faults.guard import active_guard
-from meshwright.parallel.gradient_sync import AllReduce
+from meshwright.parallel.gradients.sync import AllReduce
 
 Planted = contextlib.AbstractContextManager[Any]
 

@@ -28,9 +28,9 @@ from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.column_projections import ColumnProjections
 from meshwright.parallel.method_chain import find_step
-from meshwright.parallel.structure import DecoderStructure, describe
+from meshwright.parallel.tensor_parallel.column_projections import ColumnProjections
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure, describe
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import ShardingPlan, plan_for

@@ -17,9 +17,9 @@ from conformance.spmd.rules import makes_width, reduces_width, result_of
 from conformance.spmd.types import Kind, Typed, TypeMismatch
 from meshwright.mesh.axes import Axis
 from meshwright.parallel import collectives
-from meshwright.parallel import mean_over_ranks as mean
-from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss
-from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
+from meshwright.parallel.batch import mean_over_ranks as mean
+from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss
+from meshwright.parallel.losses.cross_entropy import VocabParallelCrossEntropy
 
 # (forward, backward) of a differentiable collective -> (the types that it takes, the type that it returns).
 _SIGNATURES: dict[tuple[Any, Any], tuple[tuple[Kind, ...], Kind]] = {

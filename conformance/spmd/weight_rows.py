@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from conformance.spmd.rules import names
 from meshwright.layout.tensor_layout import layout_if_any
-from meshwright.parallel.structure import DecoderStructure
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.roles.adapters import projection
 from meshwright.roles.projection import out_features
 

@@ -17,7 +17,7 @@ from meshwright.data.fingerprint import fingerprint
 from meshwright.data.packed_dataset import PackedDataset, PackedShards
 from meshwright.data.packing import Packing
 from meshwright.data.shards import DatasetShards
-from meshwright.parallel.mean_over_ranks import IGNORE_INDEX
+from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX
 from meshwright_hf.versions import warn_outside_range
 
 PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX, "position_ids": 0}  # by column

@@ -14,8 +14,8 @@ from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import unsplit_rows
-from meshwright.parallel.expert_counts import ExpertCounts
-from meshwright.parallel.load_balancing import LoadBalancing
+from meshwright.parallel.experts.counts import ExpertCounts
+from meshwright.parallel.experts.load_balancing import LoadBalancing
 from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step, find_step
 
 _MIXTRAL = "transformers.models.mixtral.modeling_mixtral"

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from meshwright.errors import PlanError
-from meshwright.parallel.structure import describe
+from meshwright.parallel.tensor_parallel.structure import describe
 from meshwright.plan.config import ParallelPlan
 from meshwright.planner.config_file import config_path
 from meshwright.roles import ShardingPlan, plan_for

@@ -19,9 +19,9 @@ from transformers.distributed.tensor_parallel import ColwiseParallel, TensorPara
 
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import share
-from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words
-from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.stand_in import ShardedLogits
+from meshwright.parallel.losses.cross_entropy import VocabParallelCrossEntropy, Words
+from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.stand_in import ShardedLogits
 
 
 class PartialNorm(TensorParallelLayer):

@@ -21,9 +21,9 @@ from meshwright.data.nested import tensors_of
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.mesh.process_group import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
-from meshwright.parallel.batch_loss import BatchLoss
-from meshwright.parallel.compiled_layers import CompilableLayers
-from meshwright.parallel.uneven_batches import UnevenBatches
+from meshwright.parallel.forward.compiled_layers import CompilableLayers
+from meshwright.parallel.forward.uneven_batches import UnevenBatches
+from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.plan.config import NumItems, PlanLike, ToDistributedConfig
 from meshwright.temporarily import temporarily
 from meshwright_hf.batches import global_batches

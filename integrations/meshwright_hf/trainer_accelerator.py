@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from meshwright.optim.runtime import find_runtime, runtime_of
-from meshwright.parallel.uneven_batches import UnevenBatches
+from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.temporarily import temporarily
 
 

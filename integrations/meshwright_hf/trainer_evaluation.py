@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.batch.mean_over_ranks import valid_labels
 from meshwright.parallel.collectives import all_gather
-from meshwright.parallel.mean_over_ranks import valid_labels
-from meshwright.parallel.uneven_batches import rows_and_labels, said_of_ranks
+from meshwright.parallel.forward.uneven_batches import rows_and_labels, said_of_ranks
 from meshwright.roles.adapters import without_wrappers
 from meshwright_hf.trainer_checks import StockTrainer
 from meshwright_hf.trainer_data import evaluated_rows

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.autograd_graph import tensors_in
-from meshwright.parallel.batch_loss import BatchLoss
 from meshwright.parallel.collectives import maximum
-from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.stand_in import StandIn, is_metadata
-from meshwright.parallel.uneven_batches import UnevenBatches
+from meshwright.parallel.forward.uneven_batches import UnevenBatches
+from meshwright.parallel.losses.batch_loss import BatchLoss
+from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.stand_in import StandIn, is_metadata
 from meshwright_hf.trainer_checks import StockTrainer, has_own_loss
 
 

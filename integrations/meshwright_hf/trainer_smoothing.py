@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.causal_lm_loss import CausalLMLoss
+from meshwright.parallel.losses.causal_lm import CausalLMLoss
 from meshwright.roles.adapters import without_wrappers
 from meshwright_hf.trainer_checks import StockTrainer
 

@@ -17,7 +17,7 @@ from meshwright.choose.given_plan import given_plan
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.mean_over_ranks import valid_labels
+from meshwright.parallel.batch.mean_over_ranks import valid_labels
 from meshwright.plan.config import ToDistributedConfig
 from meshwright_hf.trainer_checks import StockTrainer
 from meshwright_hf.trainer_data import evaluated_rows

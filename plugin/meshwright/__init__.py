@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from meshwright.optim.gather_rows import gather_rows
     from meshwright.optim.global_mean import global_mean
     from meshwright.optim.runtime import no_sync, plan_of
-    from meshwright.parallel.token_dispatchers import TokenDispatcher, register_dispatcher
+    from meshwright.parallel.experts.token_dispatchers import TokenDispatcher, register_dispatcher
     from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
     from meshwright.plan.config import LoaderOptions, ParallelPlan, ToDistributedConfig
     from meshwright.roles import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
@@ -94,7 +94,7 @@ _HOMES = {
     "optim.gather_rows": ("gather_rows",),
     "optim.global_mean": ("global_mean",),
     "optim.runtime": ("no_sync", "plan_of"),
-    "parallel.token_dispatchers": ("TokenDispatcher", "register_dispatcher"),
+    "parallel.experts.token_dispatchers": ("TokenDispatcher", "register_dispatcher"),
     "optim.attach_gradients": ("shard_optimizer",),
     "placement": ("Partial", "Replicate", "Shard", "reshard", "shard_tensor"),
     "roles": ("Role", "ShardingPlan", "decoder_roles", "infer_plan", "register_plan"),

@@ -33,13 +33,13 @@ from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
 from meshwright.parallel.autograd_graph import tensors_in, unused_parameters
-from meshwright.parallel.float8 import float8_layers
-from meshwright.parallel.gradient_buckets import Bucket, group_parameters, make_buckets
-from meshwright.parallel.gradient_sync import AllReduce, GradientSync
-from meshwright.parallel.mixed_rows import refused_option
-from meshwright.parallel.replica_comparison import ReplicaComparison
-from meshwright.parallel.replicate_model import broadcast_tensors, check_agreement, describe_tensors
-from meshwright.parallel.replicated_state import ModuleTensors
+from meshwright.parallel.batch.mixed_rows import refused_option
+from meshwright.parallel.gradients.buckets import Bucket, group_parameters, make_buckets
+from meshwright.parallel.gradients.sync import AllReduce, GradientSync
+from meshwright.parallel.replicas.comparison import ReplicaComparison
+from meshwright.parallel.replicas.replicate_model import broadcast_tensors, check_agreement, describe_tensors
+from meshwright.parallel.replicas.state import ModuleTensors
+from meshwright.parallel.tensor_parallel.float8 import float8_layers
 from meshwright.parallel.wrappers import wrapper_of
 
 logger = logging.getLogger(__name__)

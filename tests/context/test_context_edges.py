@@ -241,7 +241,7 @@ def warnings_of_a_hook(module: str) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("meshwright.parallel.user_hooks")
+    logger = logging.getLogger("meshwright.parallel.forward.user_hooks")
     logger.addHandler(handler)
     try:
         model = distributed()

@@ -26,7 +26,7 @@ from meshwright.context.flash import FlashCall, is_right
 from meshwright.context.flash_package import PackageKernel
 from meshwright.context.masks import ContextMask
 from meshwright.errors import PlanError
-from meshwright.parallel.flash_rows import FlashRows
+from meshwright.parallel.batch.flash_rows import FlashRows
 from meshwright.parallel.sequence_parts import TokenRun
 from support.exact import Float64, relative_difference
 from support.flash_kernel import hidden_pairs, installed, with_flash

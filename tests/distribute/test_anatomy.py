@@ -27,13 +27,13 @@ from harness import WorkerError
 from meshwright.distribute.cuts import structure_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim import thawing
-from meshwright.parallel import load_balancing
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.load_balancing import LoadBalancing
-from meshwright.parallel.mean_over_ranks import GlobalMean
+from meshwright.parallel.batch.mean_over_ranks import GlobalMean
+from meshwright.parallel.experts import load_balancing
+from meshwright.parallel.experts.load_balancing import LoadBalancing
+from meshwright.parallel.experts.router_record import ARGUMENTS
 from meshwright.parallel.replay import Replay
-from meshwright.parallel.router_record import ARGUMENTS
-from meshwright.parallel.tensor_parallel import OwnTokens
+from meshwright.parallel.tensor_parallel.apply import OwnTokens
 from meshwright.roles import find_decoder
 from meshwright.roles.decoder import towers_beside
 from support.anatomies import LENGTH, MODELS, build, collate, llama, loader, samples

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import meshwright as mw
-from meshwright.parallel.mixed_rows import check_embeddings
+from meshwright.parallel.batch.mixed_rows import check_embeddings
 from support.models import build
 from support.reference import make_optimizer
 

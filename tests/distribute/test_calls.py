@@ -338,7 +338,7 @@ def test_models_are_refused_by_what_they_are() -> None:
         (xlm, r"is an encoder, not a decoder \(model_type='xlm'\): .* plan='dp2'.*2 stacks of layers"),
     ):
         with pytest.raises(PlanError) as raised:
-            from meshwright.parallel.structure import describe as take_apart
+            from meshwright.parallel.tensor_parallel.structure import describe as take_apart
 
             take_apart(model, plan_for(model), tp=2, sequence_parallel=False)
         with pytest.raises(PlanError, match=said):

@@ -23,11 +23,11 @@ from meshwright.distribute.cuts import structure_of
 from meshwright.mesh.axes import Axis
 from meshwright.optim.read_weights import read_weights
 from meshwright.optim.units import units_of
-from meshwright.parallel import second_inputs
-from meshwright.parallel.added_parameters import KeptModules
-from meshwright.parallel.second_inputs import SecondInputs
-from meshwright.parallel.sequence_parallel import SequenceSharding
-from meshwright.parallel.structure import DecoderStructure
+from meshwright.parallel.shards.added_parameters import KeptModules
+from meshwright.parallel.tensor_parallel import second_inputs
+from meshwright.parallel.tensor_parallel.second_inputs import SecondInputs
+from meshwright.parallel.tensor_parallel.sequence_parallel import SequenceSharding
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.roles import Role
 from meshwright.roles.blocks import Attention
 from meshwright.roles.decoder import find_decoder

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.distribute.cuts import structure_of
-from meshwright.parallel.structure import DecoderStructure
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from support.exact import Float64
 from support.hybrid_models import FAMILIES, build, loader
 from support.parity import pool_for

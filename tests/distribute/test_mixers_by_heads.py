@@ -19,8 +19,8 @@ import meshwright as mw
 from harness import WorkerError
 from meshwright.distribute.cuts import structure_of
 from meshwright.layout.row_layout import RowLayout
-from meshwright.parallel.structure import DecoderStructure
-from meshwright.parallel.wide_norms import GroupedNorm
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure
+from meshwright.parallel.tensor_parallel.wide_norms import GroupedNorm
 from meshwright.roles.blocks import Mixer, mixers_of
 from meshwright.roles.blocks.mixer_kinds import MixerHeads
 from support.exact import Float64

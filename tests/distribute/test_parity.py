@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from meshwright.parallel import mean_over_ranks as mean
-from meshwright.parallel.gradient_buckets import Bucket
+from meshwright.parallel.batch import mean_over_ranks as mean
+from meshwright.parallel.gradients.buckets import Bucket
 from support.models import FAMILIES
 from support.parity import TOLERANCE, crossed, largest_differences, pool_for, reference
 from support.reference import Result, train_family

@@ -14,7 +14,7 @@ from torch import Tensor
 import meshwright as mw
 from harness import WorkerError
 from meshwright.context.record import record_context
-from meshwright.parallel.batch_schema import BatchSchema
+from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.roles import find_decoder
 from support.anatomies import IMAGE, LENGTH, build, collate, llama, loader, samples
 from support.exact import Float64

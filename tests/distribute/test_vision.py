@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from meshwright.parallel.shared_tower import SharedTower
+from meshwright.parallel.tensor_parallel.shared_tower import SharedTower
 from support.exact import Float64
 from support.parity import pool_for
 from support.tiers import crossings

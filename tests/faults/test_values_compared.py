@@ -251,8 +251,8 @@ def test_a_fault_on_one_rank_is_named(name: str, plan: dict[str, Any], pool2: An
 def deferred_until_named(plan: dict[str, Any], fault: Callable[[Run], None]) -> tuple[int, str]:
     """As on a device whose numbers are read a step later."""
     with (
-        mock.patch("meshwright.parallel.input_comparison.is_deferred", lambda device: True),
-        mock.patch("meshwright.parallel.replica_comparison.is_deferred", lambda device: True),
+        mock.patch("meshwright.parallel.replicas.input_comparison.is_deferred", lambda device: True),
+        mock.patch("meshwright.parallel.replicas.comparison.is_deferred", lambda device: True),
         # Norms without sequence parallelism are compared on a device only where its kernels are deterministic.
         mock.patch("torch.are_deterministic_algorithms_enabled", lambda: True),
     ):

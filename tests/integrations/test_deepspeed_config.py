@@ -12,7 +12,7 @@ from deepspeed.checkpoint.affine import ParamAffineMap
 
 import meshwright as mw
 from meshwright.layout.row_layout import RowLayout
-from meshwright.parallel.structure import describe
+from meshwright.parallel.tensor_parallel.structure import describe
 from meshwright.roles import plan_for
 from meshwright_hf.deepspeed import deepspeed_mpu, initialize
 from meshwright_hf.deepspeed.complete_config import complete_config, read_config

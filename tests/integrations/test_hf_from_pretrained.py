@@ -24,7 +24,7 @@ from transformers.distributed import DistributedConfig
 import meshwright as mw
 import meshwright_hf
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.gradient_buckets import Bucket
+from meshwright.parallel.gradients.buckets import Bucket
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.parity import crossed

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import meshwright as mw
-from meshwright.parallel.mean_over_ranks import GlobalMean
+from meshwright.parallel.batch.mean_over_ranks import GlobalMean
 from meshwright_hf import BalanceExperts, MeshwrightTrainer
 from support.anatomies import build as build_anatomy
 from support.logs import logged

@@ -21,7 +21,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.optim.flat_parameters import FlatShard
 from meshwright.optim.ownership import EqualSlices
 from meshwright.optim.runtime import runtime_of
-from meshwright.parallel.gradient_buckets import Bucket
+from meshwright.parallel.gradients.buckets import Bucket
 from support.exact import Float64, relative_difference
 from support.models import SIZES, tokens
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 import meshwright as mw
 from meshwright.errors import OptimizerMismatchError, PlanError
-from meshwright.parallel.gradient_sync import GradientSync
-from meshwright.parallel.live_bytes import LiveBytes
+from meshwright.parallel.fake_passes.live_bytes import LiveBytes
+from meshwright.parallel.gradients.sync import GradientSync
 from support.exact import Float64, relative_difference
 from support.models import FAMILIES, SIZES, build, labels_for, tokens
 from support.optimizers import OfOneNorm

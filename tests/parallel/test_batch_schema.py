@@ -19,8 +19,8 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.errors import PlanError
-from meshwright.parallel.batch_items import BatchFormat, Items
-from meshwright.parallel.batch_schema import BatchSchema
+from meshwright.parallel.batch.items import BatchFormat, Items
+from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.plan.config import RowsOf
 from support.tiers import crossings
 

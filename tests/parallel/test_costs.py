@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from meshwright.parallel.sharded_parameter import ShardedParameter
+from meshwright.parallel.shards.sharded_parameter import ShardedParameter
 from support.models import build, tokens
 from support.reference import make_optimizer
 from support.traffic import Traffic

@@ -14,9 +14,9 @@ import transformers
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.parallel.batch_items import BatchFormat
-from meshwright.parallel.coupled_rows import CoupledRows
-from meshwright.parallel.mixed_rows import POSITIONS, PositionsOfRows
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.mixed_rows import POSITIONS, PositionsOfRows
+from meshwright.parallel.forward.coupled_rows import CoupledRows
 from support.exact import Float64
 from support.logs import logged
 

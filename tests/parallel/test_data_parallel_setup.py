@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.parallel import replicate_model as replicas
+from meshwright.parallel.replicas import replicate_model as replicas
 from support.replicas import (
     SMALL,
     Gradients,

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.parallel import load_balancing
+from meshwright.parallel.experts import load_balancing
 from meshwright.roles.blocks.experts import is_experts
 from support.anatomies import EXPERTS, MODELS, build, loader
 from support.exact import Float64, relative_difference

@@ -19,12 +19,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import meshwright as mw
 from meshwright.distribute.cuts import structure_of
 from meshwright.mesh.axes import Axis
-from meshwright.parallel import collectives, token_dispatchers
+from meshwright.parallel import collectives
 from meshwright.parallel.collectives import all_gather, gather_rows, largest, reduce_scatter_rows
-from meshwright.parallel.expert_dispatch import ExpertDispatch
-from meshwright.parallel.expert_rows import add_rows, take_rows
+from meshwright.parallel.experts import token_dispatchers
+from meshwright.parallel.experts.dispatch import ExpertDispatch
+from meshwright.parallel.experts.rows import add_rows, take_rows
+from meshwright.parallel.experts.token_dispatchers import RunExperts, TokenDispatcher
 from meshwright.parallel.method_chain import add_step
-from meshwright.parallel.token_dispatchers import RunExperts, TokenDispatcher
 from support.anatomies import build, loader
 from support.exact import Float64, relative_difference
 from support.parity import TOLERANCE

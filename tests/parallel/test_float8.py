@@ -14,8 +14,8 @@ import meshwright as mw
 from meshwright.distribute.check_float8 import check_float8
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
-from meshwright.parallel import float8
-from meshwright.parallel.float8 import Float8Kernel
+from meshwright.parallel.tensor_parallel import float8
+from meshwright.parallel.tensor_parallel.float8 import Float8Kernel
 from meshwright_hf.accelerate import prepare
 from support.accelerated import accelerator, dataset, losses_of
 from support.float8 import Float8Run, run, with_float8

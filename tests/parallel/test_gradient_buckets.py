@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.mesh.axes import Axis
 from meshwright.optim.ownership import EqualSlices
-from meshwright.parallel.gradient_buckets import Bucket
+from meshwright.parallel.gradients.buckets import Bucket
 
 
 def bucket_of(gradient: Tensor | None, *, size: int = 128, dtype: torch.dtype = torch.float32) -> Bucket:

@@ -25,10 +25,10 @@ import meshwright as mw
 from meshwright.errors import UnreadableTensorError
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import find_runtime
-from meshwright.parallel.causal_lm_loss import CausalLMLoss
-from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, ChunkedLoss
-from meshwright.parallel.cross_entropy import Words
-from meshwright.parallel.live_bytes import LiveBytes
+from meshwright.parallel.fake_passes.live_bytes import LiveBytes
+from meshwright.parallel.losses.causal_lm import CausalLMLoss
+from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
+from meshwright.parallel.losses.cross_entropy import Words
 from support.exact import Float64, relative_difference
 from support.fused_loss import counting_fused_losses
 from support.models import SIZES, build, labels_for, tokens

@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.head_memory import model_on_meta, traced
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, ChunkedLoss
-from meshwright.parallel.cross_entropy import Words
-from meshwright.parallel.live_bytes import LiveBytes
+from meshwright.parallel.fake_passes.live_bytes import LiveBytes
+from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
+from meshwright.parallel.losses.cross_entropy import Words
 from meshwright.plan.config import ParallelPlan
 from meshwright.tracing.fake_rank import traceable
 

@@ -39,9 +39,9 @@ from transformers import (
 import meshwright as mw
 from meshwright.distribute.check_arguments import check_router_loss
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.head_losses import LossKind, OutputLoss, find_loss
-from meshwright.parallel.mean_over_ranks import GlobalMean
-from meshwright.parallel.observed_loss import ObservedLoss, observe_loss
+from meshwright.parallel.batch.mean_over_ranks import GlobalMean
+from meshwright.parallel.losses.head_losses import LossKind, OutputLoss, find_loss
+from meshwright.parallel.losses.observed import ObservedLoss, observe_loss
 from meshwright.parallel.output_loss import with_loss
 from support.exact import Float64, relative_difference
 from support.logs import logged

@@ -14,7 +14,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.row_layout import RowLayout, expanded
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.wide_norms import WideNorm
+from meshwright.parallel.tensor_parallel.wide_norms import WideNorm
 from meshwright.roles.blocks.head_layout import HeadLayout
 
 pytestmark = pytest.mark.quick

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.longest_position import depends_on_longest
+from meshwright.parallel.batch.longest_position import depends_on_longest
 from support.exact import Float64
 from support.models import build, tokens
 from support.short_programs import Plan, train, worst

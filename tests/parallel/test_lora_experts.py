@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.parallel.experts.routing_replay import ReplayedBlock
 from meshwright.parallel.method_chain import find_step
-from meshwright.parallel.routing_replay import ReplayedBlock
 from meshwright.plan.text import parse_plan
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts

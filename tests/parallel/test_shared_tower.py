@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.method_chain import add_step, find_step
-from meshwright.parallel.shared_tower import Images, SharedTower, _mapped
+from meshwright.parallel.tensor_parallel.shared_tower import Images, SharedTower, _mapped
 from meshwright.roles.decoder import towers_of
 from support.exact import Float64
 from support.tiers import crossings

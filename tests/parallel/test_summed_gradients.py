@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.summed_gradients import SummedGradients
+from meshwright.parallel.gradients.summed import SummedGradients
 
 
 def weights(*shapes: tuple[int, ...]) -> list[nn.Parameter]:

@@ -11,7 +11,7 @@ import torch
 import meshwright as mw
 from conformance.families.models import DENSE, build
 from meshwright.errors import UnreadableTensorError
-from meshwright.parallel.token_loss import calls_cross_entropy
+from meshwright.parallel.losses.token_loss import calls_cross_entropy
 from support.exact import Float64, relative_difference
 from support.fused_loss import counting_fused_losses
 from support.models import labels_for, tokens
@@ -71,7 +71,7 @@ def test_wrong_answers_would_be_caught() -> None:
     """Labels that count although they are ignored, and the labels of the next token."""
     (expected,) = run(None, ("bart",))
     assert off_by(run({}, ("bart",), ignored=3)[0], expected) > 1e-3
-    with mock.patch("meshwright.parallel.causal_lm_loss.valid_labels", lambda labels, _: (labels > -1000).sum()):
+    with mock.patch("meshwright.parallel.losses.causal_lm.valid_labels", lambda labels, _: (labels > -1000).sum()):
         assert off_by(run({}, ("bart",))[0], expected) > 1e-3
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import meshwright as mw
 from harness.torchrun import ROOT
-from meshwright.parallel.refused_arguments import table
+from meshwright.parallel.forward.refused_arguments import table
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.tiers import crossing, quick

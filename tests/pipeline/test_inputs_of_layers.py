@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import meshwright as mw
 from meshwright.choose.allowed_stages import why_not_cut
-from meshwright.parallel.sources import OUTSIDE
+from meshwright.parallel.fake_passes.sources import OUTSIDE
 from meshwright.pipeline.cut import cut_decoder
 from meshwright.pipeline.layer_inputs import crossing
 from meshwright.pipeline.layer_order import record_order

@@ -15,7 +15,7 @@ import transformers
 import meshwright as mw
 from meshwright.choose.model_sizes import against_tensor, describe_model
 from meshwright.errors import PlanError
-from meshwright.parallel.example_images import example_images
+from meshwright.parallel.fake_passes.example_images import example_images
 from meshwright.pipeline.cut import cut_decoder
 from meshwright.planner.candidate import Candidate, Job, stage_layers
 from meshwright.planner.footprint import footprint

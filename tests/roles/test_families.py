@@ -19,8 +19,8 @@ from conformance.families.experts_page import without_experts
 from conformance.families.models import DENSE, build, model_types
 from conformance.families.parity import TOLERANCE, Record, check, differences
 from conformance.families.refusals import refusal
-from meshwright.parallel.gradient_buckets import Bucket
-from meshwright.parallel.structure import describe
+from meshwright.parallel.gradients.buckets import Bucket
+from meshwright.parallel.tensor_parallel.structure import describe
 from meshwright.roles import plan_for
 from support.tiers import crossings
 

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 import meshwright as mw
-from meshwright.parallel.structure import describe
+from meshwright.parallel.tensor_parallel.structure import describe
 from meshwright.roles import plan_for
 from support.exact import relative_difference
 from support.models import FAMILIES, build, labels_for, tokens

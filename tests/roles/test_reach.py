@@ -18,7 +18,7 @@ VERSIONS, ROWS = from_json(DATA.read_text())
 HAS_SAME_TYPES = VERSIONS["transformers"] == transformers.__version__  # another version, other rows
 FAULT = """
 from unittest import mock
-from meshwright.parallel.gradient_buckets import Bucket
+from meshwright.parallel.gradients.buckets import Bucket
 from conformance.families.reach import run_type
 with mock.patch.object(Bucket, "average_copies", lambda self, flat, tp: None):
     print(run_type("causal-lm", "llama", ["tp2+sp"])["tp2+sp"].status)

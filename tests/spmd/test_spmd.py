@@ -17,10 +17,10 @@ from conformance.spmd import check_plan
 from conformance.spmd.types import Kind, Typed, TypeMismatch, join
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.parallel.block_boundary import BlockHooks
-from meshwright.parallel.gradient_buckets import Bucket
-from meshwright.parallel.sequence_parallel import SequenceSharding
-from meshwright.parallel.vocab_parallel import VocabParallelHead
+from meshwright.parallel.gradients.buckets import Bucket
+from meshwright.parallel.tensor_parallel.block_boundary import BlockHooks
+from meshwright.parallel.tensor_parallel.sequence_parallel import SequenceSharding
+from meshwright.parallel.tensor_parallel.vocab_parallel import VocabParallelHead
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import Role
 from meshwright.roles.blocks import Attention

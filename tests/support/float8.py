@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel import float8
+from meshwright.parallel.tensor_parallel import float8
 from support.exact import Float64
 from support.models import build
 from support.short_programs import Plan, batches, distribute, losses_of, next_words, weights_of

@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss
+from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss
 from meshwright.plan import head_chunks
 
 

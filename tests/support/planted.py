@@ -15,8 +15,8 @@ import meshwright as mw
 from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.block_boundary import BlockHooks
-from meshwright.parallel.gradient_buckets import Bucket
+from meshwright.parallel.gradients.buckets import Bucket
+from meshwright.parallel.tensor_parallel.block_boundary import BlockHooks
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import decoder_roles
 from meshwright.roles.blocks.head_layout import HeadLayout

@@ -23,12 +23,14 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim import gradients, thawing
 from meshwright.optim.zero_optimizer import ReduceScatter
-from meshwright.parallel import expert_dispatch, expert_slices, load_balancing
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.block_boundary import BlockHooks
-from meshwright.parallel.expert_dispatch import ExpertDispatch
-from meshwright.parallel.expert_slices import OutputBiasOnce
-from meshwright.parallel.gradient_buckets import Bucket
+from meshwright.parallel.experts import dispatch as expert_dispatch
+from meshwright.parallel.experts import load_balancing
+from meshwright.parallel.experts import slices as expert_slices
+from meshwright.parallel.experts.dispatch import ExpertDispatch
+from meshwright.parallel.experts.slices import OutputBiasOnce
+from meshwright.parallel.gradients.buckets import Bucket
+from meshwright.parallel.tensor_parallel.block_boundary import BlockHooks
 from meshwright.plan.text import parse_plan
 from meshwright.roles.blocks import experts
 from support.anatomies import build, loader

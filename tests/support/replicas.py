@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.parallel import gradient_sync as gradients
-from meshwright.parallel.replica_comparison import ReplicaComparison
+from meshwright.parallel.gradients import sync as gradients
+from meshwright.parallel.replicas.comparison import ReplicaComparison
 from support.exact import relative_difference
 
 Gradients = dict[str, Tensor | None]

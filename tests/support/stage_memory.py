@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from meshwright.parallel.live_bytes import LiveBytes
-from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.summed_gradients import SummedGradients
+from meshwright.parallel.fake_passes.live_bytes import LiveBytes
+from meshwright.parallel.gradients.summed import SummedGradients
+from meshwright.parallel.shards.reads import reading_shards
 from meshwright.pipeline.executor import Step
 from meshwright.pipeline.weight_gradients import WeightGradients
 from meshwright.plan.schedule import Kind, Operation

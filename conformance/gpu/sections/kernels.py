@@ -14,8 +14,8 @@ from conformance.gpu.section import Check, Place, Section, attempt
 from meshwright.context.flash import FlashCall, flash_attention, has_flash
 from meshwright.context.key_exchange import WholeKeys
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, ChunkedLoss
-from meshwright.parallel.cross_entropy import Words
+from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
+from meshwright.parallel.losses.cross_entropy import Words
 from meshwright.parallel.sequence_parts import TokenRun
 
 Operation = Callable[..., Tensor]

@@ -24,8 +24,8 @@ from meshwright.mesh.axes import Axis
 from meshwright.monitor.monitor import monitor_of
 from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.collectives import all_reduce, maximum
+from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.method_chain import ChainStep, StepOrder, find_step, remove_step
-from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.plan.config import LoaderOptions, ParallelPlan
 from meshwright.temporarily import temporarily
 from meshwright_hf.accelerate import state

@@ -16,8 +16,8 @@ from meshwright.data.peers import LoaderMesh
 from meshwright.faults.together import succeed_together
 from meshwright.mesh.axes import Axis
 from meshwright.optim.runtime import device_of, runtime_of
-from meshwright.parallel.batch_items import BatchFormat
-from meshwright.parallel.batch_share import BatchShare, yield_next
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.share import BatchShare, yield_next
 from meshwright.plan.config import LoaderOptions
 from meshwright_hf.batches import batch_size_of, global_batches, one_ahead, order_by_seed_and_epoch
 

@@ -30,8 +30,8 @@ from meshwright.mesh.process_group import device_for
 from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.chained import ChainedOptimizer
 from meshwright.optim.runtime import Watch, device_of, find_runtime, no_sync, runtime_of
-from meshwright.parallel.float8 import float8_layers
 from meshwright.parallel.method_chain import add_step
+from meshwright.parallel.tensor_parallel.float8 import float8_layers
 from meshwright.plan.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright_hf.accelerate.accelerator import InAutocast, PlannedAccelerator, become_planned
 from meshwright_hf.accelerate.checks import (

@@ -29,7 +29,7 @@ from meshwright.mesh.local_device import local_rank
 from meshwright.mesh.process_group import device_for, ensure_process_group, world_size
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, Watch, find_runtime, runtime_of
-from meshwright.parallel.structure import describe
+from meshwright.parallel.tensor_parallel.structure import describe
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.calibration.decoder_layer import DecoderLayer, norm, rotate
 from meshwright.calibration.timing import Probe, Run, seconds_of
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words
+from meshwright.parallel.losses.cross_entropy import VocabParallelCrossEntropy, Words
 
 _ROWS = (128, 512, 2048, 8192)
 _WEIGHTS = (

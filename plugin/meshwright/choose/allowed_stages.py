@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.structure import outline
+from meshwright.parallel.losses.head_losses import find_loss
+from meshwright.parallel.tensor_parallel.structure import outline
 from meshwright.pipeline.layer_order import record_order
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.roles.adapters import without_wrappers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from meshwright.parallel.deferred_logits import DeferringHead
 from meshwright.parallel.foreign_hooks import has_foreign_hooks
+from meshwright.parallel.losses.deferred_logits import DeferringHead
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.candidate import Logits
 from meshwright.roles.adapters import without_wrappers

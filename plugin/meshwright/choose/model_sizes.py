@@ -8,10 +8,10 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
-from meshwright.parallel.measured_shape import needs_measuring
-from meshwright.parallel.model_shape import shape_of
-from meshwright.parallel.routed_shape import on_meta, routed_shape
-from meshwright.parallel.structure import describe as describe_structure
+from meshwright.parallel.fake_passes.measured_shape import needs_measuring
+from meshwright.parallel.fake_passes.model_shape import shape_of
+from meshwright.parallel.fake_passes.routed_shape import on_meta, routed_shape
+from meshwright.parallel.tensor_parallel.structure import describe as describe_structure
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.shapes import ModelShape, describe
 from meshwright.roles import ShardingPlan, find_decoder, plan_for

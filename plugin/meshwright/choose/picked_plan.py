@@ -31,12 +31,12 @@ from meshwright.mesh.axis_sizes import AXES
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.elementwise import check_reads, declared
 from meshwright.optim.runtime import find_runtime
-from meshwright.parallel.batch_schema import BatchSchema
-from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.recompute import can_recompute_some, check_recompute
-from meshwright.parallel.routed_shape import on_meta
-from meshwright.parallel.structure import describe as describe_structure
-from meshwright.parallel.structure import outline
+from meshwright.parallel.batch.schema import BatchSchema
+from meshwright.parallel.fake_passes.routed_shape import on_meta
+from meshwright.parallel.forward.recompute import can_recompute_some, check_recompute
+from meshwright.parallel.losses.head_losses import find_loss
+from meshwright.parallel.tensor_parallel.structure import describe as describe_structure
+from meshwright.parallel.tensor_parallel.structure import outline
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job

@@ -362,7 +362,7 @@ def _described(model: Path) -> tuple[ModelShape, str | None]:
     import torch
 
     from meshwright.choose.model_sizes import against_tensor, shows_more_than_its_config
-    from meshwright.parallel.routed_shape import routed_shape
+    from meshwright.parallel.fake_passes.routed_shape import routed_shape
     from meshwright.tracing.compare import model_on_meta
 
     try:

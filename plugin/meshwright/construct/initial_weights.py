@@ -26,7 +26,7 @@ from meshwright.layout.packed_weights import Attribute, own_statistics, packed_m
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.collectives import all_gather
-from meshwright.parallel.tensor_parallel import Keep, Shards, attach_shards, make_shards
+from meshwright.parallel.tensor_parallel.apply import Keep, Shards, attach_shards, make_shards
 
 _SOURCE = "_meshwright_source"  # attribute of a tensor: the checkpoint that has its values, and their name there
 

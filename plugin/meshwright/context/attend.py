@@ -20,7 +20,7 @@ from meshwright.context.causal_blocks import Documents
 from meshwright.context.key_exchange import WholeKeys
 from meshwright.context.masks import ContextMask, query_blocks
 from meshwright.errors import PlanError
-from meshwright.parallel.flash_rows import is_flash
+from meshwright.parallel.batch.flash_rows import is_flash
 from meshwright.parallel.sequence_parts import TokenRun
 from meshwright.temporarily import temporarily
 

@@ -17,7 +17,7 @@ from meshwright.context.record import AttentionSite, ContextRecord
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.flash_rows import flash_function, is_flash
+from meshwright.parallel.batch.flash_rows import flash_function, is_flash
 from meshwright.parallel.sequence_parts import TokenRun
 from meshwright.plan.config import ParallelPlan
 from meshwright.plan.context_methods import can_exchange, group_sizes

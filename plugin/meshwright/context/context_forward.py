@@ -9,9 +9,9 @@ from torch import nn
 
 from meshwright.context.region import ContextRegion
 from meshwright.errors import PlanError
-from meshwright.parallel.batch_schema import DECODED, BatchSchema
+from meshwright.parallel.batch.schema import DECODED, BatchSchema
 from meshwright.parallel.method_chain import BatchStep, StepOrder
-from meshwright.parallel.stand_in import ShardedLogits, StandIn
+from meshwright.parallel.shards.stand_in import ShardedLogits, StandIn
 
 
 class ContextForward(BatchStep):

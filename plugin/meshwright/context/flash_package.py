@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright.context.causal_blocks import CausalBlock
 from meshwright.context.flash import FlashCall
 from meshwright.errors import PlanError
-from meshwright.parallel.flash_rows import flash_function
+from meshwright.parallel.batch.flash_rows import flash_function
 
 _ALIGNED = 8  # channels of a head, which flash_attn's own functions round up to
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import PlanError
-from meshwright.parallel.document_rows import hidden_states_in, is_of_tokens
+from meshwright.parallel.batch.document_rows import hidden_states_in, is_of_tokens
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.method_chain import ChainStep, StepOrder
 from meshwright.parallel.sequence_parts import SequenceParts

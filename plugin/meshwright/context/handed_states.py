@@ -26,7 +26,7 @@ from meshwright.compiling import eager
 from meshwright.context.gathered_tokens import GatheredTokens
 from meshwright.context.linear_recurrences import FORMS, Chunks
 from meshwright.errors import PlanError
-from meshwright.parallel.document_rows import RowDocuments, hidden_states_in, is_of_tokens
+from meshwright.parallel.batch.document_rows import RowDocuments, hidden_states_in, is_of_tokens
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.method_chain import add_step
 from meshwright.parallel.sequence_parts import SequenceParts
@@ -82,7 +82,9 @@ class HandedStates(GatheredTokens):
 
         file = sys.modules[_forward_of(self.mixer).__module__]
         stock = {name: getattr(file, name) for name in self.functions}
-        mode = {"training": False} if self._has_training_kernel else {}  # as parallel/mixer_kernels.py says
+        mode = (
+            {"training": False} if self._has_training_kernel else {}
+        )  # as parallel/tensor_parallel/mixer_kernels.py says
         replaced = {name: functools.partial(exchanging, name) for name in self.functions}
         with temporarily(self.mixer, **mode), temporarily(file, **replaced):
             output = self.method(*args, **kwargs)

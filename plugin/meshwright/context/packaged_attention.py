@@ -18,8 +18,8 @@ from meshwright.context.flash import FlashCall, flash_attention, is_right
 from meshwright.context.flash_package import PackageKernel
 from meshwright.context.key_exchange import KeyExchange
 from meshwright.errors import PlanError
-from meshwright.parallel.batch_schema import BORDERS
-from meshwright.parallel.flash_rows import borders_at
+from meshwright.parallel.batch.flash_rows import borders_at
+from meshwright.parallel.batch.schema import BORDERS
 from meshwright.parallel.sequence_parts import TokenRun
 
 

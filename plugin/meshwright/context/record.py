@@ -19,11 +19,11 @@ from meshwright.context.masks import ContextMask
 from meshwright.context.position_bias import lengths_method
 from meshwright.context.token_wise import is_token_wise
 from meshwright.errors import PlanError
-from meshwright.parallel.block_boundary import hidden_states
-from meshwright.parallel.fake_pass import run_without_values
+from meshwright.parallel.fake_passes.fake_pass import run_without_values
+from meshwright.parallel.fake_passes.sources import Sources
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.region_borders import RegionBorders
-from meshwright.parallel.sources import Sources
+from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
 from meshwright.roles import Decoder
 from meshwright.roles.adapters import is_adapted
 from meshwright.roles.blocks import mixers_of

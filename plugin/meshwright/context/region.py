@@ -27,12 +27,12 @@ from meshwright.context.masks import ContextMask
 from meshwright.context.record import ContextRecord, Place, map_tensors, mask_in, tensors_in
 from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.batch_schema import BORDERS
-from meshwright.parallel.block_boundary import hidden_states
+from meshwright.parallel.batch.schema import BORDERS
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.region_borders import RegionBorders
 from meshwright.parallel.sequence_parts import SequenceParts
-from meshwright.parallel.stand_in import InHead
+from meshwright.parallel.shards.stand_in import InHead
+from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
 from meshwright.roles import Decoder
 from meshwright.temporarily import temporarily
 

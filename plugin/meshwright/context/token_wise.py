@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.errors import PlanError, UncoveredParameterError
-from meshwright.parallel.structure import DecoderStructure
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.roles import Decoder, Role, ShardingPlan
 from meshwright.roles.blocks import Mlp, has_attention, mixers_of
 from meshwright.roles.blocks.experts import is_experts, routed_modules

@@ -13,7 +13,7 @@ from meshwright.data.nested import digest, leaves
 from meshwright.data.peers import Peers
 from meshwright.data.stream import gather_objects
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.batch_schema import PER_TOKEN
+from meshwright.parallel.batch.schema import PER_TOKEN
 
 logger = logging.getLogger(__name__)
 

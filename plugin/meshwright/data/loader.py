@@ -30,9 +30,9 @@ from meshwright.data.reading_time import timed
 from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded
 from meshwright.errors import CheckpointError
 from meshwright.faults.same_call import Claim, agreed
-from meshwright.parallel.batch_items import BatchFormat
-from meshwright.parallel.batch_share import BatchShare, yield_next
-from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.mean_over_ranks import TARGETS, without_targets
+from meshwright.parallel.batch.share import BatchShare, yield_next
 from meshwright.plan.config import LoaderOptions
 from meshwright.schema import require, shown
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from meshwright.containers import rebuilt
 from meshwright.faults.memory_digest import bytes_digest, is_plain
-from meshwright.parallel.batch_schema import leaves as leaves
-from meshwright.parallel.batch_schema import tensors_of as tensors_of
+from meshwright.parallel.batch.schema import leaves as leaves
+from meshwright.parallel.batch.schema import tensors_of as tensors_of
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 

@@ -16,7 +16,7 @@ from meshwright.data.fingerprint import fingerprint
 from meshwright.data.packing import DocumentPiece, PackedPlace, Packing, num_tokens
 from meshwright.data.shards import ListedShards, ShardedSource
 from meshwright.errors import CheckpointError
-from meshwright.parallel.mean_over_ranks import IGNORE_INDEX
+from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX
 from meshwright.progress import Progress
 from meshwright.schema import anything, integer, record, require, shown
 

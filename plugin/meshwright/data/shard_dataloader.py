@@ -27,7 +27,7 @@ from meshwright.mesh.process_group import (
 )
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.mesh.shared_groups import shared_group
-from meshwright.parallel.batch_items import BatchFormat
+from meshwright.parallel.batch.items import BatchFormat
 from meshwright.plan.config import LoaderOptions, RowsOf, Source
 from meshwright.plan.fields import either_name, keywords_checked
 

@@ -16,8 +16,8 @@ from meshwright.distribute.check_quantised import is_packed, is_quantised, metho
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.model_kinds import kind_of
 from meshwright.optim.runtime import find_runtime
-from meshwright.parallel.head_losses import LossKind
-from meshwright.parallel.router_record import OPTION
+from meshwright.parallel.experts.router_record import OPTION
+from meshwright.parallel.losses.head_losses import LossKind
 from meshwright.parallel.wrappers import wrapper_of
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.foreign_names import NO_SCALER

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.float8 import float8_layers
-from meshwright.parallel.structure import DecoderStructure
+from meshwright.parallel.tensor_parallel.float8 import float8_layers
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder
 from meshwright.roles.blocks.experts import routed_modules

@@ -11,7 +11,7 @@ from meshwright.errors import PlanError
 from meshwright.optim.attach_gradients import install_gradient_sync
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.dropout_streams import DropoutStreams
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.shards.reads import reading_shards
 
 
 def make_copyable(part: nn.Module, model: nn.Module, runtime: Runtime) -> None:

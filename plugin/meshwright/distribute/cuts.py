@@ -18,10 +18,10 @@ from meshwright.faults.guard import Guard
 from meshwright.features.build import Build
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.shared_tower import shares_towers
-from meshwright.parallel.structure import DecoderStructure, describe, outline
-from meshwright.parallel.token_dispatchers import check_dispatcher
+from meshwright.parallel.experts.token_dispatchers import check_dispatcher
+from meshwright.parallel.losses.head_losses import find_loss
+from meshwright.parallel.tensor_parallel.shared_tower import shares_towers
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure, describe, outline
 from meshwright.pipeline.cut import Cut, cut_decoder
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder, plan_for

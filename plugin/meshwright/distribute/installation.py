@@ -19,10 +19,10 @@ from meshwright.layout.packed_weights import packed_modules
 from meshwright.optim.runtime import attach
 from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.zero3_layers import ShardedWeights
-from meshwright.parallel.batch_items import BatchFormat
+from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.collectives import agree
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
-from meshwright.parallel.tensor_parallel import guard_shards, share_partial_gradients
+from meshwright.parallel.tensor_parallel.apply import guard_shards, share_partial_gradients
 from meshwright.roles.adapters import refuse_merging, refuse_merging_packed, refuse_resizing, refuse_unloading
 
 Make = Callable[..., NewTensors]

@@ -49,13 +49,13 @@ from meshwright.optim.elementwise import check_reads, declared
 from meshwright.optim.gradients import Engine
 from meshwright.optim.runtime import Runtime, Watch, WholeLogits, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
-from meshwright.parallel.batch_items import BatchFormat
-from meshwright.parallel.batch_loss import BatchLoss
-from meshwright.parallel.causal_lm_loss import CausalLMLoss
-from meshwright.parallel.flash_rows import check_package
-from meshwright.parallel.head_losses import LossKind, find_loss
-from meshwright.parallel.mixed_rows import check_embeddings, check_mixed_rows
-from meshwright.parallel.recompute import check_recompute
+from meshwright.parallel.batch.flash_rows import check_package
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.mixed_rows import check_embeddings, check_mixed_rows
+from meshwright.parallel.forward.recompute import check_recompute
+from meshwright.parallel.losses.batch_loss import BatchLoss
+from meshwright.parallel.losses.causal_lm import CausalLMLoss
+from meshwright.parallel.losses.head_losses import LossKind, find_loss
 from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.plan.fields import either_name, keywords_checked
 from meshwright.plan.foreign_names import CALL_NAMES

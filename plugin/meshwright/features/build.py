@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from meshwright.context.record import ContextRecord
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.coupled_rows import has_stock_loss
-from meshwright.parallel.head_losses import LossKind
-from meshwright.parallel.structure import DecoderStructure
-from meshwright.parallel.token_loss import calls_cross_entropy
+from meshwright.parallel.forward.coupled_rows import has_stock_loss
+from meshwright.parallel.losses.head_losses import LossKind
+from meshwright.parallel.losses.token_loss import calls_cross_entropy
+from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.pipeline.cut import Cut, with_stages
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.roles import Decoder

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.compile_options import check_compile_options
-from meshwright.parallel.compiled_layers import outermost_layers
+from meshwright.parallel.forward.compile_options import check_compile_options
+from meshwright.parallel.forward.compiled_layers import outermost_layers
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.plan.schedule import SPLIT_BACKWARD
 from meshwright.roles import Decoder

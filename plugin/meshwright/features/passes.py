@@ -8,23 +8,23 @@ from meshwright.compiling import leave_out_of_graphs
 from meshwright.context.region import ContextRegion
 from meshwright.features.build import Build
 from meshwright.features.check_compile import layers_of, why_not_compiled
-from meshwright.parallel.batch_items import BatchFormat
-from meshwright.parallel.compiled_layers import CompilableLayers
-from meshwright.parallel.document_masks import keep_documents_apart
-from meshwright.parallel.expert_counts import ExpertCounts
-from meshwright.parallel.expert_dispatch import ExpertDispatch
-from meshwright.parallel.expert_slices import OutputBiasOnce, SlicedExperts
-from meshwright.parallel.float8 import Float8Layers
-from meshwright.parallel.forward_state import ForwardState
-from meshwright.parallel.generate_together import GenerateTogether
-from meshwright.parallel.longest_position import LongestPosition
+from meshwright.parallel.batch.document_masks import keep_documents_apart
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.longest_position import LongestPosition
+from meshwright.parallel.batch.mixed_rows import BatchStatistics
+from meshwright.parallel.experts.counts import ExpertCounts
+from meshwright.parallel.experts.dispatch import ExpertDispatch
+from meshwright.parallel.experts.slices import OutputBiasOnce, SlicedExperts
+from meshwright.parallel.forward.compiled_layers import CompilableLayers
+from meshwright.parallel.forward.generate_together import GenerateTogether
+from meshwright.parallel.forward.state import ForwardState
+from meshwright.parallel.forward.uneven_batches import UnevenBatches
+from meshwright.parallel.forward.user_hooks import HookedModules
 from meshwright.parallel.method_chain import add_step
-from meshwright.parallel.mixed_rows import BatchStatistics
-from meshwright.parallel.replica_comparison import ReplicaComparison
-from meshwright.parallel.replicated_state import ModuleTensors
-from meshwright.parallel.tensor_parallel import install_tensor_parallel
-from meshwright.parallel.uneven_batches import UnevenBatches
-from meshwright.parallel.user_hooks import HookedModules
+from meshwright.parallel.replicas.comparison import ReplicaComparison
+from meshwright.parallel.replicas.state import ModuleTensors
+from meshwright.parallel.tensor_parallel.apply import install_tensor_parallel
+from meshwright.parallel.tensor_parallel.float8 import Float8Layers
 from meshwright.roles.blocks.adapted_experts import keep_local_adapters
 from meshwright.roles.blocks.experts import has_experts, has_output_bias, is_experts
 

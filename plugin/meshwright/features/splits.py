@@ -16,19 +16,19 @@ from meshwright.context.region import ContextRegion
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.features.build import Build
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.batch_items import BatchFormat
-from meshwright.parallel.batch_loss import BatchLoss
-from meshwright.parallel.document_rows import RowDocuments
-from meshwright.parallel.flash_rows import FlashRows
-from meshwright.parallel.float8 import float8_layers
-from meshwright.parallel.loss_scale import LossScale
+from meshwright.parallel.batch.document_rows import RowDocuments
+from meshwright.parallel.batch.flash_rows import FlashRows
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.mixed_rows import POSITIONS, PositionsOfRows, splits_rows
+from meshwright.parallel.forward.split_forward import SplitForward
+from meshwright.parallel.gradients.loss_scale import LossScale
+from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.method_chain import add_step
-from meshwright.parallel.mixed_rows import POSITIONS, PositionsOfRows, splits_rows
-from meshwright.parallel.second_inputs import PER_TOKEN
-from meshwright.parallel.shared_tower import SharedTower, shares_towers
-from meshwright.parallel.split_forward import SplitForward
-from meshwright.parallel.tensor_parallel import SequenceRegion
-from meshwright.parallel.tower_features import TowerFeatures
+from meshwright.parallel.tensor_parallel.apply import SequenceRegion
+from meshwright.parallel.tensor_parallel.float8 import float8_layers
+from meshwright.parallel.tensor_parallel.second_inputs import PER_TOKEN
+from meshwright.parallel.tensor_parallel.shared_tower import SharedTower, shares_towers
+from meshwright.parallel.tensor_parallel.tower_features import TowerFeatures
 from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.plan.config import ParallelPlan

@@ -9,7 +9,7 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.expert_counts import ExpertCounts
+from meshwright.parallel.experts.counts import ExpertCounts
 
 
 class ExpertLoad:

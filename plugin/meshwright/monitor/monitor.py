@@ -29,7 +29,7 @@ from meshwright.monitor.records import VERSION, RunLog
 from meshwright.monitor.reporter import PendingRecord, Reporter
 from meshwright.monitor.step_observer import StepObserver
 from meshwright.optim.runtime import Runtime, Watch, device_of
-from meshwright.parallel.expert_counts import ExpertCounts
+from meshwright.parallel.experts.counts import ExpertCounts
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.formatting import memory
 from meshwright.progress import is_first_rank

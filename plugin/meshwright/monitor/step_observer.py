@@ -24,7 +24,7 @@ from meshwright.monitor.held_memory import peak_memory
 from meshwright.monitor.parts import CudaParts, HostParts
 from meshwright.optim.chained import members, stepping
 from meshwright.optim.runtime import Runtime, find_runtime
-from meshwright.parallel.batch_schema import BatchSchema
+from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.parallel.output_loss import loss_of
 
 _SAMPLED = 10  # on CUDA, the parts of every tenth step are recorded, and those of the steps before a line

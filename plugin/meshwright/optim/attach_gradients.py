@@ -28,9 +28,9 @@ from meshwright.optim.sliced_optimizer import hook_optimizer
 from meshwright.optim.state_dicts import guard_optimizer
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.whole_steps import WholeSteps
-from meshwright.parallel.guard_windows import StepWindow
-from meshwright.parallel.replica_comparison import ReplicaComparison
-from meshwright.parallel.shared_rows import sum_copies_in_backward
+from meshwright.parallel.gradients.shared_rows import sum_copies_in_backward
+from meshwright.parallel.replicas.comparison import ReplicaComparison
+from meshwright.parallel.shards.guard_windows import StepWindow
 from meshwright.plan.flat_offsets import BUCKET_MB
 
 

@@ -13,9 +13,9 @@ from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.ownership import Ownership
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.collectives import start_all_gather
-from meshwright.parallel.gradient_buckets import Bucket, flat_dtype
-from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.sharded_parameter import ShardedParameter, guard
+from meshwright.parallel.gradients.buckets import Bucket, flat_dtype
+from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.shards.sharded_parameter import ShardedParameter, guard
 
 
 class FlatShard:

@@ -16,9 +16,9 @@ from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime, live_runtimes, runtime_of
 from meshwright.parallel import collectives
-from meshwright.parallel.batch_share import are_cut, has_filler_rows
-from meshwright.parallel.deferred_logits import deferred_of
-from meshwright.parallel.uneven_batches import UnevenBatches
+from meshwright.parallel.batch.share import are_cut, has_filler_rows
+from meshwright.parallel.forward.uneven_batches import UnevenBatches
+from meshwright.parallel.losses.deferred_logits import deferred_of
 
 CALL = "mw.gather_rows(x)"
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.optim.runtime import Watch, runtime_of
-from meshwright.parallel.mean_over_ranks import GlobalMean
-from meshwright.parallel.uneven_batches import UnevenBatches
+from meshwright.parallel.batch.mean_over_ranks import GlobalMean
+from meshwright.parallel.forward.uneven_batches import UnevenBatches
 
 
 def global_mean(model: nn.Module, loss: Tensor, count: Tensor | int) -> Tensor:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from meshwright.optim.offload import HostSteps
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.guard_windows import StepWindow
+from meshwright.parallel.shards.guard_windows import StepWindow
 
 
 def follow_modes(optimizer: Optimizer, runtime: Runtime, host: HostSteps | None = None) -> None:

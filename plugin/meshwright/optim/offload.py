@@ -23,7 +23,7 @@ from meshwright.optim.chained import members, stepping
 from meshwright.optim.host_copy import HostCopy, SideStream, on_host
 from meshwright.optim.reads import ELEMENTWISE
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.shards.reads import reading_shards
 
 
 class HostSteps:

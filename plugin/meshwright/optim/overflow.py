@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from meshwright.optim.runtime import Runtime, find_runtime, live_runtimes
 from meshwright.parallel.collectives import maximum
-from meshwright.parallel.loss_scale import LossScale
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.gradients.loss_scale import LossScale
+from meshwright.parallel.shards.reads import reading_shards
 
 Found = dict[torch.device, Tensor]  # a number for each device of gradients: not 0 if some are infinite or NaN
 

@@ -25,10 +25,10 @@ from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.chained import step_name
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.zero3_layers import ShardedWeights
+from meshwright.parallel.batch.loss_gradients import LossGradients
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.features import Features
-from meshwright.parallel.loss_gradients import LossGradients
-from meshwright.parallel.replica_comparison import ReplicaComparison
+from meshwright.parallel.replicas.comparison import ReplicaComparison
 from meshwright.plan.config import ParallelPlan
 from meshwright.temporarily import temporarily
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from meshwright.errors import AlreadyDistributedError, UnreadableTensorError
 from meshwright.layout.tensor_layout import TensorLayout, layout_if_any, layout_of
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.guard_windows import Window
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.shards.guard_windows import Window
+from meshwright.parallel.shards.reads import reading_shards
 
 
 def guard_model(model: nn.Module, runtime: Runtime) -> None:

@@ -15,7 +15,7 @@ from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.guard_windows import StepWindow
+from meshwright.parallel.shards.guard_windows import StepWindow
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from meshwright.optim.ownership import EqualSlices, stepped_over
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.sliced_optimizer import bind_optimizer, step_slices
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, lay_out
-from meshwright.parallel.gradient_buckets import make_buckets
-from meshwright.parallel.gradient_sync import AllReduce, GradientSync
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.gradients.buckets import make_buckets
+from meshwright.parallel.gradients.sync import AllReduce, GradientSync
+from meshwright.parallel.shards.reads import reading_shards
 from meshwright.plan.flat_offsets import IN_FLIGHT
 
 

@@ -26,8 +26,8 @@ from meshwright.optim.chained import groups_of, members, stepping
 from meshwright.optim.gradients import Gradients
 from meshwright.optim.overrides import follow_overrides
 from meshwright.parallel.collectives import start_all_to_all_uneven
-from meshwright.parallel.gradient_buckets import flat_dtype
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.gradients.buckets import flat_dtype
+from meshwright.parallel.shards.reads import reading_shards
 
 Blocks = list[StridedBlock]
 

@@ -9,9 +9,9 @@ from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.ownership import Ownership
 from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.collectives import all_gather_into
-from meshwright.parallel.gradient_buckets import Bucket
+from meshwright.parallel.gradients.buckets import Bucket
 from meshwright.parallel.saved_tensors import memory
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.shards.reads import reading_shards
 
 
 class WholeWeights:

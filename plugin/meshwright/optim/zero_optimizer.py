@@ -25,10 +25,10 @@ from meshwright.optim.host_copy import HostCopy
 from meshwright.optim.ownership import Ownership, sliced
 from meshwright.optim.whole_weights import WholeWeights
 from meshwright.parallel.collectives import all_gather, all_reduce, start_reduce_scatter
-from meshwright.parallel.gradient_buckets import Bucket, has_gradient, make_buckets
-from meshwright.parallel.shard_reads import reading_shards, values_of
-from meshwright.parallel.sharded_parameter import LocalGradient
-from meshwright.parallel.stand_in import HeldGradient, is_cleared, is_stand_in
+from meshwright.parallel.gradients.buckets import Bucket, has_gradient, make_buckets
+from meshwright.parallel.shards.reads import reading_shards, values_of
+from meshwright.parallel.shards.sharded_parameter import LocalGradient
+from meshwright.parallel.shards.stand_in import HeldGradient, is_cleared, is_stand_in
 
 
 class Weights(Protocol):

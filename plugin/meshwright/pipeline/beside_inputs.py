@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.parallel.fake_passes.sources import OUTSIDE
 from meshwright.parallel.method_chain import arguments
-from meshwright.parallel.sources import OUTSIDE
-from meshwright.parallel.tensor_parallel import SequenceRegion
+from meshwright.parallel.tensor_parallel.apply import SequenceRegion
 from meshwright.pipeline import layer_inputs
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.layer_inputs import LayerInput

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.batch_schema import Batch
-from meshwright.parallel.batch_share import cut
+from meshwright.parallel.batch.schema import Batch
+from meshwright.parallel.batch.share import cut
+from meshwright.parallel.gradients.summed import SummedGradients
 from meshwright.parallel.output_loss import loss_of
-from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.summed_gradients import SummedGradients
+from meshwright.parallel.shards.reads import reading_shards
 from meshwright.pipeline.links import (
     Crossing,
     Expected,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from meshwright.errors import PlanError
+from meshwright.parallel.fake_passes.sources import OUTSIDE, Sources
 from meshwright.parallel.method_chain import arguments
-from meshwright.parallel.second_inputs import is_cache_with_gradient
-from meshwright.parallel.sources import OUTSIDE, Sources
+from meshwright.parallel.tensor_parallel.second_inputs import is_cache_with_gradient
 
 HIDDEN = "hidden states"
 

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.errors import PlanError
-from meshwright.parallel.block_boundary import hidden_states
-from meshwright.parallel.fake_pass import run_without_values
+from meshwright.parallel.experts.router_record import OPTION, RouterRecord, forward_with_router_loss, record_routers
+from meshwright.parallel.fake_passes.fake_pass import run_without_values
+from meshwright.parallel.fake_passes.sources import OUTSIDE, Sources
 from meshwright.parallel.method_chain import arguments
-from meshwright.parallel.router_record import OPTION, RouterRecord, forward_with_router_loss, record_routers
-from meshwright.parallel.sources import OUTSIDE, Sources
+from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
 from meshwright.pipeline.layer_inputs import HIDDEN, InputRecorder, LayerInput, Returned
 from meshwright.roles.decoder import is_stack, owner_of_layers, towers_beside
 

@@ -15,22 +15,22 @@ from meshwright.faults.interpose import own_collectives
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
 from meshwright.mesh.process_group import wire_device
-from meshwright.parallel.batch_items import BatchFormat
-from meshwright.parallel.batch_loss import BatchLoss
-from meshwright.parallel.batch_schema import Batch, BatchSchema, leaves
-from meshwright.parallel.batch_share import cut
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.schema import Batch, BatchSchema, leaves
+from meshwright.parallel.batch.share import cut
 from meshwright.parallel.collectives import all_reduce
-from meshwright.parallel.forward_writes import WritesPerPiece
-from meshwright.parallel.load_balancing import LoadBalancing
-from meshwright.parallel.loss_scale import LossScale
+from meshwright.parallel.experts.load_balancing import LoadBalancing
+from meshwright.parallel.experts.router_record import RouterRecord
+from meshwright.parallel.forward.split_forward import check_inputs, count_micro_batches
+from meshwright.parallel.forward.user_hooks import HookedModules
+from meshwright.parallel.forward.writes import WritesPerPiece
+from meshwright.parallel.gradients.loss_scale import LossScale
+from meshwright.parallel.gradients.summed import SummedGradients
+from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.method_chain import BatchStep, StepOrder, find_step
-from meshwright.parallel.router_record import RouterRecord
-from meshwright.parallel.shard_reads import reading_shards
-from meshwright.parallel.split_forward import check_inputs, count_micro_batches
-from meshwright.parallel.summed_gradients import SummedGradients
-from meshwright.parallel.tensor_parallel import SequenceRegion
-from meshwright.parallel.tower_features import TowerFeatures
-from meshwright.parallel.user_hooks import HookedModules
+from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.tensor_parallel.apply import SequenceRegion
+from meshwright.parallel.tensor_parallel.tower_features import TowerFeatures
 from meshwright.pipeline.beside_inputs import BesideInputs
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.executor import Boundaries, Step, run_evaluation, run_training

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.load_balancing import PartedRouterLogits
-from meshwright.parallel.micro_batch_outputs import read_only
-from meshwright.parallel.router_record import RouterRecord
-from meshwright.parallel.stand_in import StandIn
+from meshwright.parallel.experts.load_balancing import PartedRouterLogits
+from meshwright.parallel.experts.router_record import RouterRecord
+from meshwright.parallel.forward.micro_batch_outputs import read_only
+from meshwright.parallel.shards.stand_in import StandIn
 from meshwright.pipeline.links import DTYPES
 
 

@@ -20,14 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import tensors_in
-from meshwright.parallel.batch_items import kind_of
-from meshwright.parallel.batch_schema import Batch, BatchSchema
-from meshwright.parallel.block_boundary import hidden_states
-from meshwright.parallel.load_balancing import LoadBalancing
+from meshwright.parallel.batch.items import kind_of
+from meshwright.parallel.batch.schema import Batch, BatchSchema
+from meshwright.parallel.experts.load_balancing import LoadBalancing
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step, arguments
-from meshwright.parallel.shard_reads import running_stage
-from meshwright.parallel.tensor_parallel import SequenceRegion
-from meshwright.parallel.tower_features import TowerFeatures
+from meshwright.parallel.shards.reads import running_stage
+from meshwright.parallel.tensor_parallel.apply import SequenceRegion
+from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
+from meshwright.parallel.tensor_parallel.tower_features import TowerFeatures
 from meshwright.pipeline.beside_inputs import BesideInputs
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.layer_inputs import Returned

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-from meshwright.parallel.linear_layers import LinearForward
+from meshwright.parallel.gradients.summed import SummedGradients
 from meshwright.parallel.method_chain import StepOrder
-from meshwright.parallel.summed_gradients import SummedGradients
+from meshwright.parallel.tensor_parallel.linear_layers import LinearForward
 from meshwright.plan.schedule import Kind, Operation
 from meshwright.roles.linear_kernel import LinearKernel, kernel_of
 from meshwright.temporarily import temporarily

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.example_images import example_images
+from meshwright.parallel.fake_passes.example_images import example_images
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.config_file import config_path

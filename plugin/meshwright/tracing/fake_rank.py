@@ -21,10 +21,10 @@ from meshwright.features import splits
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel import cross_entropy
-from meshwright.parallel.document_rows import Documents
+from meshwright.parallel.batch.document_rows import Documents
+from meshwright.parallel.losses import cross_entropy
 from meshwright.parallel.method_chain import find_step
-from meshwright.parallel.tensor_parallel import Keep, make_shards
+from meshwright.parallel.tensor_parallel.apply import Keep, make_shards
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.known_values import KnownValues
-from meshwright.parallel.live_bytes import LiveBytes
+from meshwright.parallel.fake_passes.known_values import KnownValues
+from meshwright.parallel.fake_passes.live_bytes import LiveBytes
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, traceable
 from meshwright.tracing.fake_world import fake_world

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.mean_over_ranks import IGNORE_INDEX
+from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX
+from meshwright.parallel.losses.head_losses import find_loss
 from meshwright.plan.config import ParallelPlan
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.decoder import ask

@@ -21,8 +21,8 @@ from meshwright.layout.tensor_layout import is_held
 from meshwright.mesh.packed_values import pack, unpack
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.optim.runtime import runtime_of
-from meshwright.parallel.document_rows import RowDocuments
-from meshwright.parallel.head_losses import find_loss
+from meshwright.parallel.batch.document_rows import RowDocuments
+from meshwright.parallel.losses.head_losses import find_loss
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.progress import is_first_rank
 from meshwright.roles.adapters import without_wrappers

@@ -36,7 +36,7 @@ from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.optim.runtime import Runtime, Watch
 from meshwright.optim.state_parts import OptimizerParts, parts_of
 from meshwright.parallel.dropout_streams import DropoutStreams
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.shards.reads import reading_shards
 from meshwright.progress import Progress
 
 _Given = dict[str, Stateful | None]

@@ -22,7 +22,7 @@ from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.layout.tensor_layout import TensorLayout, is_held, layout_if_any
 from meshwright.optim.runtime import Runtime, find_runtime
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.shards.reads import reading_shards
 from meshwright.progress import Progress
 
 PREFIX = "weights/"

@@ -22,7 +22,7 @@ from meshwright.checkpoint.one_device.optimizer_manifest import encode
 from meshwright.errors import CheckpointError
 from meshwright.faults.every_rank import on_every_rank
 from meshwright.faults.together import succeed_together
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.shards.reads import reading_shards
 from meshwright.progress import Progress, is_first_rank
 from meshwright.schema import LARGEST_COUNT
 

@@ -16,7 +16,7 @@ from meshwright.checkpoint.format.part_files import FileRecord, RankPart
 from meshwright.checkpoint.format.rank_state import RankState
 from meshwright.checkpoint.format.snapshot import HostMemory, Snapshot
 from meshwright.faults.together import Exchange, attempt, exchange_together, on_first_rank, raise_if_any
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.shards.reads import reading_shards
 
 
 class SaveJob:

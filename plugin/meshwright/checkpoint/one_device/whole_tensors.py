@@ -14,7 +14,7 @@ from meshwright.layout.packed_weights import state_without_packed
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.runtime import Runtime, device_of, find_runtime, runtime_of
 from meshwright.parallel.collectives import maximum
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.shards.reads import reading_shards
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of gradients
 

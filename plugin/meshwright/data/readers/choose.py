@@ -17,7 +17,7 @@ from meshwright.data.readers.stream_shards import StreamReader, has_shards, stag
 from meshwright.data.readers.whole_stream import WholeReader, is_stock
 from meshwright.data.sampler_order import split_by
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.batch_items import BatchFormat
+from meshwright.parallel.batch.items import BatchFormat
 from meshwright.plan.config import LoaderOptions
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from meshwright.data.readers.base import (
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.batch_items import BatchFormat
-from meshwright.parallel.batch_schema import BatchSchema
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.schema import integer, maybe
 
 ENDED = -1

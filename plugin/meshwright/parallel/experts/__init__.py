@@ -1,0 +1,1 @@
+"""Experts: their ways of tokens, slices, counts, and the load-balancing loss."""

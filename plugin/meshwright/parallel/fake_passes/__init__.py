@@ -1,0 +1,1 @@
+"""Passes without values, and the sizes that they show of a model."""

@@ -1,0 +1,235 @@
+"""Run a decoder's forward on tensors without values, to see what it does without computing it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.errors import PlanError
+from meshwright.layout.packed_weights import packed_modules
+from meshwright.parallel.batch.schema import example
+from meshwright.roles import Role
+from meshwright.roles.blocks.experts import is_experts, routed_modules
+from meshwright.temporarily import temporarily
+
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def run_without_values(
+    model: nn.Module,
+    *,
+    rows: int,
+    length: int,
+    instead: str,
+    labels: tuple[int, ...] | None = None,
+    options: Mapping[str, object] | None = None,
+    watch: AbstractContextManager[object] | None = None,
+    source: int | None = None,
+    is_done: Callable[[], bool] | None = None,
+) -> Any:
+    """Run a decoder on fake token ids and labels, and return its output.
+
+    Args:
+        model: the decoder, with or without memory. It is not changed.
+        rows: the number of rows.
+        length: the number of tokens in each row.
+        labels: the shape of the labels; None for none.
+        instead: the plan to use if the decoder cannot be run in this way, for the message.
+        options: more arguments of forward.
+        watch: a mode that sees the operations of the pass.
+        source: the number of tokens for an encoder before the decoder; see :func:`example`.
+        is_done: a function that returns whether the pass has shown what the caller asks, so that errors after this do
+            not matter; the output of such a pass is None.
+
+    Raises:
+        PlanError: if the decoder cannot be run in this way.
+    """
+    packed = list(packed_modules(model))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        read_as_zero = stack.enter_context(_ReadAsZero())
+        stack.enter_context(fake_values(model))
+        stack.enter_context(_without_hooks(model))
+        stack.enter_context(_unchecked_distributions())
+        stack.enter_context(temporarily(torch.utils, swap_tensors=_swap))
+        stack.enter_context(temporarily(_LOGGER, disabled=True))  # torch logs the errors of attempts
+        if watch is not None:
+            stack.enter_context(watch)
+        for _, module, packing in packed:
+            module.forward = functools.partial(_packed, module, packing.shape)
+        for module in list(_routed(model)):
+            module.forward = _experts  # not a step, which would stay: fake_values undoes what is set in a module
+        signature = inspect.signature(model.forward)
+        inputs = example(signature, rows=rows, length=length, source=source)
+        if labels is not None and "labels" in signature.parameters:
+            inputs["labels"] = torch.zeros(labels, dtype=torch.int64)
+        why: Exception | None = None
+        towers = _inputs_of_towers(model, signature, rows)
+        for of_tower, has_types, truth in itertools.product(towers, (False, True), (False, True)):
+            # Some models ask for the types of tokens in training only, and some assert a fact about values.
+            asked = [n for n in signature.parameters if n.endswith("token_type_ids") and n in str(why)]
+            if (has_types and not asked) or (truth and not isinstance(why, AssertionError)):
+                continue
+            types = {name: torch.zeros(rows, length, dtype=torch.int64) for name in asked if has_types}
+            try:
+                with torch.enable_grad(), temporarily(read_as_zero, truth=truth):
+                    return model(**{**inputs, **of_tower, **types, **(options or {})})
+            except PlanError:
+                raise
+            except Exception as error:
+                if is_done is not None and is_done():
+                    return None
+                why = why or error
+        raise PlanError(
+            f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "
+            f"after its layers ({type(why).__name__}: {why}). Use {instead}"
+        ) from why
+
+
+def _inputs_of_towers(model: nn.Module, signature: inspect.Signature, rows: int) -> Iterator[dict[str, Tensor]]:
+    """Yield what the towers of a forward may ask for: nothing if they need not run, images of one frame or of several,
+    or sound as features or as samples.
+    """
+    dtype, number = next(model.parameters()).dtype, functools.partial(number_in_configs, model)
+    pixels, main = signature.parameters.get("pixel_values"), getattr(model, "main_input_name", None)
+    if pixels is None or pixels.default is not pixels.empty:
+        yield {}
+    if pixels is not None:
+        channels, side = number("num_channels") or 3, number("image_size") or 224
+        image = torch.zeros(rows, channels, side, side, dtype=dtype)
+        yield {"pixel_values": image}
+        yield {"pixel_values": image[:, None]}
+    if main == "input_features":
+        bins, frames = number("num_mel_bins") or number("input_feat_per_channel") or 80, number("max_source_positions")
+        features = torch.zeros(rows, bins, 2 * frames if frames else 128, dtype=dtype)
+        yield {main: features}
+        yield {main: features.mT}
+    elif main == "input_values":
+        yield {main: torch.zeros(rows, 4096, dtype=dtype)}
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Leave out that distributions check their values."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Leave out the forward hooks of the whole model, which may expect an output that this pass does not have."""
+    before = dict(model._forward_hooks)
+    model._forward_hooks.clear()
+    try:
+        yield
+    finally:
+        model._forward_hooks.update(before)
+
+
+def _routed(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the experts that are called with tokens and a router's two choices for each, and return tokens."""
+    yield from filter(is_experts, model.modules())
+    for _, module, role in routed_modules(model):
+        takes_choices = len(inspect.signature(module.forward).parameters) == 3
+        if role is Role.EXPERTS and takes_choices and not is_experts(module):
+            yield module
+
+
+def _swap(x: Tensor, other: Tensor, swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors) -> None:
+    """Let a forward cast a module to the dtype that it has, which torch does by a swap of fake tensors."""
+    if x.dtype != other.dtype:
+        swap(x, other)
+
+
+def _packed(module: nn.Module, shape: torch.Size, x: Tensor) -> Tensor:
+    """Stand in place of a projection with a packed weight, whose library reads the values."""
+    return F.linear(x, x.new_empty(shape), module._parameters["bias"])
+
+
+def _experts(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stand in place of experts, whose shapes depend on the values that route each token."""
+    return x.clone()
+
+
+class _ReadAsZero(TorchDispatchMode):
+    """Lets the host read a fake tensor as zero, such as rotary embeddings that look at the longest position.
+
+    Attributes:
+        truth: what a fact about values is read as.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.truth = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return self.truth if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        if func is torch.ops.aten.split_with_sizes.default and not any(args[1]):  # numbers of tokens, read as zero
+            args = (args[0], [args[0].shape[args[2] if len(args) > 2 else 0], *args[1][1:]], *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_values(model: nn.Module) -> Iterator[None]:
+    """Replace all parameters and buffers by fake ones on the CPU, and undo all that the pass sets in the modules
+    and the config.
+
+    Must run inside a FakeTensorMode.
+    """
+    made: dict[int, Tensor] = {}
+    owners: list[dict[Any, Any]] = []
+    if (config := getattr(model, "config", None)) is not None:
+        owners.append(vars(config))  # where a head keeps what kind of problem its first labels show
+    for module in model.modules():
+        owners += (module._parameters, module._buffers, module._forward_hooks, vars(module))
+    before = [(owner, dict(owner)) for owner in owners]
+    try:
+        for owner, values in before:
+            for name, value in values.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if id(value) not in made:
+                    fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                    is_parameter = isinstance(value, nn.Parameter)
+                    made[id(value)] = nn.Parameter(fake, value.requires_grad) if is_parameter else fake
+                owner[name] = made[id(value)]
+        yield
+    finally:
+        for owner, values in before:
+            for name in owner.keys() - values.keys():  # what the pass has kept, such as frequencies of longrope
+                del owner[name]
+            owner.update(values)
+
+
+def number_in_configs(model: Any, name: str) -> int | None:
+    """Return a positive number of the model's config, or of the first config inside of it that has one of this name."""
+    configs = [model.config]
+    for config in configs:
+        value = vars(config).get(name)
+        if isinstance(value, list | tuple) and value:
+            value = value[0]
+        if isinstance(value, int) and value > 0:
+            return value
+        configs += [inner for inner in vars(config).values() if hasattr(inner, "to_dict")]
+    return None

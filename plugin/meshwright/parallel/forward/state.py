@@ -1,0 +1,264 @@
+"""The state of one forward pass of a distributed model, set up before its layers run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.compiling import active_backend
+from meshwright.errors import AlreadyDistributedError
+from meshwright.faults.every_rank import EVALUATION
+from meshwright.faults.guard import Guard
+from meshwright.faults.statement import Statement
+from meshwright.mesh.axes import Mesh
+from meshwright.parallel.autograd_graph import scale_gradient
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.longest_position import LongestPosition
+from meshwright.parallel.batch.mixed_rows import BatchStatistics
+from meshwright.parallel.batch.schema import BatchSchema
+from meshwright.parallel.batch.share import enter_pass, without_fillers_targets, yield_next
+from meshwright.parallel.collectives import share
+from meshwright.parallel.dropout_streams import DropoutStreams, Restore
+from meshwright.parallel.forward.compiled_layers import CompilableLayers
+from meshwright.parallel.forward.padded_rows import PaddedRows
+from meshwright.parallel.forward.refused_arguments import check_arguments
+from meshwright.parallel.forward.uneven_batches import UnevenBatches
+from meshwright.parallel.forward.user_hooks import HookedModules
+from meshwright.parallel.forward.writes import ForwardWrites
+from meshwright.parallel.method_chain import arguments
+from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.replicas.comparison import ReplicaComparison
+from meshwright.parallel.replicas.input_comparison import ComparedInputs
+from meshwright.parallel.shards.added_parameters import AddedParameters
+from meshwright.parallel.shards.stand_in import ShardedLogits
+from meshwright.parallel.tensor_checks import require_tensor
+from meshwright.parallel.wrappers import wrapper_of
+
+
+@dataclass(kw_only=True, eq=False)
+class ForwardState:
+    """Hooks on the whole model that compare the ranks, decide whether logits stay sharded, and set the random stream.
+
+    Args:
+        model: the model.
+        inner: the modules inside the model that a program may call directly, such as transformers' base model.
+        streams: the model's dropout streams.
+        mesh: the axes. Ranks of tp, of cp and of pp must get the same inputs; ranks with different tokens share a loss.
+        guard: the guard that compares the ranks and counts the steps; None on one process.
+        comparison: the comparison of the model's replicas; None without a guard.
+        has_sharded_loss: whether the model's loss function can use sharded logits.
+        has_head_loss: whether the model's loss function can compute the logits itself, from the head's input.
+        has_known_loss: whether the loss that the model returns is the loss of the global batch.
+        uneven: the check for uneven batches, used for losses of an unknown kind.
+        hooked: the search for the program's hooks inside the model, since a loss may be computed from what they record.
+        statistics: the check for layers that would use the statistics of a part of the batch.
+        shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
+        shares_tokens: whether data-parallel ranks send each other tokens, or their scales, so every rank must run each
+            pass.
+        towers_differ: a callback for a pass in which only some data-parallel ranks have inputs of towers, such as
+            images; None if these ranks need not know.
+        is_split: whether a batch runs as several micro-batches.
+        format: what the inputs of the model mean.
+        longest: the longest position of the batch, for modules that depend on it.
+        layers: the model's layers, which ``torch.compile(model)`` compiles.
+        follow: a callback that handles parameters frozen or unfrozen since the last pass. It runs in each pass with
+            gradients enabled, after the guard has compared the ranks.
+        check_layers: a callback that raises if the program has put layers without the plan's hooks in place of others.
+    """
+
+    model: nn.Module
+    inner: Iterable[nn.Module] = ()
+    streams: DropoutStreams
+    mesh: Mesh
+    guard: Guard | None
+    comparison: ReplicaComparison | None
+    has_sharded_loss: bool
+    has_head_loss: bool
+    has_known_loss: bool
+    uneven: UnevenBatches
+    hooked: HookedModules
+    statistics: BatchStatistics
+    shares_weights: bool = False
+    shares_tokens: bool = False
+    towers_differ: Callable[[], None] | None = None
+    is_split: bool = False
+    format: BatchFormat
+    longest: LongestPosition
+    layers: CompilableLayers
+    follow: Callable[[], None] = lambda: None
+    check_layers: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.dp = self.mesh.tokens
+        self._inputs = [ComparedInputs(axis) for axis in reversed(self.mesh.of_same_rows) if axis.size > 1]
+        self._added = AddedParameters(self.model)
+        self._writes = ForwardWrites(self.model)
+        self._padded = PaddedRows(self.dp, self.guard)
+        self._keeps_sharded = self._defers = False
+        self._restore: Restore | None = None
+        self._ends: list[Callable[[], object]] = []  # called at the end of each running call; the outermost first
+        self._outermost: nn.Module | None = None  # the module whose call is running
+        yield_next(None)  # what loaders gave before was not for this model
+        self._signatures: dict[nn.Module, inspect.Signature] = {}
+        for module in {id(x): x for x in (self.model, *self.inner)}.values():
+            self._signatures[module] = inspect.signature(module.forward)
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+
+    def keep_logits_sharded(self) -> bool:
+        """Return whether the current pass computes a training loss from sharded logits."""
+        return self._keeps_sharded
+
+    def defers_logits(self) -> bool:
+        """Return whether the current pass computes a training loss from the head's input."""
+        return self._defers
+
+    def _enter(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        self._ends.append(self.layers.enter_model())
+        if self._outermost not in (None, module):
+            return None  # this call is part of a running pass
+        self._outermost = module
+        if (wrapper := wrapper_of(module)) is not None:
+            raise AlreadyDistributedError(
+                f"{wrapper} was put around the model after to_distributed, which distributes it already; leave it out, "
+                "and let ParallelPlan.dp and zero_stage do what it did"
+            )
+        self.layers.check_forward(module)
+        self.check_layers()
+        self.statistics.check()
+        trains = module.training and torch.is_grad_enabled()
+        self._writes.begin(trains=trains)
+        kwargs = without_fillers_targets(kwargs)
+        inputs = arguments(self._signatures[module], args, kwargs)
+        require_tensor(inputs.get("input_ids"))
+        check_arguments(module, inputs, self.mesh)
+        enter_pass(inputs.values())
+        labels = inputs.get("labels")
+        if trains:
+            self.hooked.look()
+        if self.guard is not None:
+            self._compare(self.guard, module, inputs, trains=trains)
+        if torch.is_grad_enabled() or self.mesh.tp.size > 1:
+            self._added.check()
+        if torch.is_grad_enabled():
+            self.follow()
+        self.longest.begin(inputs, is_on=trains or (labels is not None and module is self.model))
+        has_loss = module is self.model and module.training and labels is not None
+        self._keeps_sharded = has_loss and self.has_sharded_loss
+        # A whole model that is being traced gets whole logits: dynamo guards on a tensor's strides, and a stand-in has
+        # none of its own.
+        self._defers = has_loss and self.has_head_loss and active_backend() is None
+        self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
+        if not torch.is_grad_enabled() or self.dp.size == 1:
+            return args, kwargs
+        factor = self.dp.size if self.has_known_loss and labels is not None else self.mesh.cp.size
+        return tuple(self._averaged(x, factor) for x in args), {n: self._averaged(x, factor) for n, x in kwargs.items()}
+
+    def _averaged(self, x: object, factor: int) -> object:
+        """Return ``x``; backward divides its gradient by the factor that the loss carries, if ``x`` is a leaf input.
+
+        No reduction averages the gradient of a leaf. Inputs computed from parameters keep the factor, since the
+        parameters' gradients are averaged. Each rank of cp has the gradient of its own tokens only, so backward gives
+        every rank their sum, divided by cp.
+
+        Args:
+            x: an argument of the pass.
+            factor: dp in a pass that computes the loss of the global batch, and otherwise cp.
+        """
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            return x
+        if not x.is_leaf or isinstance(x, nn.Parameter):
+            factor = self.mesh.cp.size
+        return x if factor == 1 else share(scale_gradient(x, 1 / factor), self.mesh.cp)
+
+    def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, object], *, trains: bool) -> None:
+        if trains:
+            guard.begin_step()
+        place = "forward pass" if trains else EVALUATION
+        statements = () if self.comparison is None else (self.comparison.statement_before_forward(),)
+        for compared in self._inputs:
+            compared.look()
+            with torch._C.DisableTorchFunctionSubclass():  # read tensor subclasses as plain tensors
+                statement = compared.statement(module, inputs)
+            others = statements if compared.axis.name != "pp" else self._of_stages()
+            guard.meet(place, compared.axis.group, statement, *others)
+            with torch._C.DisableTorchFunctionSubclass():
+                compared.gather(inputs, guard.step)
+        if trains and self.comparison is not None:
+            for axis in (self.mesh.tp, self.mesh.pp, self.comparison.tie):
+                if axis.size > 1:
+                    self.comparison.compare_weights(axis)
+        runs_together = self.shares_weights or self.shares_tokens
+        if self.dp.size > 1 and (inputs.get("labels") is not None or runs_together):
+            modules = (_of_embeddings(inputs),) if self.shares_weights else ()
+            guard.meet(place, self.dp.group, *statements, *modules)
+            if self.towers_differ is not None and (trains or self.shares_weights):
+                schema = BatchSchema(inputs, self.format)
+                # Micro-batches run the towers that their rows need.
+                given = (*schema.of_towers, schema.towers_of_rows() if self.is_split and trains else "")
+                if not guard.agree(f"inputs of towers in the {place}", *given, group=self.dp.group):
+                    self.towers_differ()
+            if trains and inputs.get("labels") is not None:
+                self._padded.look(inputs)
+
+    def _of_stages(self) -> tuple[Statement, ...]:
+        """Return what the stages of a pipeline compare; a stage with only frozen layers has no gradients to clear."""
+        return () if self.comparison is None else (self.comparison.statement(),)
+
+    def _leave(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
+        try:
+            return self._end(module, args, kwargs, output) if module is self._outermost else None
+        finally:
+            self._ends.pop()()
+
+    def _end(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
+        self._outermost = None
+        if self._writes.end() and self.comparison is not None:
+            self.comparison.wrote = True
+        was_sharded, self._keeps_sharded, self._defers = self._keeps_sharded, False, False
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+        is_trained = module.training and torch.is_grad_enabled()
+        if self.uneven.is_on and is_trained:
+            known = loss_of(output) if self.has_known_loss else None
+            self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
+        return _without_graph(output) if was_sharded else None
+
+
+def _of_embeddings(inputs: dict[str, object]) -> Statement:
+    """Return a statement of the inputs that say whether this rank's pass runs the embedding."""
+    given = "inputs_embeds" if "inputs_embeds" in BatchSchema(inputs).tensors else "none"
+    return Statement(
+        text=f"inputs besides token ids: {given}",
+        details=lambda: {"the inputs besides token ids": given},
+        advice=(
+            "Under zero_stage=3 all data-parallel ranks gather the weights of a module together, so inputs_embeds "
+            "must be given on all of them or on none. Use zero_stage=2 if that cannot be"
+        ),
+    )
+
+
+def _without_graph(output: object) -> object:
+    """Detach sharded logits in the output from the graph, since the loss has overwritten them.
+
+    An engine that adds its own graph node to each output (DeepSpeed's ZeRO-3) would otherwise run backward through
+    these logits.
+    """
+    if isinstance(output, tuple):
+        return tuple(x.detach() if isinstance(x, ShardedLogits) else x for x in output)
+    if isinstance(output, MutableMapping):
+        for name, x in list(output.items()):
+            if isinstance(x, ShardedLogits):
+                output[name] = x.detach()
+    return output
+
+
+def _device(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.device:
+    return next((x.device for x in (*args, *kwargs.values()) if torch.is_tensor(x)), torch.device("cpu"))

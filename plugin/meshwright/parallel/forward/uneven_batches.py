@@ -1,0 +1,206 @@
+"""Warn once if a loss of unknown kind is averaged over data-parallel ranks with unequal numbers of rows or labels."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node as GraphNode
+
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.async_numbers import read_later
+from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX, valid_labels
+from meshwright.parallel.batch.schema import Batch, BatchSchema
+from meshwright.parallel.batch.share import labels_beside
+from meshwright.parallel.collectives import all_gather
+from meshwright.parallel.losses.deferred_logits import DeferredLogits, watch_gradient
+from meshwright.parallel.output_loss import loss_of, tensors_of
+from meshwright.temporarily import temporarily
+
+logger = logging.getLogger(__name__)
+
+_MEAN = 1  # torch's number of the reduction "mean"
+
+
+class UnevenBatches:
+    """Compares over dp how many items the ranks' own losses average over, and warns the first time they differ.
+
+    The comparison is a collective at the end of the backward pass, which all ranks reach. A loss of a known kind needs
+    no comparison.
+
+    Args:
+        dp: the axis over which gradients are averaged.
+        tp: the axis whose ranks have the same rows, so that only its first rank warns.
+    """
+
+    def __init__(self, dp: Axis, tp: Axis):
+        self.dp, self.tp = dp, tp
+        self.is_on = dp.size > 1
+        self._batch: Batch | None = None
+        self._oldest = 0  # the sequence number of the oldest autograd node of the last pass's output
+        self._weights: Tensor | None = None  # the sum of the labels' weights, if the loss is a weighted mean
+        self._is_left_out = False  # whether the loss of the last pass is of all rows
+        self._earlier: Callable[[], list[list[float]]] | None = None
+
+    def stop(self) -> None:
+        """Stop comparing, because the program or its Trainer handles uneven batches."""
+        self.is_on = False
+
+    def leave_out_pass(self) -> None:
+        """Do not compare the last pass, because the program computes a loss of the rows of all ranks from its output.
+
+        In a pass that is running, this has no effect: its loss may be of this rank's rows.
+        """
+        self._is_left_out = True
+
+    def of_batch(self, batch: object) -> contextlib.AbstractContextManager[None]:
+        """Count this batch, not the model's inputs, since a program may remove labels before it calls the model."""
+        return temporarily(self, _batch=batch if isinstance(batch, Mapping) else None)
+
+    def of_loss(self, loss: object) -> None:
+        """Count the weights of the labels, if a loss whose backward follows is torch's cross-entropy with weights."""
+        self._weights = None
+        if not (self.is_on and isinstance(loss, Tensor)):
+            return
+        nodes, seen = [loss.grad_fn], set[GraphNode]()
+        while nodes:
+            node: Any = nodes.pop()
+            if node is None or node in seen or node._sequence_nr() < self._oldest:
+                continue
+            seen.add(node)
+            if node.name().startswith("NllLoss") and node._saved_weight is not None and node._saved_reduction == _MEAN:
+                self._weights = node._saved_total_weight.detach() + (0 if self._weights is None else self._weights)
+            nodes += [following for following, _ in node.next_functions]
+
+    def look(self, inputs: Batch, output: object, known: Tensor | None = None) -> None:
+        """Compare the ranks once backward from a loss reaches the model's output.
+
+        Args:
+            inputs: the inputs of the pass.
+            output: the model's output.
+            known: the output's loss, if it is the loss of the global batch. A pass in which backward reaches this loss
+                is not compared.
+        """
+        self._is_left_out, self._weights = False, None
+        # Only the known loss uses sharded logits, and it overwrites them.
+        kinds = (Tensor, DeferredLogits)
+        tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known and type(x) in kinds]
+        if not tensors:
+            return
+        self._oldest = min(x.grad_fn._sequence_nr() if x.grad_fn is not None else 0 for x in tensors)
+        batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)
+        kept = labels_beside(inputs.values()) if is_pass and "labels" not in inputs else None
+        has_mask = _mask_of(inputs) is not None
+        is_counted = not is_pass or kept is not None or "labels" in batch or has_mask
+        used: list[Tensor] = []
+        device = tensors[0].device  # a hook that held its own tensor would keep that tensor alive forever
+        is_queued = is_known = is_own = False
+
+        def compare() -> None:
+            if not (is_known or self._is_left_out):
+                # Moved to the group's device, since a batch may still be on the host.
+                counted = rows_and_labels(batch, with_mask=is_pass, in_mask=is_own).to(device, non_blocking=True)
+                if self._weights is not None:
+                    counted[1] = self._weights.to(device, non_blocking=True)
+                elif kept is not None:  # labels from the same batch of the loader, which the model was not given
+                    counted[1] = kept.to(device, non_blocking=True)
+                elif used:
+                    counted[1] = torch.stack(used).sum()
+                self._compare(counted)
+
+        def compare_last() -> None:
+            # Queued again, to follow the reductions of gradients: a rank with an unused parameter, such as one of a
+            # layer that it drops, starts these only at the end of backward, and the others before.
+            torch.autograd.Variable._execution_engine.queue_callback(compare)
+
+        def queue(gradient: Tensor) -> None:
+            nonlocal is_queued
+            if not is_counted and gradient.ndim == 3 and gradient.dtype is not torch.float16:  # which underflows
+                # Nothing says which tokens count, but a token that no loss uses has a gradient of zeros.
+                used.append((torch.linalg.vector_norm(gradient, torch.inf, -1) != 0).sum())
+            if not is_queued:
+                is_queued = True
+                torch.autograd.Variable._execution_engine.queue_callback(compare_last)
+
+        def is_used(_: Tensor) -> None:
+            nonlocal is_known, is_own
+            is_known, is_own = known is not None, known is None
+
+        for tensor in tensors:
+            watch_gradient(tensor, queue)
+        loss = loss_of(output) if known is None else known
+        if loss is not None and loss.requires_grad:
+            loss.register_hook(is_used)
+
+    def _compare(self, counted: Tensor) -> None:
+        if not self.is_on:
+            return
+        ranks = all_gather(counted[None], self.dp)
+        earlier, self._earlier = self._earlier, read_later(ranks)
+        if ranks.device.type == "cpu":
+            earlier = self._earlier
+        if earlier is not None:
+            self._warn(earlier())
+
+    def _warn(self, ranks: list[list[float]]) -> None:
+        if all(rank == ranks[0] for rank in ranks):
+            return
+        self.is_on = False
+        if self.dp.rank > 0 or self.tp.rank > 0:
+            return
+        if len({labels / rows for rows, labels in ranks if rows}) == 1:  # the numbers of rows say it all
+            ranks = [[rows, -1] for rows, _ in ranks]
+        logger.warning(
+            "the model's loss is of an unknown kind, or the program computes its own, and the data-parallel ranks "
+            "had %s. Data parallelism averages the ranks' means, so a row or label of a rank that has fewer of them "
+            "weighs more than on one device. For the mean over the global batch, write loss = "
+            "meshwright.global_mean(model, loss, count), where count is the number of items that this rank's loss "
+            "averages over, for example (labels != -100).sum(), or the sum of their weights. If the "
+            "model returns the loss, you may set ToDistributedConfig(loss_averages_over='rows'), 'labels' or a "
+            "callable that counts in a batch instead",
+            said_of_ranks(
+                ranks, "labels or tokens that count" if self._weights is None else "labels, by their weights"
+            ),
+        )
+
+
+def said_of_ranks(ranks: list[list[float]], counted: str = "labels or tokens that count") -> str:
+    """Return each rank's counts from ``rows_and_labels`` as text."""
+    what = "{:g} rows" if ranks[0][1] < 0 else f"{{:g}} rows with {{:g}} {counted}"
+    return "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
+
+
+def rows_and_labels(batch: Batch, *, with_mask: bool, in_mask: bool = False) -> Tensor:
+    """Return the numbers of rows and of valid labels in a batch, the second -1 if it is unknown.
+
+    Args:
+        batch: the batch.
+        with_mask: whether to count the tokens that are not padding, if there are no labels.
+        in_mask: whether labels of padding do not count, as in a loss of the model's own that reads the mask.
+    """
+    schema = BatchSchema(batch)
+    labels, mask = batch.get("labels"), _mask_of(batch)
+    count: Tensor | int = -1
+    if isinstance(labels, Tensor):
+        ignored = batch.get("ignore_index")
+        ignored = ignored if isinstance(ignored, int) else IGNORE_INDEX
+        if in_mask and mask is not None and mask.shape == labels.shape and not labels.is_floating_point():
+            labels = labels.where(mask != 0, ignored)
+        count = valid_labels(labels, ignored)
+    elif with_mask and mask is not None:
+        count = mask.sum()
+    device = next((x.device for x in schema.tensors.values()), torch.device("cpu"))
+    return torch.stack([torch.as_tensor(x, device=device, dtype=torch.float64) for x in (schema.rows, count)])
+
+
+def _mask_of(batch: Batch) -> Tensor | None:
+    """Return the mask that chooses what counts in the rows of a batch: of tokens, or of the patches to predict."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask
+    chosen = [x for x in batch.values() if isinstance(x, Tensor) and x.dtype is torch.bool and x.ndim >= 2]
+    return chosen[0] if len(chosen) == 1 else None

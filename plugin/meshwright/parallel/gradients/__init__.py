@@ -1,0 +1,1 @@
+"""Gradients: flat buckets, and their sums over ranks while backward runs."""

@@ -1,0 +1,151 @@
+"""Gradients that are computed inside ``model(**batch)`` and reach the parameters in the backward of its loss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence, Set
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.autograd import Node, TensorFunction
+from meshwright.parallel.gradients.sync import GradientSync
+from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.tensor_checks import is_known_one
+from meshwright.roles.linear_kernel import LinearKernel
+
+TWICE = (
+    "backward ran a second time through a batch that the plan splits into micro-batches, but the first backward "
+    "used up the gradients that were computed inside the model's forward. Call the model again before each backward"
+)
+
+
+class SummedGradients:
+    """The sum of several micro-batches' whole, unreduced gradients.
+
+    Args:
+        parameters: the parameters that get the gradients.
+        syncs: the model's synchronisers, which see only the sum.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], syncs: Sequence[GradientSync]):
+        self.parameters = list(parameters)
+        self.syncs = syncs
+        self._sums: dict[int, Tensor] = {}
+        self._storages: set[int] = set()  # memory of the sums
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let gradients be computed inside the context without hooks and without reductions."""
+        with contextlib.ExitStack() as stack:
+            for sync in self.syncs:
+                stack.enter_context(sync.paused())
+            stack.enter_context(_without_hooks(self.parameters))
+            yield
+
+    def gradients_of(self, loss: Tensor) -> list[Tensor | None]:
+        """Return the gradient of each parameter, by a whole backward pass; reentrant checkpoints refuse another."""
+        with self.computing(), reading_shards():
+            before = [parameter.grad for parameter in self.parameters]
+            try:
+                for parameter in self.parameters:
+                    parameter.grad = None
+                loss.backward()
+                return [parameter.grad for parameter in self.parameters]
+            finally:
+                for parameter, gradient in zip(self.parameters, before, strict=True):
+                    parameter.grad = gradient
+
+    def add(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], *, used: Sequence[Tensor] = ()
+    ) -> None:
+        """Add a gradient of each parameter. None adds nothing. The tensors may be changed from now on.
+
+        Args:
+            parameters: the parameters.
+            gradients: the gradient of each.
+            used: gradients of the same backward that are still read, so their memory must not be changed.
+        """
+        sums, added = [], []
+        read = {x.untyped_storage()._cdata for x in used}
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            total = self._sums.get(id(parameter))
+            if total is None:
+                self._sums[id(parameter)] = self._first(gradient, read)
+            else:
+                sums.append(total)
+                added.append(gradient)
+        if sums:
+            torch._foreach_add_(sums, added)
+
+    def _first(self, gradient: Tensor, read: Set[int]) -> Tensor:
+        """Return the sum that begins with a gradient, whose memory may be among storages that are still read."""
+        if gradient.dtype in (torch.bfloat16, torch.float16):
+            return gradient.float()  # many small bf16 gradients added in bf16 would lose their low bits
+        if gradient.layout != torch.strided:
+            return gradient
+        # Autograd gives both terms of a sum one tensor, and a term that was expanded an expanded one.
+        storage = gradient.untyped_storage()._cdata
+        if storage in self._storages or storage in read or not gradient.is_contiguous():
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        self._storages.add(gradient.untyped_storage()._cdata)
+        return gradient
+
+    def add_linear(self, weight: nn.Parameter, kernel: LinearKernel, x: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of a linear layer's weight, at once if no rounding of it is lost; see ``LinearKernel``."""
+        total = self._sums.get(id(weight))
+        if total is None or total.dtype != gradient.dtype:
+            self.add([weight], [kernel.weight_gradient(x, gradient)])
+        else:
+            kernel.weight_gradient(x, gradient, total=total)
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the sum for a parameter; None if it has no gradient."""
+        return self._sums.get(id(parameter))
+
+    def put(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Replace the sum for a parameter."""
+        self._sums[id(parameter)] = total
+
+    def attach(self, loss: Tensor | None, other: Tensor) -> Tensor:
+        """Return ``loss + other``; backward gives the sums, times the gradient of this result, to the parameters."""
+        sums = [self._sums.get(id(parameter)) for parameter in self.parameters]
+        self._sums, self._storages = {}, set()
+        with reading_shards():
+            total: Tensor = _AddGradients.apply(loss, other, sums, *self.parameters)
+        return total
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Turn off gradient hooks inside the context, since they run once, on the sum, as on one device."""
+    found = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+    hooks = [(registered, dict(registered)) for registered in found]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)
+
+
+class _AddGradients(TensorFunction):
+    """Adds to a loss a number whose gradients are already computed."""
+
+    @staticmethod
+    def forward(ctx: Node, loss: Tensor, other: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss + other
+
+    @staticmethod
+    def backward(ctx: Node, grad: Tensor) -> tuple[object, ...]:
+        # Scale these gradients in place and release them, since they are as large as all gradients of the model.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(TWICE)
+        if is_known_one(grad):
+            return grad, None, None, *gradients
+        return grad, None, None, *[None if g is None else g.mul_(grad) for g in gradients]

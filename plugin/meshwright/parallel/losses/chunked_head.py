@@ -1,0 +1,167 @@
+"""The head and the causal-LM loss in one operation, which never holds the logits of all tokens.
+
+It works on one chunk of tokens after the other: logits, loss, and then the gradients of the hidden states and of the
+head's weights, while the logits of the chunk are still there. So backward only scales gradients that forward has
+computed, and no matrix multiplication runs twice.
+
+Shape suffixes: N tokens, D width of the hidden states, W vocabulary entries of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.autograd import Node, TensorFunction
+from meshwright.parallel.losses.cross_entropy import (
+    Words,
+    at_least_float32,
+    exponentials_,
+    gradient_,
+    refuse_second_order,
+)
+from meshwright.parallel.losses.logit_steps import LogitStep, run, run_backward
+from meshwright.plan.head_chunks import SUMMED_WORDS, head_chunk
+from meshwright.roles.linear_kernel import PLAIN, LinearKernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLoss:
+    """Describes what the head and the loss compute from hidden states.
+
+    Args:
+        words: the part of the vocabulary that this rank scores.
+        steps: what the model does to the logits.
+        dtype: the dtype of the head's matrix multiplication.
+        kernel: how the head computes.
+    """
+
+    words: Words
+    steps: tuple[LogitStep, ...]
+    dtype: torch.dtype
+    kernel: LinearKernel = PLAIN
+
+
+class ChunkedHeadLoss(TensorFunction):
+    """The sum over valid tokens of -log softmax(logits)[target], with logits = steps(hidden @ weight.T + bias).
+
+    Args (of ``apply``):
+        hidden_ND: the hidden states.
+        weight_WD: the head's weight.
+        bias_W: the head's bias, or None.
+        targets_N: the target tokens, as indices in the full vocabulary, or the ignored index.
+        factor: a number by which the gradients are multiplied before they are rounded to 16 bits, or None. The loss
+            is not multiplied.
+        loss: the description of the computation.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Node,
+        hidden_ND: Tensor,
+        weight_WD: Tensor,
+        bias_W: Tensor | None,
+        targets_N: Tensor,
+        factor: Tensor | None,
+        loss: ChunkedLoss,
+    ) -> Tensor:
+        given = (hidden_ND, weight_WD, bias_W)
+        ctx.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in given]
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            head = _Head(*given, ctx.needs_input_grad, loss)
+            total = head.loss(targets_N, factor)
+        ctx.save_for_backward(*head.finished(weight_WD.dtype if factor is not None else None))
+        return total
+
+    @staticmethod
+    def backward(ctx: Node, grad: Tensor) -> tuple[object, ...]:
+        refuse_second_order()
+        # In place unless backward will run again, since the gradient of the weight is as large as the weight.
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        found = []
+        for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            scaled = None if saved is None else saved * grad if keeps else saved.mul_(grad)
+            found.append(None if scaled is None else scaled.to(dtype))
+        return *found, None, None, None
+
+
+class _Head:
+    """A head in its pass over the chunks, and the gradients of its hidden states, weight and bias, summed over them.
+
+    Those of the weight and of the bias are sums over all tokens, so that 16-bit ones are summed in 32 bits.
+
+    Args:
+        hidden_ND: the hidden states.
+        weight_WD: the weight.
+        bias_W: the bias, or None.
+        needs: which of the three need a gradient.
+        what: the description of the computation.
+    """
+
+    def __init__(
+        self, hidden_ND: Tensor, weight_WD: Tensor, bias_W: Tensor | None, needs: Sequence[bool], what: ChunkedLoss
+    ):
+        self.hidden_ND, self.what, self.needs = hidden_ND, what, needs[:3]
+        self.weight_WD = weight_WD.detach().to(what.dtype)
+        self.bias_W = None if bias_W is None else bias_W.detach().to(what.dtype)
+        num_tokens, summed = len(hidden_ND), _wide(what.dtype)
+        self.chunk = head_chunk(num_tokens, hidden_ND.shape[1])
+        is_summed = self.chunk != num_tokens
+        self.of_hidden = hidden_ND.new_empty(hidden_ND.shape, dtype=what.dtype) if needs[0] else None
+        self.of_weight = self.weight_WD.new_zeros(weight_WD.shape, dtype=summed) if needs[1] and is_summed else None
+        self.of_bias = None if self.bias_W is None or not needs[2] else torch.zeros_like(self.bias_W, dtype=summed)
+
+    def loss(self, targets_N: Tensor, factor: Tensor | None) -> Tensor:
+        """Return the sum of the tokens' losses, and compute the gradients, times ``factor``."""
+        hidden_ND, what, losses = self.hidden_ND, self.what, []
+        num_tokens = len(hidden_ND)
+        logits = self.weight_WD.new_empty(min(self.chunk, num_tokens), len(self.weight_WD))
+        for first in range(0, num_tokens, self.chunk):
+            rows = slice(first, min(first + self.chunk, num_tokens))
+            hidden = hidden_ND[rows].detach().to(what.dtype)
+            scores = what.kernel.forward(hidden, self.weight_WD, self.bias_W, out=logits[: len(hidden)])
+            final, kept = run(what.steps, scores)
+            wide = at_least_float32(final)
+            losses_N, softmax = exponentials_(wide, targets_N[rows], what.words)
+            losses.append(losses_N.sum())
+            if any(self.needs):
+                gradient_(wide, softmax, what.words, factor)
+                grad = final if wide is final else final.copy_(wide)
+                del wide
+                grad = run_backward(what.steps, grad, kept)
+                del kept
+                self.add(rows, grad, hidden)
+                del grad
+            del final
+        return torch.stack(losses).sum() if losses else hidden_ND.new_zeros((), dtype=_wide(what.dtype))
+
+    def add(self, rows: slice, grad: Tensor, hidden: Tensor) -> None:
+        """Add the gradients of one chunk, given that of its logits."""
+        if self.of_hidden is not None:
+            self.what.kernel.input_gradient(grad, self.weight_WD, out=self.of_hidden[rows])
+        if self.of_bias is not None:
+            self.of_bias += grad.sum(0, dtype=self.of_bias.dtype)
+        total = self.of_weight
+        if not self.needs[1]:
+            return
+        if total is None or total.dtype == grad.dtype or grad.device.type == "cuda":
+            self.of_weight = self.what.kernel.weight_gradient(hidden, grad, total=total)
+            return
+        # On CPU no product of 16-bit tensors has a 32-bit result, and a wide copy of the whole gradient would be large.
+        wide = hidden.to(total.dtype)
+        for sums, own in zip(total.split(SUMMED_WORDS), grad.split(SUMMED_WORDS, dim=1), strict=True):
+            self.what.kernel.weight_gradient(wide, own.to(total.dtype), total=sums)
+
+    def finished(self, weight_dtype: torch.dtype | None) -> list[Tensor | None]:
+        """Return the gradients, that of the weight cast to ``weight_dtype`` if given."""
+        of_weight = self.of_weight
+        if of_weight is not None and weight_dtype is not None:
+            of_weight = of_weight.to(weight_dtype)
+        return [self.of_hidden, of_weight, self.of_bias]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,1 @@
+"""Replicas: made equal at the start, and compared during training."""

@@ -1,0 +1,308 @@
+"""Classes for parameters and gradients of which this rank holds a part; they raise if the part is read as the whole.
+
+A sharded parameter has the class :class:`ShardedParameter` wherever the user may see it. It is a plain
+``nn.Parameter`` while its own module runs or its optimizer steps (see :mod:`meshwright.parallel.shards.guard_windows`), so
+modules and optimizers are not slowed down. Elementwise arithmetic is exact on shards and gives shards (:class:`Shard`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.faults.guard import active_guard
+from meshwright.layout.tensor_layout import TensorLayout, layout_if_any
+from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.shards.reads import (
+    MODULES,
+    ROW_READS,
+    Values,
+    describe,
+    is_stage_running,
+    plain_name,
+    reading_shards,
+    unreadable,
+    values_of,
+)
+from meshwright.parallel.shards.stand_in import METADATA, VALUES, StandIn, become
+
+SCALER = (
+    "The program looks for infinite gradients in a way of its own, on its own rank. This rank has a part of the "
+    "gradients, so the ranks skip different steps and change their scales differently. Use torch.amp.GradScaler, which "
+    "finds those of all ranks, or train in bfloat16, which needs no scaler: torch.autocast(device, torch.bfloat16)"
+)
+
+_FREE = (METADATA | {"_amp_foreach_non_finite_check_and_unscale_"}) - {"detach", "numel"}
+
+# In these operations, each element of the result depends only on the elements in the same place. A name, without
+# underscores, stands for the in-place and list (torch._foreach_*) variants too.
+_ELEMENTWISE_NAMES = """
+    detach clone contiguous to float double half bfloat16 cpu cuda type zeros_like ones_like full_like empty_like
+    copy fill zero add iadd radd sub isub rsub subtract mul imul rmul multiply div truediv itruediv rtruediv divide
+    true_divide neg negative pos abs absolute sign sgn sqrt rsqrt square pow ipow rpow float_power exp expm1 log
+    log1p tanh sigmoid erf reciprocal clamp clamp_min clamp_max clip minimum maximum lerp addcmul addcdiv where
+    round floor ceil trunc nan_to_num isnan isinf isfinite eq ne lt le gt ge logical_not logical_and logical_or
+    masked_fill
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+
+
+class Shard(StandIn):
+    """This rank's part of a tensor, such as a parameter's ``.data``, or a result of arithmetic."""
+
+    FREE = _FREE
+    is_gradient: ClassVar[bool] = False
+
+    @classmethod
+    def run(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in cls.FREE or (func.__name__ == "__get__" and name not in VALUES):
+            if name.startswith("_amp_") and (watching := active_guard()) is not None:
+                watching.hint = SCALER
+            with reading_shards():
+                return func(*args, **kwargs)
+        if isinstance(func, torch._ops.OpOverload):  # called again by a dispatch mode, such as a profiler's
+            with reading_shards():
+                return func(*args, **kwargs)
+        if func.__name__ in ("__get__", "__set__", "__delete__"):
+            return _property(func, args, kwargs)
+        if name in ("numel", "nelement"):
+            return _global_numel(args[0])
+        first = next((x for x in _flat(args, kwargs) if is_shard(x)), None)
+        if is_stage_running() and _is_elsewhere(first) and not _is_in_place(name):
+            with reading_shards():
+                return func(*args, **kwargs)
+        plain = plain_name(name)
+        if plain in _ELEMENTWISE and "out" not in kwargs:
+            on = _on_lists if name.startswith("_foreach_") else _on_elements
+            return on(func, name, args, kwargs, _is_in_place(name))
+        assert first is not None
+        if plain in MODULES and isinstance(first, ShardedParameter) and in_backward():
+            with reading_shards():  # the backward of an autograd function that its module called (DeepSpeed's linear)
+                return func(*args, **kwargs)
+        reads = vars(first).get(ROW_READS)
+        if name == "__getitem__" and reads is not None and (row := reads.row(*args)) is not None:
+            return row
+        raise unreadable(name, first)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        result: Tensor = memo.setdefault(id(self), self.detach().clone())
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unreadable("pickling", self)
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return describe(self)
+
+
+class ShardedParameter(Shard, nn.Parameter):
+    """A parameter of which this rank holds a part: the user's own object with its class changed."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            if values_of(self) is not None:
+                raise unreadable("copying (without its model)", self)
+            with reading_shards():
+                new = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+            new.meshwright = self.meshwright  # type: ignore[attr-defined]
+            memo[id(self)] = guard(new)
+            if ROW_READS in vars(self):
+                new.__dict__[ROW_READS] = copy.deepcopy(vars(self)[ROW_READS], memo)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"Parameter containing:\n{describe(self)}"
+
+
+class LocalGradient(Shard):
+    """The gradient of a sharded parameter, or of this rank's elements of a parameter.
+
+    If reads did not raise, ``torch.nn.utils.clip_grad_norm_`` would clip by a different factor on each rank,
+    and the replicas would silently diverge.
+    """
+
+    is_gradient = True
+
+    @staticmethod
+    def of(gradient: Tensor, layout: TensorLayout | None = None) -> Tensor:
+        """Return the gradient marked as a shard."""
+        guarded = gradient.as_subclass(LocalGradient)
+        if layout is not None:
+            guarded.__dict__["meshwright"] = layout
+        return guarded
+
+
+def guard(parameter: nn.Parameter, values: Values | None = None) -> nn.Parameter:
+    """Make a parameter raise if it is read as the whole.
+
+    Args:
+        parameter: a parameter with a layout; a class other than ``nn.Parameter`` (quantised, fake) is kept.
+        values: the parameter's values, if it has no memory of its own.
+    """
+    if values is not None:
+        parameter.__dict__["_meshwright_values"] = values
+    if type(parameter) is nn.Parameter:
+        become(parameter, ShardedParameter)
+    return parameter
+
+
+def is_shard(x: object) -> bool:
+    """Return whether this is a sharded parameter or another shard."""
+    return isinstance(x, Shard)
+
+
+def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    name, owner = func.__self__.__name__, args[0]
+    if name in VALUES[1:]:
+        raise unreadable(f".{name}", owner)
+    if name == "data" and func.__name__ == "__set__" and isinstance(owner, ShardedParameter):
+        if args[1].shape != owner.shape:
+            raise unreadable("assigning another shape to .data", owner)
+        if is_shard(args[1]) and values_of(args[1]) is not None:
+            raise unreadable("assigning .data", owner, is_cast=args[1].dtype != owner.dtype)
+        if _is_elsewhere(owner) and args[1].dtype == owner.dtype:
+            return None
+    if name == "grad" and func.__name__ == "__set__" and _is_elsewhere(owner):
+        return None  # the optimizer of that stage has the gradient
+    with reading_shards():
+        result = func(*args, **kwargs)
+        if name != "data" or not isinstance(result, Tensor):
+            return result
+        return _marked(result if (values := values_of(owner)) is None else values.own(), owner)
+
+
+def _on_elements(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_in_place: bool
+) -> Any:
+    like = next(x for x in _flat(args, kwargs) if is_shard(x))
+    if is_in_place and not is_shard(args[0]):
+        raise unreadable(name, like, into=args[0])
+    if is_in_place and _is_elsewhere(args[0]):
+        return args[0]
+    with reading_shards():
+        new_args = [_operand(x, like, name) for x in args]
+        new_kwargs = {key: _operand(x, like, name) for key, x in kwargs.items()}
+        result = func(*new_args, **new_kwargs)
+    if is_in_place:
+        if (values := values_of(args[0])) is not None:
+            values.changed()
+        return args[0]
+    return _marked(result, like)
+
+
+def _on_lists(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_in_place: bool
+) -> Any:
+    count = len(args[0])
+    likes = [next((x for x in (arg[i] for arg in args if _is_list(arg)) if is_shard(x)), None) for i in range(count)]
+    for target, like in zip(args[0], likes, strict=True):
+        if is_in_place and like is not None and not is_shard(target):
+            raise unreadable(name, like, into=target)
+    written = [not (is_in_place and _is_elsewhere(target)) for target in args[0]]
+    if not any(written):
+        return None
+    with reading_shards():
+        new_args = [
+            [
+                x if like is None else _operand(x, like, name)
+                for x, like, is_written in zip(arg, likes, written, strict=True)
+                if is_written
+            ]
+            if _is_list(arg)
+            else arg
+            for arg in args
+        ]
+        results = func(*new_args, **kwargs)
+    if not is_in_place:
+        return tuple(
+            result if like is None else _marked(result, like) for result, like in zip(results, likes, strict=True)
+        )
+    for target in args[0]:
+        if (values := values_of(target)) is not None:
+            values.changed()
+    return results
+
+
+def _is_in_place(name: str) -> bool:
+    """Return whether an operation of this name writes into its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+
+
+def _is_elsewhere(x: object) -> bool:
+    """Return whether only another pipeline stage has the values of a shard, so that writing it here has no effect."""
+    return (layout := layout_if_any(x)) is not None and not layout.is_held
+
+
+def _is_list(x: object) -> bool:
+    return isinstance(x, list | tuple)
+
+
+def _flat(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterable[Any]:
+    for arg in (*args, *kwargs.values()):
+        yield from arg if _is_list(arg) else (arg,)
+
+
+def _operand(x: object, like: Tensor, name: str) -> object:
+    """Return this rank's elements of an argument of an elementwise operation; called inside reading_shards."""
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        return x
+    values, layout = values_of(like), layout_if_any(like)
+    if is_shard(x):
+        other = layout_if_any(x)
+        is_same = layout is None or other is None or other == layout
+        if x.shape != like.shape or not is_same or (values_of(x) is None) != (values is None):
+            raise unreadable(name, like, other=x)
+        return x if values is None else values_of(x).own()  # type: ignore[union-attr]
+    if layout is None:
+        raise unreadable(name, like, other=x)
+    if x.shape == layout.shape:
+        own = layout.take(x) if layout.is_sharded else x
+        return own if values is None else values.cut(own)
+    places = [x.ndim - like.ndim + rows.dim for _, rows in layout.cuts if not rows.is_replicated]
+    if values is None and all(place < 0 or x.shape[place] == 1 for place in places):
+        return x  # broadcast along the rows
+    raise unreadable(name, like, other=x)
+
+
+class _OwnValues:
+    """This rank's elements of a result that has no memory of its own."""
+
+    def __init__(self, own: Tensor, source: Values):
+        self._own, self._source = own, source
+
+    def own(self) -> Tensor:
+        return self._own
+
+    def cut(self, local: Tensor) -> Tensor:
+        return self._source.cut(local)
+
+    def changed(self) -> None:
+        if self._source.own().untyped_storage().data_ptr() == self._own.untyped_storage().data_ptr():
+            self._source.changed()
+
+
+def _marked(result: object, like: Tensor) -> object:
+    """Return the result of an operation on shards as a shard."""
+    if not isinstance(result, Tensor):
+        return result
+    values, kind = values_of(like), LocalGradient if isinstance(like, LocalGradient) else Shard
+    with reading_shards():
+        if values is None:
+            shard = result.as_subclass(kind) if type(result) is Tensor else result.detach().as_subclass(kind)
+        else:
+            shard = kind.of_shape(like.shape, result.dtype, result.device)
+            shard.__dict__["_meshwright_values"] = _OwnValues(result, values)
+    if (layout := layout_if_any(like)) is not None:
+        shard.__dict__["meshwright"] = layout
+    return shard
+
+
+def _global_numel(x: Tensor) -> int:
+    layout = layout_if_any(x)
+    with reading_shards():
+        return x.numel() if layout is None else layout.shape.numel()

@@ -1,0 +1,250 @@
+"""The linear layers of torchao's float8 training, with the scales of the whole tensors.
+
+Such a layer multiplies each operand of its three matrix multiplications by a scale, which follows from the largest
+element of the operand, or of each of its rows. Where ranks have parts of an operand, they take the maximum over the
+ranks before the scale is computed. An operand has two of three dims, and each dim has the axis that cuts it::
+
+    input [tokens, in]    weight [out, in]    gradient of the output [tokens, out]
+
+    tokens   dp and cp
+    in       tp, in an output projection
+    out      tp, in an input projection
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import PlanError
+from meshwright.layout.tensor_layout import is_held, layout_of
+from meshwright.mesh.axes import Axis, Mesh
+from meshwright.parallel import saved_tensors as saved
+from meshwright.parallel.batch.share import is_in_filler
+from meshwright.parallel.collectives import maximum
+from meshwright.parallel.method_chain import StepOrder
+from meshwright.parallel.tensor_parallel.linear_layers import LinearForward
+from meshwright.roles.linear_kernel import LinearKernel, kernel_of, set_kernel
+
+if TYPE_CHECKING:
+    from torchao.float8.config import CastConfig
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+Dim = Literal["tokens", "in", "out"]
+
+_MULTIPLE = 16  # of the numbers over which torch._scaled_mm sums
+
+# The dims of an operand -> torchao's name for it.
+_ROLES: dict[tuple[Dim, Dim], str] = {
+    ("tokens", "in"): "input",
+    ("in", "out"): "weight",
+    ("tokens", "out"): "grad_output",
+}
+
+
+def float8_layers(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
+    """Yield the float8 layers of a model with their names, which are there only if torchao has been imported."""
+    kind: type[Float8Linear] | None = getattr(sys.modules.get("torchao.float8.float8_linear"), "Float8Linear", None)
+    if kind is not None:
+        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, kind))
+
+
+class Float8Layers:
+    """The float8 layers of a model, each with the scales of the whole tensors.
+
+    Args:
+        model: the model, whose parameters have their layouts.
+        mesh: this rank's place on the axes of the plan.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh):
+        self.model = model
+        modules = model.modules()
+        self._linear = [
+            (m, name, child) for m in modules for name, child in m.named_children() if isinstance(child, nn.Linear)
+        ]
+        # A rank with other tokens would have to run as many passes as this one.
+        self.waits_for_tokens = False
+        for _, module in float8_layers(model):
+            if is_held(module.weight):
+                kernel = Float8Kernel(module, mesh)
+                set_kernel(module, kernel)
+                Float8Forward(module)
+                self.waits_for_tokens |= mesh.tokens.size > 1 and kernel.is_by_tensor
+
+    def check(self) -> None:
+        """Raise if a layer was converted since, which has lost the hooks of the layer in whose place it is."""
+        if all(parent._modules.get(name) is child for parent, name, child in self._linear):
+            return
+        for name, module in float8_layers(self.model):
+            if is_held(module.weight) and kernel_of(module) is None:
+                raise PlanError(
+                    f"{name} was converted to float8 after to_distributed, and the new layer has none of the plan's "
+                    "hooks. Convert the model first: convert_to_float8_training(model), then to_distributed(model, ...)"
+                )
+
+
+class Float8Forward(LinearForward):
+    """The ``forward`` of a float8 layer, in training and in evaluation."""
+
+    order = StepOrder.KERNEL
+    module: Float8Linear
+
+    def __call__(self, input: Tensor) -> Tensor:
+        weight = self.module.get_parameter("weight")
+        if torch.is_autocast_enabled("cuda"):  # as the layer's own forward, which asks for no other device
+            input = input.to(torch.get_autocast_dtype("cuda"))
+        needs_weight = torch.is_grad_enabled() and weight.requires_grad
+        take = partial(self.weight_gradient, weight, saved.keep(input)) if needs_weight else None
+        y = self.kernel.with_graph(input, weight, self.module._parameters.get("bias"), take)
+        return y.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") and not y.is_cuda else y
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """One operand of a matrix multiplication.
+
+    Args:
+        values: the elements that this rank has.
+        dims: what its two dims are.
+        inner: the dim along which elements are multiplied and summed, and of which a scale by rows is a maximum.
+        cast: how torchao casts it.
+    """
+
+    values: Tensor
+    dims: tuple[Dim, Dim]
+    inner: Dim
+    cast: CastConfig
+
+    @property
+    def is_by_rows(self) -> bool:
+        return bool(self.cast.scaling_granularity.value == "axiswise")
+
+    @property
+    def scaled_dims(self) -> tuple[Dim, ...]:
+        """The dims of which a scale is a maximum."""
+        return (self.inner,) if self.is_by_rows else self.dims
+
+    @property
+    def axiswise_dim(self) -> int | None:
+        """The index of the inner dim as torchao counts it; None if the whole tensor has one scale."""
+        return (0, -1)[self.dims.index(self.inner)] if self.is_by_rows else None
+
+
+class Float8Kernel(LinearKernel):
+    """Computes what torchao's layer computes on the whole tensors.
+
+    Args:
+        module: the layer, whose weight has its layout.
+        mesh: this rank's place on the axes of the plan.
+    """
+
+    is_token_wise: ClassVar[bool] = False
+    casts_weight: ClassVar[bool] = False
+
+    def __init__(self, module: Float8Linear, mesh: Mesh):
+        self.config, self.mm_config = module.config, module.linear_mm_config
+        cuts = [rows.dim for axis, rows in layout_of(module.weight).cuts if axis == "tp" and not rows.is_replicated]
+        self.axes: dict[Dim, Axis] = {"tokens": mesh.tokens}
+        self.axes |= {("out", "in")[dim]: mesh.tp for dim in cuts}
+
+    @property
+    def is_by_tensor(self) -> bool:
+        """Whether a scale of the input is a maximum over all tokens."""
+        cast = self.config.cast_config_input
+        return bool(cast.scaling_type.value != "disabled" and cast.scaling_granularity.value == "tensorwise")
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+        c = self.config
+        a, b = self._cast(
+            _Operand(_rows(x), ("tokens", "in"), "in", c.cast_config_input),
+            _Operand(weight.t(), ("in", "out"), "in", c.cast_config_weight),
+        )
+        y = torch.mm(a, b).view(*x.shape[:-1], weight.shape[0])
+        y = y if bias is None else y + bias
+        return y if out is None else out.copy_(y)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        c = self.config
+        a, b = self._cast(
+            _Operand(_rows(gradient), ("tokens", "out"), "out", c.cast_config_grad_output),
+            _Operand(weight.t(), ("in", "out"), "out", c.cast_config_weight_for_grad_input),
+        )
+        result = torch.mm(a, b.t()).view(*gradient.shape[:-1], weight.shape[1])
+        return result if out is None else out.copy_(result)
+
+    def weight_gradient(self, x: Tensor, gradient: Tensor, *, total: Tensor | None = None) -> Tensor:
+        c = self.config
+        cast = c.cast_config_grad_output_for_grad_weight
+        a, b = self._cast(
+            _Operand(_rows(gradient), ("tokens", "out"), "tokens", cast),
+            _Operand(_rows(x), ("tokens", "in"), "tokens", c.cast_config_input_for_grad_weight),
+            mm=self._padded if x.shape[:-1].numel() % _MULTIPLE else self.mm_config,
+        )
+        own = torch.mm(a.t(), b)
+        return own if total is None else total.add_(own)
+
+    @property
+    def _padded(self) -> LinearMMConfig:
+        """The config for a rank's number of tokens of which torch._scaled_mm computes no product over the tokens.
+
+        One device may have a multiple of 16 tokens where a rank has not. torchao pads them with zeros.
+        """
+        return self.mm_config._replace(grad_weight=self.mm_config.grad_weight._replace(pad_inner_dim=True))
+
+    def _cast(self, *operands: _Operand, mm: LinearMMConfig | None = None) -> list[Tensor]:
+        """Return the operands in float8; in their own dtype if the recipe leaves this multiplication in it."""
+        from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
+        from torchao.float8.float8_utils import amax_to_scale
+
+        if operands[0].cast.scaling_type.value == "disabled":  # which torchao asserts to be so of both
+            return [operand.values for operand in operands]
+        largest = [_largest(operand) for operand in operands]
+        if is_in_filler():  # of tokens that no batch of one device has here
+            largest = [
+                most * 0 if "tokens" in op.scaled_dims else most for op, most in zip(operands, largest, strict=True)
+            ]
+        for axis in dict.fromkeys(self.axes.values()):
+            among = [
+                i for i, operand in enumerate(operands) if any(self.axes.get(d) == axis for d in operand.scaled_dims)
+            ]
+            if axis.size == 1 or not among:
+                continue
+            together = maximum(torch.cat([largest[i].flatten() for i in among]), axis)
+            parts = together.split([largest[i].numel() for i in among])
+            for i, part in zip(among, parts, strict=True):
+                largest[i] = part.view_as(largest[i])
+        return [
+            hp_tensor_and_scale_to_float8(
+                operand.values,
+                amax_to_scale(most, operand.cast.target_dtype, self.config.round_scales_to_power_of_2),
+                operand.cast.target_dtype,
+                mm or self.mm_config,
+                GemmInputRole(_ROLES[operand.dims]),
+                operand.axiswise_dim,
+            )
+            for operand, most in zip(operands, largest, strict=True)
+        ]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2)
+
+
+def _largest(operand: _Operand) -> Tensor:
+    """Return the largest absolute element, or that of each row, in a dtype that all backends reduce."""
+    from torchao.float8.float8_utils import tensor_to_amax
+
+    x = operand.values
+    if not x.numel():  # a rank without tokens
+        x = x.new_zeros([max(size, 1) for size in x.shape])
+    granularity = operand.cast.scaling_granularity
+    most: Tensor = tensor_to_amax(x, scaling_granularity=granularity, axiswise_dim=operand.axiswise_dim)
+    return most.to(torch.promote_types(most.dtype, torch.float32))

@@ -1,0 +1,165 @@
+"""Inputs that layers get beside their hidden states and that need a gradient: an encoder's result, biases of positions.
+
+Every rank of tp has the whole input, and its blocks compute with some heads or channels, so each has an addend of the
+gradient. The blocks share the input: backward sums the addends. A module that stays whole has the whole gradient
+already. Any other use in a layer would count once per rank or in part, and is refused in the layer's first pass.
+
+An input with a value for each token, which the layer itself combines with its hidden states, is cut as these are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node as GraphNode
+
+from meshwright.errors import PlanError
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.autograd_graph import bypasses, in_backward
+from meshwright.parallel.collectives import share
+from meshwright.parallel.method_chain import arguments
+from meshwright.parallel.tensor_parallel.block_boundary import hidden_states
+from meshwright.parallel.tensor_parallel.local_heads import PER_HEAD
+from meshwright.parallel.tensor_parallel.sequence_parallel import SequenceSharding
+from meshwright.roles.blocks import Block
+
+PER_TOKEN = frozenset({"per_layer_input"})  # the arguments of layers with a value for each token
+
+
+class SecondInputs:
+    """Hooks on layers, on their blocks and on their whole modules that give each its part of a second input's gradient.
+
+    Args:
+        layers: the layers.
+        blocks: the blocks of the layers.
+        whole: the modules of layers that every rank computes for all tokens.
+        axis: the axis of tp.
+        sequence: how the ranks share the tokens between the blocks; None if each has all.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        blocks: Iterable[Block],
+        whole: Iterable[nn.Module],
+        axis: Axis,
+        sequence: SequenceSharding | None = None,
+    ):
+        self.axis, self.sequence = axis, sequence
+        blocks = tuple(blocks)
+        self._local_heads = {block.heads.local_heads for block in blocks if block.heads is not None}
+        self._layers = tuple(dict.fromkeys(layers))
+        self._has_parts = any(PER_TOKEN & inspect.signature(x.forward).parameters.keys() for x in self._layers)
+        self._outside: list[weakref.ref[Tensor]] = []  # what the first layer got: nothing in a layer has computed it
+        self._given: dict[str, Tensor] = {}  # the second inputs of the running layer
+        self._gates: list[GraphNode | None] = []
+        self._checked: set[nn.Module] = set()
+        for layer in self._layers:
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+            layer.register_forward_hook(self._leave, always_call=True)
+        for block in blocks:
+            for entry in block.entries:
+                entry.register_forward_pre_hook(self._share, with_kwargs=True, prepend=True)
+        for module in whole:
+            module.register_forward_pre_hook(self._pass, with_kwargs=True, prepend=True)
+
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._given, self._gates = {}, []
+        found = second_inputs(layer, args, kwargs)
+        if layer is self._layers[0] and not in_backward():
+            if caches := {n: x for n, x in _named(layer, args, kwargs).items() if is_cache_with_gradient(x)}:
+                _refuse(layer, caches)
+            self._outside = [weakref.ref(x) for x in found.values() if isinstance(x, Tensor)]
+        found = {n: x for n, x in found.items() if n not in PER_TOKEN and not self._is_of_own_heads(n, x)}
+        if not found:
+            return self._cut(layer, args, kwargs)
+        if not all(isinstance(x, Tensor) and self._is_from_outside(x) for x in found.values()):
+            _refuse(layer, found)
+        self._given = {n: x.view_as(x) for n, x in found.items()}
+        args, kwargs = _replaced(args, kwargs, {id(x): self._given[n] for n, x in found.items()})
+        return self._cut(layer, args, kwargs)
+
+    def _cut(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with this rank's tokens of those that have a value for each token."""
+        if self.sequence is None or not self._has_parts:
+            return args, kwargs
+        named = _named(layer, args, kwargs)
+        parts = {id(x): self.sequence.split(x) for n, x in named.items() if n in PER_TOKEN and isinstance(x, Tensor)}
+        return _replaced(args, kwargs, parts)
+
+    def _is_from_outside(self, x: Tensor) -> bool:
+        # A stage of a pipeline receives what no layer has computed as a leaf.
+        is_received = x.is_leaf and not isinstance(x, nn.Parameter)
+        return in_backward() or is_received or any(x is known() for known in self._outside)
+
+    def _is_of_own_heads(self, name: str, x: Any) -> bool:
+        """Return whether an input is a bias for each of this rank's heads, which an earlier layer has computed."""
+        return name.endswith(PER_HEAD) and isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in self._local_heads
+
+    def _share(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._through(args, kwargs, lambda x: share(x, self.axis))
+
+    def _pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._through(args, kwargs, lambda x: x.view_as(x))
+
+    def _through(self, args: tuple[Any, ...], kwargs: dict[str, Any], gate: Callable[[Tensor], Tensor]) -> Any:
+        if not self._given:
+            return None
+        own = {id(x) for x in self._given.values()}
+        gated = {id(x): gate(x) for x in (*args, *kwargs.values()) if id(x) in own}
+        self._gates += [x.grad_fn for x in gated.values()]
+        return _replaced(args, kwargs, gated)
+
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        given, self._given = self._given, {}
+        if not given or output is None or layer in self._checked:
+            return
+        if beside := {n: x for n, x in given.items() if bypasses(output, x, *self._gates)}:
+            _refuse(layer, beside)
+        self._checked.add(layer)
+
+
+def second_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return by name what a layer is given beside its hidden states that requires a gradient."""
+    if not torch.is_grad_enabled():
+        return {}
+    hidden, _ = hidden_states(args, kwargs)
+    if not any(_has_gradient(x, hidden) for x in (*args, *kwargs.values())):
+        return {}
+    return {n: x for n, x in _named(layer, args, kwargs).items() if _has_gradient(x, hidden)}
+
+
+def _named(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return arguments(inspect.signature(layer.forward), args, kwargs)
+
+
+def is_cache_with_gradient(value: Any) -> bool:
+    """Return whether a value has keys or values for each layer that require a gradient: those of another decoder."""
+    if not torch.is_grad_enabled() or isinstance(value, Tensor | nn.Module):
+        return False
+    kept = getattr(value, "layers", None)
+    tensors = [getattr(x, name, None) for x in (kept if isinstance(kept, list) else ()) for name in ("keys", "values")]
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def _has_gradient(value: Any, hidden: Tensor) -> bool:
+    # Not a function inside its caller: one that calls itself would hold the hidden states until a garbage collection.
+    if isinstance(value, Tensor):
+        return value.requires_grad and value is not hidden
+    return isinstance(value, list | tuple) and any(_has_gradient(x, hidden) for x in value if isinstance(x, Tensor))
+
+
+def _refuse(layer: nn.Module, names: Iterable[str]) -> None:
+    raise PlanError(
+        f"{type(layer).__name__} is given {', '.join(names)} beside its hidden states, and this input requires a "
+        "gradient. Each rank of tp would have only a part of that gradient. Use ParallelPlan(tp=1)"
+    )
+
+
+def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], by: dict[int, Tensor]) -> Any:
+    return tuple(by.get(id(x), x) for x in args), {n: by.get(id(x), x) for n, x in kwargs.items()}

@@ -1,0 +1,110 @@
+"""Shard the vocabulary over the TP axis: each rank embeds and scores its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout.row_layout import RowLayout
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.collectives import reduce, share, unsplit_rows
+from meshwright.parallel.shards.reads import ROW_READS, reading_shards, values_of
+from meshwright.parallel.shards.stand_in import InHead, ShardedLogits
+from meshwright.parallel.tensor_checks import require_words
+
+
+class VocabParallelEmbedding:
+    """Hooks that make a stock embedding look up the rows that this rank holds and sum the results over the axis."""
+
+    def __init__(self, embedding: nn.Embedding, rows: RowLayout, axis: Axis):
+        self.axis, self.words = axis, rows.size
+        ((self.first, self.stop),) = rows.spans[axis.rank]
+        self._elsewhere: Tensor | None = None
+        self._padding = embedding.padding_idx  # which the model's code may read too
+        embedding.register_forward_pre_hook(self._localise)
+        embedding.register_forward_hook(self._sum, always_call=True)
+
+    def _localise(self, module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (words, *rest) = args
+        require_words(words, self.words, "token id")
+        self._elsewhere = (words < self.first) | (words >= self.stop)
+        if self._padding is not None:
+            module.padding_idx = self._padding - self.first if self.first <= self._padding < self.stop else None
+        return ((words - self.first).masked_fill(self._elsewhere, 0), *rest)
+
+    def _sum(self, module: nn.Embedding, args: tuple[object, ...], output: Tensor | None) -> Tensor | None:
+        if self._padding is not None:
+            module.padding_idx = self._padding
+        if output is None or self._elsewhere is None:
+            return None
+        elsewhere, self._elsewhere = self._elsewhere, None
+        return reduce(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+
+
+class RowReads:
+    """Hooks on a model whose forward may read a row of an embedding's weight, such as that of the word for padding.
+
+    Args:
+        model: the model; outside of its forward such a read raises, since not every rank need make it.
+        embedding: the embedding.
+        rows: which rows of its weight each rank holds.
+        axis: the axis of these ranks.
+    """
+
+    def __init__(self, model: nn.Module, embedding: nn.Embedding, rows: RowLayout, axis: Axis):
+        self.axis, self._running = axis, 0
+        ((self.first, self.stop),) = rows.spans[axis.rank]
+        model.register_forward_pre_hook(self._enter)
+        model.register_forward_hook(self._leave, always_call=True)
+        embedding.weight.__dict__[ROW_READS] = self
+
+    def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        self._running += 1
+
+    def _leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        self._running -= 1
+
+    def row(self, weight: Tensor, index: Any) -> Tensor | None:
+        """Return ``weight[index]`` of the whole weight for a number of a row, in forward; None for any other read."""
+        word, *rest = index if isinstance(index, tuple) else (index,)
+        if not self._running or type(word) is not int or any(x != slice(None) for x in rest) or values_of(weight):
+            return None
+        is_here = self.first <= word < self.stop
+        with reading_shards():
+            row = weight[word - self.first if is_here else 0]
+            elsewhere = torch.full((), not is_here, device=row.device)
+            return reduce(row.masked_fill(elsewhere, 0), self.axis)
+
+
+class VocabParallelHead:
+    """Hooks on the language-model head: local logits for the sharded loss, whole logits for everything else.
+
+    Args:
+        keep_sharded: a function called in each forward; it returns whether only the sharded loss will use the logits.
+    """
+
+    def __init__(self, head: nn.Linear, vocab_size: int, axis: Axis, keep_sharded: Callable[[], bool]):
+        self.axis, self.vocab_size, self.keep_sharded = axis, vocab_size, keep_sharded
+        head.register_forward_pre_hook(self._share)
+        head.register_forward_hook(self._deliver)
+
+    def _share(self, module: nn.Module, args: tuple[Tensor | InHead]) -> tuple[Tensor | InHead]:
+        return args if isinstance(args[0], InHead) else (share(args[0], self.axis),)
+
+    def _deliver(self, module: nn.Module, args: tuple[Tensor | InHead], output: Tensor) -> Tensor:
+        if isinstance(args[0], InHead) or isinstance(output, ShardedLogits):
+            return output
+        if self.keep_sharded():
+            return output.as_subclass(ShardedLogits)
+        return gather_words(output, self.axis)[..., : self.vocab_size]
+
+
+def gather_words(logits: Tensor, axis: Axis) -> Tensor:
+    """Gather whole logits from each rank's words; differentiable for a replicated consumer."""
+    if axis.size == 1:
+        return logits
+    words_first = logits.movedim(-1, 0).contiguous()
+    return unsplit_rows(words_first, axis).movedim(0, -1)
