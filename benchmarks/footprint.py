@@ -11,10 +11,10 @@ import transformers
 from rich.progress import track
 
 import meshwright as mw
-from meshwright.planner.candidate import Candidate
 from meshwright.planner.expected_traffic import step_traffic
-from meshwright.planner.footprint import footprint
-from meshwright.planner.shapes import describe
+from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.job.shapes import describe
+from meshwright.planner.memory.footprint import footprint
 from meshwright.tracing.trace import trace_step
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Phi3", "Olmo2")

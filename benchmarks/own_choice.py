@@ -25,11 +25,11 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
-from meshwright.planner.candidate import Job
-from meshwright.planner.hardware import HardwareProfile
-from meshwright.planner.search import Search, search
-from meshwright.planner.shapes import describe
-from meshwright.planner.space import Space
+from meshwright.planner.job.candidate import Job
+from meshwright.planner.job.shapes import describe
+from meshwright.planner.machine.hardware import HardwareProfile
+from meshwright.planner.search.search import Search, search
+from meshwright.planner.search.space import Space
 
 SMALL = {"num_attention_heads": 8, "num_key_value_heads": 4, "use_cache": False}
 # Name -> config, sequences per batch, tokens per sequence: wide and short, deep and long, a large vocabulary.

@@ -16,11 +16,11 @@ import typer
 
 from benchmarks.published_runs.score import LeaveOut, Score, held_out, predictions_of, validate
 from benchmarks.published_runs.table import Run, read_runs, summary
-from meshwright.planner.candidate import Job
-from meshwright.planner.hardware import Cluster, HardwareProfile, device
-from meshwright.planner.search import search
-from meshwright.planner.shapes import ModelShape
-from meshwright.planner.space import Space
+from meshwright.planner.job.candidate import Job
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.hardware import Cluster, HardwareProfile, device
+from meshwright.planner.search.search import search
+from meshwright.planner.search.space import Space
 
 EXCERPT = Path("tests/data/published_runs_excerpt.csv")
 ROWS = 8  # calibration rows per source

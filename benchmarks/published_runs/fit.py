@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.published_runs.table import Run
-from meshwright.planner.hardware import Coefficients
-from meshwright.planner.time import StepModel
+from meshwright.planner.machine.hardware import Coefficients
+from meshwright.planner.time.step import StepModel
 
 Array = NDArray[np.float64]
 

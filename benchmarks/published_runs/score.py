@@ -13,8 +13,8 @@ from typing import Literal
 from benchmarks.published_runs.fit import Fit, choose, estimate, fit
 from benchmarks.published_runs.table import Run
 from meshwright.errors import PlanError
-from meshwright.planner.hardware import Coefficients, HardwareProfile
-from meshwright.planner.memory import peak_memory
+from meshwright.planner.machine.hardware import Coefficients, HardwareProfile
+from meshwright.planner.memory.peak import peak_memory
 
 LeaveOut = Literal["rows", "model", "gpus", "test"]
 Draw = Literal["chosen", "random"]

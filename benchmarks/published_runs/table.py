@@ -22,10 +22,10 @@ from benchmarks.published_runs.table_words import (
 from meshwright.errors import PlanError
 from meshwright.plan.partition import even_stages
 from meshwright.plan.schedule import check
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.devices import matmul_peak
-from meshwright.planner.hardware import Cluster
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.devices import matmul_peak
+from meshwright.planner.machine.hardware import Cluster
 
 COLUMNS = (
     "source", "model", "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "params_B", "gpu", "n_gpus",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
-from meshwright.planner.candidate import Candidate
-from meshwright.planner.hardware import Cluster
+from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.machine.hardware import Cluster
 
 
 def accelerate_config(plan: Candidate, cluster: Cluster, *, saved: Path | None, mixed_precision: str = "no") -> str:

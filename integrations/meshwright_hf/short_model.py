@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from meshwright.errors import PlanError
 from meshwright.parallel.tensor_parallel.structure import describe
 from meshwright.plan.config import ParallelPlan
-from meshwright.planner.config_file import config_path
+from meshwright.planner.job.config_file import config_path
 from meshwright.roles import ShardingPlan, plan_for
 from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
 from meshwright_hf.narrower_configs import narrower_configs

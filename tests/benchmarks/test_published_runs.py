@@ -21,9 +21,9 @@ from benchmarks.published_runs.score import LeaveOut, Score, band, held_out, spl
 from benchmarks.published_runs.table import Run, read_runs, summary
 from meshwright.cli import app
 from meshwright.errors import PlanError
-from meshwright.planner.hardware import Coefficients, HardwareProfile
-from meshwright.planner.memory import peak_memory
-from meshwright.planner.time import StepModel
+from meshwright.planner.machine.hardware import Coefficients, HardwareProfile
+from meshwright.planner.memory.peak import peak_memory
+from meshwright.planner.time.step import StepModel
 from support.tiers import crossings
 
 EXCERPT = Path(__file__).parents[1] / "data" / "published_runs_excerpt.csv"

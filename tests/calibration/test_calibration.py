@@ -22,10 +22,17 @@ from meshwright.calibration.measure import calibrate
 from meshwright.calibration.profile_report import report
 from meshwright.calibration.timing import Probe, measure, sample_seconds
 from meshwright.errors import PlanError
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.hardware import PROFILE_VERSION, Cluster, Coefficients, Device, HardwareProfile, Measurement
-from meshwright.planner.shapes import ModelShape
-from meshwright.planner.time import StepModel
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.hardware import (
+    PROFILE_VERSION,
+    Cluster,
+    Coefficients,
+    Device,
+    HardwareProfile,
+    Measurement,
+)
+from meshwright.planner.time.step import StepModel
 
 FLOPS, BANDWIDTH, FAST, SLOW = 8e11, 5e10, 4e9, 5e8
 TRUE = Coefficients(

@@ -20,12 +20,12 @@ from meshwright.choose.optimizer_kind import kind_of
 from meshwright.choose.picked_plan import pick_plan
 from meshwright.choose.plan_file import save_plan
 from meshwright.cli import app
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.footprint import footprint
-from meshwright.planner.hardware import CATALOGUE, Cluster
-from meshwright.planner.memory import peak_memory
-from meshwright.planner.optimizers import OPTIMIZERS
-from meshwright.planner.shapes import describe
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.optimizers import OPTIMIZERS
+from meshwright.planner.job.shapes import describe
+from meshwright.planner.machine.hardware import CATALOGUE, Cluster
+from meshwright.planner.memory.footprint import footprint
+from meshwright.planner.memory.peak import peak_memory
 from support.models import build, tokens
 from support.optimizers import Lamb, OfOneNorm
 from support.short_programs import losses_of

@@ -19,7 +19,7 @@ from meshwright.plan.config import PLAN_FIELDS
 from meshwright.plan.context_methods import METHODS
 from meshwright.plan.schedule import SCHEDULES
 from meshwright.plan.text import format_plan, parse_plan
-from meshwright.planner.candidate import Candidate
+from meshwright.planner.job.candidate import Candidate
 
 pytestmark = pytest.mark.quick
 

@@ -199,7 +199,7 @@ def test_what_is_refused(config: Path, options: str, message: str) -> None:
 
 
 def test_a_plan_that_cannot_run_is_not_saved(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.planner.candidate import Candidate
+    from meshwright.planner.job.candidate import Candidate
 
     monkeypatch.setattr(Candidate, "runs_today", property(lambda plan: False))
     done = run(config, f"--gpus 8 --allow-future --save {tmp_path / 'plan.yaml'}")

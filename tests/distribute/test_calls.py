@@ -18,7 +18,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.distribute.check_arguments import explained
 from meshwright.errors import PlanError
 from meshwright.faults.together import on_first_rank, succeed_together
-from meshwright.planner.shapes import describe
+from meshwright.planner.job.shapes import describe
 from meshwright.roles import plan_for
 from support.models import build
 

@@ -22,8 +22,8 @@ from meshwright.monitor.estimate import Estimate, Machine, candidate_of, estimat
 from meshwright.monitor.figures import Figures, RankFigures, StepFigures, together
 from meshwright.monitor.line import clock, line, say
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.planner.hardware import Cluster, Coefficients, HardwareProfile, device
-from meshwright.planner.shapes import describe
+from meshwright.planner.job.shapes import describe
+from meshwright.planner.machine.hardware import Cluster, Coefficients, HardwareProfile, device
 from support.models import build
 
 LENGTH = 16

@@ -11,19 +11,19 @@ from peft import LoraConfig, get_peft_model
 
 import meshwright as mw
 from meshwright.errors import PlanError
-from meshwright.planner.adapters import Lora
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.devices import device_of_spec, spec_of
-from meshwright.planner.footprint import footprint
-from meshwright.planner.hardware import Cluster, Coefficients, device
-from meshwright.planner.held_states import exchanged
-from meshwright.planner.memory import peak_memory, stage_memory, state_memory
-from meshwright.planner.optimizers import OPTIMIZERS
-from meshwright.planner.search import search
-from meshwright.planner.shapes import ModelShape, describe
-from meshwright.planner.simplicity import SIMPLER, TIE, complexity, in_order
-from meshwright.planner.space import Space
-from meshwright.planner.time import StepModel
+from meshwright.planner.job.adapters import Lora
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.optimizers import OPTIMIZERS
+from meshwright.planner.job.shapes import ModelShape, describe
+from meshwright.planner.machine.devices import device_of_spec, spec_of
+from meshwright.planner.machine.hardware import Cluster, Coefficients, device
+from meshwright.planner.memory.footprint import footprint
+from meshwright.planner.memory.held_states import exchanged
+from meshwright.planner.memory.peak import peak_memory, stage_memory, state_memory
+from meshwright.planner.search.search import search
+from meshwright.planner.search.simplicity import SIMPLER, TIE, complexity, in_order
+from meshwright.planner.search.space import Space
+from meshwright.planner.time.step import StepModel
 from meshwright.tracing.trace import trace_step
 from planner.test_planner_footprint import FAMILIES, LENGTH, PLANS, ROWS, candidate, config_of
 from support.tiers import crossings

@@ -11,17 +11,17 @@ import meshwright as mw
 from conformance.families.models import build as build_family
 from meshwright.choose.picked_plan import _refusals
 from meshwright.plan.context_methods import METHODS
-from meshwright.planner import explain
-from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.answers import explain
 from meshwright.planner.context_cost import exchanges
-from meshwright.planner.family_traits import traits_of
-from meshwright.planner.hardware import Cluster, Coefficients, device
-from meshwright.planner.memory import held_activations
-from meshwright.planner.method_choice import method_reasons
-from meshwright.planner.search import Search, search
-from meshwright.planner.shapes import ModelShape
-from meshwright.planner.space import Space
-from meshwright.planner.time import StepModel, boundary_bytes
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.family_traits import traits_of
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.hardware import Cluster, Coefficients, device
+from meshwright.planner.memory.peak import held_activations
+from meshwright.planner.search.method_choice import method_reasons
+from meshwright.planner.search.search import Search, search
+from meshwright.planner.search.space import Space
+from meshwright.planner.time.step import StepModel, boundary_bytes
 from support.models import build
 from support.shapes import changed
 

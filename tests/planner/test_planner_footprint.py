@@ -14,12 +14,12 @@ import torch
 
 import meshwright as mw
 from meshwright.choose.logits_in_training import logits_in_training
-from meshwright.planner.activations import saved_activations
-from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.expected_traffic import step_traffic
-from meshwright.planner.footprint import footprint
-from meshwright.planner.memory import peak_memory
-from meshwright.planner.shapes import describe
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.shapes import describe
+from meshwright.planner.memory.activations import saved_activations
+from meshwright.planner.memory.footprint import footprint
+from meshwright.planner.memory.peak import peak_memory
 from meshwright.tracing.trace import Trace, trace_step
 from support.models import FAMILIES, SIZES
 from support.parity import crossed

@@ -11,7 +11,14 @@ import pytest
 
 from meshwright.choose.run_profile import load_run_profile
 from meshwright.errors import PlanError
-from meshwright.planner.hardware import CATALOGUE, PROFILE_VERSION, Cluster, Coefficients, HardwareProfile, device
+from meshwright.planner.machine.hardware import (
+    CATALOGUE,
+    PROFILE_VERSION,
+    Cluster,
+    Coefficients,
+    HardwareProfile,
+    device,
+)
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

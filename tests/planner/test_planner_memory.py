@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 
-from meshwright.planner.activations import SavedByLayer, saved_activations
-from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.expected_traffic import step_traffic
-from meshwright.planner.hardware import Cluster, Coefficients, device
-from meshwright.planner.memory import (
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.hardware import Cluster, Coefficients, device
+from meshwright.planner.memory.activations import SavedByLayer, saved_activations
+from meshwright.planner.memory.peak import (
     held_activations,
     least_memory,
     peak_memory,
@@ -18,9 +19,8 @@ from meshwright.planner.memory import (
     stage_memory,
     state_memory,
 )
-from meshwright.planner.shapes import ModelShape
-from meshwright.planner.space import Space
-from meshwright.planner.time import StepModel
+from meshwright.planner.search.space import Space
+from meshwright.planner.time.step import StepModel
 from support.shapes import changed, in_runs
 
 pytestmark = pytest.mark.quick

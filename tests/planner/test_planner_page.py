@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.errors import PlanError
 from meshwright.plan.schedule import SCHEDULES, Kind, chunks_of, rank_of_stage, rank_operations
-from meshwright.planner.candidate import Candidate
-from meshwright.planner.hardware import HardwareProfile
-from meshwright.planner.memory import peak_memory
+from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.machine.hardware import HardwareProfile
+from meshwright.planner.memory.peak import peak_memory
 from meshwright.planner.page import Answer, page, write_page
 from meshwright.planner.page.draw import PALETTE, PART_OF_AXIS
 from meshwright.planner.page.every_setting import Elsewhere, with_each_length, with_every_setting
@@ -29,10 +29,10 @@ from meshwright.planner.page.front import pareto
 from meshwright.planner.page.listing import Listed, listed_plans
 from meshwright.planner.page.settings import PageSettings, Ranges, ranges
 from meshwright.planner.page.style import style
-from meshwright.planner.search import Search, search
-from meshwright.planner.simplicity import TIE
-from meshwright.planner.simulate import SimulatedPipeline, pipeline_events, pipeline_time
-from meshwright.planner.time import StepModel
+from meshwright.planner.search.search import Search, search
+from meshwright.planner.search.simplicity import TIE
+from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_events, pipeline_time
+from meshwright.planner.time.step import StepModel
 from support.plan_pages import HUGE, SEVEN, SEVENTY, SMALL, answer, find, held, listed, tree
 from support.shapes import changed
 from support.tiers import crossings

@@ -15,14 +15,14 @@ from matplotlib.image import imread
 
 from meshwright.errors import PlanError
 from meshwright.plan.schedule import SCHEDULES, chunks_of
-from meshwright.planner import explain
 from meshwright.planner import page as page_package
-from meshwright.planner.candidate import Precision
-from meshwright.planner.cost import Budget, bill_of
+from meshwright.planner.answers import explain
+from meshwright.planner.answers.cost import Budget, bill_of
 from meshwright.planner.formatting import gib, seconds
+from meshwright.planner.job.candidate import Precision
 from meshwright.planner.page import Answer, write_page
 from meshwright.planner.page.settings import PageSettings, ranges
-from meshwright.planner.simulate import SimulatedPipeline, pipeline_events
+from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_events
 from support.plan_pages import SEVEN, SEVENTY, SMALL, answer, find, listed
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

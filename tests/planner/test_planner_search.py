@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from meshwright.errors import PlanError
-from meshwright.planner import explain
-from meshwright.planner.candidate import Job
-from meshwright.planner.hardware import Cluster, HardwareProfile, device
-from meshwright.planner.memory import peak_memory
-from meshwright.planner.search import Search, search
-from meshwright.planner.shapes import ModelShape
-from meshwright.planner.space import Space
-from meshwright.planner.time import StepModel
+from meshwright.planner.answers import explain
+from meshwright.planner.job.candidate import Job
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.hardware import Cluster, HardwareProfile, device
+from meshwright.planner.memory.peak import peak_memory
+from meshwright.planner.search.search import Search, search
+from meshwright.planner.search.space import Space
+from meshwright.planner.time.step import StepModel
 from support.shapes import changed
 from support.tiers import crossing
 

@@ -12,7 +12,7 @@ import transformers
 
 from conformance.families.models import DENSE, model_class, model_types, tiny_config
 from meshwright.errors import PlanError
-from meshwright.planner.shapes import ModelShape, describe
+from meshwright.planner.job.shapes import ModelShape, describe
 from meshwright.roles import Role, plan_for
 
 LLAMA = {

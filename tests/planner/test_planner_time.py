@@ -10,14 +10,14 @@ import pytest
 
 from meshwright.errors import PlanError
 from meshwright.plan.schedule import stages_of_rank
-from meshwright.planner import simulate
-from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.expected_traffic import step_traffic
-from meshwright.planner.hardware import Cluster, Coefficients, device
-from meshwright.planner.shapes import ModelShape
-from meshwright.planner.simulate import SimulatedPipeline, pipeline_time
-from meshwright.planner.space import Space
-from meshwright.planner.time import StepModel
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.hardware import Cluster, Coefficients, device
+from meshwright.planner.search.space import Space
+from meshwright.planner.time import simulate
+from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_time
+from meshwright.planner.time.step import StepModel
 from support.shapes import changed
 
 pytestmark = pytest.mark.quick

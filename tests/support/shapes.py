@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from meshwright.planner.shapes import LayerShape, ModelShape
+from meshwright.planner.job.shapes import LayerShape, ModelShape
 
 OF_LAYER = {field.name for field in dataclasses.fields(LayerShape)}
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import PlanError
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.shapes import describe
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.shapes import describe
 from meshwright.tracing.compare import model_on_meta, trace_and_compare
 from support.tiers import crossing
 

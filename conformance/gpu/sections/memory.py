@@ -16,9 +16,9 @@ from conformance.gpu.ranks import RankPools, rank_pools
 from conformance.gpu.section import Check, Place, Section, attempt
 from meshwright.choose.given_plan import resolve_plan
 from meshwright.plan.config import ParallelPlan
-from meshwright.planner.candidate import Candidate
-from meshwright.planner.footprint import footprint
-from meshwright.planner.shapes import describe
+from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.job.shapes import describe
+from meshwright.planner.memory.footprint import footprint
 from meshwright.tracing.trace import trace_step
 
 _GOAL = 0.05

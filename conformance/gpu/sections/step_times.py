@@ -11,10 +11,10 @@ from conformance.gpu.ranks import RankPools, rank_pools
 from conformance.gpu.section import Check, Place, Section, attempt
 from meshwright.calibration.measure import calibrate
 from meshwright.choose.picked_plan import device_at_hand
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.hardware import HardwareProfile
-from meshwright.planner.shapes import describe
-from meshwright.planner.time import StepModel
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.shapes import describe
+from meshwright.planner.machine.hardware import HardwareProfile
+from meshwright.planner.time.step import StepModel
 
 _CONTESTS = (
     Contest(name="0.1 B, 8 x 2048", rows=8, length=2048, hidden=768, layers=12, ffn=2048, heads=12, kv_heads=12,

@@ -6,8 +6,8 @@ import shlex
 from dataclasses import dataclass
 
 from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
-from meshwright.planner.candidate import Candidate
-from meshwright.planner.hardware import Cluster
+from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.machine.hardware import Cluster
 
 GRACE = 120  # seconds before the end in which the ranks save
 RESTARTS = 3  # that the launcher makes by itself after a process has failed

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import PlanError
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.hardware import Cluster, Coefficients, Device, Measurement
-from meshwright.planner.shapes import ModelShape
-from meshwright.planner.time import StepModel
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.hardware import Cluster, Coefficients, Device, Measurement
+from meshwright.planner.time.step import StepModel
 
 Array = NDArray[np.float64]
 

@@ -23,7 +23,7 @@ from meshwright.calibration.timing import Probe, measure, sample_seconds
 from meshwright.errors import PlanError
 from meshwright.mesh.cores import core_count, crowding
 from meshwright.mesh.process_group import backend_for, device_for, start_process_group, world_size
-from meshwright.planner.hardware import HardwareProfile, Measurement
+from meshwright.planner.machine.hardware import HardwareProfile, Measurement
 from meshwright.progress import is_first_rank
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

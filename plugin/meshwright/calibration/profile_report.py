@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.mesh.cores import crowding
 from meshwright.planner.formatting import grid
-from meshwright.planner.hardware import HardwareProfile, Measurement
+from meshwright.planner.machine.hardware import HardwareProfile, Measurement
 
 _WIDE = 0.35  # band from which the measurements did not fit together
 

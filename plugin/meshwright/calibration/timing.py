@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.faults.together import texts_of_all
-from meshwright.planner.hardware import Measurement
+from meshwright.planner.machine.hardware import Measurement
 
 Run = Callable[[], object]
 

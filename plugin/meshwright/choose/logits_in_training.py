@@ -7,7 +7,7 @@ from torch import nn
 from meshwright.parallel.foreign_hooks import has_foreign_hooks
 from meshwright.parallel.losses.deferred_logits import DeferringHead
 from meshwright.plan.config import ToDistributedConfig
-from meshwright.planner.candidate import Logits
+from meshwright.planner.job.candidate import Logits
 from meshwright.roles.adapters import without_wrappers
 
 

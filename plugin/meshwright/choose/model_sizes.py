@@ -13,7 +13,7 @@ from meshwright.parallel.fake_passes.model_shape import shape_of
 from meshwright.parallel.fake_passes.routed_shape import on_meta, routed_shape
 from meshwright.parallel.tensor_parallel.structure import describe as describe_structure
 from meshwright.plan.config import ToDistributedConfig
-from meshwright.planner.shapes import ModelShape, describe
+from meshwright.planner.job.shapes import ModelShape, describe
 from meshwright.roles import ShardingPlan, find_decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks import Mixer

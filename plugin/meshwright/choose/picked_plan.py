@@ -38,16 +38,16 @@ from meshwright.parallel.losses.head_losses import find_loss
 from meshwright.parallel.tensor_parallel.structure import describe as describe_structure
 from meshwright.parallel.tensor_parallel.structure import outline
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.planner import explain
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.devices import Device
+from meshwright.planner.answers import explain
 from meshwright.planner.formatting import memory as memory_text
 from meshwright.planner.formatting import seconds
-from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
-from meshwright.planner.optimizers import OptimizerKind
-from meshwright.planner.search import TIED, Choice, Search, search
-from meshwright.planner.simplicity import TIE
-from meshwright.planner.space import Space
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.optimizers import OptimizerKind
+from meshwright.planner.machine.devices import Device
+from meshwright.planner.machine.hardware import CATALOGUE, Cluster, HardwareProfile
+from meshwright.planner.search.search import TIED, Choice, Search, search
+from meshwright.planner.search.simplicity import TIE
+from meshwright.planner.search.space import Space
 from meshwright.progress import is_first_rank
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.adapters import without_wrappers

@@ -12,7 +12,7 @@ import yaml
 
 from meshwright.errors import PlanError
 from meshwright.plan.text import is_plan_text, parse_plan
-from meshwright.planner.candidate import Candidate
+from meshwright.planner.job.candidate import Candidate
 
 PLAN_VERSION = 1
 PLAN_VARIABLE = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from meshwright.errors import PlanError
-from meshwright.planner.hardware import HardwareProfile
+from meshwright.planner.machine.hardware import HardwareProfile
 
 PROFILE_FILE = "machine.json"  # the file that messages propose for a profile
 

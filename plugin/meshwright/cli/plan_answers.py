@@ -23,12 +23,12 @@ from meshwright.cli.plan_inputs import PlanQuestion
 from meshwright.errors import PlanError
 
 if TYPE_CHECKING:
-    from meshwright.planner.candidate import Candidate, Job
-    from meshwright.planner.explain import Change
-    from meshwright.planner.hardware import Cluster
-    from meshwright.planner.search import Search
-    from meshwright.planner.sweep import SweepRow
-    from meshwright.planner.trainings import TrainingWay
+    from meshwright.planner.answers.explain import Change
+    from meshwright.planner.answers.sweep import SweepRow
+    from meshwright.planner.answers.trainings import TrainingWay
+    from meshwright.planner.job.candidate import Candidate, Job
+    from meshwright.planner.machine.hardware import Cluster
+    from meshwright.planner.search.search import Search
 
 
 _of_output = partial(option, panel="Output")
@@ -117,7 +117,7 @@ class PageOutputs(Outputs):
 
 def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
     """Print the fastest plans, and write the files that were asked for."""
-    from meshwright.planner import explain
+    from meshwright.planner.answers import explain
 
     outputs.check()
     space = question.space()
@@ -151,9 +151,9 @@ def _searching() -> contextlib.AbstractContextManager[object]:
 def _write_page(
     question: PlanQuestion, outputs: PageOutputs, found: Search, changed: Sequence[Change], compared: list[TrainingWay]
 ) -> None:
+    from meshwright.planner.answers.sweep import no_fit_of
+    from meshwright.planner.answers.trainings import training_rows
     from meshwright.planner.page import Answer, write_page
-    from meshwright.planner.sweep import no_fit_of
-    from meshwright.planner.trainings import training_rows
 
     html, options = outputs.html, question.options
     assert html is not None
@@ -188,10 +188,10 @@ def _write_page(
 
 def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:
     """Print the estimates of the user's plans; return whether the first one fits."""
-    from meshwright.planner import explain
+    from meshwright.planner.answers import explain
+    from meshwright.planner.answers.own_plan import weigh
+    from meshwright.planner.answers.own_text import own_text
     from meshwright.planner.formatting import gib
-    from meshwright.planner.own_plan import weigh
-    from meshwright.planner.own_text import own_text
 
     outputs.check()
     space = question.space()
@@ -224,8 +224,8 @@ def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], 
 
 def answer_sweep(question: PlanQuestion, outputs: TableOutputs, name: str) -> None:
     """Print a table with the best plan for each value of a setting."""
-    from meshwright.planner.notes import batch_warning
-    from meshwright.planner.sweep import row_of, sweep_dict
+    from meshwright.planner.answers.notes import batch_warning
+    from meshwright.planner.answers.sweep import row_of, sweep_dict
 
     outputs.refuse_files(f"--{name.replace('_', '-')} with several values prints a table; leave one of them out")
 
@@ -249,7 +249,7 @@ def answer_sweep(question: PlanQuestion, outputs: TableOutputs, name: str) -> No
 
 def answer_days(question: PlanQuestion, outputs: TableOutputs, days: float) -> None:
     """Print the smallest cluster that trains on the tokens in a number of days, and the sizes below it."""
-    from meshwright.planner.sweep import is_met, smallest_cluster, sweep_dict
+    from meshwright.planner.answers.sweep import is_met, smallest_cluster, sweep_dict
 
     outputs.refuse_files("--days prints a table; leave one of them out")
     if question.budget is None:
@@ -282,8 +282,8 @@ def answer_days(question: PlanQuestion, outputs: TableOutputs, days: float) -> N
 
 def _table(question: PlanQuestion, swept: str, rows: Sequence[SweepRow]) -> str:
     """Return a table over a setting, below a line with the model and the other settings."""
-    from meshwright.planner.explain import parameters_text
-    from meshwright.planner.sweep import sweep_text
+    from meshwright.planner.answers.explain import parameters_text
+    from meshwright.planner.answers.sweep import sweep_text
 
     shape, cluster, settings = question.shape, question.cluster(question.settings), question.settings
     one = {"gpus": cluster.device.name, "gpu": f"{cluster.gpus} devices"}
@@ -348,7 +348,7 @@ def _emitted(found: Search, emit: Emit, save: Path | None) -> str:
 def _trace(found: Search, model: str, stage: int | None) -> None:
     import torch
 
-    from meshwright.planner.config_file import config_path
+    from meshwright.planner.job.config_file import config_path
     from meshwright.tracing.compare import model_on_meta, trace_and_compare
 
     plan = found.choices[0].plan

@@ -18,14 +18,14 @@ from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES
 
 if TYPE_CHECKING:
     from meshwright.plan.config import ParallelPlan
-    from meshwright.planner.adapters import Lora
-    from meshwright.planner.candidate import Candidate, Job
-    from meshwright.planner.cost import Budget
-    from meshwright.planner.hardware import Cluster, HardwareProfile
-    from meshwright.planner.search import Search
-    from meshwright.planner.shapes import ModelShape
-    from meshwright.planner.space import Space
-    from meshwright.planner.trainings import TrainingWay
+    from meshwright.planner.answers.cost import Budget
+    from meshwright.planner.answers.trainings import TrainingWay
+    from meshwright.planner.job.adapters import Lora
+    from meshwright.planner.job.candidate import Candidate, Job
+    from meshwright.planner.job.shapes import ModelShape
+    from meshwright.planner.machine.hardware import Cluster, HardwareProfile
+    from meshwright.planner.search.search import Search
+    from meshwright.planner.search.space import Space
 
 RUN_PANEL = "The whole run: days, GPU-hours and cost"
 _of_run = partial(option, panel=RUN_PANEL)
@@ -60,7 +60,7 @@ class RunOptions:
         Raises:
             PlanError: an option is wrong, or there are not as many prices as GPUs.
         """
-        from meshwright.planner.cost import Budget, parse_tokens, price_of
+        from meshwright.planner.answers.cost import Budget, parse_tokens, price_of
 
         if self.tokens is None and self.price is not None:
             raise PlanError(f"--price {self.price} needs the tokens of the run; write --tokens 1T")
@@ -170,7 +170,7 @@ class JobOptions:
         Raises:
             PlanError: an option has no effect without another one.
         """
-        from meshwright.planner.adapters import Lora
+        from meshwright.planner.job.adapters import Lora
 
         if self.lora is None and (self.quantised is not None or self.double_quant):
             raise PlanError("a quantised base is frozen, so it needs adapters to train: write --lora 16 too")
@@ -188,7 +188,7 @@ class JobOptions:
         Raises:
             PlanError: an option is wrong, or the planner does not know the model.
         """
-        from meshwright.planner.hardware import HardwareProfile, device
+        from meshwright.planner.machine.hardware import HardwareProfile, device
 
         if self.model is None:
             raise PlanError("--model is missing; write --model config.json")
@@ -255,7 +255,7 @@ class PlanQuestion:
 
     def space(self, settings: Settings | None = None) -> Space:
         """Return the plans to search, perhaps with other settings."""
-        from meshwright.planner.space import Space
+        from meshwright.planner.search.space import Space
 
         settings = settings or self.settings
         cluster = self.cluster(settings)
@@ -264,8 +264,8 @@ class PlanQuestion:
 
     def cluster(self, settings: Settings) -> Cluster:
         """Return the devices of some settings."""
-        from meshwright.planner.devices import device_of_spec
-        from meshwright.planner.hardware import Cluster, device
+        from meshwright.planner.machine.devices import device_of_spec
+        from meshwright.planner.machine.hardware import Cluster, device
 
         options, measured = self.options, self.measured
         gpus = settings.gpus[0] if settings.gpus else None
@@ -289,7 +289,7 @@ class PlanQuestion:
 
     def _job(self, settings: Settings, cluster: Cluster) -> Job:
         """Return the job, in 32 bits if the profile measured float32 or the cluster has CPUs only."""
-        from meshwright.planner.candidate import Job
+        from meshwright.planner.job.candidate import Job
 
         on_cpu = cluster.device.shares_host
         job = Job(
@@ -316,9 +316,9 @@ class PlanQuestion:
             top: number of plans (default: that of ``--top``).
             is_shown: whether the reasons against other plans are shown.
         """
-        from meshwright.planner.notes import without_repetitions
-        from meshwright.planner.search import search
-        from meshwright.planner.simplicity import SIMPLER, TIE
+        from meshwright.planner.answers.notes import without_repetitions
+        from meshwright.planner.search.search import search
+        from meshwright.planner.search.simplicity import SIMPLER, TIE
 
         wanted, within = top or self.search_options.top, SIMPLER if self.search_options.simple else TIE
         found = search(
@@ -333,7 +333,7 @@ class PlanQuestion:
             space: the space of the job.
             found: its search, so that the table has its first plan.
         """
-        from meshwright.planner.trainings import trainings
+        from meshwright.planner.answers.trainings import trainings
 
         if space.job.lora is None:
             return []
@@ -350,8 +350,8 @@ class PlanQuestion:
 
 def _described(model: Path) -> tuple[ModelShape, str | None]:
     """Return the shape of a model, and why it has no estimate under tp; modules show what the config does not."""
-    from meshwright.planner.config_file import config_path
-    from meshwright.planner.shapes import describe, name_of
+    from meshwright.planner.job.config_file import config_path
+    from meshwright.planner.job.shapes import describe, name_of
 
     path = config_path(model)  # a missing file is said at once, without an import of torch
     try:
@@ -389,7 +389,7 @@ def own_plans(
     """
     # Imported here, since it imports torch, which takes seconds.
     from meshwright.choose.given_plan import plan_of_sizes, resolve_plan
-    from meshwright.planner.candidate import Candidate
+    from meshwright.planner.job.candidate import Candidate
 
     if words and sizes:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in sizes)

@@ -72,7 +72,7 @@ def precision_of(text: str) -> str:
     Raises:
         PlanError: it is unknown.
     """
-    from meshwright.planner.candidate import Precision  # imported here so that --help is fast
+    from meshwright.planner.job.candidate import Precision  # imported here so that --help is fast
 
     if text.lower() not in (known := get_args(Precision)):
         raise PlanError(f"--precision={text!r} is not known; write {', '.join(known)}, or several with commas")

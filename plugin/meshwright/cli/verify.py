@@ -117,7 +117,7 @@ def _plans(words: str, processes: int | None) -> tuple[ParallelPlan, ParallelPla
 
 def _modules(model: Path) -> list[str]:
     """Return the modules that the processes can start to import before the config is read in full."""
-    from meshwright.planner.config_file import config_path
+    from meshwright.planner.job.config_file import config_path
 
     try:
         name = str(json_format.loads(config_path(model).read_text())["model_type"]).replace("-", "_")

@@ -10,7 +10,7 @@ from meshwright.monitor.estimate import Estimate
 from meshwright.plan.config import ParallelPlan
 from meshwright.planner.formatting import memory as size
 from meshwright.planner.formatting import seconds
-from meshwright.planner.memory import Memory
+from meshwright.planner.memory.peak import Memory
 
 _SMALL = 2**20  # bytes below which a part is not listed
 _MOSTLY = 0.5  # share of a layer's time from which launching operations counts as the most of it

@@ -17,15 +17,15 @@ from meshwright.errors import PlanError
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.planner.breakdown import StepTime
-from meshwright.planner.candidate import Candidate, Job, Logits
-from meshwright.planner.hardware import Cluster, HardwareProfile
-from meshwright.planner.memory import Memory, stage_memory
-from meshwright.planner.notes import measured_notes
-from meshwright.planner.optimizers import OptimizerKind
-from meshwright.planner.own_plan import check_expert_ranks
-from meshwright.planner.shapes import ModelShape
-from meshwright.planner.time import StepModel
+from meshwright.planner.answers.notes import measured_notes
+from meshwright.planner.answers.own_plan import check_expert_ranks
+from meshwright.planner.job.candidate import Candidate, Job, Logits
+from meshwright.planner.job.optimizers import OptimizerKind
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.hardware import Cluster, HardwareProfile
+from meshwright.planner.memory.peak import Memory, stage_memory
+from meshwright.planner.time.breakdown import StepTime
+from meshwright.planner.time.step import StepModel
 
 
 @dataclass(frozen=True, kw_only=True)

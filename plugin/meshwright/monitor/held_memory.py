@@ -17,7 +17,7 @@ from meshwright.faults.together import texts_of_all
 from meshwright.optim.runtime import Runtime, device_of, runtime_of
 from meshwright.planner.formatting import grid
 from meshwright.planner.formatting import memory as memory_text
-from meshwright.planner.memory import Memory
+from meshwright.planner.memory.peak import Memory
 
 
 @dataclass(frozen=True, kw_only=True)

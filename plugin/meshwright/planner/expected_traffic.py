@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.flat_offsets import flat_offsets, sharded_length
 from meshwright.plan.head_chunks import head_chunk
-from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
-from meshwright.planner.candidate import Candidate, count_recomputed
 from meshwright.planner.context_cost import exchanges
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.job.candidate import Candidate, count_recomputed
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.memory.bucket_sizes import Parameter, buckets, parameters, units
 
 
 @dataclass(kw_only=True)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.parallel.fake_passes.example_images import example_images
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.config_file import config_path
 from meshwright.planner.expected_traffic import step_traffic
-from meshwright.planner.footprint import footprint
 from meshwright.planner.formatting import grid
-from meshwright.planner.memory import peak_memory, stage_memory
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.config_file import config_path
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.memory.footprint import footprint
+from meshwright.planner.memory.peak import peak_memory, stage_memory
 from meshwright.roles import find_decoder
 from meshwright.tracing.trace import Trace, trace_step
 

@@ -17,7 +17,7 @@ from meshwright.parallel.fake_passes.fake_pass import fake_values
 from meshwright.parallel.fake_passes.known_values import KnownValues
 from meshwright.parallel.fake_passes.live_bytes import LiveBytes
 from meshwright.parallel.tensor_parallel.structure import describe
-from meshwright.planner.measured import Held, MeasuredLayer, MeasuredPart, PerToken, TowerShape
+from meshwright.planner.job.measured import Held, MeasuredLayer, MeasuredPart, PerToken, TowerShape
 from meshwright.roles import Decoder, plan_for
 from meshwright.roles.decoder import is_stack
 

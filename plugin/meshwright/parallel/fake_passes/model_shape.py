@@ -7,7 +7,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.parallel.tensor_parallel.structure import describe as describe_structure
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.job.shapes import ModelShape
 from meshwright.roles import ShardingPlan
 from meshwright.roles.blocks import Block
 from meshwright.roles.projection import in_features, out_features, weight_of

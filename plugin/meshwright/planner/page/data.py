@@ -9,17 +9,17 @@ import zlib
 from collections.abc import Callable, Hashable, Sequence
 
 from meshwright.plan.schedule import stages_of_rank
-from meshwright.planner import explain
-from meshwright.planner.candidate import Candidate, stage_layers
-from meshwright.planner.memory import Memory
+from meshwright.planner.answers import explain
+from meshwright.planner.job.candidate import Candidate, stage_layers
+from meshwright.planner.memory.peak import Memory
 from meshwright.planner.page.draw import HATCHED, PART_OF_AXIS
 from meshwright.planner.page.every_setting import Elsewhere
 from meshwright.planner.page.front import Point, drawn_points
 from meshwright.planner.page.listing import Listed
 from meshwright.planner.page.settings import Outcome, PageSettings, StageWork
 from meshwright.planner.page.words import describe_ranks, describe_rows
-from meshwright.planner.search import Search
-from meshwright.planner.simplicity import complexity
+from meshwright.planner.search.search import Search
+from meshwright.planner.search.simplicity import complexity
 
 _MIB = 2**20
 _HEAD, _TAIL = 7, 3  # bars at each end of a long pipeline; between them, only the fullest stage has one

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.planner.best_first import BestFirst
-from meshwright.planner.candidate import Candidate
-from meshwright.planner.memory import state_memory
+from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.memory.peak import state_memory
 from meshwright.planner.page.listing import Listed, in_table_order
 from meshwright.planner.page.settings import PageSettings
-from meshwright.planner.search import choice_of
-from meshwright.planner.simplicity import BESIDE_DP, TIE
+from meshwright.planner.search.best_first import BestFirst
+from meshwright.planner.search.search import choice_of
+from meshwright.planner.search.simplicity import BESIDE_DP, TIE
 
 _Setting = tuple[int, int, int]  # the index on the sliders of the batch, the length and the GPUs
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from meshwright.planner.candidate import Candidate
-from meshwright.planner.memory import peak_memory
-from meshwright.planner.search import Search
-from meshwright.planner.time import StepModel
+from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.memory.peak import peak_memory
+from meshwright.planner.search.search import Search
+from meshwright.planner.time.step import StepModel
 
 _SLOWEST = 6.0  # plans slower than this many times the best step are counted, not drawn
 _PLACES = 100  # places along each axis of the diagram; one dot stands for all plans on a place

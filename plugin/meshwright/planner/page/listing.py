@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.candidate import Candidate
-from meshwright.planner.explain import ties
-from meshwright.planner.memory import peak_memory
+from meshwright.planner.answers.explain import ties
+from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.memory.peak import peak_memory
 from meshwright.planner.page.front import Point
-from meshwright.planner.search import Choice, Search, choice_of
-from meshwright.planner.simplicity import in_order
-from meshwright.planner.time import StepModel
+from meshwright.planner.search.search import Choice, Search, choice_of
+from meshwright.planner.search.simplicity import in_order
+from meshwright.planner.time.step import StepModel
 
 PLANS = 16  # largest number of plans of an answer, unless the search has more choices
 _GIB = 2**30

@@ -11,8 +11,8 @@ from typing import Any
 from markupsafe import Markup
 
 from meshwright.errors import PlanError
-from meshwright.planner import explain
-from meshwright.planner.cost import Budget, bill_line, bill_of
+from meshwright.planner.answers import explain
+from meshwright.planner.answers.cost import Budget, bill_line, bill_of
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.page.data import packed, page_data
 from meshwright.planner.page.every_setting import Elsewhere, with_each_length, with_every_setting
@@ -21,7 +21,7 @@ from meshwright.planner.page.listing import PLANS, Listed, listed_plans
 from meshwright.planner.page.render import render, write_whole
 from meshwright.planner.page.settings import PageSettings, ranges
 from meshwright.planner.page.words import describe_plan, launch_command, plan_command
-from meshwright.planner.search import Search
+from meshwright.planner.search.search import Search
 
 _REASONS = 5  # largest number of reasons that are shown unfolded
 _ROWS = 48  # plans of all answers of a page together

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.errors import PlanError
-from meshwright.planner.breakdown import StepTime
-from meshwright.planner.candidate import Candidate, Job, recomputed_share
-from meshwright.planner.memory import Memory, stage_memory
-from meshwright.planner.search import Search
-from meshwright.planner.space import Space, expert_reason
-from meshwright.planner.time import StepModel
+from meshwright.planner.job.candidate import Candidate, Job, recomputed_share
+from meshwright.planner.memory.peak import Memory, stage_memory
+from meshwright.planner.search.search import Search
+from meshwright.planner.search.space import Space, expert_reason
+from meshwright.planner.time.breakdown import StepTime
+from meshwright.planner.time.step import StepModel
 
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _LENGTH_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 
 from meshwright.mesh.axis_sizes import AXES
-from meshwright.planner.candidate import Candidate
-from meshwright.planner.devices import CATALOGUE, spec_of
-from meshwright.planner.search import Search
-from meshwright.planner.simplicity import SIMPLER
+from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.machine.devices import CATALOGUE, spec_of
+from meshwright.planner.search.search import Search
+from meshwright.planner.search.simplicity import SIMPLER
 
 
 def describe_plan(plan: Candidate) -> str:

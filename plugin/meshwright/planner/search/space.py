@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from meshwright.mesh.axis_sizes import PLAN_AXES
 from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.schedule import SPLIT_BACKWARD
-from meshwright.planner.candidate import Candidate, Job, Recompute
 from meshwright.planner.context_cost import methods
-from meshwright.planner.devices import matmul_peak
-from meshwright.planner.hardware import Cluster
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.job.candidate import Candidate, Job, Recompute
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.devices import matmul_peak
+from meshwright.planner.machine.hardware import Cluster
 
 _CHUNKS = 8  # largest number of interleaved chunks per stage; more chunks would only add transfers
 _CONTEXT = 64  # largest context-parallel size
@@ -38,7 +38,7 @@ class Space:
         recomputes_some: whether the model can recompute some of its layers.
 
     Example:
-        >>> from meshwright.planner.hardware import device
+        >>> from meshwright.planner.machine.hardware import device
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
         ...                       vocab=32000)
         >>> space = Space(shape=shape, cluster=Cluster(device=device("a100-80"), gpus=4), job=Job(seq_len=4096,

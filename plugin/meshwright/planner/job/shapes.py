@@ -14,10 +14,10 @@ from typing import Any, Self
 from meshwright.errors import PlanError
 from meshwright.model_kinds import kind_of
 from meshwright.plan.partition import even_stages
-from meshwright.planner.adapters import Lora
-from meshwright.planner.config_file import config_path
-from meshwright.planner.experts import ExpertShape
-from meshwright.planner.family_traits import (
+from meshwright.planner.job.adapters import Lora
+from meshwright.planner.job.config_file import config_path
+from meshwright.planner.job.experts import ExpertShape
+from meshwright.planner.job.family_traits import (
     LEARNED_POSITIONS,
     NOT_GATED,
     UNKNOWN_SIZES,
@@ -28,7 +28,7 @@ from meshwright.planner.family_traits import (
     shares_one_key_head,
     traits_of,
 )
-from meshwright.planner.measured import Held, MeasuredLayer, TowerShape
+from meshwright.planner.job.measured import Held, MeasuredLayer, TowerShape
 
 _NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # families whose code ignores the config's window
 _STATES = re.compile(r"conv_kernel|conv_dim|conv1d|d_conv|conv_L_cache|lru_width|ssm_|state_size|linear_num_key")

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.cost import tokens_text
-from meshwright.planner.search import Choice, Search
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.answers.cost import tokens_text
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.search.search import Choice, Search
 
 # Tokens per step of the largest batches of published training runs of dense models (Llama 3: 4 M, later 16 M).
 LARGEST_BATCH = 2**24

@@ -12,9 +12,9 @@ from meshwright.errors import PlanError
 from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES, AxisSizes
 from meshwright.plan.schedule import SPLIT_BACKWARD, check, chunks_of, stages_of_rank
 from meshwright.plan.text import format_plan
-from meshwright.planner.adapters import ADAPTER_BYTES, Lora
-from meshwright.planner.optimizers import OptimizerKind, optimizer_kind
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora
+from meshwright.planner.job.optimizers import OptimizerKind, optimizer_kind
+from meshwright.planner.job.shapes import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp8", "fp4"]

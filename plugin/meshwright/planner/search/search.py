@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.planner.best_first import BestFirst
-from meshwright.planner.breakdown import StepTime
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.hardware import Cluster, HardwareProfile
-from meshwright.planner.memory import Memory
-from meshwright.planner.shapes import ModelShape
-from meshwright.planner.simplicity import BESIDE_DP, axes_of, in_order
-from meshwright.planner.space import Space
-from meshwright.planner.time import StepModel
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.hardware import Cluster, HardwareProfile
+from meshwright.planner.memory.peak import Memory
+from meshwright.planner.search.best_first import BestFirst
+from meshwright.planner.search.simplicity import BESIDE_DP, axes_of, in_order
+from meshwright.planner.search.space import Space
+from meshwright.planner.time.breakdown import StepTime
+from meshwright.planner.time.step import StepModel
 
 TIED = 64  # fastest plans among which the simplest is looked for, so that the first one is the same for any ``top``
 HEADROOM = 0.90  # share of the device's memory that a plan may fill; with more, the first unusual batch fails

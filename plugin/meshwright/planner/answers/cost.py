@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.planner.search import Search
+from meshwright.planner.search.search import Search
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _HOURS_A_DAY = 24

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 
 from meshwright.errors import PlanError
-from meshwright.planner.adapters import Lora
-from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.formatting import gib
-from meshwright.planner.hardware import Cluster
-from meshwright.planner.memory import peak_memory, state_memory
-from meshwright.planner.search import Search, search
+from meshwright.planner.job.adapters import Lora
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.machine.hardware import Cluster
+from meshwright.planner.memory.peak import peak_memory, state_memory
+from meshwright.planner.search.search import Search, search
 
 _GROWTH = 12  # doublings of the cluster to try if no plan fits
 _DEVICES_A_SEQUENCE = 128  # largest number of devices that may share one sequence

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.errors import PlanError
-from meshwright.planner.devices import CATALOGUE, Device, device
+from meshwright.planner.machine.devices import CATALOGUE, Device, device
 
 __all__ = ["CATALOGUE", "Cluster", "Coefficients", "Device", "HardwareProfile", "Measurement", "device"]
 

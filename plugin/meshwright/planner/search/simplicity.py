@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.job.candidate import Candidate, Job
 
 if TYPE_CHECKING:
-    from meshwright.planner.search import Choice
+    from meshwright.planner.search.search import Choice
 
 TIE = 0.03  # relative difference in time below which two plans tie, since runs of one plan differ as much
 SIMPLER = 0.10  # time that a simpler plan may cost if it is preferred

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from meshwright.planner.candidate import Candidate
 from meshwright.planner.context_cost import exchanges, methods
 from meshwright.planner.formatting import gib
-from meshwright.planner.memory import peak_memory
-from meshwright.planner.search import Search
-from meshwright.planner.time import StepModel
+from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.memory.peak import peak_memory
+from meshwright.planner.search.search import Search
+from meshwright.planner.time.step import StepModel
 
 
 def method_reasons(found: Search, plan: Candidate) -> Iterator[str]:

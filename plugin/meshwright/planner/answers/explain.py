@@ -7,17 +7,17 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.cost import Budget, bill_dict, bill_line, bill_of
+from meshwright.planner.answers.cost import Budget, bill_dict, bill_line, bill_of
+from meshwright.planner.answers.notes import batch_warning, expert_line, notes
+from meshwright.planner.answers.remedies import masters_line, no_fit
+from meshwright.planner.answers.trainings import TrainingWay, training_dict, training_text
 from meshwright.planner.formatting import gib, grid, seconds
-from meshwright.planner.hardware import Cluster
-from meshwright.planner.method_choice import method_reasons
-from meshwright.planner.notes import batch_warning, expert_line, notes
-from meshwright.planner.remedies import masters_line, no_fit
-from meshwright.planner.search import Choice, Search, search
-from meshwright.planner.shapes import ModelShape
-from meshwright.planner.simplicity import TIE
-from meshwright.planner.trainings import TrainingWay, training_dict, training_text
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.hardware import Cluster
+from meshwright.planner.search.method_choice import method_reasons
+from meshwright.planner.search.search import Choice, Search, search
+from meshwright.planner.search.simplicity import TIE
 
 __all__ = ["TIE", "grid", "no_fit"]
 _GIB = 2**30

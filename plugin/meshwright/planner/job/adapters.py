@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from meshwright.errors import PlanError
 
 if TYPE_CHECKING:
-    from meshwright.planner.shapes import LayerShape
+    from meshwright.planner.job.shapes import LayerShape
 
 Quantised = Literal["nf4", "int8"]
 
@@ -110,7 +110,7 @@ class Lora:
         """Return the elements of the adapters of one layer on one of ``tp`` ranks.
 
         Example:
-            >>> from meshwright.planner.shapes import LayerShape
+            >>> from meshwright.planner.job.shapes import LayerShape
             >>> layer = LayerShape(count=1, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128)
             >>> Lora(rank=8).elements(layer)
             8192.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.planner.adapters import Lora
-from meshwright.planner.bucket_sizes import Parameter, trained_members
-from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.optimizers import OptimizerKind, is_matrix, optimizer_kind
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.job.adapters import Lora
+from meshwright.planner.job.candidate import Candidate, Job
+from meshwright.planner.job.optimizers import OptimizerKind, is_matrix, optimizer_kind
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.memory.bucket_sizes import Parameter, trained_members
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,14 @@ from typing import Literal
 
 from meshwright.plan.partition import balanced_stages
 from meshwright.plan.schedule import rank_of_stage, stages_of_rank
-from meshwright.planner.adapters import ADAPTER_BYTES, projections
-from meshwright.planner.breakdown import Overlap, StepTime
-from meshwright.planner.candidate import Candidate, Job, rank_runs, recomputed_share, stage_runs
-from meshwright.planner.held_states import exchanged
-from meshwright.planner.layer_time import REMOTE, LayerModel
-from meshwright.planner.optimizers import orthogonalised
-from meshwright.planner.shapes import LayerShape, ModelShape
-from meshwright.planner.simulate import SimulatedPipeline, pipeline_time
+from meshwright.planner.job.adapters import ADAPTER_BYTES, projections
+from meshwright.planner.job.candidate import Candidate, Job, rank_runs, recomputed_share, stage_runs
+from meshwright.planner.job.optimizers import orthogonalised
+from meshwright.planner.job.shapes import LayerShape, ModelShape
+from meshwright.planner.memory.held_states import exchanged
+from meshwright.planner.time.breakdown import Overlap, StepTime
+from meshwright.planner.time.layer import REMOTE, LayerModel
+from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_time
 
 _BUS = 25e9  # bytes per second from a device to its host and back: PCIe 4 x16
 _HOST_MEMORY = 25e9  # bytes per second of the host's memory for each device: a host of eight has about 200 GB/s
@@ -33,7 +33,7 @@ class StepModel(LayerModel):
         shape, cluster, coefficients: as in ``LayerModel``.
 
     Example:
-        >>> from meshwright.planner.hardware import Cluster, Coefficients, device
+        >>> from meshwright.planner.machine.hardware import Cluster, Coefficients, device
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
         ...                       vocab=32000)
         >>> model = StepModel(shape, Cluster(device=device("a100-80"), gpus=8), Coefficients())

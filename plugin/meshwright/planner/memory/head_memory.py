@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshwright.plan.head_chunks import SUMMED_WORDS, head_chunk
-from meshwright.planner.candidate import Candidate, Logits
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.job.candidate import Candidate, Logits
+from meshwright.planner.job.shapes import ModelShape
 
 
 def saved_by_head(

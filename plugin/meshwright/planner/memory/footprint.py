@@ -8,15 +8,15 @@ from functools import lru_cache
 
 from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.flat_offsets import IN_FLIGHT, flat_offsets, sharded_length
-from meshwright.planner.activations import Saved, measured_share, saved_activations
-from meshwright.planner.adapters import ADAPTER_BYTES, Lora
-from meshwright.planner.bucket_sizes import TOWER, Parameter, buckets, parameters, trained_members, units
-from meshwright.planner.candidate import Candidate, Logits, count_recomputed
-from meshwright.planner.context_memory import attention_memory, embedding_memory
-from meshwright.planner.head_memory import after_head, head_peak
-from meshwright.planner.held_states import exchanged, held_states
-from meshwright.planner.optimizers import OptimizerKind
-from meshwright.planner.shapes import LayerShape, ModelShape
+from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora
+from meshwright.planner.job.candidate import Candidate, Logits, count_recomputed
+from meshwright.planner.job.optimizers import OptimizerKind
+from meshwright.planner.job.shapes import LayerShape, ModelShape
+from meshwright.planner.memory.activations import Saved, measured_share, saved_activations
+from meshwright.planner.memory.bucket_sizes import TOWER, Parameter, buckets, parameters, trained_members, units
+from meshwright.planner.memory.context_memory import attention_memory, embedding_memory
+from meshwright.planner.memory.head_memory import after_head, head_peak
+from meshwright.planner.memory.held_states import exchanged, held_states
 
 _Gradients = tuple[tuple[Parameter, float, float], ...]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.planner.adapters import Lora
-from meshwright.planner.candidate import Job
-from meshwright.planner.cost import Budget, bill_dict, bill_of, days_text
+from meshwright.planner.answers.cost import Budget, bill_dict, bill_of, days_text
 from meshwright.planner.formatting import gib, grid, seconds
-from meshwright.planner.search import Search
-from meshwright.planner.shapes import ModelShape
+from meshwright.planner.job.adapters import Lora
+from meshwright.planner.job.candidate import Job
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.search.search import Search
 
 
 @dataclass(frozen=True, kw_only=True)

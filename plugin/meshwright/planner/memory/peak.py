@@ -8,14 +8,20 @@ from functools import cached_property, lru_cache
 from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.flat_offsets import IN_FLIGHT
 from meshwright.plan.schedule import most_held, rank_of_stage, stages_of_rank
-from meshwright.planner.activations import Saved, saved_activations
-from meshwright.planner.bucket_sizes import BUCKET_BYTES
-from meshwright.planner.candidate import Candidate, Job, count_recomputed, rank_runs, stage_runs
-from meshwright.planner.context_memory import attention_memory, embedding_memory
-from meshwright.planner.footprint import footprint
-from meshwright.planner.head_memory import after_head, head_peak, saved_by_head
-from meshwright.planner.held_states import master_bytes, optimizer_bytes, staged_exchange, staged_states, whole_states
-from meshwright.planner.shapes import LayerShape, ModelShape
+from meshwright.planner.job.candidate import Candidate, Job, count_recomputed, rank_runs, stage_runs
+from meshwright.planner.job.shapes import LayerShape, ModelShape
+from meshwright.planner.memory.activations import Saved, saved_activations
+from meshwright.planner.memory.bucket_sizes import BUCKET_BYTES
+from meshwright.planner.memory.context_memory import attention_memory, embedding_memory
+from meshwright.planner.memory.footprint import footprint
+from meshwright.planner.memory.head_memory import after_head, head_peak, saved_by_head
+from meshwright.planner.memory.held_states import (
+    master_bytes,
+    optimizer_bytes,
+    staged_exchange,
+    staged_states,
+    whole_states,
+)
 
 _CONTEXT = 0.6e9  # bytes of the device's context and kernels
 _GROUP = 0.15e9  # bytes of the buffers of one communicator

@@ -12,12 +12,12 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
-from meshwright.planner.breakdown import StepTime
-from meshwright.planner.candidate import Candidate, rank_layers
-from meshwright.planner.memory import Memory, least_memory, peak_memory
-from meshwright.planner.simplicity import BESIDE_DP, axes_of
-from meshwright.planner.space import Space
-from meshwright.planner.time import StepModel
+from meshwright.planner.job.candidate import Candidate, rank_layers
+from meshwright.planner.memory.peak import Memory, least_memory, peak_memory
+from meshwright.planner.search.simplicity import BESIDE_DP, axes_of
+from meshwright.planner.search.space import Space
+from meshwright.planner.time.breakdown import StepTime
+from meshwright.planner.time.step import StepModel
 
 _Slot = tuple[Candidate, int]  # a layout of the ranks, and a micro-batch size
 _Zero = tuple[int, int, int]

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from meshwright.errors import PlanError
-from meshwright.planner.candidate import Job
-from meshwright.planner.cost import Bill, Budget, bill_dict, bill_of, days_text
-from meshwright.planner.devices import matmul_peak
+from meshwright.planner.answers.cost import Bill, Budget, bill_dict, bill_of, days_text
 from meshwright.planner.formatting import gib, grid, seconds
-from meshwright.planner.hardware import Cluster
-from meshwright.planner.search import Choice, Search
+from meshwright.planner.job.candidate import Job
+from meshwright.planner.machine.devices import matmul_peak
+from meshwright.planner.machine.hardware import Cluster
+from meshwright.planner.search.search import Choice, Search
 
 _STEPS = 8  # sizes of the cluster to try for each doubling
 _DOUBLINGS = 6  # doublings to try, from the size at which devices would have to run at their peak

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.planner.cost import Budget, bill_line, bill_of
-from meshwright.planner.explain import error_band, heading, shares, table, warnings
+from meshwright.planner.answers.cost import Budget, bill_line, bill_of
+from meshwright.planner.answers.explain import error_band, heading, shares, table, warnings
+from meshwright.planner.answers.notes import expert_line, notes
 from meshwright.planner.formatting import gib, grid, seconds
-from meshwright.planner.memory import stage_memory
-from meshwright.planner.method_choice import method_reasons
-from meshwright.planner.notes import expert_line, notes
-from meshwright.planner.search import Choice, Search
+from meshwright.planner.memory.peak import stage_memory
+from meshwright.planner.search.method_choice import method_reasons
+from meshwright.planner.search.search import Choice, Search
 
 
 def own_text(found: Search, *, best: Search | None, budget: Budget | None) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.errors import PlanError
-from meshwright.planner.candidate import Candidate
 from meshwright.planner.context_cost import methods
-from meshwright.planner.hardware import HardwareProfile
-from meshwright.planner.memory import peak_memory
-from meshwright.planner.search import HEADROOM, Search, choice_of, outcome
-from meshwright.planner.shapes import ModelShape
-from meshwright.planner.space import Space, expert_reason
-from meshwright.planner.time import StepModel
+from meshwright.planner.job.candidate import Candidate
+from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.hardware import HardwareProfile
+from meshwright.planner.memory.peak import peak_memory
+from meshwright.planner.search.search import HEADROOM, Search, choice_of, outcome
+from meshwright.planner.search.space import Space, expert_reason
+from meshwright.planner.time.step import StepModel
 
 
 def check_plan(shape: ModelShape, plan: Candidate) -> None:

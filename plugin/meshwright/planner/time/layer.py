@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.adapters import ADAPTED_LAUNCHES, ADAPTER_BYTES, projections
-from meshwright.planner.breakdown import Work, mean_work
-from meshwright.planner.candidate import Candidate, Job, Precision
 from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges
-from meshwright.planner.devices import matmul_peak
-from meshwright.planner.experts import ROUTED_LAUNCHES, ExpertShape
-from meshwright.planner.hardware import Cluster, Coefficients
-from meshwright.planner.shapes import LayerShape, ModelShape
+from meshwright.planner.job.adapters import ADAPTED_LAUNCHES, ADAPTER_BYTES, projections
+from meshwright.planner.job.candidate import Candidate, Job, Precision
+from meshwright.planner.job.experts import ROUTED_LAUNCHES, ExpertShape
+from meshwright.planner.job.shapes import LayerShape, ModelShape
+from meshwright.planner.machine.devices import matmul_peak
+from meshwright.planner.machine.hardware import Cluster, Coefficients
+from meshwright.planner.time.breakdown import Work, mean_work
 
 _TILE = 128  # size of a matmul's tile in each of its three dims
 _SCORE_BYTES = 13  # bytes moved per attention score in forward: product, softmax and dropout in 16 bits, and the mask

@@ -1,0 +1,1 @@
+"""What it runs on: the catalogue of accelerators, and a cluster's devices and links."""

@@ -1,0 +1,1 @@
+"""The plans that are legal, and the fastest of those that fit."""
