@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.optim.zero_optimizer import ReduceScatter
+from meshwright.optim.zero.zero_optimizer import ReduceScatter
 from support.exact import Float64
 from support.image_training import FOURS, PAIRS, Counts, one_process, train, train_each, train_on
 from support.parity import pool_for

@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForTokenClassification
 
 import meshwright as mw
 from meshwright.mesh.axes import Axis
-from meshwright.optim.flat_parameters import FlatShard
-from meshwright.optim.ownership import EqualSlices
 from meshwright.optim.runtime import runtime_of
+from meshwright.optim.zero.flat_parameters import FlatShard
+from meshwright.optim.zero.ownership import EqualSlices
 from meshwright.parallel.gradients.buckets import Bucket
 from support.exact import Float64, relative_difference
 from support.models import SIZES, tokens

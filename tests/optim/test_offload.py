@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import meshwright as mw
 from meshwright.checkpoint.format.background import Background
-from meshwright.optim import host_copy, offload
+from meshwright.optim import offload
 from meshwright.optim.offload import HostSteps
+from meshwright.optim.zero import host_copy
 from support.models import build, labels_for, tokens
 from support.tiers import crossings
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.optim import thawing
-from meshwright.optim.ownership import EqualSlices, Ownership
+from meshwright.optim.zero.ownership import EqualSlices, Ownership
 from meshwright.plan.flat_offsets import flat_offsets
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens

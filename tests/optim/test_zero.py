@@ -88,7 +88,7 @@ def test_losses_and_norms_over_20_steps(stage: int, pool4: Any) -> None:
 
 def run_without_inner_micro_batches() -> Any:
     """Gradients of inner micro-batches that are reduced and then forgotten."""
-    from meshwright.optim.zero_optimizer import ReduceScatter
+    from meshwright.optim.zero.zero_optimizer import ReduceScatter
 
     original = ReduceScatter.add
     ReduceScatter.add = lambda *_: None  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim import gradients, thawing
-from meshwright.optim.zero_optimizer import ReduceScatter
+from meshwright.optim.zero.zero_optimizer import ReduceScatter
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.experts import dispatch as expert_dispatch
 from meshwright.parallel.experts import load_balancing

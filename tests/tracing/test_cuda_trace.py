@@ -84,7 +84,7 @@ def test_a_step_waits_nowhere_and_its_collectives_fit(program: str, found: Calla
 def test_a_rank_waits_once_where_sizes_or_gradients_are_known_to_the_device_alone(
     program: str, found: Callable[[str], list[str]]
 ) -> None:
-    place = "optim/zero_optimizer.py" if "zero" in program else "parallel/gradients/sync.py"
+    place = "optim/zero/zero_optimizer.py" if "zero" in program else "parallel/gradients/sync.py"
     if "ep2" in program:
         place = "parallel/experts/token_dispatchers.py"  # how many tokens travel, once for its one layer
     problems = [re.sub(r":\d+ ", " ", problem) for problem in found(program)]

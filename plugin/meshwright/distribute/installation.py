@@ -18,7 +18,7 @@ from meshwright.features.build import Build
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.optim.runtime import attach
 from meshwright.optim.state_dicts import guard_model
-from meshwright.optim.zero3_layers import ShardedWeights
+from meshwright.optim.zero.zero3_layers import ShardedWeights
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.collectives import agree
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed

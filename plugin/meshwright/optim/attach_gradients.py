@@ -24,10 +24,10 @@ from meshwright.optim.modes import follow_modes
 from meshwright.optim.offload import HostSteps
 from meshwright.optim.overflow import share_overflow
 from meshwright.optim.runtime import Runtime, attach
-from meshwright.optim.sliced_optimizer import hook_optimizer
 from meshwright.optim.state_dicts import guard_optimizer
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.whole_steps import WholeSteps
+from meshwright.optim.zero.sliced_optimizer import hook_optimizer
 from meshwright.parallel.gradients.shared_rows import sum_copies_in_backward
 from meshwright.parallel.replicas.comparison import ReplicaComparison
 from meshwright.parallel.shards.guard_windows import StepWindow

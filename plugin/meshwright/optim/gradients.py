@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
-from meshwright.optim.ownership import stepped_over
-from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
+from meshwright.optim.zero.ownership import stepped_over
+from meshwright.optim.zero.zero_optimizer import ReduceScatter, slice_copies
 from meshwright.parallel.gradients.sync import GradientSync
 from meshwright.plan.flat_offsets import BUCKET_MB
 

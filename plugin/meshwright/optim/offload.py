@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.optim.chained import members, stepping
-from meshwright.optim.host_copy import HostCopy, SideStream, on_host
 from meshwright.optim.reads import ELEMENTWISE
-from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket
+from meshwright.optim.zero.host_copy import HostCopy, SideStream, on_host
+from meshwright.optim.zero.zero_optimizer import ReduceScatter, ShardedBucket
 from meshwright.parallel.shards.reads import reading_shards
 
 

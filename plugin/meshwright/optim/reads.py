@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.optim.chained import members
-from meshwright.optim.host_copy import on_host
 from meshwright.optim.overrides import forget_overrides
+from meshwright.optim.zero.host_copy import on_host
 
 ELEMENTWISE = (
     torch.optim.AdamW,

@@ -24,7 +24,7 @@ from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.chained import step_name
 from meshwright.optim.gradients import Gradients
-from meshwright.optim.zero3_layers import ShardedWeights
+from meshwright.optim.zero.zero3_layers import ShardedWeights
 from meshwright.parallel.batch.loss_gradients import LossGradients
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.features import Features

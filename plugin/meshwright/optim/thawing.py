@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
-from meshwright.optim.ownership import EqualSlices, stepped_over
 from meshwright.optim.runtime import Runtime
-from meshwright.optim.sliced_optimizer import bind_optimizer, step_slices
-from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, lay_out
+from meshwright.optim.zero.ownership import EqualSlices, stepped_over
+from meshwright.optim.zero.sliced_optimizer import bind_optimizer, step_slices
+from meshwright.optim.zero.zero_optimizer import ReduceScatter, ShardedBucket, lay_out
 from meshwright.parallel.gradients.buckets import make_buckets
 from meshwright.parallel.gradients.sync import AllReduce, GradientSync
 from meshwright.parallel.shards.reads import reading_shards

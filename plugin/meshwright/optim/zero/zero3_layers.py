@@ -33,11 +33,11 @@ from meshwright.errors import PlanError
 from meshwright.layout.packed_weights import PackedMatrix
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
-from meshwright.optim.flat_parameters import FlatShard
-from meshwright.optim.ownership import EqualSlices, sliced, stepped_over
-from meshwright.optim.read_weights import read_weights
-from meshwright.optim.units import units_of
-from meshwright.optim.zero_optimizer import ShardedBucket
+from meshwright.optim.zero.flat_parameters import FlatShard
+from meshwright.optim.zero.ownership import EqualSlices, sliced, stepped_over
+from meshwright.optim.zero.read_weights import read_weights
+from meshwright.optim.zero.units import units_of
+from meshwright.optim.zero.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.shards.reads import reading_shards

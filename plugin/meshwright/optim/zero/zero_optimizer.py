@@ -1,9 +1,9 @@
 """ZeRO: each data-parallel rank keeps the optimizer state of its share of every bucket of parameters.
 
 The user's optimizer object stays, and its parameters become this rank's slices (see
-:mod:`meshwright.optim.sliced_optimizer`). Gradients are reduce-scattered in buckets during backward, and the optimizer
+:mod:`meshwright.optim.zero.sliced_optimizer`). Gradients are reduce-scattered in buckets during backward, and the optimizer
 steps the slices. In stages 1 and 2 every rank holds all parameters, which are all-gathered after the step. In stage 3 a
-rank keeps only its share of the parameters (see :mod:`meshwright.optim.zero3_layers`). Passes under ``no_sync`` and
+rank keeps only its share of the parameters (see :mod:`meshwright.optim.zero.zero3_layers`). Passes under ``no_sync`` and
 micro-batches leave whole gradients in stage 1, and reduced shards in stages 2 and 3. Half-precision parameters have
 float32 master slices and float32 gradients.
 
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
-from meshwright.optim.host_copy import HostCopy
-from meshwright.optim.ownership import Ownership, sliced
-from meshwright.optim.whole_weights import WholeWeights
+from meshwright.optim.zero.host_copy import HostCopy
+from meshwright.optim.zero.ownership import Ownership, sliced
+from meshwright.optim.zero.whole_weights import WholeWeights
 from meshwright.parallel.collectives import all_gather, all_reduce, start_reduce_scatter
 from meshwright.parallel.gradients.buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.shards.reads import reading_shards, values_of

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshwright.layout.tensor_layout import layout_of
-from meshwright.optim.ownership import Ownership
+from meshwright.optim.zero.ownership import Ownership
 from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.collectives import all_gather_into
 from meshwright.parallel.gradients.buckets import Bucket

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.layout.row_layout import Span
 from meshwright.layout.tensor_layout import layout_of
-from meshwright.optim.ownership import Ownership
+from meshwright.optim.zero.ownership import Ownership
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.collectives import start_all_gather
 from meshwright.parallel.gradients.buckets import Bucket, flat_dtype

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from meshwright.optim.read_weights import read_weights
+from meshwright.optim.zero.read_weights import read_weights
 
 
 def units_of(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.chained import groups_of, members
-from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, Slice
+from meshwright.optim.zero.zero_optimizer import ReduceScatter, ShardedBucket, Slice
 
 
 def bind_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
