@@ -20,7 +20,7 @@ from meshwright.errors import OptimizerMismatchError
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.reads import Reads, reads_of
 from meshwright.parallel.shards.reads import reading_shards
-from meshwright_hf.trainer_checks import why_no_optimizer
+from meshwright_hf.trainer.checks import why_no_optimizer
 
 PLANS = ("dp2 zero1", "tp2+sp", "dp2 zero3")
 EQUAL = "equal"

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from meshwright.errors import PlanError
 from meshwright.mesh.cores import core_count
-from meshwright_hf import network
+from meshwright_hf.launch import network
 from meshwright_hf.versions import TESTED, installed, place, tested_requirement
 
 PATIENCE = 10.0  # seconds for two ranks on this machine to meet over gloo

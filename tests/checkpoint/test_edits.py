@@ -35,7 +35,7 @@ from meshwright.checkpoint.sealed.sealed_folder import check_seal, sealed_folder
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh
 from meshwright.mesh.axes import Axis
-from meshwright_hf.trainer_state import check_trainer_state
+from meshwright_hf.trainer.state import check_trainer_state
 from support import edits
 from support.hostile import to_format_1
 from support.tiers import crossing

@@ -17,7 +17,7 @@ PRELOAD = [
     "meshwright.cli",
     "meshwright.distribute.to_distributed",
     "meshwright_hf.accelerate",
-    "meshwright_hf.launcher",
+    "meshwright_hf.launch.launcher",
     "meshwright_hf.trainer",
     "support.models",
 ]

@@ -18,7 +18,7 @@ PLAN = {"dp": 2, "zero_stage": 1}
 SAVE = "torch.serialization calls pickle.Pickler"  # inside torch.save
 TRAINER = {
     SAVE,
-    "meshwright_hf.trainer_checkpoints calls torch.save",  # training_args.bin, scheduler.pt
+    "meshwright_hf.trainer.checkpoints calls torch.save",  # training_args.bin, scheduler.pt
     "meshwright.checkpoint.one_device.stock_optimizer calls torch.load(weights_only=True)",  # scheduler.pt
     "transformers.trainer calls torch.save",  # rng_state_*.pth
     "transformers.trainer calls torch.load(weights_only=True)",

@@ -27,10 +27,10 @@ import meshwright as mw
 from meshwright.checkpoint.sealed.seal import Seal
 from meshwright.checkpoint.sealed.sealed_folder import check_seal
 from meshwright.cli import app
-from meshwright_hf.launch_job import JOB_VARIABLE, RESTARTED_VARIABLE
-from meshwright_hf.trainer_control import save_together_on_sigterm
-from meshwright_hf.trainer_folders import checkpoint_to_resume
-from meshwright_hf.trainer_state import PROGRESS, TrainerProgress
+from meshwright_hf.launch.job import JOB_VARIABLE, RESTARTED_VARIABLE
+from meshwright_hf.trainer.control import save_together_on_sigterm
+from meshwright_hf.trainer.folders import checkpoint_to_resume
+from meshwright_hf.trainer.state import PROGRESS, TrainerProgress
 from support.kills import counted, endings, fingerprint, try_faults
 from support.tiers import crossing
 from support.trainers import Rows, Run, arguments, fresh_accelerate, make_trainer, run_trainer

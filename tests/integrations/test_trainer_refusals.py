@@ -14,9 +14,9 @@ import meshwright as mw
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.runtime import Runtime
 from meshwright_hf.trainer import MeshwrightTrainer
-from meshwright_hf.trainer_checks import check_arguments, check_model, check_run, config_of
-from meshwright_hf.trainer_items import ItemsUse
-from meshwright_hf.trainer_state import place_in_epoch
+from meshwright_hf.trainer.checks import check_arguments, check_model, check_run, config_of
+from meshwright_hf.trainer.items import ItemsUse
+from meshwright_hf.trainer.state import place_in_epoch
 from support.models import build
 from support.trainers import Rows, arguments, fresh_accelerate
 

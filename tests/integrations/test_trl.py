@@ -16,7 +16,7 @@ import pytest
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from meshwright_hf.trl_trainers import check_last_batch
+from meshwright_hf.trainer.trl_trainers import check_last_batch
 from support.parity import pool_for
 from support.preference import columns, evaluate, make, run
 from support.tiers import crossing, quick

@@ -21,7 +21,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from meshwright_hf.launch_job import job_environment
+from meshwright_hf.launch.job import job_environment
 
 NAME = "train"  # of the job: a training under another name does not go on from its checkpoints
 ENVIRONMENT = {environment}

@@ -20,7 +20,7 @@ from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright_hf.deepspeed.complete_config import BATCH, STEPS, read_config
 from meshwright_hf.deepspeed.engine import device_of_engine, initialize, save_pretrained
-from meshwright_hf.trainer_checks import StockTrainer
+from meshwright_hf.trainer.checks import StockTrainer
 
 
 @contextlib.contextmanager

@@ -129,8 +129,8 @@ def launch(
     """
     with failures_of("launch", json=json):
         # Imported by name, since the core works without accelerate and must not import it.
-        launch_job = importlib.import_module("meshwright_hf.launch_job")
-        launcher = importlib.import_module("meshwright_hf.launcher")
+        launch_job = importlib.import_module("meshwright_hf.launch.job")
+        launcher = importlib.import_module("meshwright_hf.launch.launcher")
         script, arguments, is_module = launch_job.script_and_arguments(script, arguments or [])
         module = module or is_module
         after = launch_job.misplaced_options(script, arguments, _own_options())

@@ -338,7 +338,7 @@ def _emitted(found: Search, emit: Emit, save: Path | None) -> str:
     precision = "no" if found.job.activation_bytes == 4 else found.job.precision
     # Imported by name, since the core works without accelerate and must not import it.
     if emit is Emit.accelerate:
-        config = importlib.import_module("meshwright_hf.accelerate_config")
+        config = importlib.import_module("meshwright_hf.launch.accelerate_config")
         return str(config.accelerate_config(plan, cluster, saved=save, mixed_precision=precision))
     jobs = importlib.import_module("meshwright_hf.cluster_files.cluster_job")
     job = jobs.ClusterJob(plan=plan, cluster=cluster, mixed_precision=precision, model=found.shape.name)

@@ -22,7 +22,7 @@ from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.parallel.shards.stand_in import StandIn, is_metadata
-from meshwright_hf.trainer_checks import StockTrainer, has_own_loss
+from meshwright_hf.trainer.checks import StockTrainer, has_own_loss
 
 
 class ItemsUse:

@@ -15,9 +15,9 @@ from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_lin
 from meshwright.errors import PlanError
 from meshwright.faults.preemption import PREEMPTED
 from meshwright.mesh.cores import core_count
-from meshwright_hf import network
-from meshwright_hf.launch_job import RESUME_VARIABLE, Launch, job_environment, say
-from meshwright_hf.unused_plan import watched_plan
+from meshwright_hf.launch import network
+from meshwright_hf.launch.job import RESUME_VARIABLE, Launch, job_environment, say
+from meshwright_hf.launch.unused_plan import watched_plan
 from meshwright_hf.versions import outside_range
 
 DEFAULT_PORT = 29500  # torch's and accelerate's
@@ -196,7 +196,7 @@ def _run(job: Launch, arguments: list[str]) -> Ended:
     from accelerate.commands import launch as accelerate
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-    from meshwright_hf.last_words import saves_noted
+    from meshwright_hf.launch.last_words import saves_noted
 
     options = accelerate.launch_command_parser().parse_args(arguments)
     if job.num_processes == 1 and not job.max_restarts and not job.outlives:
@@ -222,7 +222,7 @@ def _wait(job: Launch, options: Mapping[str, object]) -> Ended:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from meshwright_hf.elastic import elastic_agent, first_failure
+    from meshwright_hf.launch.elastic import elastic_agent, first_failure
 
     try:
         with watched_plan(job), elastic_agent(job) as announced:

@@ -28,11 +28,10 @@ from meshwright.plan.config import NumItems, PlanLike, ToDistributedConfig
 from meshwright.temporarily import temporarily
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
-from meshwright_hf.fused_head import balance_fused_head, gather_for_fused_head
 from meshwright_hf.gathering import has_only_tensors
-from meshwright_hf.trainer_accelerator import become_trainers
-from meshwright_hf.trainer_checkpoints import CheckpointMixin
-from meshwright_hf.trainer_checks import (
+from meshwright_hf.trainer.accelerator import become_trainers
+from meshwright_hf.trainer.checkpoints import CheckpointMixin
+from meshwright_hf.trainer.checks import (
     arguments_of,
     check_arguments,
     check_distributed,
@@ -43,13 +42,14 @@ from meshwright_hf.trainer_checks import (
     has_own_loss,
     renew_options,
 )
-from meshwright_hf.trainer_control import Control, save_together_on_sigterm
-from meshwright_hf.trainer_data import gather_rows, mesh_loader
-from meshwright_hf.trainer_evaluation import EvaluationLoss
-from meshwright_hf.trainer_figures import count_from, figures_for, show_run, without_lines
-from meshwright_hf.trainer_items import ItemsUse
-from meshwright_hf.trainer_smoothing import smoothing, takes_smoothing
-from meshwright_hf.trl_trainers import check_last_batch, check_trl, whole_loader, with_global_batch
+from meshwright_hf.trainer.control import Control, save_together_on_sigterm
+from meshwright_hf.trainer.data import gather_rows, mesh_loader
+from meshwright_hf.trainer.evaluation import EvaluationLoss
+from meshwright_hf.trainer.figures import count_from, figures_for, show_run, without_lines
+from meshwright_hf.trainer.fused_head import balance_fused_head, gather_for_fused_head
+from meshwright_hf.trainer.items import ItemsUse
+from meshwright_hf.trainer.smoothing import smoothing, takes_smoothing
+from meshwright_hf.trainer.trl_trainers import check_last_batch, check_trl, whole_loader, with_global_batch
 from meshwright_hf.versions import warn_outside_range
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from meshwright.choose.plan_file import USED_VARIABLE
-from meshwright_hf.launch_job import Launch, note_of_processes, say
+from meshwright_hf.launch.job import Launch, note_of_processes, say
 
 CURES = """\
   Trainer:     from meshwright_hf.trainer import MeshwrightTrainer as Trainer  # was: from transformers import Trainer

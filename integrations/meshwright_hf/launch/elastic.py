@@ -20,9 +20,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api as torch_launcher
 
 from meshwright.faults.preemption import PREEMPTED, SIGNALS
-from meshwright_hf import network
-from meshwright_hf.launch_job import LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch, launch_name, say
-from meshwright_hf.tied_to_launcher import tied
+from meshwright_hf.launch import network
+from meshwright_hf.launch.job import LAUNCH_VARIABLE, RESTARTED_VARIABLE, Launch, launch_name, say
+from meshwright_hf.launch.tied_to_launcher import tied
 
 # Without it, the processes of all attempts would meet in one store, where they read addresses of ended processes.
 _FRESH_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

@@ -30,12 +30,12 @@ from meshwright.mesh.axis_sizes import AXES
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.temporarily import temporarily
-from meshwright_hf.launch_job import LAUNCH_VARIABLE
-from meshwright_hf.trainer_checks import StockTrainer
-from meshwright_hf.trainer_control import Control
-from meshwright_hf.trainer_data import rest_of_epoch
-from meshwright_hf.trainer_folders import checkpoint_to_resume, is_sealed, rotate
-from meshwright_hf.trainer_state import (
+from meshwright_hf.launch.job import LAUNCH_VARIABLE
+from meshwright_hf.trainer.checks import StockTrainer
+from meshwright_hf.trainer.control import Control
+from meshwright_hf.trainer.data import rest_of_epoch
+from meshwright_hf.trainer.folders import checkpoint_to_resume, is_sealed, rotate
+from meshwright_hf.trainer.state import (
     OPTIMIZER,
     SCHEDULER,
     STATE,

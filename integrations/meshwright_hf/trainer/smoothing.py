@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.losses.causal_lm import CausalLMLoss
 from meshwright.roles.adapters import without_wrappers
-from meshwright_hf.trainer_checks import StockTrainer
+from meshwright_hf.trainer.checks import StockTrainer
 
 # Earlier smoothers average over the labels of one micro-batch, where the model's loss averages over a step's.
 _COUNTS_ITEMS = "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters

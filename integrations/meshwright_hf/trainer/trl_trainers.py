@@ -19,8 +19,8 @@ from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch.mean_over_ranks import valid_labels
 from meshwright.plan.config import ToDistributedConfig
-from meshwright_hf.trainer_checks import StockTrainer
-from meshwright_hf.trainer_data import evaluated_rows
+from meshwright_hf.trainer.checks import StockTrainer
+from meshwright_hf.trainer.data import evaluated_rows
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from meshwright.parallel.batch.mean_over_ranks import valid_labels
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.forward.uneven_batches import rows_and_labels, said_of_ranks
 from meshwright.roles.adapters import without_wrappers
-from meshwright_hf.trainer_checks import StockTrainer
-from meshwright_hf.trainer_data import evaluated_rows
-from meshwright_hf.trainer_items import ItemsUse
-from meshwright_hf.trl_trainers import evaluated_over
+from meshwright_hf.trainer.checks import StockTrainer
+from meshwright_hf.trainer.data import evaluated_rows
+from meshwright_hf.trainer.items import ItemsUse
+from meshwright_hf.trainer.trl_trainers import evaluated_over
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from meshwright.checkpoint.files.launchers_note import SAVED_VARIABLE, noted
 from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint, is_checkpoint
 from meshwright.checkpoint.sealed.seal import Seal
 from meshwright.errors import CheckpointError
-from meshwright_hf.launch_job import Launch, note_of_processes
+from meshwright_hf.launch.job import Launch, note_of_processes
 
 _OF_TRAINER = "trainer_state.json"
 

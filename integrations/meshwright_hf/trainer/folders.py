@@ -18,8 +18,8 @@ from meshwright.checkpoint.sealed.seal import Seal, in_order, number_in
 from meshwright.checkpoint.sealed.sealed_folder import check_seal
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
-from meshwright_hf.launch_job import RESTARTED_VARIABLE, RESUME_VARIABLE
-from meshwright_hf.trainer_state import (
+from meshwright_hf.launch.job import RESTARTED_VARIABLE, RESUME_VARIABLE
+from meshwright_hf.trainer.state import (
     ADAPTERS,
     OPTIMIZER,
     PROGRESS,

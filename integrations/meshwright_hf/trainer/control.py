@@ -11,8 +11,8 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from meshwright.faults.guard import active_guard
 from meshwright.faults.preemption import Preemption
-from meshwright_hf.launch_job import JOB_VARIABLE
-from meshwright_hf.trainer_checks import StockTrainer
+from meshwright_hf.launch.job import JOB_VARIABLE
+from meshwright_hf.trainer.checks import StockTrainer
 
 logger = logging.getLogger(__name__)
 
