@@ -1,11 +1,11 @@
 """ZeRO: each data-parallel rank keeps the optimizer state of its share of every bucket of parameters.
 
 The user's optimizer object stays, and its parameters become this rank's slices (see
-:mod:`meshwright.optim.zero.sliced_optimizer`). Gradients are reduce-scattered in buckets during backward, and the optimizer
-steps the slices. In stages 1 and 2 every rank holds all parameters, which are all-gathered after the step. In stage 3 a
-rank keeps only its share of the parameters (see :mod:`meshwright.optim.zero.zero3_layers`). Passes under ``no_sync`` and
-micro-batches leave whole gradients in stage 1, and reduced shards in stages 2 and 3. Half-precision parameters have
-float32 master slices and float32 gradients.
+:mod:`meshwright.optim.zero.sliced_optimizer`). Gradients are reduce-scattered in buckets during backward, and the
+optimizer steps the slices. In stages 1 and 2 every rank holds all parameters, which are all-gathered after the step. In
+stage 3 a rank keeps only its share of the parameters (see :mod:`meshwright.optim.zero.zero3_layers`). Passes under
+``no_sync`` and micro-batches leave whole gradients in stage 1, and reduced shards in stages 2 and 3. Half-precision
+parameters have float32 master slices and float32 gradients.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """

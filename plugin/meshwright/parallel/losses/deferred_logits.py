@@ -2,8 +2,8 @@
 
 In training with labels the head returns a stand-in: a tensor of the logits' shape and dtype that has no memory. It
 records what the model does to the logits (scale, cap, cast), and the loss function computes head, steps and loss
-together (:mod:`meshwright.parallel.losses.chunked_head`). For any other function the stand-in computes whole logits, and
-the function runs on these. Sharded logits raise instead, as they do without a stand-in (see ShardedLogits).
+together (:mod:`meshwright.parallel.losses.chunked_head`). For any other function the stand-in computes whole logits,
+and the function runs on these. Sharded logits raise instead, as they do without a stand-in (see ShardedLogits).
 """
 
 from __future__ import annotations

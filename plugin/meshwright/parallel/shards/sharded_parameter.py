@@ -1,8 +1,9 @@
 """Classes for parameters and gradients of which this rank holds a part; they raise if the part is read as the whole.
 
 A sharded parameter has the class :class:`ShardedParameter` wherever the user may see it. It is a plain
-``nn.Parameter`` while its own module runs or its optimizer steps (see :mod:`meshwright.parallel.shards.guard_windows`), so
-modules and optimizers are not slowed down. Elementwise arithmetic is exact on shards and gives shards (:class:`Shard`).
+``nn.Parameter`` while its own module runs or its optimizer steps (see
+:mod:`meshwright.parallel.shards.guard_windows`), so modules and optimizers are not slowed down. Elementwise arithmetic
+is exact on shards and gives shards (:class:`Shard`).
 """
 
 from __future__ import annotations
