@@ -96,7 +96,8 @@ def test_whoever_uses_the_stack_is_warned(use: str, monkeypatch: pytest.MonkeyPa
     with_versions(monkeypatch, torch="2.14.0")
     with pytest.warns(UntestedVersionWarning) as caught, pytest.raises(ValueError):
         calls[use]()
-    assert caught[0].filename == __file__
+    ours = [warning for warning in caught if warning.category is UntestedVersionWarning]  # imports may warn too
+    assert [warning.filename for warning in ours] == [__file__]
 
 
 def test_a_warning_names_the_line_of_the_program_behind_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
