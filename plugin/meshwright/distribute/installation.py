@@ -77,7 +77,8 @@ def distribute(build: Build, optimizer: Optimizer | None, make: Make) -> None:
     """
     model, runtime = build.model, build.runtime
     succeed_together(lambda: make_weights(build, make)).attach(model)
-    model.to(build.device)
+    if any(x.device != build.device for x in (*model.parameters(), *model.buffers())):
+        model.to(build.device)  # not for nothing, since HQQ's layers then make their parameters anew, without a layout
     seed = int(agree(torch.tensor([dropout_seed()], device=build.device), *runtime.mesh.factors.values()))
     install(build, optimizer, seed=seed)
     if runtime.engine is None:
