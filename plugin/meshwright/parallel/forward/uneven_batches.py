@@ -97,7 +97,8 @@ class UnevenBatches:
         has_mask = _mask_of(inputs) is not None
         is_counted = not is_pass or kept is not None or "labels" in batch or has_mask
         used: list[Tensor] = []
-        device = tensors[0].device  # a hook that held its own tensor would keep that tensor alive forever
+        # A hook that held its own tensor would keep that tensor alive forever.
+        device, has_known = tensors[0].device, known is not None
         is_queued = is_known = is_own = False
 
         def compare() -> None:
@@ -128,7 +129,7 @@ class UnevenBatches:
 
         def is_used(_: Tensor) -> None:
             nonlocal is_known, is_own
-            is_known, is_own = known is not None, known is None
+            is_known, is_own = has_known, not has_known
 
         for tensor in tensors:
             watch_gradient(tensor, queue)
