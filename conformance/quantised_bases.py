@@ -1,8 +1,8 @@
 """``python -m conformance.quantised_bases``: frozen bases of HQQ, GPTQ and AWQ under plans, against one process.
 
 Each library quantises the projections of a small Llama to 4 bits in groups of 64. What is beside them is trained for
-three steps. The numbers are float32, so sums in another order differ by about 1e-6; the tolerance is 1e-5. The packed
-weights must be the same bytes.
+three steps. Sums in another order differ by about 1e-6 in float32, in which HQQ and GPTQ compute: the tolerance is 1e-5.
+AWQ's layers compute in float16, of which one rounding is 5e-4. The packed weights must be the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.exact import relative_difference
 from support.models import build, labels_for, tokens
 
 PLANS = ("dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "pp2", "cp2", "tp2", "tp2+sp")
-TOLERANCE = 1e-5
+TOLERANCES = {"hqq": 1e-5, "gptq": 1e-5, "awq": 2**-11}
 GROUP = 64
 
 
@@ -108,7 +108,7 @@ def compare(library: str, plan: str, expected: dict[str, Tensor]) -> str:
             return f"differs: the bytes of {name}"
         if x.is_floating_point() and "k_proj.bias" not in name:  # whose gradient is rounding alone
             worst = max(worst, relative_difference(actual[name], x))
-    return "equal" if worst < TOLERANCE else f"differs by {worst:.1e}"
+    return "equal" if worst < TOLERANCES[library] else f"differs by {worst:.1e}"
 
 
 def main(arguments: list[str]) -> int:
