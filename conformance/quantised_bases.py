@@ -1,8 +1,8 @@
 """``python -m conformance.quantised_bases``: frozen bases of HQQ, GPTQ and AWQ under plans, against one process.
 
 Each library quantises the projections of a small Llama to 4 bits in groups of 64. What is beside them is trained for
-three steps. Sums in another order differ by about 1e-6 in float32, in which HQQ and GPTQ compute: the tolerance is 1e-5.
-AWQ's layers compute in float16, of which one rounding is 5e-4. The packed weights must be the same bytes.
+three steps. Sums in another order differ by about 1e-6 in float32, in which HQQ and GPTQ compute, so their tolerance is
+1e-5. AWQ's layers compute in float16, of which one rounding is 5e-4. The packed weights must be the same bytes.
 """
 
 from __future__ import annotations
