@@ -376,7 +376,7 @@ def _is_among(x: Tensor, others: Iterable[Tensor]) -> bool:
     return any(x.untyped_storage()._cdata == other.untyped_storage()._cdata for other in others)
 
 
-def _pass(decoder: Decoder, length: int) -> _Pass:
+def _pass(decoder: Decoder, length: int, source: int | None = _SOURCE) -> _Pass:
     found, model = _Pass(decoder, length), decoder.model
     attach_attention(decoder, found)
     try:
@@ -385,7 +385,7 @@ def _pass(decoder: Decoder, length: int) -> _Pass:
                 model,
                 rows=_ROWS,
                 length=length,
-                source=_SOURCE,
+                source=source,
                 instead=INSTEAD,
                 watch=found.sources,
                 is_done=lambda: found.has_ended,
@@ -399,6 +399,8 @@ def _pass(decoder: Decoder, length: int) -> _Pass:
         ) from error
     finally:
         detach_attention(model)
+    if source is not None and found.calls and all(call.queries == source for call in found.calls):
+        return _pass(decoder, length, source=None)  # a forward with decoder_input_ids for other decoders than this one
     return found
 
 
