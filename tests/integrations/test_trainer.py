@@ -96,7 +96,7 @@ def run_misreading_counts(output_dir: Path, plan: dict[str, Any], **options: Any
 def run_with_rows_of_all_processes(output_dir: Path, plan: dict[str, Any], **options: Any) -> Run:
     """Another: predictions are gathered over all ranks, those with the same rows included."""
     with mock.patch(
-        "meshwright_hf.trainer.gather_rows", lambda x, dp, as_objects: torch.cat([torch.atleast_1d(x)] * 2)
+        "meshwright_hf.trainer.trainer.gather_rows", lambda x, dp, as_objects: torch.cat([torch.atleast_1d(x)] * 2)
     ):
         return run_trainer(output_dir, plan, **options)
 

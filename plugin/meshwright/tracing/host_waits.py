@@ -285,8 +285,9 @@ def _place() -> str:
     frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
     named = [f for f in frames if _is_own(f.filename) or "/site-packages/" in f.filename]
     frame = (named or frames)[-1]
-    parts = Path(frame.filename).parts[-2:]
-    return f"{'/'.join(parts)}:{frame.lineno}"
+    path = Path(frame.filename)
+    shown = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else Path(*path.parts[-2:])
+    return f"{shown.as_posix()}:{frame.lineno}"
 
 
 def _is_own(file: str) -> bool:
