@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.distribute.check_quantised import method_of
 from meshwright.errors import PlanError
 
 
@@ -20,9 +21,7 @@ def give_packed_form(model: nn.Module, quantizer: Any) -> None:
     Raises:
         PlanError: if the checkpoint is not quantised, or by another library.
     """
-    method = str(
-        getattr(quantizer.quantization_config.quant_method, "value", quantizer.quantization_config.quant_method)
-    )
+    method = method_of(model)
     if method != "bitsandbytes" or not quantizer.pre_quantized:
         why = (
             "has weights that bitsandbytes would quantise as they are loaded, whole"
@@ -61,9 +60,8 @@ def give_packed_form(model: nn.Module, quantizer: Any) -> None:
 
 def rules_without(quantizer: Any, rules: list[Any]) -> list[Any]:
     """Return transformers' rules from a checkpoint's tensors to a model's, without those of the quantisation."""
-    operations = [getattr(rule, "operations", ()) for rule in rules]
-    return [
-        rule
-        for rule, some in zip(rules, operations, strict=True)
-        if quantizer is None or not any(getattr(operation, "hf_quantizer", None) is quantizer for operation in some)
-    ]
+
+    def is_of_quantizer(rule: Any) -> bool:
+        return any(getattr(each, "hf_quantizer", None) is quantizer for each in getattr(rule, "operations", ()))
+
+    return rules if quantizer is None else [rule for rule in rules if not is_of_quantizer(rule)]

@@ -121,8 +121,7 @@ class PlannedAccelerator(Accelerator):
     def backward(self, loss: Tensor, **kwargs: object) -> None:
         """Run backward; the weights of labels, by which a loss of the program's own may be divided, are compared."""
         for model in state.planned_models(self):
-            if (uneven := runtime_of(model).features.find(UnevenBatches)) is not None:
-                uneven.of_loss(loss)
+            UnevenBatches.see_loss(runtime_of(model).features, loss)
         super().backward(loss, **kwargs)
 
     def clip_grad_norm_(

@@ -49,8 +49,7 @@ class TrainerAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: object) -> None:
         """Run backward; the weights of labels, by which a loss of the program's own may be divided, are compared."""
-        if (uneven := runtime_of(self._trainer.model).features.find(UnevenBatches)) is not None:
-            uneven.of_loss(loss)
+        UnevenBatches.see_loss(runtime_of(self._trainer.model).features, loss)
         super().backward(loss, **kwargs)
 
     def gather(self, tensor: object) -> Any:

@@ -13,7 +13,8 @@ from meshwright.context.block_masks import is_flex
 from meshwright.context.flash_package import PackageKernel, takes_sinks
 from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask
-from meshwright.context.record import AttentionSite, ContextRecord
+from meshwright.context.record import ContextRecord
+from meshwright.context.recorded_pass import AttentionSite
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis

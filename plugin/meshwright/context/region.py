@@ -23,8 +23,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.context.layer_arguments import Place, map_tensors, mask_in, tensors_in
 from meshwright.context.masks import ContextMask
-from meshwright.context.record import ContextRecord, Place, map_tensors, mask_in, tensors_in
+from meshwright.context.record import ContextRecord
 from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.schema import BORDERS

@@ -76,11 +76,11 @@ def check_model(model: nn.Module) -> None:
 
 def check_device_map(model: nn.Module) -> None:
     """Raise a PlanError if transformers has loaded a model onto several devices, whose hooks move its inputs."""
-    placed = getattr(model, "hf_device_map", None)
-    if placed is not None and len(set(placed.values())) > 1:
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1:
         raise PlanError(
-            f"the model was loaded with device_map, over {len(set(placed.values()))} devices; load it without "
-            "device_map: each rank moves its shard to its own device"
+            f"the model was loaded with device_map, over {len(devices)} devices; load it without device_map: each rank "
+            "moves its shard to its own device"
         )
 
 

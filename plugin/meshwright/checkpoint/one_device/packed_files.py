@@ -34,9 +34,8 @@ def read_statistics(files: WeightFiles, name: str, module: Any, packing: PackedM
     if packing.block == 1:
         scales = f"{name.removesuffix('weight')}SCB"
         _require(files, name, scales in files.entries, f"no {scales}")
-        _require(
-            files, name, files.entries[scales][1].shape == packing.shape[:1], f"no number for each row in {scales}"
-        )
+        is_for_rows = files.entries[scales][1].shape == packing.shape[:1]
+        _require(files, name, is_for_rows, f"no number for each row in {scales}")
         return files.read(scales, torch.float32).to(device)
     entries = _beside(files, name)
     _require(files, name, any(key.startswith(_TEXTS) for key in entries), f"no {name}.{_TEXTS}*")
@@ -44,11 +43,7 @@ def read_statistics(files: WeightFiles, name: str, module: Any, packing: PackedM
     try:
         state = type(module.weight.quant_state).from_dict(tensors, device)
         blocks = -(-packing.shape.numel() // state.blocksize)
-        fits = (state.shape, state.absmax.numel(), isinstance(state.dtype, torch.dtype)) == (
-            packing.shape,
-            blocks,
-            True,
-        )
+        fits = state.shape == packing.shape and state.absmax.numel() == blocks and isinstance(state.dtype, torch.dtype)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{files.source}: the statistics of {name} cannot be read: {error!r}") from error
     _require(files, name, fits, f"the shape {list(packing.shape)} in the model, and {list(state.shape)} in its text")

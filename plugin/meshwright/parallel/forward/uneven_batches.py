@@ -17,6 +17,7 @@ from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX, valid_labels
 from meshwright.parallel.batch.schema import Batch, BatchSchema
 from meshwright.parallel.batch.share import labels_beside
 from meshwright.parallel.collectives import all_gather
+from meshwright.parallel.features import Features
 from meshwright.parallel.losses.deferred_logits import DeferredLogits, watch_gradient
 from meshwright.parallel.output_loss import loss_of, tensors_of
 from meshwright.temporarily import temporarily
@@ -60,6 +61,12 @@ class UnevenBatches:
     def of_batch(self, batch: object) -> contextlib.AbstractContextManager[None]:
         """Count this batch, not the model's inputs, since a program may remove labels before it calls the model."""
         return temporarily(self, _batch=batch if isinstance(batch, Mapping) else None)
+
+    @staticmethod
+    def see_loss(features: Features, loss: object) -> None:
+        """Let the feature of a model, if it has this one, see a loss whose backward follows."""
+        if (uneven := features.find(UnevenBatches)) is not None:
+            uneven.of_loss(loss)
 
     def of_loss(self, loss: object) -> None:
         """Count the weights of the labels, if a loss whose backward follows is torch's cross-entropy with weights."""
