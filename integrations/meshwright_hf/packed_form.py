@@ -36,6 +36,8 @@ def give_packed_form(model: nn.Module, quantizer: Any) -> None:
         )
     import bitsandbytes
 
+    # The library keeps the codes of second statistics on the device of its first call, for all models of the process.
+    bitsandbytes.functional.name2qmap.setdefault("dynamic", bitsandbytes.functional.create_dynamic_map())
     module: Any
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
