@@ -69,6 +69,7 @@ def run(
     is_shared: bool = True,
     is_exact: bool = True,
     parts: Sequence[Sequence[int]] = ((0, 1, 2, 3),),
+    gathers: bool = False,
 ) -> Float8Run:
     """Return the losses, the whole weights, and the scales of each role, under a plan or on one device.
 
@@ -81,6 +82,7 @@ def run(
         is_shared: whether ranks take maxima together, as they must.
         is_exact: whether all but the casts to float8 is in float64; otherwise all is in float32, as torchao does it.
         parts: the rows of each of the micro-batches in which one device computes a batch.
+        gathers: whether the layers ask for all-gathers in float8.
     """
     alone = mock.patch.object(float8, "maximum", lambda x, axis: x)
     with contextlib.ExitStack() as stack:
@@ -91,7 +93,9 @@ def run(
         if not is_shared:
             stack.enter_context(alone)
         model = build("llama", mlp_bias=True)
-        model = with_float8(model.double() if is_exact else model, recipe, keep=keep)
+        model = with_float8(
+            model.double() if is_exact else model, recipe, keep=keep, enable_fsdp_float8_all_gather=gathers
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         rows = sum(map(len, parts))
         data = [{name: x[:rows, :length] for name, x in batch.items()} for batch in batches(steps)]

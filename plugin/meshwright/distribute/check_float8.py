@@ -66,10 +66,13 @@ def check_float8(
                 f"gradients are {parts} times those of one device, and their elements would round to others. Use a "
                 "power of 2, or write Float8LinearConfig(round_scales_to_power_of_2=False), or use 'tensorwise'"
             )
-        if layer.config.enable_fsdp_float8_all_gather:
+        own = layer.config
+        is_cast_once = own.cast_config_weight_for_grad_input == own.cast_config_weight
+        if own.enable_fsdp_float8_all_gather and plan.zero_stage == 3 and not is_cast_once:
             raise PlanError(
-                f"{name} has Float8LinearConfig(enable_fsdp_float8_all_gather=True), which is for torch's FSDP2: this "
-                "version gathers weights in their own dtype. Write enable_fsdp_float8_all_gather=False"
+                f"{name} casts its weight to float8 otherwise for the gradient of its input than in forward "
+                "(cast_config_weight_for_grad_input), and zero_stage=3 would gather it in float8 once for both. Write "
+                "Float8LinearConfig(..., enable_fsdp_float8_all_gather=False), or the same cast for both"
             )
     for name, module, _ in routed_modules(decoder):
         _keep_out(layers, {module}, name, "not every rank has tokens for each expert")

@@ -56,6 +56,7 @@ from meshwright.parallel.forward.recompute import check_recompute
 from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.losses.causal_lm import CausalLMLoss
 from meshwright.parallel.losses.head_losses import LossKind, find_loss
+from meshwright.parallel.tensor_parallel.float8_weights import plain_weights
 from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.plan.fields import either_name, keywords_checked
 from meshwright.plan.foreign_names import CALL_NAMES
@@ -129,7 +130,7 @@ def to_distributed(
     if config.compile is None and config.compile_options is not None:
         raise PlanError('ToDistributedConfig.compile_options is used by compile="layers" only; set it too')
     check_compiled(model, config.engine)
-    with plain_module(model) as plain:
+    with plain_module(model) as plain, plain_weights(plain):
         optimizer, rows = _distribute(plain, optimizer, dataloader, device_num, node_num, config)
     return ReturnedTuple((model, optimizer, rows))
 

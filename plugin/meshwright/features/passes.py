@@ -100,7 +100,9 @@ def _compilable_layers(build: Build) -> CompilableLayers:
 def scale_float8(build: Build) -> None:
     """Give float8 layers the scales of the whole tensors, of which ranks have parts."""
     if build.runtime.mesh.size > 1:
-        layers = build.runtime.features.add(Float8Layers(build.model, build.runtime.mesh))
+        weights = build.runtime.weights
+        reader_of = (lambda _: None) if weights is None else weights.reader_of_float8
+        layers = build.runtime.features.add(Float8Layers(build.model, build.runtime.mesh, reader_of))
         forward = build.runtime.features.get(ForwardState)
         forward.check_layers = layers.check
         forward.shares_tokens |= layers.waits_for_tokens

@@ -52,7 +52,8 @@ class FlatShard:
         self._sizes, self._spans = sizes, [*spans, numel - offsets[-1]]  # the last one is padding
         self.rows = [ownership.rows(start, size, numel) for start, size in zip(offsets[:-1], sizes, strict=True)]
         segment = ownership.segment(numel)
-        self._begins = [start - segment.start for start in offsets[:-1]]
+        self._starts = offsets[:-1]
+        self._begins = [start - segment.start for start in self._starts]
         self._stepped, self.is_on_host = flat_dtype(self.dtype) if self.is_trained else self.dtype, on_host
         kept = self.dtype if on_host else self._stepped
         self.master = torch.zeros(segment.stop - segment.start, dtype=kept, device=device)
@@ -84,8 +85,7 @@ class FlatShard:
         if self._full is None and self._wait is None:
             # A tensor that is gathered under inference_mode may be used after inference_mode ends.
             with torch.inference_mode(False), torch.no_grad():
-                own = self.master if self.master.dtype == self.dtype else self.master.to(self.dtype)
-                self._wait = start_all_gather(own, self.dp)
+                self._wait = start_all_gather(self._sent(), self.dp)
 
     def full(self) -> Tensor:
         """Return all elements of the parameters, gathered now if they were not."""
@@ -143,12 +143,13 @@ class FlatShard:
         groups: dict[bool, list[int]] = {}
         for index, parameter in enumerate(self.parameters):
             groups.setdefault(parameter.requires_grad, []).append(index)
-        segments = [segment for _, segment in self._segments(self.full())]
+        whole = start_all_gather(self._own_values(), self.dp)()
+        segments = [segment for _, segment in self._segments(whole)]
         parts = []
         for indices in groups.values():
             shapes = [self.shapes[index] for index in indices]
             some = [self.parameters[index] for index in indices]
-            part = FlatShard(some, shapes, self.ownership, self.master.device, on_host=self.is_on_host)
+            part = self._like(some, shapes)
             for new, index in enumerate(indices):
                 self.parameters[index].data = part.keep(new, segments[index])
             if self.is_guarded:
@@ -182,9 +183,7 @@ class FlatShard:
 
     def own(self, index: int) -> Tensor:
         """Return this rank's elements of a parameter, as the optimizer steps them. Writes change the parameter."""
-        low, high = self._span(index)
-        begin = self._begins[index] if low < high else 0
-        return self.master[begin + low : begin + high]
+        return self.master[self._place(index)]
 
     def own_of(self, index: int, local: Tensor) -> Tensor:
         """Return this rank's elements of a tensor that has the shape of the parameter's TP shard."""
@@ -195,12 +194,30 @@ class FlatShard:
         """Return whether ``tensor``, which has this storage, is a view of the gathered tensor."""
         return storage == self._storage and tensor.dtype == self.dtype
 
+    def _own_values(self) -> Tensor:
+        """Return this rank's part in the dtype of the parameters."""
+        return self.master if self.master.dtype == self.dtype else self.master.to(self.dtype)
+
+    def _sent(self) -> Tensor:
+        """Return what the ranks gather; called where gradients and inference_mode are off."""
+        return self._own_values()
+
+    def _like(self, parameters: list[nn.Parameter], shapes: list[torch.Size]) -> FlatShard:
+        """Return a new FlatShard of some of the parameters."""
+        return FlatShard(parameters, shapes, self.ownership, self.master.device, on_host=self.is_on_host)
+
     def _segments(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         pieces = full.split_with_sizes(self._spans)[:-1]
         for parameter, piece, shape, size, span in zip(
             self.parameters, pieces, self.shapes, self._sizes, self._spans[:-1], strict=True
         ):
             yield parameter, (piece if size == span else piece[:size]).view(shape)
+
+    def _place(self, index: int) -> slice:
+        """Return where in ``master`` this rank's elements of a parameter are."""
+        low, high = self._span(index)
+        begin = self._begins[index] if low < high else 0
+        return slice(begin + low, begin + high)
 
     def _span(self, index: int) -> Span:
         return self.rows[index].spans[self.dp.rank][0]

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from meshwright.layout.packed_weights import PackedMatrix
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.zero.flat_parameters import FlatShard
+from meshwright.optim.zero.float8_shard import Float8Shard
 from meshwright.optim.zero.ownership import EqualSlices, sliced, stepped_over
 from meshwright.optim.zero.read_weights import read_weights
 from meshwright.optim.zero.units import units_of
@@ -41,6 +43,7 @@ from meshwright.optim.zero.zero_optimizer import ShardedBucket
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.shards.reads import reading_shards
+from meshwright.parallel.tensor_parallel.float8_weights import WeightCast, weight_casts
 
 
 class ShardedWeights:
@@ -69,6 +72,7 @@ class ShardedWeights:
     ):
         of = {id(p): layouts.get(name) or TensorLayout.whole(p) for name, p in model.named_parameters()}
         axis_of = {key: stepped_over(layout, mesh) for key, layout in of.items()}
+        casts = weight_casts(model)
         self._place: dict[int, tuple[FlatShard, int]] = {}
         self.steps: list[_Step] = []
         for module, recurse in units_of(model):
@@ -78,11 +82,14 @@ class ShardedWeights:
             ]
             own = list(dict.fromkeys([*own, *([] if recurse else read_weights(module))]))
             new = [p for p in own if id(p) not in self._place]
-            flats = []
+            flats: list[FlatShard] = []
             for axis in dict.fromkeys(axis_of[id(p)] for p in new):
-                for some in _alike([p for p in new if axis_of[id(p)] is axis]):
-                    shapes = [of[id(p)].local_shape for p in some]
-                    flats.append(FlatShard(some, shapes, EqualSlices(axis), device, on_host=on_host))
+                for cast, some in _alike([p for p in new if axis_of[id(p)] is axis], casts):
+                    how = [p.local_shape for p in map(of.__getitem__, map(id, some))], EqualSlices(axis), device
+                    if cast is None:
+                        flats.append(FlatShard(some, *how, on_host=on_host))
+                    else:
+                        flats.append(Float8Shard(some, *how, cast=cast, tp=mesh.tp, on_host=on_host))
             self._place |= {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
             # A tied parameter is in a FlatShard of its first module, and its other modules gather that shard too.
             needed = list(dict.fromkeys(self._place[id(p)][0] for p in own))
@@ -201,6 +208,18 @@ class ShardedWeights:
         """
         flat, index = self._place[id(parameter)]
         return flat.stand_in.expand(flat.shapes[index])
+
+    def reader_of_float8(self, parameter: nn.Parameter) -> Callable[[], tuple[Tensor, Tensor]] | None:
+        """Return a function that returns a weight in float8 and its scale; None if it is gathered in its own dtype."""
+        is_cast = isinstance(self._place.get(id(parameter), (None,))[0], Float8Shard)
+        return partial(self._in_float8, parameter) if is_cast else None
+
+    def _in_float8(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+        flat, index = self._place[id(parameter)]
+        assert isinstance(flat, Float8Shard)
+        if in_backward():
+            self.enter_backward(next(step for step in self.steps if flat in step.flats))
+        return flat.weight(index)
 
     @contextlib.contextmanager
     def lent(self, module: nn.Module) -> Iterator[None]:
@@ -415,8 +434,11 @@ class _Step:
         return view
 
 
-def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    groups: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+def _alike(
+    parameters: list[nn.Parameter], casts: Mapping[int, WeightCast]
+) -> list[tuple[WeightCast | None, list[nn.Parameter]]]:
+    groups: dict[tuple[object, ...], tuple[WeightCast | None, list[nn.Parameter]]] = {}
+    for p in parameters:
+        cast = casts.get(id(p))
+        groups.setdefault((p.dtype, p.requires_grad, cast), (cast, []))[1].append(p)
     return list(groups.values())

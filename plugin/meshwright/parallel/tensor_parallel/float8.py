@@ -14,7 +14,7 @@ ranks before the scale is computed. An operand has two of three dims, and each d
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from torchao.float8.float8_training_tensor import LinearMMConfig
 
 Dim = Literal["tokens", "in", "out"]
+ReadFloat8 = Callable[[], tuple[Tensor, Tensor]]
+"""Returns a weight that was gathered in float8, and its scale."""
 
 _MULTIPLE = 16  # of the numbers over which torch._scaled_mm sums
 
@@ -62,9 +64,10 @@ class Float8Layers:
     Args:
         model: the model, whose parameters have their layouts.
         mesh: this rank's place on the axes of the plan.
+        reader_of: returns a function that reads a weight that ZeRO gathers in float8; None for other weights.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh):
+    def __init__(self, model: nn.Module, mesh: Mesh, reader_of: Callable[[nn.Parameter], ReadFloat8 | None]):
         self.model = model
         modules = model.modules()
         self._linear = [
@@ -74,7 +77,7 @@ class Float8Layers:
         self.waits_for_tokens = False
         for _, module in float8_layers(model):
             if is_held(module.weight):
-                kernel = Float8Kernel(module, mesh)
+                kernel = Float8Kernel(module, mesh, reader_of(module.weight))
                 set_kernel(module, kernel)
                 Float8Forward(module)
                 self.waits_for_tokens |= mesh.tokens.size > 1 and kernel.is_by_tensor
@@ -144,12 +147,14 @@ class Float8Kernel(LinearKernel):
     Args:
         module: the layer, whose weight has its layout.
         mesh: this rank's place on the axes of the plan.
+        read: reads the weight, if it is gathered in float8.
     """
 
     is_token_wise: ClassVar[bool] = False
     casts_weight: ClassVar[bool] = False
 
-    def __init__(self, module: Float8Linear, mesh: Mesh):
+    def __init__(self, module: Float8Linear, mesh: Mesh, read: ReadFloat8 | None = None):
+        self._read = read
         self.config, self.mm_config = module.config, module.linear_mm_config
         cuts = [rows.dim for axis, rows in layout_of(module.weight).cuts if axis == "tp" and not rows.is_replicated]
         self.axes: dict[Dim, Axis] = {"tokens": mesh.tokens}
@@ -163,9 +168,8 @@ class Float8Kernel(LinearKernel):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
         c = self.config
-        a, b = self._cast(
-            _Operand(_rows(x), ("tokens", "in"), "in", c.cast_config_input),
-            _Operand(weight.t(), ("in", "out"), "in", c.cast_config_weight),
+        a, b = self._with_weight(
+            _Operand(_rows(x), ("tokens", "in"), "in", c.cast_config_input), weight, c.cast_config_weight
         )
         y = torch.mm(a, b).view(*x.shape[:-1], weight.shape[0])
         y = y if bias is None else y + bias
@@ -173,9 +177,10 @@ class Float8Kernel(LinearKernel):
 
     def input_gradient(self, gradient: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
         c = self.config
-        a, b = self._cast(
+        a, b = self._with_weight(
             _Operand(_rows(gradient), ("tokens", "out"), "out", c.cast_config_grad_output),
-            _Operand(weight.t(), ("in", "out"), "out", c.cast_config_weight_for_grad_input),
+            weight,
+            c.cast_config_weight_for_grad_input,
         )
         result = torch.mm(a, b.t()).view(*gradient.shape[:-1], weight.shape[1])
         return result if out is None else out.copy_(result)
@@ -190,6 +195,16 @@ class Float8Kernel(LinearKernel):
         )
         own = torch.mm(a.t(), b)
         return own if total is None else total.add_(own)
+
+    def _with_weight(self, operand: _Operand, weight: Tensor, cast: CastConfig) -> list[Tensor]:
+        """Return an operand and the weight, with which it is multiplied, in float8."""
+        if self._read is None:
+            return self._cast(operand, _Operand(weight.t(), ("in", "out"), operand.inner, cast))
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+        values, scale = self._read()
+        role = GemmInputRole(_ROLES["in", "out"])
+        return [*self._cast(operand), Float8TrainingTensor(values.t(), scale, weight.dtype, self.mm_config, role)]
 
     @property
     def _padded(self) -> LinearMMConfig:
