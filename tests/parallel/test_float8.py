@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import re
 from typing import Any
@@ -17,11 +19,14 @@ from meshwright.mesh.axes import Mesh
 from meshwright.parallel.tensor_parallel import float8
 from meshwright.parallel.tensor_parallel.float8 import Float8Kernel
 from meshwright_hf.accelerate import prepare
-from support.accelerated import accelerator, dataset, losses_of
-from support.float8 import Float8Run, run, with_float8
+from support.accelerated import accelerator, dataset
+from support.accelerated import losses_of as losses_of_accelerate
+from support.exact import Float64
+from support.float8 import Float8Run, exact_products, run, with_float8
 from support.models import build
-from support.short_programs import batches, distribute, worst
+from support.short_programs import Plan, batches, distribute, losses_of, worst
 from support.tiers import crossings
+from support.traffic import Traffic
 
 pytest.importorskip("torchao")
 
@@ -44,7 +49,13 @@ CASES: dict[str, tuple[dict[str, Any], str, str, int, int]] = {
     "dp2, tp2+sp, zero2": ({**SP, "dp": 2, "zero_stage": 2}, "tensorwise", "lm_head", 9, 4),
     "pp2, tp2+sp": ({**SP, "pp": 2}, "rowwise", "lm_head", 9, 4),
 }  # fmt: skip
-FIRST = ("tp2+sp, tensorwise", "dp2 zero3, rowwise", "pp2, tensorwise")
+# Plans whose float8 weights are gathered in float8.
+GATHERED: dict[str, dict[str, Any]] = {
+    "dp2 zero3, gathered in float8": ZERO3,
+    "dp2, tp2+sp, zero3, recomputed, gathered in float8": {**SP, **ZERO3, "recompute": "full"},
+}
+CASES |= {name: (plan, "tensorwise", "lm_head", 9, 20) for name, plan in GATHERED.items()}
+FIRST = ("tp2+sp, tensorwise", "dp2 zero3, rowwise", "pp2, tensorwise", "dp2 zero3, gathered in float8")
 
 
 @functools.cache
@@ -57,7 +68,7 @@ def test_scales_and_losses_are_those_of_one_device(name: str, request: pytest.Fi
     plan, *case = CASES[name]
     ranks = plan.get("pp", 1) * plan.get("tp", 1) * plan.get("dp", 1) * plan.get("cp", 1)
     pool: Any = request.getfixturevalue(f"pool{ranks}")
-    got: list[Float8Run] = pool.run(run, plan, *case)
+    got: list[Float8Run] = pool.run(run, plan, *case, gathers=name in GATHERED)
     losses, weights, scales = reference(*case)
     for mine, _, _ in got:
         assert mine == pytest.approx(losses, abs=1e-12)  # float64: only the order of sums differs
@@ -117,6 +128,60 @@ def test_any_number_of_tokens_has_the_gradient_of_a_weight() -> None:
             gradient_of_weight(emulate=False)
 
 
+def started(plan: Plan, *, gathers: bool) -> tuple[Any, Any, Any]:
+    """A model whose first layer is frozen, its optimizer and four batches."""
+    model = with_float8(build("llama"), "tensorwise", enable_fsdp_float8_all_gather=gathers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.get_submodule("model.layers.0").requires_grad_(False)
+    return distribute(plan, model, optimizer, batches(4))
+
+
+def gathered(*, gathers: bool) -> tuple[list[float], int, bool]:
+    """The losses in training and of a copy, the bytes that are gathered, and whether other code reads a weight."""
+    model, optimizer, loader = started(ZERO3, gathers=gathers)
+    with Traffic() as traffic:
+        losses = losses_of(model, optimizer, loader)
+    model.get_submodule("model.layers.0").requires_grad_(True)
+    losses += losses_of(model, optimizer, loader)
+    copied = copy.deepcopy(model)
+    losses_of(model, optimizer, loader)
+    with torch.no_grad():
+        losses += [each(**batches(1)[0]).loss.item() for each in (copied, model)]
+    layer = model.model.layers[1].mlp.up_proj
+    layer.register_forward_hook(lambda module, _, output: output + module.weight.sum())
+    try:
+        model(**batches(1)[0])
+    except mw.UnreadableTensorError:
+        return losses, traffic.bytes["all_gather"], False
+    return losses, traffic.bytes["all_gather"], True
+
+
+def test_gathers_in_float8_send_a_byte_for_each_element(pool2: Any) -> None:
+    losses, sent, is_read = pool2.run(gathered, gathers=True)[0]
+    others, wide, _ = pool2.run(gathered, gathers=False)[0]
+    assert losses == others and losses[-1] != losses[-2]  # bitwise; the model that was copied has trained on
+    weights = [layer.weight.numel() for _, layer in float8.float8_layers(with_float8(build("llama"), "tensorwise"))]
+    assert wide - sent == 4 * 2 * 3 * sum(weights)  # in four steps, forward and backward: one byte in place of four
+    assert not is_read  # the rounded values
+
+
+def resumed(plan: Plan, folder: Any) -> tuple[list[float], list[float]]:
+    """The losses of a run after it was saved, and those of the run that goes on under another plan."""
+    with Float64(), exact_products():  # type: ignore[attr-defined]
+        model, optimizer, loader = started(ZERO3, gathers=True)
+        losses_of(model, optimizer, loader)
+        mw.save_checkpoint(folder, model, optimizer)
+        expected = losses_of(model, optimizer, loader)
+        model, optimizer, loader = started(plan, gathers=True)
+        mw.load_checkpoint(folder, model, optimizer)
+        return expected, losses_of(model, optimizer, loader)
+
+
+def test_a_run_that_gathers_in_float8_goes_on_under_another_plan(pool2: Any, tmp_path: Any) -> None:
+    expected, losses = pool2.run(resumed, SP, tmp_path / "run")[0]
+    assert losses == pytest.approx(expected, abs=1e-12)  # float64: only the order of sums differs
+
+
 @pytest.mark.parametrize("plan", [SP, ZERO3])
 def test_scales_of_a_part_are_other_numbers(plan: dict[str, Any], pool2: Any) -> None:
     case = ("tensorwise", "lm_head", 9, 20)
@@ -131,8 +196,15 @@ def refused(plan: dict[str, Any], what: str) -> str:
     match what:
         case "width":
             model = with_float8(model, "tensorwise", emulate=False)
-        case "all-gather":
-            model = with_float8(model, "tensorwise", enable_fsdp_float8_all_gather=True)
+        case "another cast":
+            from torchao.float8.config import CastConfig, ScalingGranularity
+
+            cast = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e4m3fn)
+            options: Any = {"cast_config_weight_for_grad_input": cast, "enable_fsdp_float8_all_gather": True}
+            model = with_float8(model, "tensorwise", **options)
+        case "tied":
+            model = build("llama", tie_word_embeddings=True)
+            model = with_float8(model, "tensorwise", keep="none", enable_fsdp_float8_all_gather=True)
         case "another kind":
             from torchao.prototype.quantized_training.int8_mixed_precision import Int8MixedPrecisionTrainingLinear
 
@@ -169,7 +241,8 @@ def refused(plan: dict[str, Any], what: str) -> str:
     ("what", "text"),
     {
         "width": r"layers.0.mlp.gate_proj has a weight of 80 x 64, .* 40 x 64, .*multiples of 16.*smaller tp",
-        "all-gather": "enable_fsdp_float8_all_gather=False",
+        "another cast": "q_proj casts its weight .*zero_stage=3.*enable_fsdp_float8_all_gather=False",
+        "tied": r"lm_head.weight is tied to model.embed_tokens.weight.*name != 'lm_head'",
         "another kind": "mlp.up_proj computes as torchao.*convert_to_float8_training",
         "weights of another kind": "mlp.up_proj computes as torchao.*Int8MixedPrecisionTrainingLinearWeight",
         "shared heads": "k_proj is a float8 layer that several ranks of tp=2 have.*smaller tp",
@@ -180,7 +253,7 @@ def refused(plan: dict[str, Any], what: str) -> str:
     }.items(),
 )
 def test_what_is_not_equal_is_refused(what: str, text: str, pool2: Any) -> None:
-    for message in pool2.run(refused, {"tp": 2}, what):
+    for message in pool2.run(refused, ZERO3 if what == "another cast" else {"tp": 2}, what):
         assert re.search(text, message, re.DOTALL), message
 
 
@@ -192,8 +265,8 @@ def test_scales_of_powers_of_2_need_such_a_number_of_ranks(plan: dict[str, int])
     check_float8(with_float8(build("llama"), "tensorwise"), mw.ParallelPlan(**plan), config, None, {})
 
 
-def train_with_accelerate(plan: dict[str, Any] | None, *, all_gather: bool) -> tuple[list[float], list[str]]:
-    """The losses, and the layers that stay in 16 bits, of a script of accelerate."""
+def train_with_accelerate(plan: Plan, *, all_gather: bool) -> tuple[list[float], list[str]]:
+    """The losses, and the layers that are not gathered in float8, of a script of accelerate."""
     from accelerate.utils import AORecipeKwargs
     from torch.utils.data import DataLoader
     from torchao.float8 import Float8LinearConfig
@@ -208,14 +281,15 @@ def train_with_accelerate(plan: dict[str, Any] | None, *, all_gather: bool) -> t
         else:
             config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
             model, optimizer, loader = prepare(accelerate, model, optimizer, loader, config=config)
-        losses = losses_of(accelerate, model, optimizer, loader)
-        wide = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
-        return losses, wide
+        losses = losses_of_accelerate(accelerate, model, optimizer, loader)
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        casts = [name for name, layer in float8.float8_layers(model) if layer.config.enable_fsdp_float8_all_gather]
+        return losses, sorted(layers.keys() - casts)
 
 
 def test_accelerates_recipe(pool2: Any) -> None:
-    losses, wide = train_with_accelerate(None, all_gather=False)
-    for mine, others in pool2.run(train_with_accelerate, {"dp": 2, "zero_stage": 1}, all_gather=True):
-        assert others == wide and len(wide) == 2  # accelerate leaves the first and the last as they are
+    losses, _ = train_with_accelerate(None, all_gather=False)
+    for mine, wide in pool2.run(train_with_accelerate, ZERO3, all_gather=True):
+        assert len(wide) == 2  # accelerate leaves the first and the last as they are
         # autocast in bf16, whose sums over 2 rows and over 4 differ
         assert mine == pytest.approx(losses, abs=2e-3)

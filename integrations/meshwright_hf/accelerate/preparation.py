@@ -212,9 +212,12 @@ def _in_float8(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
         return
     own = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     recipe = accelerator.ao_recipe_handler
-    # An option of FSDP2, on by default, which changes no number.
+    # With the option on, torchao would replace the parameters, which the optimizer has already.
     config = dataclasses.replace(recipe.config, enable_fsdp_float8_all_gather=False)
     convert_model_to_fp8_ao(model, config=config, module_filter_func=recipe.module_filter_func)
+    before = {child for _, _, child in own}
+    for _, layer in float8_layers(model):
+        layer.config = layer.config if layer in before else recipe.config
     try:
         yield
     except BaseException:

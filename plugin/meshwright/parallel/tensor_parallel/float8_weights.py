@@ -1,7 +1,7 @@
 """The weights of float8 layers that ask for all-gathers in float8: ``enable_fsdp_float8_all_gather=True``.
 
-torchao makes each such weight a tensor of its own class, which torch's FSDP2 casts before it gathers. Under a plan it is
-a plain parameter, and ZeRO stage 3 casts it (:mod:`meshwright.optim.zero.float8_shard`).
+torchao makes each such weight a tensor of its own class, which torch's FSDP2 casts before it gathers. Under a plan it
+is a plain parameter, and ZeRO stage 3 casts it (:mod:`meshwright.optim.zero.float8_shard`).
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ class WeightCast:
 
 def weight_casts(model: nn.Module) -> dict[int, WeightCast]:
     """Return how the weights that are gathered in float8 are cast, by the ids of the parameters."""
+    configs = {id(layer.weight): layer.config for _, layer in float8_layers(model)}
     return {
-        id(layer.weight): WeightCast(
-            layer.config.cast_config_weight.target_dtype, layer.config.round_scales_to_power_of_2
-        )
-        for _, layer in float8_layers(model)
-        if layer.config.enable_fsdp_float8_all_gather
+        key: WeightCast(config.cast_config_weight.target_dtype, config.round_scales_to_power_of_2)
+        for key, config in configs.items()
+        if config.enable_fsdp_float8_all_gather
     }
 
 
