@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import re
@@ -128,9 +127,9 @@ def test_any_number_of_tokens_has_the_gradient_of_a_weight() -> None:
             gradient_of_weight(emulate=False)
 
 
-def started(plan: Plan, *, gathers: bool) -> tuple[Any, Any, Any]:
+def started(plan: Plan, *, gathers: bool, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
     """A model whose first layer is frozen, its optimizer and four batches."""
-    model = with_float8(build("llama"), "tensorwise", enable_fsdp_float8_all_gather=gathers)
+    model = with_float8(build("llama").to(dtype), "tensorwise", enable_fsdp_float8_all_gather=gathers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.get_submodule("model.layers.0").requires_grad_(False)
     return distribute(plan, model, optimizer, batches(4))
@@ -168,11 +167,11 @@ def test_gathers_in_float8_send_a_byte_for_each_element(pool2: Any) -> None:
 def resumed(plan: Plan, folder: Any) -> tuple[list[float], list[float]]:
     """The losses of a run after it was saved, and those of the run that goes on under another plan."""
     with Float64(), exact_products():  # type: ignore[attr-defined]
-        model, optimizer, loader = started(ZERO3, gathers=True)
+        model, optimizer, loader = started(ZERO3, gathers=True, dtype=torch.float64)
         losses_of(model, optimizer, loader)
         mw.save_checkpoint(folder, model, optimizer)
         expected = losses_of(model, optimizer, loader)
-        model, optimizer, loader = started(plan, gathers=True)
+        model, optimizer, loader = started(plan, gathers=True, dtype=torch.float64)
         mw.load_checkpoint(folder, model, optimizer)
         return expected, losses_of(model, optimizer, loader)
 
