@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from transformers import DefaultDataCollator, default_data_collator
+from transformers.trainer_utils import seed_worker
 
 from meshwright.data.one_length import STACKING
 from meshwright.data.readers.base import worker_options
@@ -66,6 +68,13 @@ def global_batches(loader: DataLoader[Any], dp: int) -> DataLoader[Any]:
             "Accelerator(split_batches=True)"
         )
     return DataLoader(loader.dataset, batch_sampler=_Joined(loader.batch_sampler, dp), **options)
+
+
+def seed_workers_alike(loader: DataLoader[Any]) -> None:
+    """Let the Trainer seed a loader's workers, in place, as on its first rank: the reader gives each rank its seed."""
+    init = loader.worker_init_fn
+    if isinstance(init, partial) and init.func is seed_worker:
+        loader.worker_init_fn = partial(seed_worker, num_workers=loader.num_workers, rank=0)
 
 
 def order_by_seed_and_epoch(loader: DataLoader[Any], data_seed: int | None) -> None:

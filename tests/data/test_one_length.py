@@ -110,7 +110,8 @@ def portions(make: Callable[[], DataLoader[Any]], dp: int) -> list[list[Portion]
     def one(rank: int) -> list[Portion]:
         axis, loader = Axis("dp", size=dp, rank=rank), make()
         gather = lambda value: group.gather(rank, value)  # noqa: E731
-        reader: Any = make_reader(loader, axis, even_share, Peers(), LoaderOptions(), keeps_samples=True)
+        options = LoaderOptions(draws="rank")  # the threads share one random state
+        reader: Any = make_reader(loader, axis, even_share, Peers(), options, keeps_samples=True)
         if hasattr(reader, "_stream"):
             reader._stream._gather = gather
         lengths = OneLength(loader.collate_fn, axis, gather=gather)
@@ -236,3 +237,23 @@ def test_random_masks_are_drawn_for_the_padded_rows() -> None:
         whole = batch["input_ids"].where(~is_hidden, batch["labels"])
         assert batch["input_ids"].shape == (3, 40) and is_hidden.any()
         assert [row[row > 0].tolist() for row in whole] == [row["input_ids"] for row in own]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_masks_are_those_of_one_device(workers: int) -> None:
+    """Equal bitwise, since each rank draws for all rows; with draws="rank" the second rank's masks differ."""
+    collate = DataCollatorForLanguageModeling(tokenizer("right"), mlm_probability=0.5)
+    rows = [{"input_ids": list(range(3, 3 + n))} for n in (30, 7, 12, 9, 31, 40)]
+
+    def read(dp: int, rank: int, options: LoaderOptions) -> list[Tensor]:
+        torch.manual_seed(0)
+        loader = DataLoader(rows, 4, collate_fn=collate, num_workers=workers)
+        reader: Any = make_reader(loader, Axis("dp", size=dp, rank=rank), even_share, Peers(), options)
+        return [portion.batch["labels"] for portion in reader.read(reader.draw())]
+
+    torch.manual_seed(0)
+    whole = [batch["labels"] for batch in DataLoader(rows, 4, collate_fn=collate, num_workers=workers)]
+    ranks = [read(2, rank, LoaderOptions()) for rank in (0, 1)]
+    assert all(torch.equal(torch.cat(parts), x) for *parts, x in zip(*ranks, whole, strict=True))
+    alone = read(2, 1, LoaderOptions(draws="rank"))[0]
+    assert alone.shape != ranks[1][0].shape or not torch.equal(alone, ranks[1][0])

@@ -22,7 +22,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.share import BatchShare, yield_next
 from meshwright.plan.config import LoaderOptions
-from meshwright_hf.batches import batch_size_of, global_batches, one_ahead, order_by_seed_and_epoch
+from meshwright_hf.batches import batch_size_of, global_batches, one_ahead, order_by_seed_and_epoch, seed_workers_alike
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
 
 
@@ -54,6 +54,7 @@ def mesh_loader(
 
     def make() -> DistributedLoader:
         batches = global_batches(loader, runtime.mesh.dp.size)
+        seed_workers_alike(batches)
         sampler = getattr(batches.batch_sampler, "sampler", None)
         if isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= runtime.mesh.dp.size  # groups of similar length must be groups of global batches

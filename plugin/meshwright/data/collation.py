@@ -6,24 +6,19 @@ Everything else, such as packed tokens, is taken from what it returns for this r
 
 from __future__ import annotations
 
-import copy
-import functools
-import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import contextmanager, suppress
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from meshwright.containers import rebuilt
 from meshwright.data.nested import is_dense, leaves, like
 
 Collate = Callable[[list[Any]], Any]
-DEEPEST = 4  # how deep a generator may be inside a collate function, such as the Trainer's around the user's
 
 
 def row_sizes(batch: object, held: int) -> tuple[int, list[int]]:
@@ -158,47 +153,3 @@ def _is_padded(own: Tensor, alone: Tensor) -> bool:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or (one.is_floating_point() and torch.allclose(one, other, 0, 0, equal_nan=True))
-
-
-@contextmanager
-def seeded(collate: Collate, seed: int) -> Iterator[None]:
-    """Seed what a collate function draws from, and restore all random states afterwards."""
-    found = list({id(x): x for x in _generators(collate, DEEPEST)}.values())
-    of_torch = [(x, x.get_state()) for x in found if isinstance(x, Generator)]
-    of_numpy = [(x, copy.deepcopy(x.bit_generator.state)) for x in found if isinstance(x, np.random.Generator)]
-    of_python = [(x, x.getstate()) for x in found if isinstance(x, random.Random)]
-    own, of_legacy, of_default = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(own)
-        np.random.set_state(of_legacy)
-        torch.set_rng_state(of_default)
-        for x, state in of_torch:
-            x.set_state(state)
-        for y, words in of_numpy:
-            y.bit_generator.state = words
-        for z, drawn in of_python:
-            z.setstate(drawn)
-
-
-def _generators(value: object, depth: int) -> Iterator[Any]:
-    """Yield the random generators that a callable has: in its attributes, in what it is bound to, and around it."""
-    if isinstance(value, Generator | np.random.Generator | random.Random):
-        yield value
-        return
-    if depth == 0:
-        return
-    inner = [*getattr(value, "__dict__", {}).values()]
-    if isinstance(value, functools.partial):
-        inner += [value.func, *value.args, *value.keywords.values()]
-    inner += [getattr(value, "__self__", None)]
-    for cell in getattr(value, "__closure__", None) or ():
-        with suppress(ValueError):  # a variable that its function has not set yet
-            inner.append(cell.cell_contents)
-    for part in inner:
-        if part is not None and not isinstance(part, type | str | int | float):
-            yield from _generators(part, depth - 1)

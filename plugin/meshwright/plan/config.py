@@ -272,6 +272,7 @@ def _stage_sizes(stages: object) -> tuple[int, ...]:
 PLAN_FIELDS = tuple(field.name for field in fields(ParallelPlan))
 PlanLike = ParallelPlan | Mapping[str, object] | str | os.PathLike[str]  # the type of ``to_distributed(plan=...)``
 Source = Literal["each", "leader"]
+DrawsOf = Literal["batch", "rank"]
 
 
 @names_checked()
@@ -281,8 +282,9 @@ class LoaderOptions:
 
     Args:
         source: which ranks read the dataset. With "each", every rank reads its own rows. With "leader", one of the
-            ranks that need the same rows reads them and sends them to the others. Use "leader" for a dataset that is
-            not deterministic or is expensive to read.
+            ranks that need the same rows reads and sends them, for a dataset that is not deterministic or is slow.
+        draws: rows that a rank reads if reading draws random numbers: all of the "batch", so that the numbers are those
+            of one device, or only those of the "rank".
         check_every: number of steps between two comparisons of rows between the ranks that must have the same rows,
             starting at step 0; 0 turns the comparisons off.
         seed: seed of the shuffling. None takes the seed from the loader's generator or, if the loader has no generator,
@@ -299,6 +301,7 @@ class LoaderOptions:
     """
 
     source: Source = "each"
+    draws: DrawsOf = "batch"
     check_every: int = 50
     seed: int | None = None
     fingerprint: str | None = None
@@ -307,7 +310,8 @@ class LoaderOptions:
     lanes: int = LANES
 
     def __post_init__(self) -> None:
-        check_choice("LoaderOptions", "source", self.source, ("each", "leader"))
+        for name, choices in (("source", ("each", "leader")), ("draws", ("batch", "rank"))):
+            check_choice("LoaderOptions", name, getattr(self, name), choices)
         if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 2**63):
             raise PlanError(f"LoaderOptions.seed={self.seed!r} must be an integer from 0 to 2**63 - 1")
         check_bool("LoaderOptions", "shuffle", self.shuffle)

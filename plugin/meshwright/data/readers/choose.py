@@ -72,7 +72,16 @@ def make_reader(
             "DataLoader(..., shuffle=True), or shuffle the dataset itself"
         )
     if is_stock(loader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
-        return MapReader(loader, dp, share, seed=options.seed, name=name, keeps_samples=keeps_samples)
+        return MapReader(
+            loader,
+            dp,
+            share,
+            seed=options.seed,
+            name=name,
+            keeps_samples=keeps_samples,
+            draws=options.draws,
+            format=format,
+        )
     if is_stock(loader) and not is_part and dp.size > 1 and (stage := stage_over_shards(loader.dataset)):
         logger.warning(
             "the dataset's pipeline has a %s, which cannot run shard by shard, so every rank reads the whole dataset "

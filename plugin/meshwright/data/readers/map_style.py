@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,6 +16,9 @@ from meshwright.data.epoch_order import InOrder, Order
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Share, Sharing
 from meshwright.data.one_length import KeepingSamples, portion_of
+from meshwright.data.own_rows import own_rows
+from meshwright.data.peers import Peers
+from meshwright.data.random_states import Watched, WorkerStart
 from meshwright.data.read_errors import first_failing, name_of, reading
 from meshwright.data.readers.base import (
     NAMED,
@@ -28,7 +32,23 @@ from meshwright.data.readers.base import (
 from meshwright.data.sampler_order import Batches, Sampling
 from meshwright.data.shuffling import Draws
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.plan.config import DrawsOf
 from meshwright.schema import LARGEST_COUNT, integer, maybe
+
+logger = logging.getLogger(__name__)
+
+READS_WHOLE = (
+    "the dataset or its collate function draws random numbers. To draw those of one device, each of the %d "
+    "data-parallel ranks reads and collates all rows of a batch, and keeps its own: %d times the work. If reading is "
+    "then slower than training, set LoaderOptions(draws='rank'), so that each rank reads its own rows alone, with "
+    "draws that differ from those of one device"
+)
+NOT_CUT = (
+    "the dataset or its collate function draws random numbers, and what it returns for a batch (%s) cannot be cut into "
+    "rows. So each rank draws for its own rows, and the numbers differ from those of one device. Return tensors whose "
+    "first dim is the batch's rows, or draw from a generator that is seeded by the sample's index"
+)
 
 
 class MapReader(Reader):
@@ -43,6 +63,8 @@ class MapReader(Reader):
         seed: the seed of the shuffling, instead of the loader's generator.
         name: a name for the dataset, instead of its fingerprint.
         keeps_samples: whether portions hold their samples.
+        draws: whether draws are those of one device ("batch"), or each rank's own ("rank").
+        format: what the inputs of a batch mean.
 
     Raises:
         ValueError: the dataset is empty.
@@ -57,6 +79,8 @@ class MapReader(Reader):
         seed: int | None = None,
         name: str | None = None,
         keeps_samples: bool = False,
+        draws: DrawsOf = "batch",
+        format: BatchFormat | None = None,
     ):
         if len(loader.dataset) == 0:  # type: ignore[arg-type]
             raise ValueError(f"the dataset is empty: a {type(loader.dataset).__name__} with 0 samples")
@@ -67,9 +91,11 @@ class MapReader(Reader):
         self.identity = fingerprint(loader.dataset, has_numbers=True) if name is None else name
         self._user_loader, self._dp, self._share = loader, dp, share
         self._collate: Collate = KeepingSamples(loader.collate_fn) if keeps_samples else loader.collate_fn
+        self._format = format
         self._indices = _RankIndices(dp, share, self._sampling.exhaust)
         self._generator = Generator()
         self._inner: DataLoader[Any] | None = None
+        self._reads_whole: bool | None = None if dp.size > 1 and draws == "batch" else False  # None: not known yet
         self._order: int | None = None  # a digest of the epoch's order, if the user's sampler drew it
 
     def __len__(self) -> int:
@@ -118,14 +144,24 @@ class MapReader(Reader):
         order, batches = self._sampling.begin(draws.order, position.epoch)
         self._check_order(draws.order)
         self._indices.begin(order, batches, position.samples)
-        self._generator.manual_seed((draws.worker_seed + self._dp.rank) % WORKER_SEEDS)
         self._dropped, self.least = batches.dropped(position.samples), batches.least(position.samples)
         rest = batches.after(position.samples)
-        batches_read = iter(self._loader())
+        batches_read = self._begin(draws)
         for start, rows in rest:
             share = self._share(rows, self._dp)
             with reading(partial(self._where, start, share)):
-                batch = next(batches_read)
+                batch, has_drawn = next(batches_read)
+            if self._reads_whole is None and self._is_drawn(has_drawn):
+                batches_read = self._begin_again(draws, whole=True)
+                with reading(partial(self._where, start, share)):
+                    batch, _ = next(batches_read)
+                if own_rows(batch, share, rows, self._format) is None:
+                    logger.warning(NOT_CUT, type(batch).__name__)
+                    batches_read = self._begin_again(draws, whole=False)
+                    with reading(partial(self._where, start, share)):
+                        batch, _ = next(batches_read)
+            if self._reads_whole:
+                batch = own_rows(batch, share, rows, self._format)
             position.samples = start + rows
             yield portion_of(share, batch, rows)
         assert next(batches_read, None) is None  # on one device, too, the sampler is asked for a batch after the last
@@ -205,18 +241,45 @@ class MapReader(Reader):
             )
         self._order = drawn
 
+    def _is_drawn(self, has_drawn: bool) -> bool:
+        """Return whether the first batch was drawn at random on a rank of dp, and remember that."""
+        group = Peers((self._dp,)) if self._dp.group is not None else Peers()
+        self._reads_whole = any(drawn for (drawn,) in group.gather(int(has_drawn)))
+        if self._reads_whole and self._dp.rank == 0:
+            logger.warning(READS_WHOLE, self._dp.size, self._dp.size)
+        return self._reads_whole
+
+    def _begin(self, draws: Draws) -> Iterator[tuple[Any, bool]]:
+        """Start to read from the position on, with the workers' seeds of one device if batches are read whole."""
+        self._generator.manual_seed(draws.worker_seed % WORKER_SEEDS)
+        self._indices.is_whole = bool(self._reads_whole)
+        loader = self._loader()
+        self._start.seed = draws.worker_seed + (0 if self._reads_whole else self._dp.rank)
+        return iter(loader)
+
+    def _begin_again(self, draws: Draws, *, whole: bool) -> Iterator[tuple[Any, bool]]:
+        """Start again at the epoch's first batch, in the random states that it had."""
+        if self._watched.before is not None:
+            self._watched.before.restore()
+        self._reads_whole, self._inner = whole, None
+        return self._begin(draws)
+
     def _loader(self) -> DataLoader[Any]:
         """Return the DataLoader that reads, the same one in all epochs so that its workers may persist."""
         if self._inner is None:
             loader = self._user_loader
+            options = worker_options(loader)
+            collate = loader.collate_fn if self._reads_whole else self._collate
+            self._watched = self._indices.watched = Watched(collate, loader.dataset)
+            self._start = WorkerStart(self._watched, loader.worker_init_fn)
             self._inner = DataLoader(
                 loader.dataset,
                 batch_sampler=self._indices,
-                collate_fn=self._collate,
+                collate_fn=self._watched,
                 pin_memory=loader.pin_memory,
                 persistent_workers=loader.persistent_workers,
                 generator=self._generator,
-                **worker_options(loader),
+                **options | {"worker_init_fn": self._start if loader.num_workers else None},
             )
         return self._inner
 
@@ -234,6 +297,8 @@ class _RankIndices:
         self._order: Order = InOrder()
         self._batches: Batches | None = None
         self._samples = 0
+        self.is_whole = False  # whether to yield the indices of all rows
+        self.watched: Watched | None = None
 
     def begin(self, order: Order, batches: Batches, samples: int) -> None:
         self._order, self._batches, self._samples = order, batches, samples
@@ -248,5 +313,8 @@ class _RankIndices:
             share = self._share(rows, self._dp)
             if rows < self._batches.most:
                 self._exhaust()  # a BatchSampler reaches its sampler's end while it fills the last batch
-            yield self._order.take(start + share.low, start + share.high)
+            if self.watched is not None:
+                self.watched.begin()  # a worker has begun by itself
+            low, high = (0, rows) if self.is_whole else (share.low, share.high)
+            yield self._order.take(start + low, start + high)
         self._exhaust()

@@ -1,0 +1,30 @@
+"""Cuts this rank's rows out of a batch that was collated whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.data.global_batches import Share
+from meshwright.data.nested import like, take_rows
+from meshwright.parallel.batch.items import BatchFormat
+from meshwright.parallel.batch.schema import BatchSchema
+
+
+def own_rows(batch: object, share: Share, rows: int, format: BatchFormat | None) -> Any:
+    """Return a share of a batch of ``rows`` rows; None if the batch cannot be cut into these rows.
+
+    Args:
+        batch: what a collate function returned for all rows.
+        share: this rank's rows.
+        rows: the number of rows.
+        format: what the inputs of the batch mean.
+    """
+    schema = BatchSchema(batch if isinstance(batch, Mapping) else {"batch": batch}, format)
+    if schema.rows != rows:
+        return None
+    try:
+        own = schema.part(slice(share.low, share.high), take_rows)
+    except ValueError:
+        return None
+    return like(batch, own) if isinstance(batch, Mapping) else own["batch"]

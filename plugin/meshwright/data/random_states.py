@@ -1,0 +1,165 @@
+"""The random states from which a dataset and its collate function may draw, and whether they drew."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator
+from torch.utils.data import get_worker_info
+
+DEEPEST = 4  # how deep a generator may be inside a collate function, such as the Trainer's around the user's
+
+
+class RandomStates:
+    """The states of torch, numpy and Python, and of the generators that some objects hold, when this is made.
+
+    Args:
+        holders: the objects, such as a dataset or a collate function.
+    """
+
+    def __init__(self, *holders: object):
+        self._holders = holders
+        self._held = [(x, _state_of(x)) for x in self._found().values()]
+        self._common = _common()
+
+    @property
+    def are_unchanged(self) -> bool:
+        """Whether nothing was drawn since, and no generator was made."""
+        return (
+            len(self._found()) == len(self._held)
+            and _is_same(_common(), self._common)
+            and all(_is_same(_state_of(x), state) for x, state in self._held)
+        )
+
+    def restore(self) -> None:
+        """Set all states to those of the time when this was made."""
+        of_torch, of_numpy, of_python = self._common
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+        for x, state in self._held:
+            if isinstance(x, Generator):
+                x.set_state(state)
+            elif isinstance(x, np.random.Generator):
+                x.bit_generator.state = copy.deepcopy(state)
+            else:
+                x.setstate(state)
+
+    def _found(self) -> dict[int, Any]:
+        return {id(x): x for holder in self._holders for x in _generators(holder, DEEPEST)}
+
+
+@contextmanager
+def seeded(collate: Callable[..., Any], seed: int) -> Iterator[None]:
+    """Seed what a collate function draws from, and restore all random states afterwards."""
+    before = RandomStates(collate)
+    seed_all(seed, seed % 2**32)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def seed_all(seed: int, of_numpy: int | list[int]) -> None:
+    """Seed torch on the CPU, Python and numpy."""
+    random.seed(seed)
+    np.random.seed(of_numpy)
+    torch.default_generator.manual_seed(seed)
+
+
+class Watched:
+    """A collate function that also returns whether its first batch was drawn at random.
+
+    It is a class, so that workers can unpickle it.
+
+    Args:
+        collate: the user's collate function.
+        dataset: the dataset of its samples.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: object):
+        self._collate, self._dataset = collate, dataset
+        self.before: RandomStates | None = None
+        self._is_done = False
+
+    def begin(self) -> None:
+        """Record the states before the samples of the first batch are read."""
+        if self.before is None:
+            self.before = RandomStates(self._dataset, self._collate)
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, bool]:
+        batch = self._collate(samples)
+        has_drawn = not self._is_done and self.before is not None and not self.before.are_unchanged
+        self._is_done = True
+        return batch, has_drawn
+
+
+class WorkerStart:
+    """Seeds a worker as the user's own DataLoader would on one device.
+
+    ``seed`` is what that loader has drawn for its workers, and is set before they start.
+
+    Args:
+        watched: the collate function of the workers.
+        init: the user's ``worker_init_fn``.
+    """
+
+    def __init__(self, watched: Watched, init: Callable[[int], None] | None):
+        self.seed, self._watched, self._init = 0, watched, init
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        object.__setattr__(info, "seed", self.seed + worker_id)  # a worker_init_fn may read it
+        seed_all(self.seed + worker_id, torch.utils.data._utils.worker._generate_state(self.seed, worker_id))
+        if self._init is not None:
+            self._init(worker_id)
+        self._watched.begin()
+
+
+def _common() -> tuple[Any, ...]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _state_of(x: Any) -> Any:
+    if isinstance(x, Generator):
+        return x.get_state()
+    return copy.deepcopy(x.bit_generator.state) if isinstance(x, np.random.Generator) else x.getstate()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, Mapping):
+        return all(_is_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, tuple) and len(one) < 10:  # Python's 625 numbers are compared at once
+        return all(_is_same(x, y) for x, y in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def _generators(value: object, depth: int) -> Iterator[Any]:
+    """Yield the random generators that an object has: in its attributes, in what it is bound to, and around it."""
+    if isinstance(value, Generator | np.random.Generator | random.Random):
+        yield value
+        return
+    if depth == 0:
+        return
+    inner = [*getattr(value, "__dict__", {}).values()]
+    if isinstance(value, functools.partial):
+        inner += [value.func, *value.args, *value.keywords.values()]
+    inner += [getattr(value, "__self__", None)]
+    for cell in getattr(value, "__closure__", None) or ():
+        with suppress(ValueError):  # a variable that its function has not set yet
+            inner.append(cell.cell_contents)
+    for part in inner:
+        if part is not None and not isinstance(part, type | str | int | float):
+            yield from _generators(part, depth - 1)
