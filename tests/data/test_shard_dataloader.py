@@ -459,7 +459,8 @@ def attributes() -> Any:
     user = DataLoader(Numbers(10), batch_size=4, num_workers=1, prefetch_factor=3, pin_memory=True, drop_last=True)
     loader = mw.shard_dataloader(user, GRID, shard_dims="dp", output="local")
     inner: Any = loader._reader._loader()  # type: ignore[attr-defined]
-    kept = (inner.num_workers, inner.prefetch_factor, inner.pin_memory, inner.collate_fn is user.collate_fn)
+    collate = inner.collate_fn._collate  # Watched, which tells whether it draws
+    kept = (inner.num_workers, inner.prefetch_factor, inner.pin_memory, collate is user.collate_fn)
     return len(loader), loader.batch_size, loader.dataset is user.dataset, kept, loader.dropped
 
 
