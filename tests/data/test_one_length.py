@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -29,6 +31,7 @@ from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.nested import leaves
 from meshwright.data.one_length import OneLength
 from meshwright.data.peers import Peers
+from meshwright.data.random_states import RandomStates
 from meshwright.data.readers.choose import make_reader
 from meshwright.mesh.axes import Axis
 from meshwright.plan.config import LoaderOptions
@@ -257,3 +260,24 @@ def test_random_masks_are_those_of_one_device(workers: int) -> None:
     assert all(torch.equal(torch.cat(parts), x) for *parts, x in zip(*ranks, whole, strict=True))
     alone = read(2, 1, LoaderOptions(draws="rank"))[0]
     assert alone.shape != ranks[1][0].shape or not torch.equal(alone, ranks[1][0])
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (np.random.RandomState(0), lambda x: x.rand()),
+        (np.random.default_rng(0), lambda x: x.random()),
+        (random.Random(0), lambda x: x.random()),
+        (torch.Generator(), lambda x: torch.rand(1, generator=x)),
+    ],
+)
+def test_draws_from_generators_that_are_held_are_seen(generator: Any, draw: Callable[[Any], Any]) -> None:
+    """In a list, since transforms are; the module is one that data sets hold too, and is not searched."""
+    holder = SimpleNamespace(transforms=[SimpleNamespace(own=generator)], module=np)
+    holder.own = holder
+    states = RandomStates(holder)
+    assert states.are_unchanged
+    drawn = draw(generator)
+    assert not states.are_unchanged
+    states.restore()
+    assert states.are_unchanged and draw(generator) == drawn

@@ -166,7 +166,7 @@ def test_gathers_in_float8_send_a_byte_for_each_element(pool2: Any) -> None:
 
 def resumed(plan: Plan, folder: Any) -> tuple[list[float], list[float]]:
     """The losses of a run after it was saved, and those of the run that goes on under another plan."""
-    with Float64(), exact_products():  # type: ignore[attr-defined]
+    with Float64(), exact_products():
         model, optimizer, loader = started(ZERO3, gathers=True, dtype=torch.float64)
         losses_of(model, optimizer, loader)
         mw.save_checkpoint(folder, model, optimizer)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch import Generator
 from torch.utils.data import get_worker_info
 
 DEEPEST = 4  # how deep a generator may be inside a collate function, such as the Trainer's around the user's
+LONGEST = 64  # of the lists and dicts that are searched: longer ones hold samples
+_GENERATORS = (Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class RandomStates:
@@ -26,14 +29,14 @@ class RandomStates:
 
     def __init__(self, *holders: object):
         self._holders = holders
-        self._held = [(x, _state_of(x)) for x in self._found().values()]
+        self._held = [(x, _state_of(x)) for x in _generators(self._holders)]
         self._common = _common()
 
     @property
     def are_unchanged(self) -> bool:
         """Whether nothing was drawn since, and no generator was made."""
         return (
-            len(self._found()) == len(self._held)
+            len(_generators(self._holders)) == len(self._held)
             and _is_same(_common(), self._common)
             and all(_is_same(_state_of(x), state) for x, state in self._held)
         )
@@ -49,11 +52,10 @@ class RandomStates:
                 x.set_state(state)
             elif isinstance(x, np.random.Generator):
                 x.bit_generator.state = copy.deepcopy(state)
+            elif isinstance(x, np.random.RandomState):
+                x.set_state(state)
             else:
                 x.setstate(state)
-
-    def _found(self) -> dict[int, Any]:
-        return {id(x): x for holder in self._holders for x in _generators(holder, DEEPEST)}
 
 
 @contextmanager
@@ -129,7 +131,7 @@ def _common() -> tuple[Any, ...]:
 
 
 def _state_of(x: Any) -> Any:
-    if isinstance(x, Generator):
+    if isinstance(x, Generator | np.random.RandomState):
         return x.get_state()
     return copy.deepcopy(x.bit_generator.state) if isinstance(x, np.random.Generator) else x.getstate()
 
@@ -146,20 +148,31 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _generators(value: object, depth: int) -> Iterator[Any]:
-    """Yield the random generators that an object has: in its attributes, in what it is bound to, and around it."""
-    if isinstance(value, Generator | np.random.Generator | random.Random):
-        yield value
-        return
-    if depth == 0:
-        return
-    inner = [*getattr(value, "__dict__", {}).values()]
+def _generators(holders: Iterable[object]) -> list[Any]:
+    """Return the random generators inside of some objects, down to a depth."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    level = list(holders)
+    for _ in range(DEEPEST + 1):
+        parts: list[object] = []
+        for value in level:
+            if isinstance(value, _GENERATORS):
+                found[id(value)] = value
+            elif id(value) not in seen and not isinstance(value, type | ModuleType | str | int | float):
+                seen.add(id(value))
+                parts += _parts(value)
+        level = parts
+    return list(found.values())
+
+
+def _parts(value: object) -> Iterator[object]:
+    """Yield an object's attributes, what it is bound to and has around it, and the items of a short list or dict."""
+    yield from getattr(value, "__dict__", {}).values()
+    yield getattr(value, "__self__", None)
     if isinstance(value, functools.partial):
-        inner += [value.func, *value.args, *value.keywords.values()]
-    inner += [getattr(value, "__self__", None)]
+        yield from (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, list | tuple | dict) and len(value) <= LONGEST:
+        yield from value.values() if isinstance(value, dict) else value
     for cell in getattr(value, "__closure__", None) or ():
         with suppress(ValueError):  # a variable that its function has not set yet
-            inner.append(cell.cell_contents)
-    for part in inner:
-        if part is not None and not isinstance(part, type | str | int | float):
-            yield from _generators(part, depth - 1)
+            yield cell.cell_contents

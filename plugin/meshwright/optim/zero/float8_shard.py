@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from meshwright.mesh.axes import Axis
 from meshwright.optim.zero.flat_parameters import FlatShard
-from meshwright.optim.zero.ownership import Ownership
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.tensor_parallel.float8_weights import WeightCast
@@ -20,28 +21,13 @@ class Float8Shard(FlatShard):
     weights, and backward, before which no optimizer steps, uses it again. The layers ask for :meth:`weight`: the
     parameters themselves never have values, so that no other code reads rounded ones.
 
-    Args:
-        parameters: parameters of one dtype, all trainable or all frozen; the constructor leaves them unchanged.
-        shapes: shape of this rank's TP shard of each parameter.
-        ownership: which elements each rank keeps, and steps if they are trainable.
-        device: device of this rank's part.
+    Args (the others are those of FlatShard):
         cast: how the weights are cast.
         tp: the axis that may cut the weights.
-        on_host: whether the host steps this rank's part.
     """
 
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        shapes: list[torch.Size],
-        ownership: Ownership,
-        device: torch.device,
-        *,
-        cast: WeightCast,
-        tp: Axis,
-        on_host: bool = False,
-    ):
-        super().__init__(parameters, shapes, ownership, device, on_host=on_host)
+    def __init__(self, *args: Any, cast: WeightCast, tp: Axis, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self._cast, self._tp = cast, tp
         self._scales: Tensor | None = None
 

@@ -85,11 +85,9 @@ class ShardedWeights:
             flats: list[FlatShard] = []
             for axis in dict.fromkeys(axis_of[id(p)] for p in new):
                 for cast, some in _alike([p for p in new if axis_of[id(p)] is axis], casts):
-                    how = [p.local_shape for p in map(of.__getitem__, map(id, some))], EqualSlices(axis), device
-                    if cast is None:
-                        flats.append(FlatShard(some, *how, on_host=on_host))
-                    else:
-                        flats.append(Float8Shard(some, *how, cast=cast, tp=mesh.tp, on_host=on_host))
+                    kind = FlatShard if cast is None else partial(Float8Shard, cast=cast, tp=mesh.tp)
+                    shapes = [of[id(p)].local_shape for p in some]
+                    flats.append(kind(some, shapes, EqualSlices(axis), device, on_host=on_host))
             self._place |= {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
             # A tied parameter is in a FlatShard of its first module, and its other modules gather that shard too.
             needed = list(dict.fromkeys(self._place[id(p)][0] for p in own))
@@ -437,8 +435,9 @@ class _Step:
 def _alike(
     parameters: list[nn.Parameter], casts: Mapping[int, WeightCast]
 ) -> list[tuple[WeightCast | None, list[nn.Parameter]]]:
+    """Return groups of parameters that one FlatShard can hold, each with how its weights are cast, if they are."""
     groups: dict[tuple[object, ...], tuple[WeightCast | None, list[nn.Parameter]]] = {}
-    for p in parameters:
-        cast = casts.get(id(p))
-        groups.setdefault((p.dtype, p.requires_grad, cast), (cast, []))[1].append(p)
+    for parameter in parameters:
+        cast = casts.get(id(parameter))
+        groups.setdefault((parameter.dtype, parameter.requires_grad, cast), (cast, []))[1].append(parameter)
     return list(groups.values())
