@@ -43,11 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give each process of ``pytest -n`` its own cores, for the tests and for all processes that they start.
 
     A small collective between processes on one core takes a third of its time across cores: nobody is woken elsewhere.
+    Each process has one thread, as the ranks have that it is compared with: LAPACK, which draws orthogonal weights,
+    rounds by the number of threads.
     """
+    torch.set_num_threads(1)
     worker = getattr(config, "workerinput", None)
     if worker is None or not hasattr(os, "sched_setaffinity"):
         return
     number = int(worker["workerid"].removeprefix("gw"))
     if own := sorted(os.sched_getaffinity(0))[number :: worker["workercount"]]:
         os.sched_setaffinity(0, own)
-        torch.set_num_threads(len(own))  # more threads than cores would wait for each other

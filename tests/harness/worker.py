@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import queue
@@ -93,6 +94,7 @@ def _open_group(store: dist.Store, number: int) -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
+    logging.disable(logging.NOTSET)  # an earlier function may have left it off
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job_store = dist.PrefixStore(f"job{number}", store)
     dist.init_process_group("gloo", store=job_store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
