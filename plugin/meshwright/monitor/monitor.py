@@ -314,6 +314,7 @@ class Monitor(Watch):
             reason=self._prepared.unknown,
             unknown_peak=self._prepared.unknown,
             is_cpu=self._device.type == "cpu",
+            measured="at the first step that is logged" if self.every is None else f"after step {self._first_step + 1}",
         )
         if machine is None:
             return card
