@@ -258,6 +258,7 @@ def test_megatron_can_count_the_embedding_and_the_loss_as_layers(
         ({"recompute": "norm, mlp"}, "recompute='norm, mlp': 'mlp' is not known"),
         ({"zero_stage": "hsdp"}, "zero_stage='hsdp' is not known"),
         ({"tp": "3"}, "is not n_gpus"),
+        ({"recompute": "", "micro_batch": "4", "seq_len": "1000000"}, "even if all layers are recomputed"),
         ({"ep": "1", "active_params_B": ""}, None),
         ({"model": "Llama-4-Unlike 8B", "notes": "dense, no MoE; 8x400Gb/node"}, "Llama-4"),
         ({"notes": "dense, no MoE; 8x400Gb/node"}, None),

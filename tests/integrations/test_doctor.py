@@ -126,7 +126,7 @@ def test_the_launcher_names_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_processes_of_the_launcher_do_not_repeat_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless their packages are others."""
     with_versions(monkeypatch, torch="2.14.0")
-    job = Launch(script="train.py", num_processes=1)
+    job = Launch(script=__file__, num_processes=1)
     monkeypatch.setenv(SAID_VARIABLE, launcher._environment(job, True)[SAID_VARIABLE])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

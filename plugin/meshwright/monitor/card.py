@@ -35,7 +35,8 @@ class Card:
         unknown_peak: why the devices' peak, which MFU needs, is not known; empty if it is.
         unused_profile: why the profile that the run names is not used; empty if it is, or if there is none.
         is_cpu: whether the devices are CPUs.
-        notes: what the estimate rests on and leaves out, for a model with mixers or towers.
+        notes: what the estimate rests on and leaves out, for a model with mixers or towers, or a pipeline.
+        measured: when the memory is measured, in words.
     """
 
     model: str
