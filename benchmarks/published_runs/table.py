@@ -127,23 +127,15 @@ def read_runs(path: str | Path, dropped: list[str] | None = None) -> list[Run]:
     return [_gathered_once(run) for run in _apart(runs)]
 
 
-def _as_it_fits(run: Run) -> Run:
-    """Return a run that does not state its recompute as it fits: all layers, if without it it needs far too much.
-
-    Raises:
-        PlanError: it needs far too much with recompute too, so its sizes are not what the row says.
-    """
-    most = _FAR_TOO_MUCH * run.cluster.device.memory
-    again = dataclasses.replace(run, plan=dataclasses.replace(run.plan, recompute="full"))
-    plain, leanest = (peak_memory(each.shape, each.plan, each.job).total for each in (run, again))
-    if plain <= most:
-        return run
-    if leanest <= most:
-        return again
-    raise PlanError(
-        f"the row needs {leanest / run.cluster.device.memory:.1f} times the device's memory even if all layers are "
-        "recomputed; correct micro_batch, the plan or the device"
-    )
+def _check_fits(run: Run) -> None:
+    """Raise if a run needs far too much memory even if it recomputes all layers, so its sizes are not what is read."""
+    leanest = dataclasses.replace(run.plan, recompute="full")
+    share = peak_memory(run.shape, leanest, run.job).total / run.cluster.device.memory
+    if share > _FAR_TOO_MUCH:
+        raise PlanError(
+            f"the row needs {share:.1f} times the device's memory even if all layers are recomputed; correct "
+            "micro_batch, the plan or the device"
+        )
 
 
 def summary(dropped: Iterable[str]) -> list[str]:
@@ -254,7 +246,9 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
             memory=number("mem_gb", float, 0.0) * 2**30 or None,
             oom=yes_or_no("oom", row["oom"]),
         )
-        return run if row["recompute"] else _as_it_fits(run)
+        if not row["recompute"]:
+            _check_fits(run)
+        return run
     except ValueError as error:
         raise error if f"line {line}: " in str(error) else PlanError(f"{path}: line {line}: {error}") from None
 

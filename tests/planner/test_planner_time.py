@@ -14,10 +14,10 @@ from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.hardware import Cluster, Coefficients, device
+from meshwright.planner.memory.peak import peak_memory
 from meshwright.planner.search.space import Space
 from meshwright.planner.time import simulate
 from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_time
-from meshwright.planner.memory.peak import peak_memory
 from meshwright.planner.time.step import StepModel
 from support.shapes import changed
 

@@ -29,8 +29,8 @@ def axes_of(plan: Candidate) -> tuple[str, ...]:
 def complexity(plan: Candidate) -> tuple[int, ...]:
     """Return a key that is smaller for a simpler plan.
 
-    It has the axes, uneven or interleaved stages, ZeRO-3, schedule and recompute. Of plans that are alike in these, that
-    with fewer micro-batches is simpler: each has kernels and messages of its own, which the estimate counts only in part.
+    It has the axes, uneven or interleaved stages, ZeRO-3, schedule and recompute. Of plans that are alike in these,
+    that with fewer micro-batches is simpler: each has overheads of its own, which the estimate counts only in part.
 
     Example:
         >>> complexity(Candidate(shard=8, zero_stage=1)) < complexity(Candidate(shard=4, tp=2, zero_stage=1))
