@@ -201,7 +201,8 @@ def choices(predictions: Sequence[Prediction]) -> tuple[list[float], list[bool]]
         if len(competing) < _SMALLEST_CHOICE:
             continue
         fastest = min(p.seconds for p in competing)
-        ranked = sorted(competing, key=lambda p, f=fastest: (*tie_key(p.run.plan, p.seconds, f), p.run.line))
+        keys = {p.run.line: (*tie_key(p.run.plan, p.seconds, fastest), p.run.line) for p in competing}
+        ranked = sorted(competing, key=lambda p: keys[p.run.line])
         best = min(p.run.seconds or 1.0 for p in ranked)
         regrets.append((ranked[0].run.seconds or 1.0) / best - 1)
         hits.append(best in [p.run.seconds for p in ranked[:3]])
