@@ -46,14 +46,14 @@ def main(
         for number in range(first, first + runs):
             began = time.monotonic()
             job = start(Path(name, f"job-{number}"))
-            went_on = disturbed(job, scheduler, number)
+            went_on, why = disturbed(job, scheduler, number)
             is_equal = job.result == expected and job.repeats_little
             for what, is_held in zip(held, (True, *went_on), strict=True):
                 held[what] += is_held and is_equal
             words = f"{'; '.join(job.disturbances)}; {time.monotonic() - began:.0f} s"
             print(f"{time.strftime('%H:%M:%S')} {'held' if is_equal and all(went_on) else 'WRONG'} {words}", flush=True)
             if not is_equal:
-                print(job.log, flush=True)
+                print(why or job.log, flush=True)
     table = Table(f"{scheduler}, {NODES} nodes x {PER_NODE} ranks: the weights of an undisturbed job, bitwise", "held")
     for what, count in held.items():
         table.add_row(what, f"{count} of {runs}")
@@ -87,15 +87,19 @@ def local_cluster(scheduler: str, folder: Path, kind: str = "loop") -> Iterator[
             yield lambda target: SlurmJob.submit(slurm, batch, target, kind=kind)
 
 
-def disturbed(job: Disturbed, scheduler: str, number: int) -> list[bool]:
-    """Disturb a job three times and wait for its end; return after which of these it went on."""
-    went_on = []
-    for _, disturb in DISTURB[scheduler]:
-        if job.train_on(LEAST):
-            disturb(job, number)
-        went_on.append(job.train_on(LEAST))
-    job.finish()
-    return went_on
+def disturbed(job: Disturbed, scheduler: str, number: int) -> tuple[list[bool], str]:
+    """Disturb a job three times and wait for its end; return after which of these it went on, and why it is silent."""
+    went_on: list[bool] = []
+    try:
+        for _, disturb in DISTURB[scheduler]:
+            if job.train_on(LEAST):
+                disturb(job, number)
+            went_on.append(job.train_on(LEAST))
+        job.finish()
+    except TimeoutError as error:  # the next job shows whether it is this one or the machine
+        job.stop()
+        return went_on + [False] * (len(DISTURB[scheduler]) - len(went_on)), str(error)
+    return went_on, ""
 
 
 def _kill(job: Disturbed, number: int) -> None:

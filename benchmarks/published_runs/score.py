@@ -15,6 +15,7 @@ from benchmarks.published_runs.table import Run
 from meshwright.errors import PlanError
 from meshwright.planner.machine.hardware import Coefficients, HardwareProfile
 from meshwright.planner.memory.peak import peak_memory
+from meshwright.planner.search.simplicity import tie_key
 
 LeaveOut = Literal["rows", "model", "gpus", "test"]
 Draw = Literal["chosen", "random"]
@@ -189,7 +190,8 @@ def _score(group: str, members: Sequence[Run], predictions: Sequence[Prediction]
 def choices(predictions: Sequence[Prediction]) -> tuple[list[float], list[bool]]:
     """Return two lists: the regret of the pick, and whether the best run is among the first three picks.
 
-    Each list has one value for each set of three or more competing runs.
+    Each list has one value for each set of three or more competing runs. As in ``meshwright plan``, the first pick is
+    the simplest of the runs whose estimates tie.
     """
     sets: dict[object, list[Prediction]] = {}
     for prediction in predictions:
@@ -198,7 +200,9 @@ def choices(predictions: Sequence[Prediction]) -> tuple[list[float], list[bool]]
     for competing in sets.values():
         if len(competing) < _SMALLEST_CHOICE:
             continue
-        ranked = sorted(competing, key=lambda p: (p.seconds, p.run.line))
+        fastest = min(p.seconds for p in competing)
+        keys = {p.run.line: (*tie_key(p.run.plan, p.seconds, fastest), p.run.line) for p in competing}
+        ranked = sorted(competing, key=lambda p: keys[p.run.line])
         best = min(p.run.seconds or 1.0 for p in ranked)
         regrets.append((ranked[0].run.seconds or 1.0) / best - 1)
         hits.append(best in [p.run.seconds for p in ranked[:3]])

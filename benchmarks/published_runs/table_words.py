@@ -39,7 +39,8 @@ _RECOMPUTE: Mapping[str, Recompute] = {
     **dict.fromkeys(("", "none", "no", "off", "false", "0", "disabled"), "none"),
     # Megatron's and NeMo's modules whose recompute repeats elementwise work alone.
     **dict.fromkeys(("norm", "layernorm", "rmsnorm", "act", "activation", "swiglu", "gelu"), "none"),
-    **dict.fromkeys(("selective", "sac", "op", "per-op", "core-attn", "core-attention", "attention"), "selective"),
+    **dict.fromkeys(("selective", "core-attn", "core-attention", "attention"), "selective"),
+    **dict.fromkeys(("sac", "op", "per-op", "selective-op"), "per-op"),
     **dict.fromkeys(("full", "uniform", "all", "yes", "true"), "full"),
 }  # fmt: skip
 _STAGES: Mapping[str, int] = {
@@ -77,26 +78,32 @@ def precision_of(text: str) -> Precision:
     )
 
 
-def recompute_of(text: str) -> Recompute:
+def recompute_of(text: str, source: str = "") -> Recompute:
     """Return what backward recomputes, by the words of a table, such as "full", "core_attn" or "norm, act".
+
+    Args:
+        text: the words.
+        source: who has run it. Megatron's "selective" is attention, torchtitan's is by operations.
 
     Raises:
         PlanError: a word is not known.
 
     Example:
         >>> recompute_of("norm, act"), recompute_of("core_attn, layernorm"), recompute_of("selective op")
-        ('none', 'selective', 'selective')
+        ('none', 'selective', 'per-op')
     """
     words = [word.strip() for word in re.split(r"[,+/;&]", text.strip().lower())]
-    words = [re.sub(r"^selective[ -]*(op|\d+)?$", "selective", word) for word in words]
     keys = [re.sub(r"[\s_]+", "-", word) for word in words]
+    if "torchtitan" in source.lower():
+        keys = ["per-op" if key == "selective" else key for key in keys]
     if unknown := [key for key in keys if key not in _RECOMPUTE]:
         raise PlanError(
             f"recompute={text!r}: {unknown[0]!r} is not known; must be none, selective or full, or names of modules "
             "such as core_attn, norm, act"
         )
     found = {_RECOMPUTE[key] for key in keys}
-    return "full" if "full" in found else "selective" if "selective" in found else "none"
+    most: tuple[Recompute, ...] = ("full", "per-op", "selective", "none")
+    return next(kind for kind in most if kind in found)
 
 
 def zero_stage_of(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ TESTED = {
 _LIBRARIES = {"meshwright", "meshwright_hf", *TESTED}
 
 
+SAID_VARIABLE = "MESHWRIGHT_UNTESTED"  # what meshwright launch has said for the processes that it starts
+
+
 class UntestedVersionWarning(UserWarning):
     """Warns of a package version that Meshwright is not tested with."""
 
@@ -73,9 +77,12 @@ def place(package: str, version: str) -> str:
 
 @functools.cache
 def warn_outside_range() -> None:
-    """Warn once per process of packages outside their tested ranges, at the line of the user's program."""
+    """Warn once per process of packages outside their tested ranges, at the line of the user's program.
+
+    The processes of ``meshwright launch`` do not repeat what it has said.
+    """
     text = outside_range()
-    if text and is_first_to_say(text):
+    if text and text != os.environ.get(SAID_VARIABLE) and is_first_to_say(text):
         warnings.warn(text, UntestedVersionWarning, stacklevel=_stacklevel_of_the_program())
 
 

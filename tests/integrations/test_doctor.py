@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 import meshwright_hf
 from meshwright.cli import app
 from meshwright_hf import doctor, versions
-from meshwright_hf.versions import TESTED, UntestedVersionWarning, place, warn_outside_range
+from meshwright_hf.launch import launcher
+from meshwright_hf.launch.job import Launch
+from meshwright_hf.versions import SAID_VARIABLE, TESTED, UntestedVersionWarning, place, warn_outside_range
 
 pytestmark = pytest.mark.quick
 
@@ -119,6 +121,20 @@ def test_the_launcher_names_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     untested, refused = done.stderr.splitlines()
     assert done.exit_code == 2 and "100000 processes" in refused
     assert untested.startswith("meshwright launch: Meshwright is not tested with torch 2.14.0 (newer than")
+
+
+def test_the_processes_of_the_launcher_do_not_repeat_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless their packages are others."""
+    with_versions(monkeypatch, torch="2.14.0")
+    job = Launch(script=__file__, num_processes=1)
+    monkeypatch.setenv(SAID_VARIABLE, launcher._environment(job, True)[SAID_VARIABLE])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_outside_range()
+    warn_outside_range.cache_clear()
+    with_versions(monkeypatch, torch="2.15.0")
+    with pytest.warns(UntestedVersionWarning, match="2.15.0"):
+        warn_outside_range()
 
 
 def test_no_warning_in_the_range(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.machine.hardware import Cluster, Coefficients, device
+from meshwright.planner.memory.peak import peak_memory
 from meshwright.planner.search.space import Space
 from meshwright.planner.time import simulate
 from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_time
@@ -135,10 +136,10 @@ def test_laws() -> None:
     """What must hold whatever the coefficients are."""
     plain, job = PLANS[0], JOB
     assert step(plain).total < step(dataclasses.replace(plain, recompute="selective")).total
-    assert (
-        step(dataclasses.replace(plain, recompute="selective")).total
-        < step(dataclasses.replace(plain, recompute="full")).total
-    )
+    again = [step(dataclasses.replace(plain, recompute=kind)).total for kind in ("selective", "per-op", "full")]
+    assert again == sorted(again)
+    kept = [peak_memory(SHAPE, dataclasses.replace(plain, recompute=kind), job) for kind in ("full", "per-op", "none")]
+    assert kept[0].total < kept[1].total < kept[2].total
     assert step(plain, dataclasses.replace(job, precision="fp8")).total < step(plain).total
     assert step(plain, dataclasses.replace(job, fused_attention=False)).total > step(plain).total
     wide = dataclasses.replace(plain, shard=64, accumulation=1)

@@ -52,7 +52,7 @@ class Disturbed:
         folder: of the job.
         kind: of the program: ``"loop"`` or ``"trainer"``.
         steps: that it trains.
-        patience: seconds that the job may take for each thing that is waited for.
+        patience: seconds that the job may be silent: without a step and without a line in its log.
         disturbances: what was done to it, in words.
     """
 
@@ -83,20 +83,45 @@ class Disturbed:
     def is_over(self) -> bool:
         raise NotImplementedError
 
+    def stop(self) -> None:
+        """End the job, so that another one has the nodes."""
+        raise NotImplementedError
+
     def keep_going(self) -> None:
         """Do what an operator might do while a job waits."""
 
     def wait(self, condition: Callable[[], bool]) -> bool:
-        """Wait until the condition holds or the job is over; return whether the condition holds."""
-        end = time.monotonic() + self.patience
+        """Wait until the condition holds or the job is over; return whether the condition holds.
+
+        A busy machine may be slow, but a job that is alive says something: each line and each step begins the patience
+        anew.
+
+        Raises:
+            TimeoutError: the job is silent. The error has what its processes do, and the log.
+        """
+        said, since = "", time.monotonic()
         while not condition():
             if self.is_over():
                 return condition()
             self.keep_going()
-            if time.monotonic() > end:
-                raise TimeoutError(f"the job has not gone on:\n{self.log}")
+            if (now := self.log + self._read("progress")) != said:
+                said, since = now, time.monotonic()
+            if (silent := time.monotonic() - since) > self.patience:
+                load = os.getloadavg()[0]
+                raise TimeoutError(
+                    f"the job is silent for {silent:.0f} s after {self.progress} steps, at a load of {load:.0f}; "
+                    f"{self.alive()}\n{self.log}"
+                )
             time.sleep(0.2)
         return True
+
+    def alive(self) -> str:
+        """Return in words which of the last ranks' processes are alive."""
+        states = []
+        for path in sorted(self.folder.glob("pid-*")):
+            own = path.read_text().split()[0]
+            states.append(f"{path.name[4:]} {'alive' if Path('/proc', own).exists() else 'gone'}")
+        return f"ranks: {', '.join(states) or 'none has started'}"
 
     def train_on(self, steps: int) -> bool:
         """Wait for more steps; return whether they came."""
@@ -147,6 +172,9 @@ class SlurmJob(Disturbed):
 
     def is_over(self) -> bool:
         return self.slurm.job(self.number)["JobState"] in _OVER
+
+    def stop(self) -> None:
+        self.slurm.call("scancel", self.number)
 
     def keep_going(self) -> None:
         """Start a job that Slurm has queued again at once, not after the two minutes that Slurm would wait."""
@@ -221,6 +249,10 @@ class RayJob(Disturbed):
 
     def is_over(self) -> bool:
         return self.driver.poll() is not None
+
+    def stop(self) -> None:
+        self.driver.kill()
+        self.driver.wait()
 
     def lose_node(self) -> None:
         """End a node that is not the head, with all of its processes, and start another one."""

@@ -18,7 +18,7 @@ from meshwright.mesh.cores import core_count
 from meshwright_hf.launch import network
 from meshwright_hf.launch.job import RESUME_VARIABLE, Launch, job_environment, say
 from meshwright_hf.launch.unused_plan import watched_plan
-from meshwright_hf.versions import outside_range
+from meshwright_hf.versions import SAID_VARIABLE, outside_range
 
 DEFAULT_PORT = 29500  # torch's and accelerate's
 TRIED_ON_CPU = 8  # number of processes that a machine may start however few cores it has
@@ -154,6 +154,8 @@ def _with_address(job: Launch) -> Launch:
 def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
     """Return the environment variables to set besides accelerate's; GLOO_SOCKET_IFNAME is kept if the user set it."""
     environment = {} if job.resume is None else {RESUME_VARIABLE: job.resume}
+    if untested := outside_range():
+        environment[SAID_VARIABLE] = untested
     if job.job_id is not None:
         environment |= job_environment(job.job_id)
     if on_cpu:

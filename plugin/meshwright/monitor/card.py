@@ -35,7 +35,8 @@ class Card:
         unknown_peak: why the devices' peak, which MFU needs, is not known; empty if it is.
         unused_profile: why the profile that the run names is not used; empty if it is, or if there is none.
         is_cpu: whether the devices are CPUs.
-        notes: what the estimate rests on and leaves out, for a model with mixers or towers.
+        notes: what the estimate rests on and leaves out, for a model with mixers or towers, or a pipeline.
+        measured: when the memory is measured, in words.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Card:
     is_cpu: bool = False
     active: int | None = None
     notes: tuple[str, ...] = ()
+    measured: str = "after step 1"
 
     @property
     def tokens_per_pass(self) -> int | None:
@@ -77,10 +79,10 @@ class Card:
                 f"  tokens  {self.tokens_per_pass:,} per step ({rows * plan.dp} rows of {length}, one forward pass)"
             )
         if self.estimate is None:
-            lines.append(f"  memory  no estimate: {self.reason}; measured after step 1")
+            lines.append(f"  memory  no estimate: {self.reason}; measured {self.measured}")
         else:
             lines += [
-                f"  memory  {_memory(self.estimate, is_cpu=self.is_cpu)}; measured after step 1",
+                f"  memory  {_memory(self.estimate, is_cpu=self.is_cpu)}; measured {self.measured}",
                 f"  time    {self._time(self.estimate)}",
                 *(f"    {note}" for note in self.notes),
             ]

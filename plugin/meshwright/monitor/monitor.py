@@ -30,6 +30,7 @@ from meshwright.monitor.reporter import PendingRecord, Reporter
 from meshwright.monitor.step_observer import StepObserver
 from meshwright.optim.runtime import Runtime, Watch, device_of
 from meshwright.parallel.experts.counts import ExpertCounts
+from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.formatting import memory
 from meshwright.progress import is_first_rank
@@ -314,6 +315,7 @@ class Monitor(Watch):
             reason=self._prepared.unknown,
             unknown_peak=self._prepared.unknown,
             is_cpu=self._device.type == "cpu",
+            measured="at the first step that is logged" if self.every is None else f"after step {self._first_step + 1}",
         )
         if machine is None:
             return card
@@ -329,9 +331,16 @@ class Monitor(Watch):
             basis=machine.basis,
             unknown_peak=machine.unknown_peak,
             unused_profile=machine.unused_profile,
-            notes=() if batch is None else machine.notes(batch),
+            notes=(() if batch is None else machine.notes(batch)) + self._uncounted(),
             active=machine.shape.active_parameters if machine.shape.experts else None,
         )
+
+    def _uncounted(self) -> tuple[str, ...]:
+        """Return what the estimate of a pipeline leaves out."""
+        forward = self._runtime.features.find(PipelineForward)
+        if forward is None or forward.pipeline.cut.order.is_plain:
+            return ()
+        return ("what crosses the stages beside hidden states of [rows, tokens, channels] is not counted",)
 
     def _show(self, pending: PendingRecord, figures: Figures) -> None:
         is_first, self.latest = self.latest is None, figures

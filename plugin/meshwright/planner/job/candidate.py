@@ -16,7 +16,7 @@ from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora
 from meshwright.planner.job.optimizers import OptimizerKind, optimizer_kind
 from meshwright.planner.job.shapes import ModelShape
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "per-op", "full"]
 Precision = Literal["bf16", "fp8", "fp4"]
 Logits = Literal["chunked", "sharded", "gathered"]
 
@@ -152,7 +152,8 @@ class Candidate(AxisSizes):
         micro_batch: sequences that one data-parallel rank runs at once.
         accumulation: micro-batches per step.
         zero_stage: what ZeRO shards: 1 the optimizer state, 2 gradients too, 3 weights too.
-        recompute: what backward recomputes: nothing, attention, or ``recomputed`` whole layers of each rank.
+        recompute: what backward recomputes: nothing, attention, every second matmul and all elementwise work (as
+            torchtitan's selective checkpointing by operations), or ``recomputed`` whole layers of each rank.
         recomputed: number of layers per rank to recompute with recompute="full"; None for all.
         reduce_dtype: the dtype in which gradients travel over dp; None for the gradients' own.
         offload: what the host has in the devices' place: "optimizer" or None.
@@ -296,7 +297,7 @@ class Candidate(AxisSizes):
     @property
     def runs_today(self) -> bool:
         """Whether this version's runtime can run the plan."""
-        return self.recompute != "selective" and (self.zero_stage == 0 or self.replicate == 1)
+        return self.recompute in ("none", "full") and (self.zero_stage == 0 or self.replicate == 1)
 
     def fields(self) -> dict[str, Any]:
         """Return the plan as keyword arguments of ``ParallelPlan``, with those that the runtime does not have yet.

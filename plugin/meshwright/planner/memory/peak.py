@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from meshwright.plan.context_methods import local_tokens
@@ -97,10 +97,22 @@ def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
         tp=plan.tp, sequence_parallel=plan.sequence_parallel, cp=plan.cp, context=plan.context, ulysses=plan.ulysses,
         ep=plan.ep if job.expert_load > 1 else 1, micro_batch=plan.micro_batch,
     )  # fmt: skip
-    return _saved_by_layout(
+    saved = _saved_by_layout(
         shape, layout, seq_len=job.seq_len, element_bytes=job.activation_bytes, expert_load=job.expert_load,
         images=job.images, lora=job.lora,
     )  # fmt: skip
+    return kept_per_op(saved, shape, plan, job) if plan.recompute == "per-op" else saved
+
+
+def kept_per_op(saved: Saved, shape: ModelShape, plan: Candidate, job: Job) -> Saved:
+    """Return what is saved if backward repeats every second matmul: the input, q, v, attention and its gate or up."""
+    rows, t = plan.micro_batch * job.seq_len / plan.cp, plan.tp
+    runs = []
+    for run, layer in zip(saved.runs, shape.runs, strict=True):
+        kept = 2 * layer.query_width / t + layer.local_kv_width(t) + layer.ffn / t
+        of_layer = run.kept + rows * (job.activation_bytes * kept + 4 * layer.heads / t)
+        runs.append(replace(run, layer=min(run.layer, of_layer)))
+    return replace(saved, runs=tuple(runs))
 
 
 def pending_weight_grads(layer: LayerShape, plan: Candidate, job: Job) -> float:

@@ -38,7 +38,9 @@ def describe_ranks(plan: Candidate) -> str:
 def describe_rows(plan: Candidate) -> str:
     """Return the second part of ``describe_plan``: the micro-batches and what is recomputed."""
     batches = "one micro-batch" if plan.accumulation == 1 else f"{plan.accumulation} micro-batches"
-    again = {"none": "", "selective": ", attention recomputed", "full": ", all layers recomputed"}[plan.recompute]
+    again = {"none": "", "selective": ", attention recomputed", "full": ", all layers recomputed"}.get(
+        plan.recompute, f", recompute {plan.recompute}"
+    )
     if plan.recomputed is not None:
         again = f", {plan.recomputed} layer{'s' if plan.recomputed > 1 else ''} of each stage recomputed"
     return f"{batches} of {plan.micro_batch} sequence{'s' if plan.micro_batch > 1 else ''}{again}"

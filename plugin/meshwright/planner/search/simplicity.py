@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.planner.job.candidate import Candidate, Job
 
@@ -27,7 +27,10 @@ def axes_of(plan: Candidate) -> tuple[str, ...]:
 
 
 def complexity(plan: Candidate) -> tuple[int, ...]:
-    """Return a key that is smaller for a simpler plan: axes, uneven or interleaved stages, ZeRO-3, schedule, recompute.
+    """Return a key that is smaller for a simpler plan.
+
+    It has the axes, uneven or interleaved stages, ZeRO-3, schedule and recompute. Of plans that are alike in these,
+    that with fewer micro-batches is simpler: each has overheads of its own, which the estimate counts only in part.
 
     Example:
         >>> complexity(Candidate(shard=8, zero_stage=1)) < complexity(Candidate(shard=4, tp=2, zero_stage=1))
@@ -36,7 +39,19 @@ def complexity(plan: Candidate) -> tuple[int, ...]:
     axes, uneven = len(axes_of(plan)), plan.stages is not None and len(set(plan.stages)) > 1
     is_usual = plan.pp == 1 or plan.schedule == "1f1b"
     again = int(plan.recompute != "none")
-    return (axes, int(uneven), plan.chunks, int(not is_usual), int(plan.zero_stage == 3), again, plan.zero_stage)
+    stage = plan.zero_stage
+    return (axes, int(uneven), plan.chunks, int(not is_usual), int(stage == 3), again, stage, plan.accumulation)
+
+
+def tie_key(plan: Candidate, seconds: float, fastest: float, *, within: float = TIE) -> tuple[Any, ...]:
+    """Return a key in whose order plans are chosen: those within a share of the fastest by simplicity, others by time.
+
+    Example:
+        >>> tie_key(Candidate(tp=2), 1.0, 1.0) > tie_key(Candidate(), 1.02, 1.0)
+        True
+    """
+    is_close = seconds <= fastest * (1 + within)
+    return not is_close, complexity(plan) if is_close else (), seconds
 
 
 def in_order(choices: Sequence[_Choice], job: Job, *, within: float = TIE) -> list[_Choice]:
@@ -51,8 +66,7 @@ def in_order(choices: Sequence[_Choice], job: Job, *, within: float = TIE) -> li
 
     fastest = {kind: min((c.time.total for c in choices if last(c) is kind), default=0.0) for kind in (False, True)}
 
-    def key(choice: _Choice) -> tuple[bool, bool, tuple[int, ...], float]:
-        is_close = choice.time.total <= fastest[last(choice)] * (1 + within)
-        return last(choice), not is_close, complexity(choice.plan) if is_close else (), choice.time.total
+    def key(choice: _Choice) -> tuple[Any, ...]:
+        return last(choice), *tie_key(choice.plan, choice.time.total, fastest[last(choice)], within=within)
 
     return sorted(choices, key=key)

@@ -152,6 +152,10 @@ class LayerModel:
         again = 0.0
         if plan.recompute == "selective":
             again = attended + k.elementwise * scores / self.memory_rate
+        elif plan.recompute == "per-op":
+            # The gathers of sequence parallelism are repeated too, but its reduce-scatters are kept.
+            again = self._launched(self._per_op(layer, rows, plan, job) + elementwise, launch)
+            again += reduce if plan.sp > 1 else 0.0
         elif plan.recompute == "full":
             again = forward
         # Weight gradients that wait do not keep the whole sequence, and gather it again.
@@ -173,6 +177,16 @@ class LayerModel:
             weight_grad=(added.matmul if is_frozen else matmul - routed) + regathered,
             hidden=hidden + hidden_back,
         )
+
+    def _per_op(self, layer: LayerShape, rows: float, plan: Candidate, job: Job) -> float:
+        """Return the seconds of the matmuls that torchtitan's selective checkpointing by operations repeats.
+
+        It keeps the result of attention, and of every second matmul in the order q, k, v, o, gate, up, down. Backward
+        does not read the result of the last one.
+        """
+        h, q, kv = layer.hidden, layer.query_width / plan.tp, layer.local_kv_width(plan.tp)
+        sizes = [(h, q), (h, kv), (h, kv), (q, h)] + [(h, layer.ffn / plan.tp)] * layer.mlp_inputs * bool(layer.ffn)
+        return sum(self.matmul(rows, inner, columns, precision=job.precision) for inner, columns in sizes[1::2])
 
     def _adapters(self, layer: LayerShape, plan: Candidate, job: Job) -> _Added:
         """Return what adapters add to a layer, and what a quantised base costs, which is unpacked for each product.
