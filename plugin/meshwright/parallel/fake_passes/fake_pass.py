@@ -25,7 +25,8 @@ from meshwright.roles import Role
 from meshwright.roles.blocks.experts import is_experts, routed_modules
 from meshwright.temporarily import temporarily
 
-_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+_LOGGER = logging.getLogger(__name__)
+_FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def run_without_values(
@@ -40,7 +41,9 @@ def run_without_values(
     source: int | None = None,
     is_done: Callable[[], bool] | None = None,
 ) -> Any:
-    """Run a decoder on fake token ids and labels, and return its output.
+    """Run a decoder on token ids and labels without values, and return its output.
+
+    The pass runs on meta tensors; if that fails, on torch's fake tensors, which take five times as long.
 
     Args:
         model: the decoder, with or without memory. It is not changed.
@@ -57,15 +60,19 @@ def run_without_values(
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
+    run = functools.partial(
+        _run, model, rows=rows, length=length, labels=labels, options=options or {}, watch=watch, source=source,
+        is_done=is_done,
+    )  # fmt: skip
     try:
-        return _run(MetaMode(), model, rows, length, labels, options, watch, source, is_done)
+        return run(MetaMode())
     except PlanError:
         raise
-    except Exception:  # torch lacks a kernel for meta tensors, or a program asks for their device
-        pass
+    except Exception:  # perhaps torch has no kernel for meta tensors, or the program asks for their device
+        _LOGGER.debug("a pass on meta tensors failed", exc_info=True)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            return _run(ReadAsZero(), model, rows, length, labels, options, watch, source, is_done)
+        with FakeTensorMode(allow_non_fake_inputs=True), temporarily(_FAKE_LOGGER, disabled=True):  # logs attempts
+            return run(ReadAsZero())
     except PlanError:
         raise
     except Exception as why:
@@ -76,17 +83,21 @@ def run_without_values(
 
 
 def _run(
-    mode: ReadAsZero,
     model: nn.Module,
+    mode: ReadAsZero,
+    *,
     rows: int,
     length: int,
     labels: tuple[int, ...] | None,
-    options: Mapping[str, object] | None,
+    options: Mapping[str, object],
     watch: AbstractContextManager[object] | None,
     source: int | None,
     is_done: Callable[[], bool] | None,
 ) -> Any:
-    """Run a decoder in a mode, with one kind of inputs after the other until it runs; see run_without_values."""
+    """Run a decoder in a mode, on one kind of inputs after the other until it ends without an error.
+
+    The arguments are those of :func:`run_without_values`.
+    """
     packed = list(packed_modules(model))
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
@@ -94,7 +105,6 @@ def _run(
         stack.enter_context(_without_hooks(model))
         stack.enter_context(_unchecked_distributions())
         stack.enter_context(temporarily(torch.utils, swap_tensors=_swap))
-        stack.enter_context(temporarily(_LOGGER, disabled=True))  # torch logs the errors of attempts
         if watch is not None:
             stack.enter_context(watch)
         for _, module, packing in packed:
@@ -115,7 +125,7 @@ def _run(
             types = {name: torch.zeros(rows, length, dtype=torch.int64) for name in asked if has_types}
             try:
                 with torch.enable_grad(), temporarily(mode, truth=truth):
-                    return model(**{**inputs, **of_tower, **types, **(options or {})})
+                    return model(**{**inputs, **of_tower, **types, **options})
             except PlanError:
                 raise
             except Exception as error:

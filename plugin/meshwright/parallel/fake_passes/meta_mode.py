@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _META = torch.device("meta")
-_LARGEST = 2**14  # results whose form is kept
+_LARGEST = 2**13  # results whose form is kept
 _FORMS: dict[Any, tuple[Any, ...]] = {}  # by the operation and the forms of its arguments
 
 
