@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from meshwright.pipeline.layer_order import record_order
 
 # Attention alone, experts whose numbers of tokens are lists (no meta kernel), recurrences, and scores of positions.
 TYPES = [
-    "llama", "jetmoe", "mamba", "bloom", "gpt2", "falcon_h1", "mixtral", "gemma2", "t5gemma2_decoder", "bert", "opt",
+    "llama", "jetmoe", "mamba", "bloom", "gpt2", "falcon_h1", "mixtral", "gemma2", "bert", "opt",
     "qwen3_next", "deepseek_v3", "rwkv",
 ]  # fmt: skip
 
@@ -117,17 +116,3 @@ def test_tensors_with_values_are_read_and_not_written() -> None:
     assert output.shape == (2, 3, 4) and output.is_meta and output.requires_grad
     assert model.seen == ["meta"] and model.count == 0 and bool((model.table == 1).all())
     assert not model.weight.is_meta
-
-
-def test_what_has_no_meta_kernel_runs_on_fake_tensors() -> None:
-    model = Program()
-    forward = model.forward
-
-    def under_autocast(input_ids: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return forward(input_ids)
-
-    under_autocast.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    model.forward = under_autocast  # type: ignore[method-assign]
-    output = run_without_values(model, rows=2, length=3, instead="none")
-    assert output.device.type == "cpu" and model.seen[-1] == "cpu"
