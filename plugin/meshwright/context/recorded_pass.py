@@ -106,6 +106,7 @@ class RecordedPass:
         self._names: list[str] = []  # of what the module around the layers is given
         self._handed: list[Tensor] = []  # what layers have returned
         self._biases: list[Tensor] = []  # options of attentions
+        self.sources.begin()
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -211,6 +212,10 @@ class _Scans(Sources):
     def __init__(self, length: int) -> None:
         super().__init__()
         self._sizes = (length, ROWS * length)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the layers of a pass that has failed."""
         self.layer: nn.Module | None = None
         self.scans: dict[nn.Module, str] = {}
 

@@ -16,16 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import PlanError
 from meshwright.layout.packed_weights import packed_modules
 from meshwright.parallel.batch.schema import example
+from meshwright.parallel.fake_passes.meta_mode import MetaMode, ReadAsZero
 from meshwright.roles import Role
 from meshwright.roles.blocks.experts import is_experts, routed_modules
 from meshwright.temporarily import temporarily
 
-_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+_LOGGER = logging.getLogger(__name__)
+_FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def run_without_values(
@@ -40,7 +41,9 @@ def run_without_values(
     source: int | None = None,
     is_done: Callable[[], bool] | None = None,
 ) -> Any:
-    """Run a decoder on fake token ids and labels, and return its output.
+    """Run a decoder on token ids and labels without values, and return its output.
+
+    The pass runs on meta tensors; if that fails, on torch's fake tensors, which take five times as long.
 
     Args:
         model: the decoder, with or without memory. It is not changed.
@@ -57,15 +60,51 @@ def run_without_values(
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
+    run = functools.partial(
+        _run, model, rows=rows, length=length, labels=labels, options=options or {}, watch=watch, source=source,
+        is_done=is_done,
+    )  # fmt: skip
+    try:
+        return run(MetaMode())
+    except PlanError:
+        raise
+    except Exception:  # perhaps torch has no kernel for meta tensors, or the program asks for their device
+        _LOGGER.debug("a pass on meta tensors failed", exc_info=True)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), temporarily(_FAKE_LOGGER, disabled=True):  # logs attempts
+            return run(ReadAsZero())
+    except PlanError:
+        raise
+    except Exception as why:
+        raise PlanError(
+            f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "
+            f"after its layers ({type(why).__name__}: {why}). Use {instead}"
+        ) from why
+
+
+def _run(
+    model: nn.Module,
+    mode: ReadAsZero,
+    *,
+    rows: int,
+    length: int,
+    labels: tuple[int, ...] | None,
+    options: Mapping[str, object],
+    watch: AbstractContextManager[object] | None,
+    source: int | None,
+    is_done: Callable[[], bool] | None,
+) -> Any:
+    """Run a decoder in a mode, on one kind of inputs after the other until it ends without an error.
+
+    The arguments are those of :func:`run_without_values`.
+    """
     packed = list(packed_modules(model))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        read_as_zero = stack.enter_context(_ReadAsZero())
+        stack.enter_context(mode)
         stack.enter_context(fake_values(model))
         stack.enter_context(_without_hooks(model))
         stack.enter_context(_unchecked_distributions())
         stack.enter_context(temporarily(torch.utils, swap_tensors=_swap))
-        stack.enter_context(temporarily(_LOGGER, disabled=True))  # torch logs the errors of attempts
         if watch is not None:
             stack.enter_context(watch)
         for _, module, packing in packed:
@@ -85,18 +124,16 @@ def run_without_values(
                 continue
             types = {name: torch.zeros(rows, length, dtype=torch.int64) for name in asked if has_types}
             try:
-                with torch.enable_grad(), temporarily(read_as_zero, truth=truth):
-                    return model(**{**inputs, **of_tower, **types, **(options or {})})
+                with torch.enable_grad(), temporarily(mode, truth=truth):
+                    return model(**{**inputs, **of_tower, **types, **options})
             except PlanError:
                 raise
             except Exception as error:
                 if is_done is not None and is_done():
                     return None
                 why = why or error
-        raise PlanError(
-            f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "
-            f"after its layers ({type(why).__name__}: {why}). Use {instead}"
-        ) from why
+        assert why is not None
+        raise why
 
 
 def _inputs_of_towers(model: nn.Module, signature: inspect.Signature, rows: int) -> Iterator[dict[str, Tensor]]:
@@ -168,34 +205,12 @@ def _experts(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.clone()
 
 
-class _ReadAsZero(TorchDispatchMode):
-    """Lets the host read a fake tensor as zero, such as rotary embeddings that look at the longest position.
-
-    Attributes:
-        truth: what a fact about values is read as.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.truth = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            return self.truth if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
-        if func is torch.ops.aten.split_with_sizes.default and not any(args[1]):  # numbers of tokens, read as zero
-            args = (args[0], [args[0].shape[args[2] if len(args) > 2 else 0], *args[1][1:]], *args[2:])
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def fake_values(model: nn.Module) -> Iterator[None]:
-    """Replace all parameters and buffers by fake ones on the CPU, and undo all that the pass sets in the modules
-    and the config.
+    """Replace all parameters and buffers by ones without values, and undo all that the pass sets in the modules and
+    the config.
 
-    Must run inside a FakeTensorMode.
+    Must run inside a FakeTensorMode, whose tensors are on the CPU then, or a MetaMode.
     """
     made: dict[int, Tensor] = {}
     owners: list[dict[Any, Any]] = []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 OUTSIDE = -1  # in place of the index of a layer
 # Operations that read the form of a tensor alone.
@@ -30,6 +30,10 @@ class Sources(TorchDispatchMode):
         self._of: dict[int, frozenset[int]] = {}
         self._kept: list[Any] = []  # so that no other memory gets the number
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap each call for a compiler that does not run here
+
     def of(self, x: Tensor) -> frozenset[int]:
         """Return the indices of the layers that a tensor was computed from, without a further layer in between."""
         return self._of.get(x.untyped_storage()._cdata, frozenset())
@@ -44,15 +48,29 @@ class Sources(TorchDispatchMode):
     ) -> Any:
         result = _of_likely_shape(func, args)
         result = func(*args, **(kwargs or {})) if result is None else result
-        if func._schema.name.rpartition("::")[2] in _OF_FORM:
+        is_of_form, is_mutable = _traits(func)
+        if is_of_form:
             return result
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = [*_tensors(args), *_tensors((kwargs or {}).values())]
         if sources := frozenset().union(*map(self.of, given)):
-            written = [x for x in given[:1] if func._schema.is_mutable]
-            for x in (*tree_leaves(result), *written):
-                if isinstance(x, Tensor):
-                    self.set(x, sources | self.of(x))
+            for x in (*_tensors((result,)), *(given[:1] if is_mutable else ())):
+                self.set(x, sources | self.of(x))
         return result
+
+
+@functools.cache
+def _traits(func: Any) -> tuple[bool, bool]:
+    """Return whether an operation reads the form of a tensor alone, and whether it writes into one."""
+    return func._schema.name.rpartition("::")[2] in _OF_FORM, func._schema.is_mutable
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among arguments, which may be lists of tensors."""
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)
 
 
 def _of_likely_shape(func: Any, args: tuple[Any, ...]) -> Any:
