@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup browser slurm clusters demo test-quick test test-all test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-owners bench-referee bench-host gpu families programs verify clean
+.PHONY: help setup browser slurm clusters demo test-quick test test-all test-nightly test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-owners bench-referee bench-host gpu families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -80,14 +80,17 @@ test-quick: $(TESTABLE)
 	$(PYTEST) -m quick
 
 test: $(TESTABLE)
-	$(PYTEST) -m 'not crossing'
+	$(PYTEST) -m 'not crossing and not nightly'
 
 test-all: test
 	$(PYTEST) -m crossing
 
+test-nightly: $(TESTABLE)
+	$(PYTEST) -m nightly
+
 kills: $(TESTABLE)
 	MESHWRIGHT_FAULT_STRIDE=1 $(BIN)/python -m pytest -q -s -k 'ends_early or ends_at_any_step or the_old_or_the_new' \
-		-m crossing tests/checkpoint tests/integrations
+		-m 'crossing or nightly' tests/checkpoint tests/integrations
 
 resumes: $(TESTABLE)
 	MESHWRIGHT_RESUME_STEPS=20 $(BIN)/python -m pytest -q -k equal_to_the_bit tests/checkpoint/test_resume.py

@@ -17,7 +17,7 @@ from support.exact import Float64
 from support.faulty_disk import FaultyDisk, Killed
 from support.kills import STRIDE
 from support.models import build
-from support.tiers import crossing
+from support.tiers import crossing, nightly
 
 
 class Run:
@@ -110,7 +110,7 @@ def attempt(step: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["kill", "full"])
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("every", [crossing(STRIDE), 15], ids=["many steps", "some steps"])
+@pytest.mark.parametrize("every", [nightly(STRIDE), 15], ids=["many steps", "some steps"])
 def test_a_save_that_ends_at_any_step(victim: int, kind: str, every: int, pool2: Any, tmp_path: Path) -> None:
     total, wrong = pool2.run(in_the_pool, victim, kind, tmp_path, every, timeout=200)[0]
     assert not wrong, "\n".join(wrong)

@@ -202,7 +202,7 @@ def edit_and_load(parent: Path, kind: str, count: int) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is measured in /proc")
 @pytest.mark.parametrize(
     ("kinds", "count"),
-    [(list(KINDS), 22), *(crossing([kind], 300) for kind in KINDS)],
+    [(list(KINDS), 22), *(crossing([kind], 100) for kind in KINDS)],
     ids=["some", *(f"many-{k}" for k in KINDS)],
 )
 def test_each_edit_is_named_or_harmless(kinds: list[str], count: int, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from harness.launchers import Ended, run_command
 from meshwright.choose.plan_file import PLAN_VARIABLE
 from support.preempted_script import trained
 from support.preemptions import PLAN, SCRIPT, SlurmJob
-from support.tiers import crossings
+from support.tiers import crossing, nightly
 from support.trainers import fresh_accelerate
 
 STEPS = 16
@@ -45,12 +45,13 @@ def launched(kind: str, plan: str, folder: Path, interrupts: list[Any]) -> Ended
 
 @pytest.mark.parametrize(
     ("kind", "plan", "number"),
-    crossings(
-        [("loop", "dp2", signal.SIGUSR1), ("trainer", "dp2 zero3", signal.SIGTERM), ("trainer", "tp2", signal.SIGUSR1),
-         ("accelerate", "tp2+sp", signal.SIGTERM)],
-        but=[("loop", "dp2", signal.SIGUSR1)],
-    ),
-)  # fmt: skip
+    [
+        ("loop", "dp2", signal.SIGUSR1),
+        crossing("trainer", "dp2 zero3", signal.SIGTERM),
+        nightly("trainer", "tp2", signal.SIGUSR1),
+        crossing("accelerate", "tp2+sp", signal.SIGTERM),
+    ],
+)
 def test_a_job_that_is_preempted_goes_on_when_it_is_started_again(
     kind: str, plan: str, number: signal.Signals, pool2: Any, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 import meshwright as mw
 from meshwright.parallel.forward.compile_options import check_compile_options
 from support.models import build, labels_for, tokens
-from support.tiers import crossing
+from support.tiers import crossing, nightly
 
 TOLERANCE = 1e-10
 LAYERS = 9  # more than the 8 variants of one function that dynamo compiles before it gives up with a warning
@@ -112,7 +112,7 @@ def check(pool: Any, plan: str, how: str, *, tolerance: float = TOLERANCE, **opt
     return compiled[0][1]
 
 
-@pytest.mark.parametrize("how", ["layers", crossing("model"), crossing("each layer")])
+@pytest.mark.parametrize("how", ["layers", crossing("model"), nightly("each layer")])
 def test_one_graph_between_two_collectives(how: str, pool2: Any) -> None:
     graphs = check(pool2, "tp2+sp", how, layers=LAYERS)
     # Each layer has four collectives (gather and reduce of two blocks), and regions of four kinds between them. All
@@ -139,26 +139,24 @@ def test_other_plans(plan: str, pool2: Any) -> None:
     check(pool2, plan, "layers")
 
 
-@pytest.mark.crossing
 @pytest.mark.parametrize(
     ("plan", "how", "family"),
     [
-        ("dp2 tp2+sp zero2", "layers", "gemma2"),
-        ("cp4(hybrid-2)", "layers", "llama"),
+        nightly("dp2 tp2+sp zero2", "layers", "gemma2"),
+        crossing("cp4(hybrid-2)", "layers", "llama"),
     ],
 )
 def test_plans_of_four_ranks(plan: str, how: str, family: str, pool4: Any) -> None:
     check(pool4, plan, how, family=family, layers=1)
 
 
-@pytest.mark.crossing
 @pytest.mark.parametrize(
     ("plan", "how"),
     [
-        ("tp2+sp", "model before"),
-        ("dp2", "layers before"),
-        ("dp2 zero2", "forward before"),
-        ("pp2 mb2", "model"),
+        crossing("tp2+sp", "model before"),
+        crossing("dp2", "layers before"),
+        nightly("dp2 zero2", "forward before"),
+        nightly("pp2 mb2", "model"),
     ],
 )
 def test_a_compiled_model_of_other_plans(plan: str, how: str, pool2: Any) -> None:

@@ -45,6 +45,8 @@ PARSED_ONLY = {
     "conformance.precision": "takes minutes; tests/optim/test_summation_orders.py compares some plans",
     "conformance.random_programs": "takes minutes; tests/distribute/test_random_programs.py runs some of them",
     "benchmarks.referee": "sleeps for half a minute; tests/faults/test_referee.py checks what it measures",
+    "examples.vision_language": "trains three times; tests/examples/test_examples.py compares the losses",
+    "sweep": "searches for minutes; tests/cli/test_questions.py and tests/planner search",
     "--num_machines": "needs two machines; tests/cli/test_launch_hosts.py makes two and launches over them",
 }
 # Pages that run whole programs, which other tests run too.

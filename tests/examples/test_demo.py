@@ -56,7 +56,7 @@ def test_the_demo_trains_and_proves_itself(tmp_path: Path) -> None:
     assert not held.damages and held.manifest is not None and held.manifest.step == summary["steps"]
 
 
-@pytest.mark.crossing
+@pytest.mark.nightly
 def test_the_planner_picks_the_demo_s_plan(tmp_path: Path) -> None:
     done = run_demo("--quick", "--processes", "2", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout
@@ -66,7 +66,7 @@ def test_the_planner_picks_the_demo_s_plan(tmp_path: Path) -> None:
     assert summary["parity"]["max_rel_grad_diff"] <= 1e-4  # as above
 
 
-@pytest.mark.crossing
+@pytest.mark.nightly
 def test_a_plan_that_does_not_fit_is_one_clear_message(tmp_path: Path) -> None:
     done = run_demo("--quick", "--dp", "1", "--tp", "3", "--output", str(tmp_path))
     assert done.returncode == 1

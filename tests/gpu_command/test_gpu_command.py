@@ -39,7 +39,7 @@ def test_every_section_passes_on_a_cpu(tmp_path: Path) -> None:
     assert all(f"| {name} | passed |" in (tmp_path / "page.md").read_text() for name in NAMES)
 
 
-@pytest.mark.crossing
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_every_section_finds_a_planted_fault(tmp_path: Path) -> None:
     code, sections = run(tmp_path, "--plant", "--minutes", "0.1")  # each stops after its first check with a goal

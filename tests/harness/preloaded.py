@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
@@ -147,6 +148,8 @@ def _run(call: dict[str, Any], parsed_only: tuple[str, ...]) -> NoReturn:
         open(number, mode, buffering=1, closefd=False)  # noqa: SIM115
         for number, mode in ((0, "r"), (1, "w"), (2, "w"))
     )
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # of what the server has imported, such as a quarter second for torch's operators
     code = 0
     try:
         _start(call["arguments"], parsed_only)

@@ -117,3 +117,4 @@ def _close_groups() -> None:
     _redistribute._planner_cache.clear()
     MeshTopoInfo.build_from_mesh.cache_clear()
     gc.collect()
+    gc.freeze()  # the modules that this job was the first to import, too

@@ -1,11 +1,15 @@
 """The tiers of single cases of a test; ``make test`` runs a case without a mark.
 
 ``make test-quick`` runs a case that is marked as quick. A case is a crossing, which is left to ``make test-all``, if
-another case of ``make test`` fails for the same faults.
+another case of ``make test`` fails for the same faults. Where a test has several parameters, ``make test-all`` runs so
+many of the crossings that each value of each parameter has run twice. ``make test-nightly`` runs the other crossings,
+and single cases that take long.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,10 +24,14 @@ def crossing(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, id=id, marks=pytest.mark.crossing)
 
 
+def nightly(*values: Any, id: str | None = None) -> Any:
+    return pytest.param(*values, id=id, marks=pytest.mark.nightly)
+
+
 def crossings(
     cases: Iterable[Any], *, but: Iterable[Any] = (), only: Iterable[Any] | None = None, quick: Iterable[Any] = ()
 ) -> list[Any]:
-    """Mark the cases of a test as crossings, except those that are listed.
+    """Mark the cases of a test as crossings, except those that are listed, and the nightly ones.
 
     Args:
         cases: the values of a parameter, or tuples with a value for each of several parameters.
@@ -39,8 +47,34 @@ def crossings(
     only = [case for case in cases if case not in but and case not in quick] if only is None else list(only)
     stale = [case for case in (*but, *only, *quick) if case not in cases]
     assert not stale, f"these are no cases of the test: {stale}"
-    marks = [pytest.mark.crossing if case in only else pytest.mark.quick if case in quick else () for case in cases]
+    rest = _nightly(cases, only)
+    marks = [
+        pytest.mark.nightly if case in rest
+        else pytest.mark.crossing if case in only
+        else pytest.mark.quick if case in quick
+        else ()
+        for case in cases
+    ]  # fmt: skip
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
         for case, mark in zip(cases, marks, strict=True)
     ]
+
+
+def _nightly(cases: list[Any], crossings: list[Any]) -> list[Any]:
+    """Return the crossings each of whose values, of every parameter, occurs in two other cases that run.
+
+    They are gone through in an order without a pattern, which is the same in every process, so that the cases that run
+    do not all share one value.
+    """
+    if not all(isinstance(case, tuple) for case in cases):
+        return []
+    counts = Counter(value for case in cases if case not in crossings for value in enumerate(map(repr, case)))
+    rest = []
+    for case in sorted(crossings, key=lambda case: zlib.crc32(repr(case).encode())):
+        values = list(enumerate(map(repr, case)))
+        if all(counts[value] >= 2 for value in values):
+            rest.append(case)
+        else:
+            counts.update(values)
+    return rest

@@ -43,7 +43,8 @@ def run_without_values(
 ) -> Any:
     """Run a decoder on token ids and labels without values, and return its output.
 
-    The pass runs on meta tensors; if that fails, on torch's fake tensors, which take five times as long.
+    The pass runs on meta tensors; if that fails, or autocast is on, which leaves meta tensors as they are, on torch's
+    fake tensors, which take five times as long.
 
     Args:
         model: the decoder, with or without memory. It is not changed.
@@ -65,7 +66,8 @@ def run_without_values(
         is_done=is_done,
     )  # fmt: skip
     try:
-        return run(MetaMode())
+        if not torch.is_autocast_enabled("cpu"):
+            return run(MetaMode())
     except PlanError:
         raise
     except Exception:  # perhaps torch has no kernel for meta tensors, or the program asks for their device

@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _META = torch.device("meta")
-_LARGEST = 2**13  # results whose form is kept
-_FORMS: dict[Any, tuple[Any, ...]] = {}  # by the operation and the forms of its arguments
 
 
 class ReadAsZero(TorchDispatchMode):
@@ -54,6 +52,7 @@ class MetaMode(ReadAsZero):
     def __init__(self) -> None:
         super().__init__()
         self._without: dict[int, tuple[Tensor, Tensor]] = {}  # the tensors with values, which keep their numbers
+        self._forms: dict[Any, tuple[Any, ...]] = {}  # of results, by the operation and the forms of its arguments
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         takes_device, is_functional = _traits(func)
@@ -64,10 +63,10 @@ class MetaMode(ReadAsZero):
         if not is_functional:
             return func(*args, **kwargs)
         key = (func, torch.get_default_dtype(), *map(_form, args), *kwargs, *map(_form, kwargs.values()))
-        if (forms := _FORMS.get(key)) is None:
+        if (forms := self._forms.get(key)) is None:
             result = func(*args, **kwargs)
-            if len(_FORMS) < _LARGEST and (forms := _own_forms(result, (*args, *kwargs.values()))):
-                _FORMS[key] = forms
+            if forms := _own_forms(result, (*args, *kwargs.values())):
+                self._forms[key] = forms
             return result
         made = [torch.empty_strided(shape, stride, dtype=dtype, device=_META) for shape, stride, dtype in forms]
         return made[0] if len(made) == 1 else tuple(made)
