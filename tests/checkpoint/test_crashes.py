@@ -17,7 +17,7 @@ from support.exact import Float64
 from support.faulty_disk import FaultyDisk, Killed
 from support.kills import STRIDE
 from support.models import build
-from support.tiers import crossing, nightly
+from support.tiers import nightly
 
 
 class Run:

@@ -8,7 +8,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
