@@ -111,7 +111,7 @@ def run(
     found = {}
     for role, seen in scales.items():
         # A pass that records shapes has fake tensors.
-        every = torch.cat([x.flatten() for x in seen if type(x) is Tensor] or [torch.zeros(0)])
+        every = torch.cat([x.flatten() for x in seen if type(x) is Tensor and not x.is_meta] or [torch.zeros(0)])
         # The gradient of a token that no loss uses is zero, and its scale that of torchao's smallest amax.
         own = every[every < 1e12] * (tokens if role == "grad_output" else 1)
         found[role] = own.unique().tolist()

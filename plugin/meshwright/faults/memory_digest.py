@@ -7,9 +7,15 @@ import zlib
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 _ODD = 0x1E3779B97F4A7C15  # scatters the positions over all 64 bits
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def has_values(x: Tensor) -> bool:
+    """Return whether a tensor has values, unlike those of a pass that records or traces what a model does."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def is_plain(x: Tensor) -> bool:

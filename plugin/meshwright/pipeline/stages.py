@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.errors import PlanError
+from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch.items import kind_of
 from meshwright.parallel.batch.schema import Batch, BatchSchema
@@ -198,7 +198,7 @@ class Stages:
         for name, value in arguments(self._signatures[index], args, kwargs).items():
             if (index, name) in self._checked:
                 continue
-            beside = [x for x in tensors_in(value) if x is not hidden and not isinstance(x, FakeTensor)]
+            beside = [x for x in tensors_in(value) if x is not hidden and has_values(x)]
             beside = [x for x in beside if x.is_floating_point() or x.is_complex()]
             if self._active == 0:
                 is_wrong = name not in crossing and any(x.requires_grad for x in beside)

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.errors import PlanError
+from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.schema import BORDERS, TOKENS
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step, arguments
@@ -169,7 +169,7 @@ class RowDocuments:
         if self.now is None or name in self._checked:
             return
         mask = arguments(signature, args, kwargs).get("attention_mask")
-        if isinstance(mask, FakeTensor):
+        if isinstance(mask, Tensor) and not has_values(mask):
             return
         self._checked.add(name)
         if mask is None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import PlanError
+from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.method_chain import ChainStep
 from meshwright.plan.config import ParallelPlan
 
@@ -70,7 +70,7 @@ class PositionsOfRows(ChainStep):
     def __call__(self, *args: object, **kwargs: object) -> object:
         given: list[Any] = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         has_sizes = any(not x.is_floating_point() and x.ndim == 2 and x.shape[1] == 3 for x in given)
-        if not self._is_checked and has_sizes and not any(isinstance(x, FakeTensor) for x in given):
+        if not self._is_checked and has_sizes and all(map(has_values, given)):
             self._is_checked = True
             self._check([_twice(x) for x in args], {name: _twice(x) for name, x in kwargs.items()})
         return self.method(*args, **kwargs)

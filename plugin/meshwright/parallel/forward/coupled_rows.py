@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.compiling import active_backend
 from meshwright.errors import PlanError
+from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
@@ -86,7 +86,7 @@ class CoupledRows(BatchStep):
         if options in self._tried:
             return
         schema = BatchSchema(batch, self.format)
-        if not schema.tensors or any(isinstance(x, FakeTensor) for x in schema.tensors.values()):
+        if not schema.tensors or not all(map(has_values, schema.tensors.values())):
             return
         self._tried.add(options)
         parts = [module for module in self.model.modules() if module.training]
