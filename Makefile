@@ -36,8 +36,8 @@ PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 help:
 	@echo 'make demo          train a Llama with 4 processes by a plan it picks and prove it equal to one process; minutes'
 	@echo 'make test-quick    each capability once, while you work; 2 to 3 minutes on 2 cores'
-	@echo 'make test          every property once at full strength; 24 to 28 minutes on 2 cores; WORKERS=0 for one at a time'
-	@echo 'make test-all      also the crossings of families, plans, schedules and kills; 60 to 75 minutes on 2 cores'
+	@echo 'make test          every property once at full strength; 15 to 20 minutes on 2 cores; WORKERS=0 for one at a time'
+	@echo 'make test-all      also the crossings of families, plans, schedules and kills; 40 to 50 minutes on 2 cores'
 	@echo 'make test-nightly  the rest of these crossings, whose values test-all runs twice each; half an hour'
 	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
 	@echo 'make coverage      the lines and branches that test-quick runs, in all of its processes'
