@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from torch.autograd.graph import Node as GraphNode
 
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import read_later
+from meshwright.parallel.backward_roots import show_roots_to
 from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX, valid_labels
 from meshwright.parallel.batch.schema import Batch, BatchSchema
 from meshwright.parallel.batch.share import labels_beside
 from meshwright.parallel.collectives import all_gather
-from meshwright.parallel.features import Features
 from meshwright.parallel.losses.deferred_logits import DeferredLogits, watch_gradient
 from meshwright.parallel.output_loss import loss_of, tensors_of
 from meshwright.temporarily import temporarily
@@ -46,6 +46,8 @@ class UnevenBatches:
         self._weights: Tensor | None = None  # the sum of the labels' weights, if the loss is a weighted mean
         self._is_left_out = False  # whether the loss of the last pass is of all rows
         self._earlier: Callable[[], list[list[float]]] | None = None
+        if self.is_on:
+            show_roots_to(self)
 
     def stop(self) -> None:
         """Stop comparing, because the program or its Trainer handles uneven batches."""
@@ -62,25 +64,19 @@ class UnevenBatches:
         """Count this batch, not the model's inputs, since a program may remove labels before it calls the model."""
         return temporarily(self, _batch=batch if isinstance(batch, Mapping) else None)
 
-    @staticmethod
-    def see_loss(features: Features, loss: object) -> None:
-        """Let the feature of a model, if it has this one, see a loss whose backward follows."""
-        if (uneven := features.find(UnevenBatches)) is not None:
-            uneven.of_loss(loss)
-
-    def of_loss(self, loss: object) -> None:
+    def of_losses(self, losses: Sequence[object]) -> None:
         """Count the weights of the labels, if a loss whose backward follows is torch's cross-entropy with weights."""
         self._weights = None
-        if not (self.is_on and isinstance(loss, Tensor)):
+        if not self.is_on:
             return
-        nodes, seen = [loss.grad_fn], set[GraphNode]()
+        nodes, seen = [loss.grad_fn for loss in losses if isinstance(loss, Tensor)], set[GraphNode]()
         while nodes:
             node: Any = nodes.pop()
             if node is None or node in seen or node._sequence_nr() < self._oldest:
                 continue
             seen.add(node)
-            if node.name().startswith("NllLoss") and node._saved_weight is not None and node._saved_reduction == _MEAN:
-                self._weights = node._saved_total_weight.detach() + (0 if self._weights is None else self._weights)
+            if node.name().startswith("NllLoss") and (sums := _sum_of_weights(node)) is not None:
+                self._weights = sums + (0 if self._weights is None else self._weights)
             nodes += [following for following, _ in node.next_functions]
 
     def look(self, inputs: Batch, output: object, known: Tensor | None = None) -> None:
@@ -174,6 +170,15 @@ class UnevenBatches:
                 ranks, "labels or tokens that count" if self._weights is None else "labels, by their weights"
             ),
         )
+
+
+def _sum_of_weights(node: Any) -> Tensor | None:
+    """Return what torch divides a weighted mean by; None for another loss, or one whose graph was freed."""
+    with contextlib.suppress(RuntimeError):
+        if node._saved_weight is not None and node._saved_reduction == _MEAN:
+            sums: Tensor = node._saved_total_weight.detach()
+            return sums
+    return None
 
 
 def said_of_ranks(ranks: list[list[float]], counted: str = "labels or tokens that count") -> str:
