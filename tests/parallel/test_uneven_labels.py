@@ -187,3 +187,23 @@ def test_a_head_that_averages_over_the_mask_is_told_of(pool2: Any) -> None:
     (first,), second = pool2.run(warnings_of_electra, 5)
     assert f"2 rows with {2 * LENGTH} labels" in first and "2 rows with 10 labels" in first and not second
     assert pool2.run(warnings_of_electra, LENGTH) == [[], []]
+
+
+def warnings_of_pairs(program: str) -> list[str]:
+    """What is logged while a loop computes cross-entropies of as many classes as its rank has rows, four times."""
+    with logged(level=logging.WARNING) as said:
+        model, *_ = mw.to_distributed(Dropping(), plan=mw.ParallelPlan(**DP))
+        for step in range(4):
+            features = model(torch.randn(4, 4), drops=False)
+            if program == "gathered":
+                features = mw.gather_rows(features)
+            labels = torch.arange(len(features))
+            scores = features if program == "classes" else features @ features.T
+            F.cross_entropy(scores, labels.flip(0) if program == "classes" and step == 2 else labels).backward()
+    return [message for message in said if "number the 4 rows" in message]
+
+
+@pytest.mark.parametrize(("program", "expected"), [("pairs", 1), ("gathered", 0), ("classes", 0)])
+def test_a_contrastive_loss_of_a_ranks_rows_is_told_of(program: str, expected: int, pool2: Any) -> None:
+    first, second = pool2.run(warnings_of_pairs, program)
+    assert len(first) == expected and not second

@@ -18,6 +18,7 @@ from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX, valid_labels
 from meshwright.parallel.batch.schema import Batch, BatchSchema
 from meshwright.parallel.batch.share import labels_beside
 from meshwright.parallel.collectives import all_gather
+from meshwright.parallel.forward.paired_rows import PairedRows
 from meshwright.parallel.losses.deferred_logits import DeferredLogits, watch_gradient
 from meshwright.parallel.output_loss import loss_of, tensors_of
 from meshwright.temporarily import temporarily
@@ -46,6 +47,7 @@ class UnevenBatches:
         self._weights: Tensor | None = None  # the sum of the labels' weights, if the loss is a weighted mean
         self._is_left_out = False  # whether the loss of the last pass is of all rows
         self._earlier: Callable[[], list[list[float]]] | None = None
+        self._pairs = PairedRows(dp, is_told=dp.rank == 0 and tp.rank == 0)
         if self.is_on:
             show_roots_to(self)
 
@@ -65,7 +67,7 @@ class UnevenBatches:
         return temporarily(self, _batch=batch if isinstance(batch, Mapping) else None)
 
     def of_losses(self, losses: Sequence[object]) -> None:
-        """Count the weights of the labels, if a loss whose backward follows is torch's cross-entropy with weights."""
+        """Look for torch's cross-entropies in losses whose backward follows."""
         self._weights = None
         if not self.is_on:
             return
@@ -75,9 +77,17 @@ class UnevenBatches:
             if node is None or node in seen or node._sequence_nr() < self._oldest:
                 continue
             seen.add(node)
-            if node.name().startswith("NllLoss") and (sums := _sum_of_weights(node)) is not None:
-                self._weights = sums + (0 if self._weights is None else self._weights)
+            if node.name().startswith("NllLoss"):
+                with contextlib.suppress(RuntimeError):  # a graph that was freed, of which torch itself tells
+                    self._see_cross_entropy(node)
             nodes += [following for following, _ in node.next_functions]
+
+    def _see_cross_entropy(self, node: Any) -> None:
+        """Count the weights of the labels, by whose sum torch divides a mean, and see if the labels number the rows."""
+        if node._saved_weight is not None and node._saved_reduction == _MEAN:
+            self._weights = node._saved_total_weight.detach() + (0 if self._weights is None else self._weights)
+        if not self._is_left_out:
+            self._pairs.see(node)
 
     def look(self, inputs: Batch, output: object, known: Tensor | None = None) -> None:
         """Compare the ranks once backward from a loss reaches the model's output.
@@ -170,15 +180,6 @@ class UnevenBatches:
                 ranks, "labels or tokens that count" if self._weights is None else "labels, by their weights"
             ),
         )
-
-
-def _sum_of_weights(node: Any) -> Tensor | None:
-    """Return what torch divides a weighted mean by; None for another loss, or one whose graph was freed."""
-    with contextlib.suppress(RuntimeError):
-        if node._saved_weight is not None and node._saved_reduction == _MEAN:
-            sums: Tensor = node._saved_total_weight.detach()
-            return sums
-    return None
 
 
 def said_of_ranks(ranks: list[list[float]], counted: str = "labels or tokens that count") -> str:
