@@ -36,10 +36,9 @@ def _wrap() -> None:
     @functools.wraps(backward)
     def shown(tensors: Any, *args: Any, **kwargs: Any) -> None:
         if not in_backward():  # a pass inside of another one is of a part of the graph
-            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            losses = tensors if isinstance(tensors, list | tuple) else [tensors]
             for observer in tuple(_observers):
                 observer.of_losses(losses)
-            tensors = losses
         backward(tensors, *args, **kwargs)
 
     torch.autograd.backward = shown
