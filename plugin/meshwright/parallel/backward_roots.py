@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from meshwright.parallel.autograd_graph import in_backward
 
