@@ -242,11 +242,22 @@ def test_random_masks_are_drawn_for_the_padded_rows() -> None:
         assert [row[row > 0].tolist() for row in whole] == [row["input_ids"] for row in own]
 
 
+class Iterated(IterableDataset):
+    """Rows that can only be gone through."""
+
+    def __init__(self, rows: list[Any]):
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("kind", [list, Iterated])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_random_masks_are_those_of_one_device(workers: int) -> None:
+def test_random_masks_are_those_of_one_device(workers: int, kind: Any) -> None:
     """Equal bitwise, since each rank draws for all rows; with draws="rank" the second rank's masks differ."""
     collate = DataCollatorForLanguageModeling(tokenizer("right"), mlm_probability=0.5)
-    rows = [{"input_ids": list(range(3, 3 + n))} for n in (30, 7, 12, 9, 31, 40)]
+    rows = kind([{"input_ids": list(range(3, 3 + n))} for n in (30, 7, 12, 9, 31, 40)])
 
     def read(dp: int, rank: int, options: LoaderOptions) -> list[Tensor]:
         torch.manual_seed(0)

@@ -5,6 +5,7 @@ Tolerance 1e-5: see test_trainer.py.
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import meshwright_hf
 from meshwright.plan.flat_offsets import flat_offsets
 from support.models import build
 from support.tiers import crossing
-from support.trainers import Rows, arguments, fresh_accelerate
+from support.trainers import Rows, Run, arguments, fresh_accelerate, run_trainer
 
 
 def twice(rows: list[Any]) -> dict[str, torch.Tensor]:
@@ -152,3 +153,36 @@ def test_a_model_that_is_distributed_already_trains_by_its_plan(
     padding = flat_offsets(p.numel() for p in model.parameters())[-1] - count
     assert padding < 0.05 * count
     assert all(count - padding <= state < 1.1 * count for _, _, state in ranks)
+
+
+def hidden_at_random(rows: list[Any]) -> dict[str, torch.Tensor]:
+    """A collate function that draws which labels count, from each library's own state."""
+    batch = default_data_collator(rows)
+    drawn = torch.rand(batch["labels"].shape) + float(np.random.rand()) * random.random()
+    return {**batch, "labels": batch["labels"].where(drawn > 0.5, -100)}
+
+
+def draw_evaluate_and_resume(output_dir: Path, plan: dict[str, Any] | None, *, stream: bool) -> list[Run]:
+    """Six steps, with an evaluation in mid-epoch and a checkpoint, and the last three again (not of a stream)."""
+    options: dict[str, Any] = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "stream": stream}
+    options["extra"] = {"data_collator": hidden_at_random, "eval_dataset": Rows(7)}
+    runs = [run_trainer(output_dir, plan, save_strategy="steps", save_steps=3, **options)]
+    if not stream:
+        runs.append(run_trainer(output_dir, plan, resume=str(output_dir / "checkpoint-3"), **options))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("plan", "stream"), [({"dp": 2}, False), ({"dp": 2}, True), crossing({"tp": 2}, False)], ids=str
+)
+def test_random_draws_around_the_middle_of_an_epoch(
+    plan: dict[str, Any], stream: bool, pool2: Any, tmp_path: Path
+) -> None:
+    """Other draws change the losses by more than 1e-1. Those of a resumed run are not those of the whole one."""
+    expected = draw_evaluate_and_resume(tmp_path / "stock", None, stream=stream)
+    found = pool2.run(draw_evaluate_and_resume, tmp_path / "plan", plan, stream=stream, timeout=200)[0]
+    for run, stock in zip(found, expected, strict=True):
+        assert len(run.losses) == 6 and len(run.evaluations) == 2
+        np.testing.assert_allclose(
+            [*run.losses, *run.norms, *run.evaluations], [*stock.losses, *stock.norms, *stock.evaluations], rtol=1e-5
+        )

@@ -315,7 +315,7 @@ def use_unknown_optimizer(plan: dict[str, Any], optimizer_class: type) -> None:
     ("optimizer_class", "why"),
     [
         (OfOneNorm, "changes with the other parameters"),
-        (WithClosure, "a trial step ended in TypeError"),
+        (WithClosure, "has a step that needs a closure"),
         (InBackward, "changes nothing"),
     ],
 )

@@ -80,8 +80,7 @@ def test_labels_that_the_model_was_not_given_are_counted(program: str, pool2: An
     first, second = pool2.run(warnings_of_a_loop, program)
     assert len(first) == int(program not in ("dropped", "corrected")) and not second
     if first:
-        first_labels = 2 if program == "padding" else 0  # the gradients of the logits show those that are predicted
-        counts = LENGTH + 1 - first_labels // 2, 2 * LENGTH - first_labels
+        counts = LENGTH, 2 * LENGTH - 2  # what torch divides by, or what has a gradient: no first label of a row
         assert "2 rows with {} labels or tokens that count on rank 0; 2 rows with {}".format(*counts) in first[0]
 
 
@@ -100,13 +99,20 @@ class Weighted(MeshwrightTrainer):
 
 
 def warnings_of_weights(folder: Path, program: str) -> list[str]:
-    """What is logged while a Trainer or an accelerated loop trains on as many rows of other classes on each rank."""
+    """What is logged while a Trainer or a loop trains on as many rows of other classes on each rank."""
     labels = torch.tensor([0, 0, 1, 1] if program != "equal" else [0, 1, 1, 0])
     dataset: Any = [{"input_ids": x, "labels": y} for x, y in zip(tokens(4, LENGTH), labels, strict=True)]
     with fresh_accelerate(), logged(level=logging.WARNING) as said:
         if program == "Trainer":
             args = arguments(folder, 2, max_steps=1, gradient_accumulation_steps=1)
             Weighted(build("llama"), args, train_dataset=dataset, meshwright=mw.ParallelPlan(**DP)).train()
+            return said
+        if program == "plain":
+            model, _, loader = mw.to_distributed(
+                build("llama"), None, torch.utils.data.DataLoader(dataset, batch_size=4), plan=mw.ParallelPlan(**DP)
+            )
+            for batch in loader:
+                weighted(model, batch).backward()
             return said
         accelerator = Accelerator(cpu=True, plan=DP)
         model, loader = accelerator.prepare(build("llama"), torch.utils.data.DataLoader(dataset, batch_size=2))
@@ -117,7 +123,8 @@ def warnings_of_weights(folder: Path, program: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("program", "expected"), [("Trainer", 1), ("accelerate", 1), ("equal", 0), ("sum", 0), ("corrected", 0)]
+    ("program", "expected"),
+    [("Trainer", 1), ("plain", 1), ("accelerate", 1), ("equal", 0), ("sum", 0), ("corrected", 0)],
 )
 def test_weights_of_labels_are_compared(program: str, expected: int, pool2: Any, tmp_path: Path) -> None:
     first, second = (
@@ -126,7 +133,7 @@ def test_weights_of_labels_are_compared(program: str, expected: int, pool2: Any,
     assert len(first) == expected and not second
     if first:  # the Trainer shuffles the rows
         sums = "2 rows with 2 labels, by their weights on rank 0; 2 rows with 3 labels, by their weights on rank 1"
-        assert (sums if program == "accelerate" else "labels, by their weights") in first[0]
+        assert (sums if program != "Trainer" else "labels, by their weights") in first[0]
 
 
 class Dropping(torch.nn.Module):
@@ -179,3 +186,23 @@ def test_a_head_that_averages_over_the_mask_is_told_of(pool2: Any) -> None:
     (first,), second = pool2.run(warnings_of_electra, 5)
     assert f"2 rows with {2 * LENGTH} labels" in first and "2 rows with 10 labels" in first and not second
     assert pool2.run(warnings_of_electra, LENGTH) == [[], []]
+
+
+def warnings_of_pairs(program: str) -> list[str]:
+    """What is logged while a loop computes cross-entropies of as many classes as its rank has rows, four times."""
+    with logged(level=logging.WARNING) as said:
+        model, *_ = mw.to_distributed(Dropping(), plan=mw.ParallelPlan(**DP))
+        for step in range(4):
+            features = model(torch.randn(4, 4), drops=False)
+            if program == "gathered":
+                features = mw.gather_rows(features)
+            labels = torch.arange(len(features))
+            scores = features if program == "classes" else features @ features.T
+            F.cross_entropy(scores, labels.flip(0) if program == "classes" and step == 2 else labels).backward()
+    return [message for message in said if "number the 4 rows" in message]
+
+
+@pytest.mark.parametrize(("program", "expected"), [("pairs", 1), ("gathered", 0), ("classes", 0)])
+def test_a_contrastive_loss_of_a_ranks_rows_is_told_of(program: str, expected: int, pool2: Any) -> None:
+    first, second = pool2.run(warnings_of_pairs, program)
+    assert len(first) == expected and not second

@@ -24,7 +24,6 @@ from meshwright.mesh.axes import Axis
 from meshwright.monitor.monitor import monitor_of
 from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.collectives import all_reduce, maximum
-from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.method_chain import ChainStep, StepOrder, find_step, remove_step
 from meshwright.plan.config import LoaderOptions, ParallelPlan
 from meshwright.temporarily import temporarily
@@ -117,12 +116,6 @@ class PlannedAccelerator(Accelerator):
         )
         self._schedulers.append(planned)
         return planned
-
-    def backward(self, loss: Tensor, **kwargs: object) -> None:
-        """Run backward; the weights of labels, by which a loss of the program's own may be divided, are compared."""
-        for model in state.planned_models(self):
-            UnevenBatches.see_loss(runtime_of(model).features, loss)
-        super().backward(loss, **kwargs)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2

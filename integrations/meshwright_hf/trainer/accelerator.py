@@ -6,12 +6,11 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from meshwright.optim.runtime import find_runtime, runtime_of
-from meshwright.parallel.forward.uneven_batches import UnevenBatches
+from meshwright.optim.runtime import find_runtime
 from meshwright.temporarily import temporarily
 
 
@@ -46,11 +45,6 @@ class TrainerAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: DataLoader[object], *_: object, **__: object) -> Any:
         """Return a loader on the plan's mesh."""
         return self._trainer.planned_loader(data_loader)
-
-    def backward(self, loss: Tensor, **kwargs: object) -> None:
-        """Run backward; the weights of labels, by which a loss of the program's own may be divided, are compared."""
-        UnevenBatches.see_loss(runtime_of(self._trainer.model).features, loss)
-        super().backward(loss, **kwargs)
 
     def gather(self, tensor: object) -> Any:
         """Gather a metric's tensors over the data-parallel ranks."""

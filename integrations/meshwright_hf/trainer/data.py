@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
@@ -63,10 +63,40 @@ def mesh_loader(
         mesh = LoaderMesh.of(runtime.mesh, args.device)
         format = runtime.features.find(BatchFormat)
         if is_training:
-            return DistributedLoader(batches, mesh, options=options, format=format)
+            return TrainingLoader(batches, mesh, options=options, format=format)
         return EvaluationLoader(batches, mesh, options=options, blanks="either", format=format)
 
     return made_together(make)
+
+
+class TrainingLoader(DistributedLoader):
+    """Reads one batch ahead, as accelerate's loader does, so that a collate function draws in the order of one device.
+
+    A checkpoint, and an evaluation in mid-epoch, so find the random states after the draws for the batch that follows.
+    """
+
+    _place: dict[str, Any] | None = None  # after the yielded batch
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, (place, share), _ in one_ahead(super().__iter__(), self._look):
+            self._place = place
+            yield_next(share)
+            yield batch
+        self._place = None
+
+    def _look(self) -> tuple[dict[str, Any], BatchShare | None]:
+        return super().place(), self.share
+
+    def place(self) -> dict[str, Any]:
+        return super().place() if self._place is None else self._place
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self._place = None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._place = None
 
 
 class EvaluationLoader(DistributedLoader):
@@ -134,18 +164,22 @@ def rest_of_epoch(
 
     The Trainer passes its loader to accelerate's ``skip_first_batches``. For a loader of an unknown class, this
     function reads and drops the batches. So the returned loader yields placeholders to drop, and then the batches from
-    the saved position.
+    the saved position. The Trainer restores the checkpoint's random states once it has read the first step's batches.
+    So a collate function draws these from the states at this call, as on one device.
 
     Args:
         loader: the epoch's loader.
-        state: the loader's state when the checkpoint was saved; None to read the skipped batches instead.
-        draws: torch's random state when the epoch began.
+        state: the loader's state when the checkpoint was saved; None for a checkpoint of the stock Trainer.
+        draws: torch's random state when the epoch began, for a dataset that is read again from there.
         skipped: the number of batches that the Trainer skips.
     """
+    now, rows = torch.get_rng_state(), batch_size_of(loader)
     if state is not None:
         loader.load_state_dict(state)
-    rest = _Rest(loader, draws, skipped if state is not None else 0)
-    return DataLoader(rest, batch_size=None, collate_fn=_unchanged)
+    samples = loader.position.samples if state is not None else rows and skipped * rows
+    is_there = samples is not None and loader.skip(samples)
+    placeholders = skipped if is_there or state is not None else 0
+    return DataLoader(_Rest(loader, now if is_there else draws, placeholders), batch_size=None, collate_fn=_unchanged)
 
 
 class _Rest(IterableDataset[Any]):
@@ -154,7 +188,7 @@ class _Rest(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         yield from repeat(None, self._placeholders)
-        torch.set_rng_state(self._draws)  # the Trainer restores the checkpoint's random state after skipping
+        torch.set_rng_state(self._draws)
         yield from self._loader
 
 

@@ -10,6 +10,18 @@ from meshwright.data.nested import like, take_rows
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 
+READS_WHOLE = (
+    "the dataset or its collate function draws random numbers. To draw those of one device, each of the %d "
+    "data-parallel ranks reads and collates all rows of a batch, and keeps its own: %d times the work. If reading is "
+    "then slower than training, set LoaderOptions(draws='rank'), so that each rank reads its own rows alone, with "
+    "draws that differ from those of one device"
+)
+NOT_CUT = (
+    "the dataset or its collate function draws random numbers, and what it returns for a batch (%s) cannot be cut into "
+    "rows. So each rank draws for its own rows, and the numbers differ from those of one device. Return tensors whose "
+    "first dim is the batch's rows, or draw from a generator that is seeded by the sample's index"
+)
+
 
 def own_rows(batch: object, share: Share, rows: int, format: BatchFormat | None) -> Any:
     """Return a share of a batch of ``rows`` rows; None if the batch cannot be cut into these rows.

@@ -109,11 +109,11 @@ class WorkerStart:
     ``seed`` is what that loader has drawn for its workers, and is set before they start.
 
     Args:
-        watched: the collate function of the workers.
+        watched: the collate function of the workers, if it is to record the states before their datasets are read.
         init: the user's ``worker_init_fn``.
     """
 
-    def __init__(self, watched: Watched, init: Callable[[int], None] | None):
+    def __init__(self, watched: Watched | None, init: Callable[[int], None] | None):
         self.seed, self._watched, self._init = 0, watched, init
 
     def __call__(self, worker_id: int) -> None:
@@ -123,7 +123,8 @@ class WorkerStart:
         seed_all(self.seed + worker_id, torch.utils.data._utils.worker._generate_state(self.seed, worker_id))
         if self._init is not None:
             self._init(worker_id)
-        self._watched.begin()
+        if self._watched is not None:
+            self._watched.begin()
 
 
 def _common() -> tuple[Any, ...]:

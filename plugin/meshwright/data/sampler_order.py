@@ -191,6 +191,11 @@ class Sampling:
         """Record that the next epoch to be read is neither the current nor the loaded one."""
         self._is_begun = self._is_loaded = False
 
+    def renew_workers(self) -> None:
+        """Let the workers' next seed be drawn, as in a new DataLoader; a generator's later orders stay as they are."""
+        if self._worker_seeds.generator is None:
+            self._worker_seeds.forget(has_drawn=False)
+
     def _listed(self) -> list[Any]:
         """Draw an epoch from the user's sampler, and return the number of batches, their sizes and the indices.
 

@@ -59,8 +59,8 @@ class WorkerSeeds:
         return self._last
 
     def go_on(self, samples: int) -> int:
-        """Return a seed for the rest of an epoch that resumes after ``samples`` samples."""
-        return (self._last or 0) + samples
+        """Return a seed for the rest of an epoch that resumes after ``samples`` samples; it is drawn if none was."""
+        return self.draw() if self._last is None else self._last + samples
 
     def draws(self, samples: int) -> Draws:
         """Return what is drawn for an epoch, of which ``samples`` samples were read before."""

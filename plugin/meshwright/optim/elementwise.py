@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Literal
 
 from torch.optim import Optimizer
@@ -52,7 +53,7 @@ def check_reads(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) ->
         plan: the plan; one that leaves each tensor whole takes any optimizer.
 
     Raises:
-        OptimizerMismatchError: for updates that read several parameters at once (Prodigy), for steps inside of
+        OptimizerMismatchError: for updates that read several parameters at once (Prodigy, LBFGS), for steps inside of
             backward (LOMO), and for optimizers whose update cannot be found out; with offload also for optimizers that
             cannot step on the host.
     """
@@ -61,7 +62,15 @@ def check_reads(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) ->
             f"ParallelPlan.offload={plan.offload!r} steps on the host, where {_name(optimizer)} ended a trial step in "
             f"{why}. Make the optimizer without options that need a GPU (capturable=True), or leave offload out"
         )
-    if reads is not None or not (whole := _whole(plan)):
+    if not (whole := _whole(plan)):
+        return
+    if any(_needs_closure(each) for each in members(optimizer)):
+        raise OptimizerMismatchError(
+            f"{_name(optimizer)} has a step that needs a closure: it computes the loss several times and reads all "
+            f"parameters at once, of which a rank has parts. Use a plan with {whole}, or one of "
+            f"{', '.join(known.__name__ for known in ELEMENTWISE)}"
+        )
+    if reads is not None:
         return
     if (unknown := next((text for text in reads_of(optimizer) if not isinstance(text, Reads)), None)) is not None:
         raise OptimizerMismatchError(
@@ -83,6 +92,12 @@ def whole_groups(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) -
 def _whole(plan: ParallelPlan) -> str:
     """Return the fields of a plan that would leave each tensor whole on one rank; empty if all are."""
     return " and ".join([*(f"{axis}=1" for axis in plan.weight_axes), *(["zero_stage=0"] if plan.zero_stage else [])])
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer cannot be stepped without a function that computes the loss."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def _name(optimizer: Optimizer) -> str:

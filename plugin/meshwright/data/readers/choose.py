@@ -98,4 +98,5 @@ def make_reader(
         keeps_samples=keeps_samples,
         format=format,
         needs_rows=needs_rows,
+        draws=options.draws,
     )

@@ -16,7 +16,7 @@ from meshwright.data.epoch_order import InOrder, Order
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Share, Sharing
 from meshwright.data.one_length import KeepingSamples, portion_of
-from meshwright.data.own_rows import own_rows
+from meshwright.data.own_rows import NOT_CUT, READS_WHOLE, own_rows
 from meshwright.data.peers import Peers
 from meshwright.data.random_states import Watched, WorkerStart
 from meshwright.data.read_errors import first_failing, name_of, reading
@@ -37,18 +37,6 @@ from meshwright.plan.config import DrawsOf
 from meshwright.schema import LARGEST_COUNT, integer, maybe
 
 logger = logging.getLogger(__name__)
-
-READS_WHOLE = (
-    "the dataset or its collate function draws random numbers. To draw those of one device, each of the %d "
-    "data-parallel ranks reads and collates all rows of a batch, and keeps its own: %d times the work. If reading is "
-    "then slower than training, set LoaderOptions(draws='rank'), so that each rank reads its own rows alone, with "
-    "draws that differ from those of one device"
-)
-NOT_CUT = (
-    "the dataset or its collate function draws random numbers, and what it returns for a batch (%s) cannot be cut into "
-    "rows. So each rank draws for its own rows, and the numbers differ from those of one device. Return tensors whose "
-    "first dim is the batch's rows, or draw from a generator that is seeded by the sample's index"
-)
 
 
 class MapReader(Reader):
@@ -176,7 +164,8 @@ class MapReader(Reader):
         self._tell_epoch()
 
     def skip(self, samples: int) -> None:
-        """Start the next iteration after this many samples of its epoch."""
+        """Start the next iteration after this many samples of its epoch, as a new DataLoader would."""
+        self._sampling.renew_workers()
         if not self.position.is_fresh:
             self._sampling.leave()
             self.position.set_epoch(self.position.epoch + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, TypeGuard
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.global_batches import Portion, Sharing, chunk_share
 from meshwright.data.nested import map_tensors
+from meshwright.data.random_states import RandomStates
 from meshwright.data.read_errors import located, name_of, reading
 from meshwright.data.readers.base import WORKER_SEEDS, Position, Reader, check_equal, check_fields, worker_options
 from meshwright.data.readers.whole_stream import is_stock
@@ -20,6 +22,8 @@ from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.data.stream import ShardedStream, StreamRows, gather_objects
 from meshwright.mesh.axes import Axis
 from meshwright.schema import anything, table
+
+logger = logging.getLogger(__name__)
 
 # The pipeline stages of ``datasets`` that process each row, or each batch of a shard's rows, independently.
 STAGES_BY_ROW = {
@@ -32,6 +36,12 @@ STAGES_BY_ROW = {
     "FormattedExamplesIterable",
     "VerticallyConcatenatedMultiSourcesExamplesIterable",
 }
+
+DRAWS_BY_RANK = (
+    "the collate function draws random numbers, and each rank collates its own rows of a dataset with shards. So the "
+    "numbers differ from those of one device. Use a map-style dataset, or draw from a generator that is seeded by what "
+    "is in the sample"
+)
 
 
 class StreamReader(Reader):
@@ -49,6 +59,7 @@ class StreamReader(Reader):
         self.position = Position()
         self._loader, self._dp, self._share = loader, dp, share
         self._worker_seeds, self._generator = WorkerSeeds.of(loader), Generator()
+        self._is_watched = dp.size == 1  # whether it is known that the collate function draws random numbers
         self._stream = ShardedStream(
             loader.dataset,
             batch_size=loader.batch_size,
@@ -130,7 +141,11 @@ class StreamReader(Reader):
         return everything[share.low : share.high]
 
     def _collate(self, samples: list[Any]) -> Any:
+        before = None if self._is_watched else RandomStates(self._loader.collate_fn)
         batch = self._loader.collate_fn(samples)
+        if before is not None and not before.are_unchanged and self._dp.rank == 0:
+            logger.warning(DRAWS_BY_RANK)
+        self._is_watched = True
         if self._loader.pin_memory and torch.accelerator.is_available():
             return map_tensors(batch, Tensor.pin_memory)
         return batch

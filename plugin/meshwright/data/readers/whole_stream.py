@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeGuard
@@ -10,10 +11,12 @@ from torch import Generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from meshwright.data.fingerprint import fingerprint, outline
-from meshwright.data.global_batches import Portion, Sharing
+from meshwright.data.global_batches import Portion, Share, Sharing
 from meshwright.data.nested import digest, take_rows, why_no_batch
 from meshwright.data.one_length import KeepingSamples, portion_of
+from meshwright.data.own_rows import NOT_CUT, READS_WHOLE, own_rows
 from meshwright.data.peers import Peers, check_same_rows
+from meshwright.data.random_states import RandomStates, WorkerStart
 from meshwright.data.read_errors import name_of, reading
 from meshwright.data.readers.base import (
     MOST_EPOCHS,
@@ -30,7 +33,10 @@ from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
+from meshwright.plan.config import DrawsOf
 from meshwright.schema import integer, maybe
+
+logger = logging.getLogger(__name__)
 
 ENDED = -1
 _NONE = object()  # in place of a batch after the last
@@ -52,6 +58,7 @@ class WholeReader(Reader):
         keeps_samples: whether portions hold their samples.
         format: what the inputs of a ready batch mean.
         needs_rows: whether each rank must get its rows of each tensor, which a DTensor of all rows consists of.
+        draws: whether draws are those of one device ("batch"), or each rank's own ("rank").
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class WholeReader(Reader):
         keeps_samples: bool = False,
         format: BatchFormat | None = None,
         needs_rows: bool = False,
+        draws: DrawsOf = "batch",
     ):
         self.position, self._format, self._needs_rows = Position(), format, needs_rows
         self._loader, self._dp, self._share, self._readers = loader, dp, share, readers
@@ -77,6 +85,8 @@ class WholeReader(Reader):
         self._generator = Generator()
         self._worker_seeds = WorkerSeeds.of(loader) if is_stock(loader) and loader.batch_size else None
         self._cuts_samples = self._worker_seeds is not None
+        self._shares_draws = draws == "batch"
+        self._worker_seed, self._has_told = 0, False
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -96,6 +106,7 @@ class WholeReader(Reader):
 
     def read(self, draws: Draws) -> Iterator[Portion]:
         position = self.position
+        self._worker_seed = draws.worker_seed
         self._generator.manual_seed(draws.worker_seed % WORKER_SEEDS)
         if not position.samples:
             self._batches = 0
@@ -154,9 +165,14 @@ class WholeReader(Reader):
                 yield digest(batch) if self._readers.count > 1 else 0, self._cut(batch)
             return
         if self._num_workers:
-            yield from self._read(islice(self._sharing(self._dataset), self._batches, None))
+            shares = self._read(islice(self._sharing(self._dataset), self._batches, None))
         else:
-            yield from self._read(self._sharing(_After(self._dataset, self.position.samples)))
+            shares = self._read(self._sharing(_After(self._dataset, self.position.samples)))
+        for code, portion, warning in shares:
+            if warning and not self._has_told and self._dp.rank == 0:
+                logger.warning(*warning)
+            self._has_told |= bool(warning)
+            yield code, portion
 
     def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches; an error says where in the dataset it was raised."""
@@ -179,20 +195,28 @@ class WholeReader(Reader):
         """Return the user's DataLoader, changed to collate only this rank's samples."""
         loader = self._loader
         assert isinstance(loader, DataLoader)
+        options = worker_options(loader)
+        if self._num_workers:
+            start = WorkerStart(None, loader.worker_init_fn)
+            start.seed = self._worker_seed
+            options["worker_init_fn"] = start
         return DataLoader(
             dataset,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
             collate_fn=_CollateShare(
-                KeepingSamples(loader.collate_fn) if self._keeps_samples else loader.collate_fn,
+                loader.collate_fn,
                 self._dp,
                 self._share,
-                self._readers.count > 1,
+                self._format,
+                keeps_samples=self._keeps_samples,
+                has_digest=self._readers.count > 1,
+                shares_draws=self._shares_draws,
             ),
             pin_memory=loader.pin_memory,
             generator=self._generator,
             persistent_workers=loader.persistent_workers,
-            **worker_options(loader),
+            **options,
         )
 
     def _cut(self, batch: object) -> Portion:
@@ -231,16 +255,50 @@ def is_stock(loader: object) -> TypeGuard[DataLoader[Any]]:
 
 
 class _CollateShare:
-    """Collates this rank's samples of a batch. It is a class, not a closure, so that workers can unpickle it."""
+    """Collates this rank's samples of a batch or, if that draws random numbers, all samples and cuts out its rows.
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dp: Axis, share: Sharing, has_digest: bool):
-        self._collate, self._share, self._has_digest = collate, share, has_digest
+    The first batch, which is collated whole on all ranks, shows that. This is a class, not a closure, so that workers
+    can unpickle it.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        dp: Axis,
+        share: Sharing,
+        format: BatchFormat | None,
+        *,
+        keeps_samples: bool,
+        has_digest: bool,
+        shares_draws: bool,
+    ):
+        self._whole, self._own = collate, KeepingSamples(collate) if keeps_samples else collate
+        self._share, self._format, self._has_digest = share, format, has_digest
         self._dp = Axis(dp.name, dp.size, dp.rank)  # a process group cannot be sent to a worker
+        self._reads_whole: bool | None = None if dp.size > 1 and shares_draws else False  # None: not known yet
 
-    def __call__(self, samples: list[Any]) -> tuple[int, Portion]:
-        share = self._share(len(samples), self._dp)
-        portion = portion_of(share, self._collate(samples[share.low : share.high]), len(samples))
-        return digest(samples) if self._has_digest else 0, portion
+    def __call__(self, samples: list[Any]) -> tuple[int, Portion, tuple[Any, ...]]:
+        """Return a digest of the samples, this rank's portion, and a warning with its arguments, if there is one."""
+        rows, warning = len(samples), ()
+        share = self._share(rows, self._dp)
+        if self._reads_whole is None:
+            warning = self._decide(samples, share)
+        if self._reads_whole:
+            batch: Any = own_rows(self._whole(samples), share, rows, self._format)
+        else:
+            batch = self._own(samples[share.low : share.high])
+        return digest(samples) if self._has_digest else 0, portion_of(share, batch, rows), warning
+
+    def _decide(self, samples: list[Any], share: Share) -> tuple[Any, ...]:
+        """Find out from a batch whether batches are read whole, and return what is to be told of that."""
+        before = RandomStates(self._whole)
+        batch = self._whole(samples)
+        is_drawn = not before.are_unchanged
+        before.restore()
+        self._reads_whole = is_drawn and own_rows(batch, share, len(samples), self._format) is not None
+        if not is_drawn:
+            return ()
+        return (READS_WHOLE, self._dp.size, self._dp.size) if self._reads_whole else (NOT_CUT, type(batch).__name__)
 
 
 class _After(IterableDataset[Any]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch.autograd.graph import Node as GraphNode
 
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import read_later
+from meshwright.parallel.backward_roots import show_roots_to
 from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX, valid_labels
 from meshwright.parallel.batch.schema import Batch, BatchSchema
 from meshwright.parallel.batch.share import labels_beside
 from meshwright.parallel.collectives import all_gather
-from meshwright.parallel.features import Features
+from meshwright.parallel.forward.paired_rows import PairedRows
 from meshwright.parallel.losses.deferred_logits import DeferredLogits, watch_gradient
 from meshwright.parallel.output_loss import loss_of, tensors_of
 from meshwright.temporarily import temporarily
@@ -43,9 +44,13 @@ class UnevenBatches:
         self.is_on = dp.size > 1
         self._batch: Batch | None = None
         self._oldest = 0  # the sequence number of the oldest autograd node of the last pass's output
-        self._weights: Tensor | None = None  # the sum of the labels' weights, if the loss is a weighted mean
+        self._divisor: Tensor | None = None  # what torch's cross-entropies of the loss divide by, if it has any
+        self._has_weights = False  # whether that is a sum of weights
         self._is_left_out = False  # whether the loss of the last pass is of all rows
         self._earlier: Callable[[], list[list[float]]] | None = None
+        self._pairs = PairedRows(dp, is_told=dp.rank == 0 and tp.rank == 0)
+        if self.is_on:
+            show_roots_to(self)
 
     def stop(self) -> None:
         """Stop comparing, because the program or its Trainer handles uneven batches."""
@@ -62,26 +67,29 @@ class UnevenBatches:
         """Count this batch, not the model's inputs, since a program may remove labels before it calls the model."""
         return temporarily(self, _batch=batch if isinstance(batch, Mapping) else None)
 
-    @staticmethod
-    def see_loss(features: Features, loss: object) -> None:
-        """Let the feature of a model, if it has this one, see a loss whose backward follows."""
-        if (uneven := features.find(UnevenBatches)) is not None:
-            uneven.of_loss(loss)
-
-    def of_loss(self, loss: object) -> None:
-        """Count the weights of the labels, if a loss whose backward follows is torch's cross-entropy with weights."""
-        self._weights = None
-        if not (self.is_on and isinstance(loss, Tensor)):
+    def of_losses(self, losses: Sequence[object]) -> None:
+        """Look for torch's cross-entropies in losses whose backward follows."""
+        self._divisor, self._has_weights = None, False
+        if not self.is_on:
             return
-        nodes, seen = [loss.grad_fn], set[GraphNode]()
+        nodes, seen = [loss.grad_fn for loss in losses if isinstance(loss, Tensor)], set[GraphNode]()
         while nodes:
             node: Any = nodes.pop()
             if node is None or node in seen or node._sequence_nr() < self._oldest:
                 continue
             seen.add(node)
-            if node.name().startswith("NllLoss") and node._saved_weight is not None and node._saved_reduction == _MEAN:
-                self._weights = node._saved_total_weight.detach() + (0 if self._weights is None else self._weights)
+            if node.name().startswith("NllLoss"):
+                with contextlib.suppress(RuntimeError):  # a graph that was freed, of which torch itself tells
+                    self._see_cross_entropy(node)
             nodes += [following for following, _ in node.next_functions]
+
+    def _see_cross_entropy(self, node: Any) -> None:
+        """Count what torch divides a mean by, labels or their weights, and see if the labels number the rows."""
+        if node._saved_reduction == _MEAN:
+            self._divisor = node._saved_total_weight.detach() + (0 if self._divisor is None else self._divisor)
+            self._has_weights |= node._saved_weight is not None
+        if not self._is_left_out:
+            self._pairs.see(node)
 
     def look(self, inputs: Batch, output: object, known: Tensor | None = None) -> None:
         """Compare the ranks once backward from a loss reaches the model's output.
@@ -92,7 +100,7 @@ class UnevenBatches:
             known: the output's loss, if it is the loss of the global batch. A pass in which backward reaches this loss
                 is not compared.
         """
-        self._is_left_out, self._weights = False, None
+        self._is_left_out, self._divisor = False, None
         # Only the known loss uses sharded logits, and it overwrites them.
         kinds = (Tensor, DeferredLogits)
         tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known and type(x) in kinds]
@@ -112,8 +120,8 @@ class UnevenBatches:
             if not (is_known or self._is_left_out):
                 # Moved to the group's device, since a batch may still be on the host.
                 counted = rows_and_labels(batch, with_mask=is_pass, in_mask=is_own).to(device, non_blocking=True)
-                if self._weights is not None:
-                    counted[1] = self._weights.to(device, non_blocking=True)
+                if self._divisor is not None:
+                    counted[1] = self._divisor.to(device, non_blocking=True)
                 elif kept is not None:  # labels from the same batch of the loader, which the model was not given
                     counted[1] = kept.to(device, non_blocking=True)
                 elif used:
@@ -170,9 +178,7 @@ class UnevenBatches:
             "averages over, for example (labels != -100).sum(), or the sum of their weights. If the "
             "model returns the loss, you may set ToDistributedConfig(loss_averages_over='rows'), 'labels' or a "
             "callable that counts in a batch instead",
-            said_of_ranks(
-                ranks, "labels or tokens that count" if self._weights is None else "labels, by their weights"
-            ),
+            said_of_ranks(ranks, "labels, by their weights" if self._has_weights else "labels or tokens that count"),
         )
 
 
