@@ -245,6 +245,6 @@ def _check_memory(model: nn.Module, plan: ParallelPlan) -> None:
     available = available_memory()
     if needed > MEMORY * available:
         raise PlanError(
-            f"verifying this model in float64 takes about {needed / 2**30:.0f} GiB, but {available / 2**30:.0f} GiB are "
-            "available on this machine; leave out --full-width, or choose a plan with a smaller dp"
+            f"verifying this model in float64 takes about {needed / 2**30:.0f} GiB, but this machine has "
+            f"{available / 2**30:.0f} GiB available; leave out --full-width, or choose a plan with a smaller dp"
         )
