@@ -23,14 +23,21 @@ OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/
 	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py \
 	tests/mesh/test_host_wire.py tests/gpu_command/test_gpu_command.py
 
+# Newer versions than constraints.txt pins, in an environment of their own; all but the crossings run.
+NEWEST ?= torch==2.14.1 transformers==5.24.0
+NEWEST_BIN := .venv-newest/bin
+NEWEST_KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(NEWEST)'; } | cksum | cut -d ' ' -f 1)
+NEWEST_INSTALLED := .venv-newest/.installed-$(NEWEST_KEY)
+
 # Python's default. A machine that sets it would compile every test, and the sources for every command, again and again.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Two processes, each with its own half of the cores and its own pools of ranks. 0 is one process with all cores.
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
-PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+IN_PARALLEL = -q -n $(WORKERS) --dist worksteal
+PYTEST = $(BIN)/python -m pytest $(IN_PARALLEL)
 
-.PHONY: help setup browser slurm clusters demo test-quick test test-all test-nightly test-oldest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-owners bench-referee bench-host gpu families programs verify clean
+.PHONY: help setup browser slurm clusters demo test-quick test test-all test-nightly test-oldest test-newest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-owners bench-referee bench-host gpu families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +47,7 @@ help:
 	@echo 'make test-all      also the crossings of families, plans, schedules and kills; 40 to 50 minutes on 2 cores'
 	@echo 'make test-nightly  the rest of these crossings, whose values test-all runs twice each; half an hour'
 	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
+	@echo 'make test-newest   make test with newer versions than those of make setup, in .venv-newest (6 GB)'
 	@echo 'make coverage      the lines and branches that test-quick runs, in all of its processes'
 	@echo 'make wheel         build the package into dist/, install it into .venv-wheel and try it without transformers'
 	@echo 'make lint          style, types, which package may import which, and whether the docs build'
@@ -98,6 +106,9 @@ resumes: $(TESTABLE)
 
 test-oldest: $(OLDEST_INSTALLED)
 	$(OLDEST_BIN)/python -m pytest -q $(OLDEST_TESTS) -k 'not test_parity or llama or qwen3'
+
+test-newest: $(NEWEST_INSTALLED)
+	$(NEWEST_BIN)/python -m pytest $(IN_PARALLEL) -m 'not crossing and not nightly'
 
 coverage: $(TESTABLE)
 	$(PYTEST) -m quick --cov --cov-report=term --cov-report=html:.coverage-html
@@ -187,7 +198,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .venv-oldest .venv-wheel runs build dist site .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-newest .venv-wheel runs build dist site .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf *.egg-info
 
@@ -218,6 +229,15 @@ $(OLDEST_INSTALLED):
 	$(OLDEST_BIN)/python -m pip install --constraint .venv-oldest/constraints.txt $(OLDEST) \
 		--editable '.[hf]' hypothesis peft pytest pytest-timeout
 	rm -f .venv-oldest/.installed-*
+	touch $@
+
+$(NEWEST_INSTALLED):
+	test -x $(NEWEST_BIN)/pip || $(PYTHON) -m venv .venv-newest
+	$(NEWEST_BIN)/python -m $(NEWER_PIP)
+	grep -vE '^(torch|transformers)==' constraints.txt > .venv-newest/constraints.txt
+	$(NEWEST_BIN)/python -m pip install --constraint .venv-newest/constraints.txt $(NEWEST) \
+		--editable '.[hf,deepspeed,dev,test-libraries]'
+	rm -f .venv-newest/.installed-*
 	touch $@
 
 # One test opens the planner's page in a browser. Where none can be installed it is skipped, the rest runs.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from meshwright.errors import PlanError
+from meshwright.mesh.host_memory import available_memory
 from meshwright.parallel.tensor_parallel.structure import describe
 from meshwright.plan.config import ParallelPlan
 from meshwright.planner.job.config_file import config_path
@@ -242,9 +242,9 @@ def _changes(config: PretrainedConfig, fields: Mapping[str, Any]) -> Iterator[st
 def _check_memory(model: nn.Module, plan: ParallelPlan) -> None:
     weights = 8 * sum(parameter.numel() for parameter in model.parameters())
     needed = _COPIES * weights * (plan.dp + 1)
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = available_memory()
     if needed > MEMORY * available:
         raise PlanError(
             f"verifying this model in float64 takes about {needed / 2**30:.0f} GiB, but this machine has "
-            f"{available / 2**30:.0f} GiB; leave out --full-width, or choose a plan with a smaller dp"
+            f"{available / 2**30:.0f} GiB available; leave out --full-width, or choose a plan with a smaller dp"
         )

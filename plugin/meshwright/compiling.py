@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
@@ -12,6 +13,9 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_VARIANTS = 8  # of one code, torch's default; dynamo runs further ones eagerly
+_sharing: dict[CodeType, set[object]] = {}  # the functions that have a code in common
 
 
 def leave_out_of_graphs(module: str = __name__) -> None:
@@ -26,6 +30,27 @@ def leave_out_of_graphs(module: str = __name__) -> None:
     folder = trace_rules._strip_init_py(sys.modules[root].__file__ or "")
     if folder not in trace_rules.SKIP_DIRS:
         trace_rules.add(root)
+
+
+def allow_variants(modules: Iterable[nn.Module]) -> None:
+    """Let dynamo compile as many variants of each module's forward as if no two functions had their code in common.
+
+    Dynamo counts the variants of a code. What a decorator returns has the same code for each function that it
+    decorates, so that a layer and its attention would share one limit, and run eagerly beyond it.
+
+    Args:
+        modules: modules that are compiled, with the modules in them.
+    """
+    for module in modules:
+        function: Any = type(module).forward
+        while (code := getattr(function, "__code__", None)) is not None:
+            _sharing.setdefault(code, set()).add(function)
+            function = getattr(function, "__wrapped__", None)
+    most = max(map(len, _sharing.values()), default=1)
+    if most > 1:
+        from torch._dynamo import config
+
+        config.recompile_limit = max(config.recompile_limit, _VARIANTS * most)
 
 
 def active_backend() -> Any:

@@ -46,7 +46,7 @@ def with_versions(monkeypatch: pytest.MonkeyPatch, **found: str | None) -> None:
         ("torch", "2.11.0", "tested"),
         ("torch", "2.13.1+cu130", "tested"),
         ("torch", "2.13.0.dev20260101", "tested"),
-        ("torch", "2.14.0a0", "newer"),
+        ("torch", "2.15.0a0", "newer"),
         ("torch", "3.0", "newer"),
         ("transformers", "5.9.1", "older"),
         ("transformers", "5.23.2", "tested"),
@@ -58,27 +58,28 @@ def test_versions_are_compared_by_number(package: str, version: str, expected: s
 
 
 def test_the_range_is_what_is_declared_and_what_is_tested() -> None:
-    """The lower ends are those of pyproject.toml and of make test-oldest, the upper ones those of constraints.txt."""
+    """Lower ends: pyproject.toml, make test-oldest. Upper ones: make test-newest, and constraints.txt for the rest."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
     makefile, pinned = (ROOT / "Makefile").read_text(), (ROOT / "constraints.txt").read_text().splitlines()
     for package in ("torch", "transformers", "accelerate"):
         assert f"{package}>={TESTED[package].oldest}" in declared
         assert f"{package}=={TESTED[package].oldest}.0" in makefile
+    newest = makefile[makefile.index("NEWEST ?= ") :].split("\n")[0].split()
     for package, tested in TESTED.items():
-        assert any(line.startswith(f"{package}=={tested.newest}.") for line in pinned), package
+        assert any(line.startswith(f"{package}=={tested.newest}.") for line in [*newest, *pinned]), package
 
 
 def test_a_warning_names_the_range_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_versions(monkeypatch, transformers="5.16.2", torch="2.14.0", trl=None)
+    with_versions(monkeypatch, transformers="5.16.2", torch="2.15.0", trl=None)
     with pytest.warns(UntestedVersionWarning) as caught:
         warn_outside_range()
         warn_outside_range()
     assert len(caught) == 1
     message = str(caught[0].message)
-    assert "torch 2.14.0 (newer than the tested 2.11 to 2.13)" in message
-    assert "transformers 5.16.2 (older than the tested 5.17 to 5.23)" in message
-    assert message.endswith(": pip install 'torch==2.13.*' 'transformers==5.23.*'")
+    assert "torch 2.15.0 (newer than the tested 2.11 to 2.14)" in message
+    assert "transformers 5.16.2 (older than the tested 5.17 to 5.24)" in message
+    assert message.endswith(": pip install 'torch==2.14.*' 'transformers==5.24.*'")
     assert "accelerate" not in message
     assert "trl" not in message
 
@@ -95,7 +96,7 @@ def test_whoever_uses_the_stack_is_warned(use: str, monkeypatch: pytest.MonkeyPa
         "deepspeed": lambda: meshwright_hf.deepspeed.initialize(),
         "datasets": lambda: meshwright_hf.datasets.TokenRows(datasets.Dataset.from_dict({"text": ["a"]})),
     }
-    with_versions(monkeypatch, torch="2.14.0")
+    with_versions(monkeypatch, torch="2.15.0")
     with pytest.warns(UntestedVersionWarning) as caught, pytest.raises(ValueError):
         calls[use]()
     ours = [warning for warning in caught if warning.category is UntestedVersionWarning]  # imports may warn too
@@ -104,7 +105,7 @@ def test_whoever_uses_the_stack_is_warned(use: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_warning_names_the_line_of_the_program_behind_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a trainer of TRL calls MeshwrightTrainer's constructor."""
-    with_versions(monkeypatch, torch="2.14.0")
+    with_versions(monkeypatch, torch="2.15.0")
     library: dict[str, Any] = {"__name__": "trl.trainer", "warn_outside_range": warn_outside_range}
     exec("def make_trainer(): warn_outside_range()", library)
     with pytest.warns(UntestedVersionWarning) as caught:
@@ -114,26 +115,26 @@ def test_a_warning_names_the_line_of_the_program_behind_another_library(monkeypa
 
 def test_the_launcher_names_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """No line of a program has run yet."""
-    with_versions(monkeypatch, torch="2.14.0")
+    with_versions(monkeypatch, torch="2.15.0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         done = CliRunner().invoke(app, ["launch", "--cpu", "--num_processes", "100000", __file__])
     untested, refused = done.stderr.splitlines()
     assert done.exit_code == 2 and "100000 processes" in refused
-    assert untested.startswith("meshwright launch: Meshwright is not tested with torch 2.14.0 (newer than")
+    assert untested.startswith("meshwright launch: Meshwright is not tested with torch 2.15.0 (newer than")
 
 
 def test_the_processes_of_the_launcher_do_not_repeat_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless their packages are others."""
-    with_versions(monkeypatch, torch="2.14.0")
+    with_versions(monkeypatch, torch="2.15.0")
     job = Launch(script=__file__, num_processes=1)
     monkeypatch.setenv(SAID_VARIABLE, launcher._environment(job, True)[SAID_VARIABLE])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_outside_range()
     warn_outside_range.cache_clear()
-    with_versions(monkeypatch, torch="2.15.0")
-    with pytest.warns(UntestedVersionWarning, match="2.15.0"):
+    with_versions(monkeypatch, torch="2.16.0")
+    with pytest.warns(UntestedVersionWarning, match="2.16.0"):
         warn_outside_range()
 
 
@@ -148,7 +149,7 @@ def test_no_warning_in_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     ("package", "version", "status", "text"),
     [
         ("transformers", "5.16.2", "problem", "5.16.2 is older than 5.17"),
-        ("transformers", "6.0.0", "warning", "5.17 to 5.23: pip install 'transformers==5.23.*'"),
+        ("transformers", "6.0.0", "warning", "5.17 to 5.24: pip install 'transformers==5.24.*'"),
         ("torch", None, "problem", "not installed"),
         ("deepspeed", None, "note", "not installed; needed for DeepSpeed's ZeRO"),
         ("datasets", "4.0.0", "warning", "older than the tested versions, 5.2: pip install"),
@@ -170,7 +171,7 @@ def test_this_machine_can_train(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0 problems" in text.output
     content = json.loads(as_json.output)
     assert content["problem"] is False
-    assert content["tested"]["torch"] == {"oldest": "2.11", "newest": "2.13"}
+    assert content["tested"]["torch"] == {"oldest": "2.11", "newest": "2.14"}
     assert {finding["topic"] for finding in content["findings"]} >= {"python", *TESTED, "GPUs", "gloo", "cores"}
 
 

@@ -22,6 +22,7 @@ from meshwright.calibration.host_copies import copy_probes
 from meshwright.calibration.timing import Probe, measure, sample_seconds
 from meshwright.errors import PlanError
 from meshwright.mesh.cores import core_count, crowding
+from meshwright.mesh.host_memory import available_memory
 from meshwright.mesh.process_group import backend_for, device_for, start_process_group, world_size
 from meshwright.planner.machine.hardware import HardwareProfile, Measurement
 from meshwright.progress import is_first_rank
@@ -182,14 +183,7 @@ def _memory(device: torch.device, per_node: int) -> float:
     """Return the memory that one process may use, in bytes."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for path, key in (("/proc/meminfo", "MemAvailable:"), ("/sys/fs/cgroup/memory.max", "")):
-        try:
-            line = next(line for line in Path(path).read_text().splitlines() if line.startswith(key))
-            available = min(available, float(line.split()[1]) * 1024 if key else float(line))
-        except (OSError, StopIteration, ValueError):  # not Linux, or no limit
-            continue
-    return available / per_node
+    return available_memory() / per_node
 
 
 def _processor() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -28,6 +27,7 @@ from meshwright.data.nested import leaves
 from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.faults.together import on_first_rank
 from meshwright.mesh.axis_sizes import AXES
+from meshwright.mesh.host_memory import available_memory
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.elementwise import check_reads, declared
 from meshwright.optim.runtime import find_runtime
@@ -247,7 +247,7 @@ def cluster_at_hand(device: torch.device, nodes: int, profile: HardwareProfile |
     world = world_size()
     per_node = max(1, world // nodes)
     if device.type == "cpu":
-        kind, memory = "cpu", os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / per_node
+        kind, memory = "cpu", available_memory() / per_node
     else:
         properties = torch.cuda.get_device_properties(device)
         memory = properties.total_memory

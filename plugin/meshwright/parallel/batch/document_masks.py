@@ -31,7 +31,7 @@ class _WithoutCache:
         self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         given = arguments(self._signature, args, kwargs)
-        if given.get("use_cache") is not None or given.get("past_key_values") is not None:
+        if any(given.get(name) is not None for name in ("use_cache", "past_key_values", "cache")):
             return None
         trains = model.training and torch.is_grad_enabled()
         if trains or given.get("labels") is not None or _begins_anew(given):

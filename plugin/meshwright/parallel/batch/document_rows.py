@@ -31,7 +31,7 @@ from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
-_CACHES = ("use_cache", "past_key_values", "cache_params")
+_CACHES = ("use_cache", "past_key_values", "cache", "cache_params")  # "cache" since transformers 5.24
 _CURE = "Give each document a row of its own: leave out Packing, and pad the rows with an attention_mask"
 
 

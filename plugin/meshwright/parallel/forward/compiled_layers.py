@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.compiling import active_backend, is_compiled_function, pause_compiling
+from meshwright.compiling import active_backend, allow_variants, is_compiled_function, pause_compiling
 from meshwright.errors import PlanError
 from meshwright.parallel.forward.compile_options import check_compile_options
 from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step
@@ -112,6 +112,7 @@ class CompilableLayers:
         """Make each block one graph up to its output projection, however its layer is compiled."""
         if not self._is_prepared:
             self._is_prepared = True
+            allow_variants(module for layer in self.layers for module in layer.modules())
             for block in self.blocks:
                 block.prepare_to_compile()
 

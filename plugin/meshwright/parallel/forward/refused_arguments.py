@@ -75,7 +75,7 @@ REFUSALS = (
     ),
     Refusal(
         axis="cp",
-        arguments=("past_key_values", "use_cache", GENERATE),
+        arguments=("past_key_values", "cache", "use_cache", GENERATE),
         reason="each rank has the keys and values of its own tokens",
         cure=_ELSEWHERE,
         is_given=_is_passed,
@@ -103,7 +103,7 @@ REFUSALS = (
     ),
     Refusal(
         axis="pp",
-        arguments=("past_key_values", "use_cache", GENERATE),
+        arguments=("past_key_values", "cache", "use_cache", GENERATE),
         reason="each rank has only the keys and values of its stage",
         cure=_ELSEWHERE,
         is_given=_is_passed,
