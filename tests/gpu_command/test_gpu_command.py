@@ -111,3 +111,19 @@ def test_a_section_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> Non
 
 def test_the_sections_are_described() -> None:
     assert all(section_named(name).name == name and section_named(name).question.endswith("?") for name in NAMES)
+
+
+def test_nothing_but_torch_and_transformers_is_needed(tmp_path: Path) -> None:
+    """Each process of the command starts without what only an installation brings; a narrow section runs."""
+    hidden = ("xxhash", "peft", "pytest", "datasets", "hypothesis")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({hidden}))\n")
+    program = "from conformance.gpu.catalogue import NAMES, section_named; [section_named(name) for name in NAMES]; "
+    program += "from conformance.gpu.__main__ import main; import typer; typer.run(main)"
+    options = ["--device", "cpu", "--minutes", "0.1", "--sections", "streams", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-c", program, *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (section,) = json.loads((tmp_path / "figures.json").read_text())["sections"]
+    first, second = section["checks"][:2]
+    assert "xxhash is not installed" in first["note"] and second["goal"] and second["holds"]
