@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 try:
-    from xxhash import xxh3_64_intdigest as _host_digest
-except ImportError:  # a checkout on the path, beside torch and transformers alone: this digest is on no disk
-    from zlib import crc32 as _host_digest
+    import xxhash
+except ImportError:  # a checkout on the path, beside torch and transformers alone
+    xxhash = None  # type: ignore[assignment]
 
 _ODD = 0x1E3779B97F4A7C15  # scatters the positions over all 64 bits
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -50,7 +50,7 @@ def value_digest(x: Tensor) -> int:
     if x.device.type != "cpu":
         digest = ordered_digest if x.nbytes <= 2**26 else memory_digest
         return int(digest(x)) % 2**64
-    return _host_digest(_bytes(x))
+    return bytes_digest(x) if xxhash is None else xxhash.xxh3_64_intdigest(_bytes(x))
 
 
 @torch.no_grad()
