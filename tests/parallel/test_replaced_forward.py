@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 import meshwright as mw
@@ -31,8 +34,8 @@ def calling_the_function(self: Any, input_ids: torch.Tensor, labels: torch.Tenso
     return CausalLMOutput(loss=loss, logits=logits)
 
 
-def model_with(forward: Any) -> Any:
-    forward.__module__ = "kernels_of_others"
+def model_with(forward: Any, home: str = "kernels_of_others") -> Any:
+    forward.__module__ = home
     model: Any = build("llama").double()
     model.forward = MethodType(forward, model)
     return model
@@ -54,6 +57,32 @@ def test_a_forward_without_the_loss_function_is_refused(forward: Any, what: str)
     model = mw.to_distributed(model_with(forward), plan=PLAN)[0]
     with pytest.raises(PlanError, match=rf"kernels_of_others\.{forward.__name__}.*{what}.*self\.loss_function"):
         model(**BATCH)
+
+
+def step_with_liger(place: str, plan: dict[str, Any]) -> float:
+    """Return the loss of a model with a fused loss that Liger has put into its class, or into the model itself."""
+    home = "liger_kernel.transformers.model.llama"
+    kind: Any = LlamaForCausalLM
+    fused.__module__ = home
+    with Float64(), mock.patch.object(kind, "forward", fused) if place == "class" else contextlib.nullcontext():
+        model = build("llama").double() if place == "class" else model_with(fused, home)
+        return mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0](**BATCH).loss.item()
+
+
+@pytest.mark.parametrize(("place", "plan"), [("instance", {"dp": 2}), ("instance", {"tp": 2}), ("class", {"tp": 2})])
+def test_ligers_fused_loss_is_refused_on_all_ranks(place: str, plan: dict[str, Any], pool2: Any) -> None:
+    cure = "apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)"
+    if place == "class":  # the forward counts as the model's own there, and reads a part of the head's weight
+        cure = "model.lm_head(hidden)"
+    for _, message in pool2.run_expecting_error(step_with_liger, place, plan):
+        assert cure in message, message
+
+
+def test_a_formula_in_the_class_is_observed_and_exact(pool2: Any) -> None:
+    with Float64():
+        expected = build("llama").double()(**BATCH).loss.item()
+    # Only the order of the sum over the rows differs.
+    assert all(abs(x - expected) <= 1e-12 for x in pool2.run(step_with_liger, "class", {"dp": 2}))
 
 
 def test_a_forward_with_the_loss_function_is_exact() -> None:
