@@ -7,15 +7,21 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from transformers.models.llama import modeling_llama
 
+from conformance.gpu import races
 from conformance.gpu.catalogue import NAMES, section_named
 from conformance.gpu.page import page, table_line
 from conformance.gpu.runner import Outcome, read_result, run_command
 from conformance.gpu.section import Check, attempt, line_of
+from conformance.gpu.small_step import SMALL
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +42,8 @@ def test_every_section_passes_on_a_cpu(tmp_path: Path) -> None:
     assert code == 0 and [one["state"] for one in sections] == ["passed"] * len(NAMES), (
         tmp_path / "log.txt"
     ).read_text()
+    assert not any(one["is_cut"] for one in sections)
+    assert sum(one["seconds"] for one in sections) <= 480  # 8 minutes
     assert all(f"| {name} | passed |" in (tmp_path / "page.md").read_text() for name in NAMES)
 
 
@@ -49,6 +57,26 @@ def test_every_section_finds_a_planted_fault(tmp_path: Path) -> None:
 
 def check(figure: float, **fields: Any) -> Check:
     return Check(what="a figure", figure=figure, **fields)
+
+
+def test_a_way_to_train_changes_nothing_for_those_after_it() -> None:
+    """As Liger's function does, one replaces names in transformers' module; and one that fails is named."""
+    before, met = modeling_llama.LlamaRMSNorm, []
+
+    def replacing(contest: Any, device: Any) -> Any:
+        modeling_llama.LlamaRMSNorm = torch.nn.LayerNorm
+        raise ValueError("no kernel")
+
+    def stock(contest: Any, device: Any) -> Any:
+        met.append(modeling_llama.LlamaRMSNorm)
+        return races.stock(contest, device)
+
+    with mock.patch.dict(races.WAYS, {"stock": stock, "compiled": replacing}):
+        found = races.race(SMALL, ("compiled", "stock", "liger"), "cpu")
+    assert met == [before] and modeling_llama.LlamaRMSNorm is before and found.turns.keys() == {"stock"}
+    assert found.missing["compiled"] == "ValueError: no kernel"
+    if find_spec("liger_kernel") is None:
+        assert found.missing["liger"] == "Liger is not installed"
 
 
 @pytest.mark.parametrize(("given", "holds"), [
