@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from conformance.gpu.catalogue import NAMES, section_named
 from conformance.gpu.page import page, table_line
 from conformance.gpu.runner import Outcome, read_result, run_command
 from conformance.gpu.section import Check, attempt, line_of
+from conformance.gpu.sections.waits import real_step
 from conformance.gpu.small_step import SMALL
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +137,12 @@ def test_a_section_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> Non
     with (tmp_path / "output.txt").open("w") as output:
         assert run_command([sys.executable, "-c", child], output.fileno(), 1.0, "cpu") is None
     assert time.monotonic() - began < 20
+
+
+def test_a_wait_in_a_real_step_is_found(pool2: Any) -> None:
+    assert pool2.run(real_step, "dp2 zero1 bf16", "cpu", False) == ["", ""]
+    for found in pool2.run(real_step, "dp2 zero1 bf16", "cpu", True):
+        assert re.fullmatch(r"called a synchronizing CUDA operation at waits\.py:\d+", found)
 
 
 def test_the_sections_are_described() -> None:
