@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -14,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.loss import loss_utils
+from transformers.models.llama import modeling_llama
 
 import meshwright as mw
 from meshwright.choose.given_plan import resolve_plan
 
 OURS = ("meshwright", "meshwright compiled")
 _NEEDED = ("stock", "meshwright")
+LORA_RANK = 16
 _WARM, _STEPS = 3, 7  # steps that are not measured, since they compile and allocate, and steps that are
 
 
@@ -64,7 +68,7 @@ class Contest:
         if self.adapters:
             from peft import LoraConfig, get_peft_model
 
-            model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
+            model = get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear"))
         return model
 
 
@@ -100,7 +104,7 @@ def liger(contest: Contest, device: torch.device) -> tuple[Any, Any]:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     model, optimizer = stock(contest, device)
-    apply_liger_kernel_to_llama(model=model)
+    apply_liger_kernel_to_llama(model=model)  # also replaces names in modules; see _names_of_transformers
     return model, optimizer
 
 
@@ -125,17 +129,21 @@ WAYS: dict[str, Callable[[Contest, torch.device], tuple[Any, Any]]] = {
 }  # fmt: skip
 
 
-def is_installed(way: str) -> bool:
-    return way != "liger" or find_spec("liger_kernel") is not None
-
-
 def _optimizer(model: Any) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(parameters, lr=1e-4, fused=parameters[0].is_cuda)
 
 
-def race(contest: Contest, ways: tuple[str, ...], kind: str, sleep: float = 0.0) -> dict[str, Turn]:
-    """Time each way to train a contest's model, one after the other; a compiler or Liger that fails is left out.
+@dataclass(frozen=True)
+class Race:
+    """How each way of training did: its turn, or why it has none."""
+
+    turns: dict[str, Turn]
+    missing: dict[str, str]
+
+
+def race(contest: Contest, ways: tuple[str, ...], kind: str, sleep: float = 0.0) -> Race:
+    """Time each way to train a contest's model, one after the other; a compiler or Liger that fails is named.
 
     Args:
         contest: the model and its batch.
@@ -143,15 +151,35 @@ def race(contest: Contest, ways: tuple[str, ...], kind: str, sleep: float = 0.0)
         kind: "cpu" or "cuda".
         sleep: seconds by which each forward of Meshwright's model is late: a planted fault if it is not 0.
     """
-    turns = {}
+    turns, missing = {}, {}
     for way in ways:
+        if way == "liger" and find_spec("liger_kernel") is None:
+            missing[way] = "Liger is not installed"
+            continue
         try:
-            turns[way] = _turn(contest, way, torch.device(kind), sleep if way == "meshwright" else 0.0)
-        except Exception:
+            with _names_of_transformers():
+                torch.compiler.reset()  # what another way has compiled, and how often it was compiled anew
+                turns[way] = _turn(contest, way, torch.device(kind), sleep if way == "meshwright" else 0.0)
+        except Exception as error:
             if way in _NEEDED:
                 raise
             traceback.print_exc()
-    return turns
+            missing[way] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+    return Race(turns, missing)
+
+
+@contextlib.contextmanager
+def _names_of_transformers() -> Iterator[None]:
+    """Give back, at the end, what a package has replaced in the modules that a Llama runs by, and in its classes."""
+    owners: list[Any] = [modeling_llama, loss_utils, torch.nn.functional, LlamaForCausalLM]
+    before = [dict(vars(owner)) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, names in zip(owners, before, strict=True):
+            for name, value in names.items():
+                if vars(owner).get(name) is not value:
+                    setattr(owner, name, value)
 
 
 def _turn(contest: Contest, way: str, device: torch.device, sleep: float) -> Turn:

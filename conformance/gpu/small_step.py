@@ -9,4 +9,4 @@ from conformance.gpu.races import Contest, race
 SMALL = Contest(name="small", rows=2, length=64, hidden=128, layers=2, ffn=256, heads=4, kv_heads=2, vocab=512)
 
 if __name__ == "__main__":
-    print(race(SMALL, ("meshwright",), sys.argv[1]))
+    print(race(SMALL, ("meshwright",), sys.argv[1]).turns)

@@ -1,4 +1,4 @@
-"""Models whose attention is FlexAttention equal one process with it, under context parallelism.
+"""Models whose attention is FlexAttention equal one process with it, under cp, tp with sp, and pp.
 
 torch computes it by its plain formula in float64 (``support/flex_kernel.py``). Tolerance 1e-10 of a tensor's largest
 value: only the order of sums differs, about 1e-16 a sum, and AdamW divides tiny differences by tiny moments.
@@ -28,6 +28,8 @@ from support.whole_runs import assert_equals_one_process, train_whole
 PLANS: dict[str, dict[str, Any]] = {
     "gather": {"cp": 2},
     "ulysses": {"cp": 2, "context": "ulysses"},
+    "tp2+sp": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
 }
 FAMILIES = ("llama", "gemma2")  # with a window and a soft cap in gemma2, and fewer heads of keys than of queries
 
@@ -71,7 +73,7 @@ def reference(family: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), crossings(product(FAMILIES, PLANS), but=[("gemma2", "gather"), ("gemma2", "ulysses")])
+    ("family", "method"), crossings(product(FAMILIES, PLANS), but=[("gemma2", method) for method in PLANS])
 )
 def test_equals_one_process(family: str, method: str, request: pytest.FixtureRequest) -> None:
     plan = PLANS[method]

@@ -35,16 +35,6 @@ def test_every_class_of_errors_has_an_anchor() -> None:
     assert raised - own - of_python == {"NoRecordsError"}  # a PlanError that the report recognises
 
 
-def test_what_is_for_cuda_alone_is_on_its_page() -> None:
-    section = (ROOT / "docs/cuda.md").read_text().partition("## Other accelerators")[2].partition("\n## ")[0]
-    of_cuda = re.compile(r"torch\.cuda\.[a-z]\w*\(|== \"cuda\"|\"cuda\" if|device\(\"cuda\"")
-    for folder in (ROOT / "plugin/meshwright", ROOT / "integrations/meshwright_hf"):
-        files = [path.relative_to(folder) for path in folder.rglob("*.py") if of_cuda.search(path.read_text())]
-        assert files
-        missing = [str(file) for file in files if f"{file}`" not in section and f"`{file.parts[0]}/`" not in section]
-        assert not missing, f"docs/cuda.md does not say why these are for CUDA alone: {missing}"
-
-
 def dead_links(page: Path, text: str) -> list[str]:
     dead = []
     for path, anchor in LINK.findall(BLOCK.sub("", text)):

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from transformers.models.llama import modeling_llama
 
+from conformance.gpu import races
 from conformance.gpu.catalogue import NAMES, section_named
 from conformance.gpu.page import page, table_line
 from conformance.gpu.runner import Outcome, read_result, run_command
 from conformance.gpu.section import Check, attempt, line_of
+from conformance.gpu.sections.waits import real_step
+from conformance.gpu.small_step import SMALL
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +44,8 @@ def test_every_section_passes_on_a_cpu(tmp_path: Path) -> None:
     assert code == 0 and [one["state"] for one in sections] == ["passed"] * len(NAMES), (
         tmp_path / "log.txt"
     ).read_text()
+    assert not any(one["is_cut"] for one in sections)
+    assert sum(one["seconds"] for one in sections) <= 480  # 8 minutes
     assert all(f"| {name} | passed |" in (tmp_path / "page.md").read_text() for name in NAMES)
 
 
@@ -49,6 +59,26 @@ def test_every_section_finds_a_planted_fault(tmp_path: Path) -> None:
 
 def check(figure: float, **fields: Any) -> Check:
     return Check(what="a figure", figure=figure, **fields)
+
+
+def test_a_way_to_train_changes_nothing_for_those_after_it() -> None:
+    """As Liger's function does, one replaces names in transformers' module; and one that fails is named."""
+    before, met = modeling_llama.LlamaRMSNorm, []
+
+    def replacing(contest: Any, device: Any) -> Any:
+        modeling_llama.LlamaRMSNorm = torch.nn.LayerNorm
+        raise ValueError("no kernel")
+
+    def stock(contest: Any, device: Any) -> Any:
+        met.append(modeling_llama.LlamaRMSNorm)
+        return races.stock(contest, device)
+
+    with mock.patch.dict(races.WAYS, {"stock": stock, "compiled": replacing}):
+        found = races.race(SMALL, ("compiled", "stock", "liger"), "cpu")
+    assert met == [before] and modeling_llama.LlamaRMSNorm is before and found.turns.keys() == {"stock"}
+    assert found.missing["compiled"] == "ValueError: no kernel"
+    if find_spec("liger_kernel") is None:
+        assert found.missing["liger"] == "Liger is not installed"
 
 
 @pytest.mark.parametrize(("given", "holds"), [
@@ -109,5 +139,27 @@ def test_a_section_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> Non
     assert time.monotonic() - began < 20
 
 
+def test_a_wait_in_a_real_step_is_found(pool2: Any) -> None:
+    assert pool2.run(real_step, "dp2 zero1 bf16", "cpu", False) == ["", ""]
+    for found in pool2.run(real_step, "dp2 zero1 bf16", "cpu", True):
+        assert re.fullmatch(r"called a synchronizing CUDA operation at waits\.py:\d+", found)
+
+
 def test_the_sections_are_described() -> None:
     assert all(section_named(name).name == name and section_named(name).question.endswith("?") for name in NAMES)
+
+
+def test_nothing_but_torch_and_transformers_is_needed(tmp_path: Path) -> None:
+    """Each process of the command starts without what only an installation brings; a narrow section runs."""
+    hidden = ("xxhash", "peft", "pytest", "datasets", "hypothesis")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({hidden}))\n")
+    program = "from conformance.gpu.catalogue import NAMES, section_named; [section_named(name) for name in NAMES]; "
+    program += "from conformance.gpu.__main__ import main; import typer; typer.run(main)"
+    options = ["--device", "cpu", "--minutes", "0.1", "--sections", "streams", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-c", program, *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (section,) = json.loads((tmp_path / "figures.json").read_text())["sections"]
+    first, second = section["checks"][:2]
+    assert "xxhash is not installed" in first["note"] and second["goal"] and second["holds"]

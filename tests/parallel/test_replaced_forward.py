@@ -1,8 +1,8 @@
-"""What another package has put in place: a forward is exact, or an error if it leaves out the loss function; parts of
-layers are exact."""
+"""A forward that another package has put in place is exact, or an error if it leaves out the loss function."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from types import MethodType
 from typing import Any
@@ -11,16 +11,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.models.llama import modeling_llama
 
 import meshwright as mw
 from meshwright.errors import PlanError
 from support.exact import Float64
 from support.models import build, labels_for, tokens
-from support.tiers import crossings
-from support.whole_runs import assert_equals_one_process, train_whole
 
 
 def fused(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **options: Any) -> Any:
@@ -37,8 +34,8 @@ def calling_the_function(self: Any, input_ids: torch.Tensor, labels: torch.Tenso
     return CausalLMOutput(loss=loss, logits=logits)
 
 
-def model_with(forward: Any) -> Any:
-    forward.__module__ = "kernels_of_others"
+def model_with(forward: Any, home: str = "kernels_of_others") -> Any:
+    forward.__module__ = home
     model: Any = build("llama").double()
     model.forward = MethodType(forward, model)
     return model
@@ -62,6 +59,49 @@ def test_a_forward_without_the_loss_function_is_refused(forward: Any, what: str)
         model(**BATCH)
 
 
+def step_with_liger(place: str, plan: dict[str, Any]) -> float:
+    """Return the loss of a model with a fused loss that Liger has put into its class, or into the model itself."""
+    home = "liger_kernel.transformers.model.llama"
+    kind: Any = LlamaForCausalLM
+    fused.__module__ = home
+    with Float64(), mock.patch.object(kind, "forward", fused) if place == "class" else contextlib.nullcontext():
+        model = build("llama").double() if place == "class" else model_with(fused, home)
+        return mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0](**BATCH).loss.item()
+
+
+@pytest.mark.parametrize(("place", "plan"), [("instance", {"dp": 2}), ("instance", {"tp": 2}), ("class", {"tp": 2})])
+def test_ligers_fused_loss_is_refused_on_all_ranks(place: str, plan: dict[str, Any], pool2: Any) -> None:
+    cure = "apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)"
+    if place == "class":  # the forward counts as the model's own there, and reads a part of the head's weight
+        cure = "model.lm_head(hidden)"
+    for _, message in pool2.run_expecting_error(step_with_liger, place, plan):
+        assert cure in message, message
+
+
+def step_as_liger_patches_classes() -> None:
+    """As ``apply_liger_kernel_to_llama()`` does it: a forward that calls the loss function in evaluation alone."""
+
+    def forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **options: Any) -> Any:
+        return fused(self, input_ids, labels) if self.training else self.loss_function(labels=labels, **options)
+
+    forward.__module__ = "liger_kernel.transformers.model.llama"
+    kind: Any = LlamaForCausalLM
+    with mock.patch.object(kind, "forward", forward):
+        mw.to_distributed(build("llama").double().train(), plan="dp2")[0](**BATCH)
+
+
+def test_a_patched_class_that_leaves_out_the_loss_function_in_training_is_refused(pool2: Any) -> None:
+    for kind, said in pool2.run_expecting_error(step_as_liger_patches_classes):
+        assert kind == "PlanError" and "apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)" in said, said
+
+
+def test_a_formula_in_the_class_is_observed_and_exact(pool2: Any) -> None:
+    with Float64():
+        expected = build("llama").double()(**BATCH).loss.item()
+    # Only the order of the sum over the rows differs.
+    assert all(abs(x - expected) <= 1e-12 for x in pool2.run(step_with_liger, "class", {"dp": 2}))
+
+
 def test_a_forward_with_the_loss_function_is_exact() -> None:
     with Float64():
         expected = build("llama").double()(**BATCH).loss
@@ -71,103 +111,3 @@ def test_a_forward_with_the_loss_function_is_exact() -> None:
         wrapped = mw.to_distributed(model, plan=PLAN)[0](**BATCH).loss
     for found in (loss, wrapped):
         assert abs(found.item() - expected.item()) <= 1e-12  # only the order of the sum over the micro-batches differs
-
-
-def refused_on_class() -> None:
-    """As Liger does it: for the class, in its own package, and only in training."""
-
-    def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
-        if self.training:
-            return fused(self, input_ids, labels, **options)
-        logits = self.lm_head(self.model(input_ids, **options).last_hidden_state)
-        return CausalLMOutput(loss=self.loss_function(logits=logits, labels=labels, vocab_size=97), logits=logits)
-
-    forward.__module__ = "liger_kernel.transformers.model.llama"
-    with mock.patch.object(modeling_llama.LlamaForCausalLM, "forward", forward):
-        model = mw.to_distributed(build("llama").double().train(), plan="dp2")[0]
-        model(**BATCH)
-
-
-def test_the_fused_loss_of_liger_is_refused_with_its_own_option(pool2: Any) -> None:
-    for kind, said in pool2.run_expecting_error(refused_on_class):
-        assert kind == "PlanError" and "liger_kernel.transformers.model.llama.forward" in said
-        assert "apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)" in said
-
-
-class SiluMul(torch.autograd.Function):
-    """The middle of an MLP with a backward of its own, as kernels have it."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        sigmoid = gate.sigmoid()
-        return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
-
-
-class RmsNorm(torch.autograd.Function):
-    """A norm that reads the weight of its module, with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-        ctx.save_for_backward(x * scale, weight, scale)
-        return x * scale * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        normal, weight, scale = ctx.saved_tensors
-        own = grad * weight
-        of_x = scale * (own - normal * (own * normal).mean(-1, keepdim=True))
-        return of_x, (grad * normal).flatten(0, -2).sum(0), None
-
-
-def with_kernels(model: Any) -> Any:
-    """The model with norms and MLPs as ``apply_liger_kernel_to_llama(model=model)`` leaves them."""
-    for module in model.modules():
-        if isinstance(module, modeling_llama.LlamaRMSNorm):
-            module.forward = MethodType(lambda own, x: RmsNorm.apply(x, own.weight, own.variance_epsilon), module)
-        elif isinstance(module, modeling_llama.LlamaMLP):
-            module.forward = MethodType(
-                lambda own, x: own.down_proj(SiluMul.apply(own.gate_proj(x), own.up_proj(x))), module
-            )
-    return model
-
-
-def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotary embeddings in place of the modeling module's, which both halves of a head enter at once."""
-    cos, sin = (x.unsqueeze(unsqueeze_dim).chunk(2, -1)[0] for x in (cos, sin))
-
-    def rotate(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-    return rotate(q), rotate(k)
-
-
-def batches() -> list[dict[str, Tensor]]:
-    return [{"input_ids": (ids := tokens(2, 12, seed=seed)), "labels": labels_for(ids)} for seed in range(4)]
-
-
-def train(plan: dict[str, Any] | None, has_kernels: bool) -> dict[str, Tensor]:
-    with Float64(), mock.patch.object(modeling_llama, "apply_rotary_pos_emb", rotated):
-        model = build("llama").double()
-        return train_whole(with_kernels(model) if has_kernels else model, plan, batches)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    crossings(
-        [{"tp": 2, "sequence_parallel": True}, {"tp": 2}, {"dp": 2, "zero_stage": 3},
-         {"pp": 2, "gradient_accumulation_steps": 2}, {"cp": 2}],
-        but=[{"tp": 2, "sequence_parallel": True}],
-    ),
-    ids=str,
-)  # fmt: skip
-def test_parts_that_another_package_computes_are_exact(plan: dict[str, Any], pool2: Any) -> None:
-    """1e-10 (the runs' own): the formulas differ from those of transformers by rounding in float64."""
-    assert_equals_one_process(pool2.run(train, plan, True), train(None, False))

@@ -15,6 +15,7 @@ from conformance.gpu.section import Check, Place, Section
 # A step of a stock model is almost all Python here, and a plan adds hooks, collectives and what the ranks compare.
 _MOST = 3.0  # times of the stock model's host time that a plan may add
 _LAYERS, _ROUNDS = 16, 6
+_WAYS = ("stock", "meshwright", "compiled", "meshwright compiled")
 _BUSY = 0.02  # seconds of a planted fault, in each layer
 # A model whose layers are so narrow that the host is the limit.
 _NARROW = Contest(
@@ -43,10 +44,12 @@ class HostTime(Section):
             )
         if place.is_cuda:
             with rank_pools() as pools:
-                (times,) = pools.run(1, race, _NARROW, ("stock", "meshwright", "compiled"), place.device, 0.0)
-            for name, turn in times.items():
+                (found,) = pools.run(1, race, _NARROW, _WAYS, place.device, 0.0)
+            for name, turn in found.turns.items():
                 yield Check(what=f"{_NARROW.name}: {name}", figure=1e3 * turn.seconds / _NARROW.layers,
                             unit="ms per layer")  # fmt: skip
+            for name, why in found.missing.items():
+                yield Check(what=f"{_NARROW.name}: {name}", figure=float("nan"), note=why)
 
 
 def _busy(model: Any) -> None:

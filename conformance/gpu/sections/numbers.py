@@ -35,6 +35,8 @@ PLANS = (
     ("pp2 tp2+sp mb1", "llama"),
     ("dp2 cp2(ring) zero1", "llama"),
     ("dp2 tp2+sp zero3 recompute=full", "llama"),
+    ("pp2(zb-h1) mb1", "llama"),
+    ("cp4(hybrid-2)", "llama"),
 )
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 

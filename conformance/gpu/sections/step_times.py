@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 
-from conformance.gpu.races import OURS, Contest, Turn, is_installed, race
+from conformance.gpu.races import LORA_RANK, OURS, Contest, Turn, race
 from conformance.gpu.ranks import RankPools, rank_pools
 from conformance.gpu.section import Check, Place, Section, attempt
 from meshwright.calibration.measure import calibrate
-from meshwright.choose.picked_plan import device_at_hand
+from meshwright.choose.picked_plan import cluster_at_hand, device_at_hand
+from meshwright.planner.job.adapters import Lora
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import describe
-from meshwright.planner.machine.hardware import HardwareProfile
+from meshwright.planner.machine.hardware import Cluster, Coefficients, HardwareProfile
 from meshwright.planner.time.step import StepModel
 
 _CONTESTS = (
@@ -59,17 +61,32 @@ class StepTimes(Section):
         ways = ("stock", "meshwright", *(("meshwright compiled", "compiled", "liger") if place.is_cuda else ()))
         with rank_pools() as pools:
             for contest in _CONTESTS if place.is_cuda else _TINY:
-                able = tuple(way for way in ways if is_installed(way) and not (contest.adapters and way == "liger"))
+                if contest.adapters and find_spec("peft") is None:
+                    what = f"{contest.name}: was not timed"
+                    yield Check(what=what, figure=float("nan"), note="peft is not installed")
+                    continue
+                able = tuple(way for way in ways if not (contest.adapters and way == "liger"))
                 yield from attempt(contest.name, _raced, contest, able, profiles, place, pools)
 
 
 def _raced(
     contest: Contest, ways: tuple[str, ...], profiles: list[HardwareProfile], place: Place, pools: RankPools
 ) -> Iterator[Check]:
-    (turns,) = pools.run(1, race, contest, ways, place.device, _LATE if place.plants else 0.0)
+    (found,) = pools.run(1, race, contest, ways, place.device, _LATE if place.plants else 0.0)
+    turns = found.turns
     yield from _compared(contest, turns, place)
+    for way, why in found.missing.items():
+        yield Check(what=f"{contest.name}: {way} was not timed", figure=float("nan"), note=why)
+    seconds = turns["meshwright"].seconds
     for profile in profiles:
-        yield _foreseen(contest, turns["meshwright"].seconds, profile, place)
+        goal = place.goal(_OFF)  # a CPU is shared with others
+        yield _foreseen(contest, seconds, profile.cluster(gpus=1), profile.coefficients, place, "the estimate", goal)
+    if place.is_cuda:
+        cluster, promised = (
+            cluster_at_hand(torch.device("cuda", 0), 1, None),
+            "what the catalogue promises for this card",
+        )
+        yield _foreseen(contest, seconds, cluster, Coefficients(), place, promised, None)
 
 
 def _calibrated(seconds: float, profiles: list[HardwareProfile]) -> Check:
@@ -85,23 +102,31 @@ def _calibrated(seconds: float, profiles: list[HardwareProfile]) -> Check:
     )
 
 
-def _foreseen(contest: Contest, seconds: float, profile: HardwareProfile, place: Place) -> Check:
+def _foreseen(
+    contest: Contest,
+    seconds: float,
+    cluster: Cluster,
+    coefficients: Coefficients,
+    place: Place,
+    beside: str,
+    goal: float | None,
+) -> Check:
     job = Job(
         seq_len=contest.length,
         global_batch=contest.rows,
         own_runtime=True,
         on_cpu=not place.is_cuda,
         optimizer_bytes=4,  # AdamW's two moments in bfloat16, as the weights
+        lora=Lora(rank=LORA_RANK) if contest.adapters else None,
     )
     job = job if place.is_cuda else job.in_32_bits()
     plan = Candidate(micro_batch=contest.rows, recompute="full" if contest.recompute else "none")
     shape = describe(contest.config)
-    expected = StepModel(shape, profile.cluster(gpus=1), profile.coefficients).step(plan, job).total
+    expected = StepModel(shape, cluster, coefficients).step(plan, job).total
     return Check(
-        what=f"{contest.name}: time of a step, off the estimate",
+        what=f"{contest.name}: time of a step, off {beside}",
         figure=abs(expected / seconds - 1),
-        # The planner has no adapters, and a CPU is shared with others.
-        goal=None if contest.adapters else place.goal(_OFF),
+        goal=goal,
         details={"ms expected": 1e3 * expected, "ms measured": 1e3 * seconds},
     )
 

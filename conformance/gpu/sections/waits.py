@@ -37,25 +37,27 @@ class Waits(Section):
 
     def run(self, place: Place) -> Iterator[Check]:
         names = _PROGRAMS if place.is_cuda else _TRACED_ON_CPU
-        yield from attempt("the trace", _traced, [_FAULT] if place.plants else names)
+        claims: dict[str, int] = {}
+        yield from attempt("the trace", _traced, [_FAULT] if place.plants else names, claims)
         with rank_pools() as pools:
             for name in _PROGRAMS:
-                yield from attempt(name, _real, name, place, pools)
+                yield from attempt(name, _real, name, place, pools, claims.get(name))
 
 
-def _real(name: str, place: Place, pools: RankPools) -> Check:
+def _real(name: str, place: Place, pools: RankPools, claim: int | None) -> Check:
     ranks = mw.ParallelPlan(**PROGRAMS[name][0]).world_size
     found = pools.run(ranks, real_step, name, place.device, place.plants)
     return Check(
         what=f"{name}: ranks that wait in a real step",
         figure=sum(map(bool, found)),
-        goal=place.goal(0.0),  # a CPU's step runs by the same code, and has nothing to wait for
+        goal=0.0,  # a CPU's step runs by the same code, and has nothing to wait for
         note=next((text for text in found if text), ""),
+        details=None if claim is None else {"waits, as traced": claim},
     )
 
 
-def _traced(names: Sequence[str]) -> Iterator[Check]:
-    """Yield what the trace finds in each program, in a process of its own."""
+def _traced(names: Sequence[str], claims: dict[str, int]) -> Iterator[Check]:
+    """Yield what the trace finds in each program, in a process of its own, and note the number of waits by program."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     lines = "".join(f"{name}\n" for name in names)
     command = [sys.executable, "-m", "support.cuda_steps"]
@@ -65,6 +67,7 @@ def _traced(names: Sequence[str]) -> Iterator[Check]:
         raise RuntimeError("the trace failed; its output is above")
     for name, line in zip(names, done.stdout.splitlines(), strict=True):
         claim = json.loads(line)
+        claims[name] = len(claim)
         yield Check(what=f"{name}: waits, as traced", figure=len(claim), goal=0.0, note="; ".join(claim))
 
 
@@ -88,9 +91,11 @@ def real_step(name: str, device: str, plants: bool) -> str:
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device=device)
     autocast = of_program.get("autocast")
     for step in range(_WARM + 1):
-        is_watched = device == "cuda" and step == _WARM
+        is_watched = step == _WARM
+        if is_watched and plants and device == "cpu":
+            model.register_forward_pre_hook(_as_a_wait)
         try:
-            if is_watched:
+            if is_watched and device == "cuda":
                 torch.cuda.set_sync_debug_mode("error")
             with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
                 loss = model(input_ids=ids, labels=ids).loss
@@ -103,9 +108,14 @@ def real_step(name: str, device: str, plants: bool) -> str:
                 raise
             return _place_of(error)
         finally:
-            if is_watched:
+            if is_watched and device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
     return ""
+
+
+def _as_a_wait(*_: object) -> None:
+    """Raise what torch raises on a GPU where the host waits for it."""
+    raise RuntimeError("called a synchronizing CUDA operation")
 
 
 def _place_of(error: RuntimeError) -> str:

@@ -104,12 +104,12 @@ def _check_package(site: AttentionSite, name: str, implementation: str, plan: Pa
 
 
 def _check_flex(site: AttentionSite, name: str, plan: ParallelPlan, exchange_size: int) -> None:
-    """Check an attention that FlexAttention computes, which gives no results of blocks that a ring could merge."""
+    """Check an attention that FlexAttention computes, of which a ring merges no results of blocks."""
     if plan.context not in ("gather", "ulysses"):
         raise PlanError(
-            f"{name} has attn_implementation='flex_attention', whose results of blocks of keys "
-            f"ParallelPlan.context={plan.context!r} cannot merge. Use context='gather' or 'ulysses', or load the model "
-            "with attn_implementation='sdpa', whose blocks run in flash kernels"
+            f"{name} has attn_implementation='flex_attention', which "
+            f"ParallelPlan.context={plan.context!r} does not run block by block and merge. Use context='gather' or "
+            "'ulysses', or load the model with attn_implementation='sdpa', whose blocks run in flash kernels"
         )
     unknown = _unknown(site.options)
     if unknown:

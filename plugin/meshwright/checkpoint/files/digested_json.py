@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.reading import read_exactly, reading
 from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
@@ -19,6 +17,8 @@ _PREFIX = b'{"digest":"'
 
 def digest(memory: memoryview | bytes | bytearray) -> str:
     """Return the digest of some memory: 128 bits of XXH3, which is faster than a disk and detects accidents."""
+    import xxhash  # what writes and reads no checkpoint runs without it
+
     return xxhash.xxh3_128_hexdigest(memory)
 
 

@@ -57,10 +57,10 @@ class Source:
             yield staging[: stop - start].cpu()
 
     def copy_to(self, target: Tensor) -> None:
-        """Copy what is written to ``target``, which is 1-d; on CUDA, the copy may still be running."""
+        """Copy what is written to ``target``, which is 1-d; from an accelerator, the copy may still be running."""
         values = self.flat()
         blocks = overlap(self.share, self.held)
-        if values.is_cuda:
+        if not values.is_cpu:
             on_device = torch.empty_like(target, device=values.device)
             copy_blocks(on_device, values, blocks)
             target.copy_(on_device, non_blocking=True)

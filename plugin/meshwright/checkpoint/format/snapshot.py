@@ -44,15 +44,17 @@ class Snapshot:
         self._pending: deque[tuple[Source, Tensor]] = deque()
         self._error: Exception | None = None
         targets = _targets(part, memory)
+        devices: set[torch.device] = set()
         for key, source in part.sources.items():
             values = source.flat()
+            devices |= set() if values.is_cpu else {values.device}
             shared = _shared(values) if values.is_cpu else None
             if shared is None:
                 source.copy_to(targets[key])
             else:
                 self._pending.append((replace(source, values=partial(_same, shared)), targets[key]))
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the copies are asynchronous
+        for device in devices:
+            torch.accelerator.synchronize(device)  # the copies are asynchronous
         sources = {key: _copied(source, targets[key]) for key, source in part.sources.items()}
         self._part = replace(part, sources=sources)
 

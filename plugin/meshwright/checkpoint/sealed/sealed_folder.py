@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
-import xxhash
 
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.digested_json import digest_in
@@ -220,6 +219,8 @@ def _share(sizes: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
 
 
 def _digest_of(path: Path, start: int, stop: int) -> str:
+    import xxhash  # what writes and reads no checkpoint runs without it
+
     hasher = xxhash.xxh3_128()
     with reading(path) as descriptor:
         while start < stop:

@@ -7,8 +7,10 @@ import functools
 import inspect
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -106,6 +108,7 @@ def _run(
         stack.enter_context(fake_values(model))
         stack.enter_context(_without_hooks(model))
         stack.enter_context(_unchecked_distributions())
+        stack.enter_context(_plain_flex())
         stack.enter_context(temporarily(torch.utils, swap_tensors=_swap))
         if watch is not None:
             stack.enter_context(watch)
@@ -195,6 +198,31 @@ def _swap(x: Tensor, other: Tensor, swap: Callable[[Tensor, Tensor], None] = tor
     """Let a forward cast a module to the dtype that it has, which torch does by a swap of fake tensors."""
     if x.dtype != other.dtype:
         swap(x, other)
+
+
+def _plain_flex() -> contextlib.AbstractContextManager[object]:
+    """Let transformers run another attention in place of FlexAttention, whose operator no dispatch mode can follow."""
+    module = sys.modules.get("transformers.integrations.flex_attention")
+    name = "compile_friendly_flex_attention"
+    return temporarily(module, **{name: _attended}) if hasattr(module, name) else contextlib.nullcontext()
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    return_aux: object = None,
+    **_: object,
+) -> Any:
+    """Return attention without a mask, in the forms of FlexAttention."""
+    output = F.scaled_dot_product_attention(query, key, value, enable_gqa=enable_gqa)
+    sums = output[..., 0].float()
+    if return_aux is not None:
+        return output, SimpleNamespace(lse=sums)
+    return (output, sums) if return_lse else output
 
 
 def _packed(module: nn.Module, shape: torch.Size, x: Tensor) -> Tensor:

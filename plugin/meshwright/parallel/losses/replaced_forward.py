@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import nn
 
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, UnreadableTensorError
 from meshwright.parallel.batch.mean_over_ranks import GlobalMean
 from meshwright.parallel.method_chain import BatchStep, StepOrder, add_step
 from meshwright.parallel.output_loss import loss_of
@@ -54,8 +54,8 @@ class CallsLossFunction(BatchStep):
         try:
             output = self.method(**batch)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            tells_why = type(error).__module__ == PlanError.__module__ or isinstance(error, torch.OutOfMemoryError)
-            if self.mean.is_pending or tells_why:
+            is_ours = type(error).__module__ == PlanError.__module__ and not isinstance(error, UnreadableTensorError)
+            if self.mean.is_pending or is_ours or isinstance(error, torch.OutOfMemoryError):
                 raise
             what = f"failed before it called the model's loss function ({type(error).__name__}: {error})"
             raise self._refusal(what) from error
