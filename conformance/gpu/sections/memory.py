@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from conformance.gpu.ranks import RankPools, rank_pools
 from conformance.gpu.section import Check, Place, Section, attempt
 from meshwright.choose.given_plan import resolve_plan
 from meshwright.plan.config import ParallelPlan
+from meshwright.planner.job.adapters import Lora
 from meshwright.planner.job.candidate import Candidate
 from meshwright.planner.job.shapes import describe
 from meshwright.planner.memory.footprint import footprint
@@ -27,16 +29,18 @@ _HALF, _SINGLE = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, the dtype of the weights, and each rank's batch."""
+    """A plan, the dtype of the weights, each rank's batch, and the rank of the adapters that alone are trained."""
 
     plan: str
     dtype: torch.dtype
     rows: int
     length: int
+    lora: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.plan}, {str(self.dtype).removeprefix('torch.')}, {self.rows} x {self.length}"
+        adapters = "" if self.lora is None else ", LoRA"
+        return f"{self.plan}, {str(self.dtype).removeprefix('torch.')}, {self.rows} x {self.length}{adapters}"
 
     def smaller(self) -> Case:
         return replace(self, length=self.length // 8)
@@ -56,6 +60,7 @@ CASES = (
     Case("tp2", _SINGLE, 2, 2048),
     Case("tp2+sp recompute=full", _HALF, 2, 2048),
     Case("dp2 tp2+sp zero1", _HALF, 2, 2048),
+    Case("tp1", _HALF, 2, 2048, lora=16),
 )
 _LARGE = {
     "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16,
@@ -78,6 +83,10 @@ class MemoryUse(Section):
         with rank_pools() as pools:
             for given in CASES:
                 case, sizes = (given, _LARGE) if place.is_cuda else (given.smaller(), _SMALL)
+                if case.lora is not None and find_spec("peft") is None:
+                    what = f"{case.name}: was not measured"
+                    yield Check(what=what, figure=float("nan"), note="peft is not installed")
+                    continue
                 yield from attempt(case.name, _compared, case, sizes, place, pools)
 
 
@@ -93,6 +102,7 @@ def _compared(case: Case, sizes: dict[str, int], place: Place, pools: RankPools)
         seq_len=case.length,
         element_bytes=case.dtype.itemsize,
         cpu=not place.is_cuda,
+        lora=None if case.lora is None else Lora(rank=case.lora),
     ).peak
     return Check(
         what=f"{case.name}: peak, off the estimate",
@@ -124,6 +134,11 @@ def _new(case: Case, sizes: dict[str, int], device: str, plants: bool) -> Any:
 
         for layer in model.model.layers:
             layer.register_forward_hook(keep)
+    if case.lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        with torch.device(device):
+            return get_peft_model(model, LoraConfig(r=case.lora, target_modules="all-linear"))
     return model
 
 
@@ -140,7 +155,8 @@ def allocated(case: Case, sizes: dict[str, int], plants: bool) -> int:
     before = torch.cuda.memory_allocated()
     model = _new(case, sizes, "cuda", plants)
     config = mw.ToDistributedConfig(plan=resolve_plan(case.plan), check_replicas_every=0)
-    model, optimizer, _ = mw.to_distributed(model, torch.optim.AdamW(model.parameters()), config=config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer, _ = mw.to_distributed(model, torch.optim.AdamW(trained), config=config)
     ids = torch.zeros(case.rows, case.length, dtype=torch.int64, device="cuda")
     peak = 0
     for _ in range(3):
