@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import meshwright as mw
 from meshwright.errors import PlanError
+from meshwright.faults.memory_digest import has_values
 from support.exact import Float64
 from support.models import build, labels_for, tokens
 
@@ -78,20 +79,28 @@ def test_ligers_fused_loss_is_refused_on_all_ranks(place: str, plan: dict[str, A
         assert cure in message, message
 
 
-def step_as_liger_patches_classes() -> None:
-    """As ``apply_liger_kernel_to_llama()`` does it: a forward that calls the loss function in evaluation alone."""
+def with_kernels(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **options: Any) -> Any:
+    if not has_values(input_ids):
+        raise RuntimeError("a kernel cannot read the pointers of tensors without values")
+    return fused(self, input_ids, labels, **options)
 
-    def forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **options: Any) -> Any:
-        return fused(self, input_ids, labels) if self.training else self.loss_function(labels=labels, **options)
 
+def in_training(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **options: Any) -> Any:
+    return fused(self, input_ids, labels) if self.training else self.loss_function(labels=labels, **options)
+
+
+def step_as_liger_patches_classes(forward: Any) -> None:
+    """As ``apply_liger_kernel_to_llama()`` does it."""
     forward.__module__ = "liger_kernel.transformers.model.llama"
     kind: Any = LlamaForCausalLM
     with mock.patch.object(kind, "forward", forward):
         mw.to_distributed(build("llama").double().train(), plan="dp2")[0](**BATCH)
 
 
-def test_a_patched_class_that_leaves_out_the_loss_function_in_training_is_refused(pool2: Any) -> None:
-    for kind, said in pool2.run_expecting_error(step_as_liger_patches_classes):
+@pytest.mark.parametrize("forward", [with_kernels, in_training])
+def test_a_patched_class_whose_loss_a_pass_does_not_show_is_refused(forward: Any, pool2: Any) -> None:
+    """Before, the mean of the ranks' means was taken for the mean of the batch where no option described the loss."""
+    for kind, said in pool2.run_expecting_error(step_as_liger_patches_classes, forward):
         assert kind == "PlanError" and "apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)" in said, said
 
 

@@ -25,7 +25,7 @@ from meshwright.parallel.losses.added_losses import AddedToLoss, check_nothing_a
 from meshwright.parallel.losses.batch_loss import Batch, BatchLoss
 from meshwright.parallel.losses.causal_lm import CausalLMLoss, next_words
 from meshwright.parallel.losses.observed import observe_loss
-from meshwright.parallel.losses.replaced_forward import stock_owner
+from meshwright.parallel.losses.replaced_forward import replacement_of, stock_owner
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.output_loss import loss_of, with_loss
 from meshwright.plan.config import AveragesOver
@@ -66,7 +66,7 @@ def find_loss(model: nn.Module, averages_over: AveragesOver | None = None) -> Lo
     """
     kind = _of_function(model) or _of_class(model)
     if averages_over is None:
-        return kind or _of_pass(model) or _of_part(model)
+        return kind or _of_pass(model) or _of_part(model) or _of_replaced(model)
     if kind is not None:
         raise PlanError(
             f"ToDistributedConfig.loss_averages_over={averages_over!r}: the loss that {type(model).__name__} returns "
@@ -91,6 +91,15 @@ def _of_function(model: nn.Module) -> LossKind | None:
         observed = observe_loss(model)
         return replace(kind, is_aligned=observed is not None and not (observed.is_shifted or observed.is_masked))
     return kind
+
+
+def _of_replaced(model: nn.Module) -> LossKind | None:
+    """Return the loss kind of a class whose forward was replaced by one that does not name the loss function, or None.
+
+    What such a forward computes is not known, so that a training pass in which it leaves out the function is refused.
+    """
+    name = getattr(getattr(model, "loss_function", None), "__name__", None)
+    return None if replacement_of(model) is None else _FUNCTIONS.get(name or "")
 
 
 def _of_class(model: nn.Module) -> LossKind | None:

@@ -26,7 +26,7 @@ def check_replaced_forward(model: nn.Module, mean: GlobalMean) -> None:
         model: the model, whose loss function computes ``mean``.
         mean: the mean over the global batch.
     """
-    replacement = _replacement_of(model)
+    replacement = replacement_of(model)
     if replacement is not None:
         add_step(model, CallsLossFunction(model, mean, replacement))
 
@@ -76,7 +76,7 @@ class CallsLossFunction(BatchStep):
         )
 
 
-def _replacement_of(model: nn.Module) -> str | None:
+def replacement_of(model: nn.Module) -> str | None:
     """Return the name of a model's forward if it is not one that the package of a class of the model gave the class."""
     method = inspect.unwrap(model.forward)
     function = inspect.unwrap(getattr(method, "__func__", method))
