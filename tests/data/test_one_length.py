@@ -273,6 +273,16 @@ def test_random_masks_are_those_of_one_device(workers: int, kind: Any) -> None:
     assert alone.shape != ranks[1][0].shape or not torch.equal(alone, ranks[1][0])
 
 
+@pytest.mark.parametrize("kind", [list, Iterated])
+def test_a_later_batch_that_cannot_be_cut_is_an_error(kind: Any) -> None:
+    collate = lambda rows: torch.rand(len(rows) if len(rows) == 4 else 7, 2)  # noqa: E731
+    for rank in (0, 1):
+        reader = make_reader(DataLoader(kind(range(6)), 4, collate_fn=collate), Axis("dp", size=2, rank=rank),
+                             even_share, Peers(), LoaderOptions())  # fmt: skip
+        with pytest.raises(ValueError, match=r"batch of 2 rows \(Tensor\) cannot be cut.*draws='rank'"):
+            list(reader.read(reader.draw()))
+
+
 @pytest.mark.parametrize(
     ("generator", "draw"),
     [

@@ -40,3 +40,20 @@ def own_rows(batch: object, share: Share, rows: int, format: BatchFormat | None)
     except ValueError:
         return None
     return like(batch, own) if isinstance(batch, Mapping) else own["batch"]
+
+
+def cut_rows(batch: object, share: Share, rows: int, format: BatchFormat | None) -> Any:
+    """Return a share of a batch, as ``own_rows``, where earlier batches could be cut.
+
+    Raises:
+        ValueError: the batch cannot be cut into its rows.
+    """
+    own = own_rows(batch, share, rows, format)
+    if own is None:
+        raise ValueError(
+            f"what the collate function returned for a batch of {rows} rows ({type(batch).__name__}) cannot be cut "
+            "into rows, unlike the batches before. The ranks collate whole batches, since the function draws random "
+            "numbers. Return tensors whose first dim is the batch's rows for every batch, or set "
+            "LoaderOptions(draws='rank'), so that each rank collates its own rows, with draws of its own"
+        )
+    return own

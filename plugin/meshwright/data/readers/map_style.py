@@ -16,7 +16,7 @@ from meshwright.data.epoch_order import InOrder, Order
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Share, Sharing
 from meshwright.data.one_length import KeepingSamples, portion_of
-from meshwright.data.own_rows import NOT_CUT, READS_WHOLE, own_rows
+from meshwright.data.own_rows import NOT_CUT, READS_WHOLE, cut_rows, own_rows
 from meshwright.data.peers import Peers
 from meshwright.data.random_states import Watched, WorkerStart
 from meshwright.data.read_errors import first_failing, name_of, reading
@@ -149,7 +149,8 @@ class MapReader(Reader):
                     with reading(partial(self._where, start, share)):
                         batch, _ = next(batches_read)
             if self._reads_whole:
-                batch = own_rows(batch, share, rows, self._format)
+                with reading(partial(self._where, start, share)):
+                    batch = cut_rows(batch, share, rows, self._format)
             position.samples = start + rows
             yield portion_of(share, batch, rows)
         assert next(batches_read, None) is None  # on one device, too, the sampler is asked for a batch after the last

@@ -14,7 +14,7 @@ from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.global_batches import Portion, Share, Sharing
 from meshwright.data.nested import digest, take_rows, why_no_batch
 from meshwright.data.one_length import KeepingSamples, portion_of
-from meshwright.data.own_rows import NOT_CUT, READS_WHOLE, own_rows
+from meshwright.data.own_rows import NOT_CUT, READS_WHOLE, cut_rows, own_rows
 from meshwright.data.peers import Peers, check_same_rows
 from meshwright.data.random_states import RandomStates, WorkerStart
 from meshwright.data.read_errors import name_of, reading
@@ -284,7 +284,7 @@ class _CollateShare:
         if self._reads_whole is None:
             warning = self._decide(samples, share)
         if self._reads_whole:
-            batch: Any = own_rows(self._whole(samples), share, rows, self._format)
+            batch: Any = cut_rows(self._whole(samples), share, rows, self._format)
         else:
             batch = self._own(samples[share.low : share.high])
         return digest(samples) if self._has_digest else 0, portion_of(share, batch, rows), warning
