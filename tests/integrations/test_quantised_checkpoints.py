@@ -29,7 +29,7 @@ import bitsandbytes
 
 from support.quantised import WIDE, quantised  # it needs bitsandbytes
 
-KINDS = ["nf4", "nf4, double", "nf4 in bfloat16", "8 bits", "not quantised"]
+KINDS = ["nf4", "fp4", "nf4, double", "nf4 in bfloat16", "8 bits", "not quantised"]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +138,7 @@ CASES = [
     ("8 bits", "pp2", "distributed_config"),
     ("nf4", "dp2 zero3", "deferred, adapters"),
     ("nf4 in bfloat16", "tp2", "distributed_config"),
+    ("fp4", "tp2+sp", "distributed_config"),
     ("8 bits", "tp2", "deferred, adapters"),
     ("not quantised", "tp2+sp", "deferred, adapters"),
 ]
