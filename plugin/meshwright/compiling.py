@@ -14,7 +14,6 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_VARIANTS = 8  # of one code, torch's default; dynamo runs further ones eagerly
 _sharing: dict[CodeType, set[object]] = {}  # the functions that have a code in common
 
 
@@ -50,7 +49,16 @@ def allow_variants(modules: Iterable[nn.Module]) -> None:
     if most > 1:
         from torch._dynamo import config
 
-        config.recompile_limit = max(config.recompile_limit, _VARIANTS * most)
+        config.recompile_limit = max(config.recompile_limit, _stated_limit() * most)
+
+
+@functools.cache
+def _stated_limit() -> int:
+    """Return how many variants of one code dynamo compiles before this module has raised the number."""
+    from torch._dynamo import config
+
+    limit: int = config.recompile_limit
+    return limit
 
 
 def active_backend() -> Any:

@@ -273,6 +273,23 @@ def test_random_masks_are_those_of_one_device(workers: int, kind: Any) -> None:
     assert alone.shape != ranks[1][0].shape or not torch.equal(alone, ranks[1][0])
 
 
+class Taking:
+    """Counts its calls, and takes what it collates out of the samples."""
+
+    calls = 0
+
+    def __call__(self, samples: list[Any]) -> Tensor:
+        self.calls += 1
+        return torch.tensor([sample.pop("x") + 100 * self.calls for sample in samples])
+
+
+def test_a_collate_function_is_called_once_for_each_batch() -> None:
+    rows = Iterated([{"x": i} for i in range(6)])
+    reader = make_reader(DataLoader(rows, 4, collate_fn=Taking()), Axis("dp", size=2, rank=1), even_share, Peers(),
+                         LoaderOptions())  # fmt: skip
+    assert [portion.batch.tolist() for portion in reader.read(reader.draw())] == [[102, 103], [205]]
+
+
 @pytest.mark.parametrize("kind", [list, Iterated])
 def test_a_later_batch_that_cannot_be_cut_is_an_error(kind: Any) -> None:
     collate = lambda rows: torch.rand(len(rows) if len(rows) == 4 else 7, 2)  # noqa: E731

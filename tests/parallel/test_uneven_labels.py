@@ -206,3 +206,25 @@ def warnings_of_pairs(program: str) -> list[str]:
 def test_a_contrastive_loss_of_a_ranks_rows_is_told_of(program: str, expected: int, pool2: Any) -> None:
     first, second = pool2.run(warnings_of_pairs, program)
     assert len(first) == expected and not second
+
+
+def backward_with_hooks(reduction: str) -> float:
+    """Train with hooks on saved tensors that unpack each once, as those that offload activations do."""
+    kept: dict[int, Any] = {}
+    model: Any = mw.to_distributed(build("llama"), plan="dp2")[0]
+    logits, labels = model(input_ids=tokens(4, LENGTH)).logits[:, 0], torch.arange(4)
+
+    def pack(x: Any) -> int:
+        kept[len(kept)] = x
+        return len(kept) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, kept.pop):
+        loss = F.cross_entropy(logits, labels, reduction=reduction)
+    loss.backward()
+    assert not kept
+    return loss.item()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_tensors_that_can_be_unpacked_once_are_left_to_backward(reduction: str, pool2: Any) -> None:
+    assert all(loss > 0 for loss in pool2.run(backward_with_hooks, reduction))

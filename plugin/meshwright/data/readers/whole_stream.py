@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -291,8 +292,13 @@ class _CollateShare:
 
     def _decide(self, samples: list[Any], share: Share) -> tuple[Any, ...]:
         """Find out from a batch whether batches are read whole, and return what is to be told of that."""
-        before = RandomStates(self._whole)
-        batch = self._whole(samples)
+        # A copy is tried, for a collate function that counts its calls, or takes entries out of its samples.
+        try:
+            collate, tried = copy.deepcopy((self._whole, samples))
+        except Exception:  # what cannot be copied, such as a lock
+            collate, tried = self._whole, samples
+        before = RandomStates(collate)
+        batch = collate(tried)
         is_drawn = not before.are_unchanged
         before.restore()
         self._reads_whole = is_drawn and own_rows(batch, share, len(samples), self._format) is not None

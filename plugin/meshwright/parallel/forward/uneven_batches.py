@@ -80,7 +80,9 @@ class UnevenBatches:
             seen.add(node)
             if node.name().startswith("NllLoss"):
                 with contextlib.suppress(RuntimeError):  # a graph that was freed, of which torch itself tells
-                    self._see_cross_entropy(node)
+                    # The program's hooks on saved tensors, such as those that offload, may unpack a tensor only once.
+                    if node._raw_saved_target.unpack_hook is None:
+                        self._see_cross_entropy(node)
             nodes += [following for following, _ in node.next_functions]
 
     def _see_cross_entropy(self, node: Any) -> None:
