@@ -66,8 +66,8 @@ def check_reads(optimizer: Optimizer, *, reads: Declared, plan: ParallelPlan) ->
         return
     if any(_needs_closure(each) for each in members(optimizer)):
         raise OptimizerMismatchError(
-            f"{_name(optimizer)} has a step that needs a closure, as where a step computes the loss again and "
-            f"reads all parameters at once. A rank has parts of them. Use a plan with {whole}, or one of "
+            f"{_name(optimizer)} has a step that needs a closure. Such a step may compute the loss again and read "
+            f"all parameters at once, of which a rank has parts. Use a plan with {whole}, or one of "
             f"{', '.join(known.__name__ for known in ELEMENTWISE)}"
         )
     if reads is not None:

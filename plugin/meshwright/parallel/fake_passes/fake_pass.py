@@ -46,7 +46,7 @@ def run_without_values(
     """Run a decoder on token ids and labels without values, and return its output.
 
     The pass runs on meta tensors; if that fails, or autocast is on, which leaves meta tensors as they are, on torch's
-    fake tensors, which take five times as long.
+    fake tensors, which take two to four times as long.
 
     Args:
         model: the decoder, with or without memory. It is not changed.

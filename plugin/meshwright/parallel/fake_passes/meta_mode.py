@@ -43,7 +43,7 @@ class ReadAsZero(TorchDispatchMode):
 
 
 class MetaMode(ReadAsZero):
-    """Runs every operation on meta tensors, in a quarter of the time of torch's FakeTensorMode.
+    """Runs every operation on meta tensors, in a quarter to a half of the time of torch's FakeTensorMode.
 
     A tensor with values takes part as one without, so nothing is written into it. Unlike fake tensors, the results say
     that they are on the meta device, autocast does not cast them, and some operations have no kernel for them.
