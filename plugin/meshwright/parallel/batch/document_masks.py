@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.parallel.batch.schema import CACHES
 from meshwright.parallel.method_chain import arguments
 
 
@@ -31,7 +32,7 @@ class _WithoutCache:
         self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         given = arguments(self._signature, args, kwargs)
-        if any(given.get(name) is not None for name in ("use_cache", "past_key_values", "cache")):
+        if any(given.get(name) is not None for name in ("use_cache", *CACHES)):
             return None
         trains = model.training and torch.is_grad_enabled()
         if trains or given.get("labels") is not None or _begins_anew(given):

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshwright.errors import PlanError
 from meshwright.faults.memory_digest import has_values
 from meshwright.parallel.autograd_graph import in_backward
-from meshwright.parallel.batch.schema import BORDERS, TOKENS
+from meshwright.parallel.batch.schema import BORDERS, CACHES, TOKENS
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step, arguments
 from meshwright.parallel.replay import Replay
 from meshwright.roles.blocks import has_attention, keeps_states
@@ -31,7 +31,7 @@ from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
-_CACHES = ("use_cache", "past_key_values", "cache", "cache_params")  # "cache" since transformers 5.24
+_CACHES = ("use_cache", *CACHES, "cache_params")
 _CURE = "Give each document a row of its own: leave out Packing, and pad the rows with an attention_mask"
 
 

@@ -22,6 +22,8 @@ Batch = Mapping[str, object]  # the arguments by name
 DECODED = "decoder_input_ids"  # the tokens of an encoder-decoder's decoder; the others are its encoder's
 TOKENS = ("input_ids", "inputs_embeds")
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "special_tokens_mask")
+# Arguments with the keys and values of earlier tokens; transformers 5.24 has the second name for the first.
+CACHES = ("past_key_values", "cache")
 # Arguments by which a program tells kernels where documents begin, in the row as it was.
 BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _LEFT_OUT = object()  # in place of an argument of rows without images

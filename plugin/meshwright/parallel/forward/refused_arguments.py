@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Mesh
+from meshwright.parallel.batch.schema import CACHES
 from meshwright.parallel.experts.load_balancing import LoadBalancing
 from meshwright.parallel.method_chain import ChainStep, find_step
 
@@ -75,7 +76,7 @@ REFUSALS = (
     ),
     Refusal(
         axis="cp",
-        arguments=("past_key_values", "cache", "use_cache", GENERATE),
+        arguments=(*CACHES, "use_cache", GENERATE),
         reason="each rank has the keys and values of its own tokens",
         cure=_ELSEWHERE,
         is_given=_is_passed,
@@ -103,7 +104,7 @@ REFUSALS = (
     ),
     Refusal(
         axis="pp",
-        arguments=("past_key_values", "cache", "use_cache", GENERATE),
+        arguments=(*CACHES, "use_cache", GENERATE),
         reason="each rank has only the keys and values of its stage",
         cure=_ELSEWHERE,
         is_given=_is_passed,
