@@ -156,6 +156,7 @@ def race(contest: Contest, ways: tuple[str, ...], kind: str, sleep: float = 0.0)
         if way == "liger" and find_spec("liger_kernel") is None:
             missing[way] = "Liger is not installed"
             continue
+        began = time.perf_counter()
         try:
             with _names_of_transformers():
                 torch.compiler.reset()  # what another way has compiled, and how often it was compiled anew
@@ -165,6 +166,8 @@ def race(contest: Contest, ways: tuple[str, ...], kind: str, sleep: float = 0.0)
                 raise
             traceback.print_exc()
             missing[way] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+        took = f"{time.perf_counter() - began:.0f} s with its set-up"
+        print(f"{contest.name}: {way}: {turns.get(way, 'failed')}, {took}", flush=True)
     return Race(turns, missing)
 
 

@@ -61,7 +61,7 @@ class Runner:
         device: "cpu" or "cuda".
         minutes: the time for all sections together.
         plants: whether each section plants a fault.
-        log: the file to which the sections' output is appended.
+        log: the file to which the sections write as they run.
     """
 
     device: str
@@ -80,16 +80,19 @@ class Runner:
 
     def _outcome(self, name: str, seconds: float) -> Outcome:
         began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix=f"gpu-{name}-") as folder:
-            result, output = Path(folder, "result.jsonl"), Path(folder, "output.txt")
+        with tempfile.TemporaryDirectory(prefix=f"gpu-{name}-") as folder, self.log.open("a+b") as log:
+            result = Path(folder, "result.jsonl")
             Path(folder, "work").mkdir()
             place = {"device": self.device, "seconds": seconds, "folder": f"{folder}/work", "plants": self.plants}
             command = [sys.executable, "-m", "conformance.gpu.section_process", name, json.dumps(place), str(result)]
-            with output.open("w") as file:
-                code = run_command(command, file.fileno(), seconds + GRACE, self.device)
-            said = output.read_text(errors="replace")
-            with self.log.open("a") as file:
-                file.write(f"==== {name}: exit code {code}\n{said}\n")
+            log.write(f"==== {name}\n".encode())
+            log.flush()
+            start = log.tell()
+            # At once, so that a run that is cut off leaves what it has.
+            code = run_command(command, log.fileno(), seconds + GRACE, self.device)
+            log.seek(start)
+            said = log.read().decode(errors="replace")
+            log.write(f"==== {name}: exit code {code}\n\n".encode())
             found = read_result(result)
         return found.outcome(name, code, time.monotonic() - began, said)
 

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch.mean_over_ranks import GlobalMean
+from meshwright.parallel.tensor_checks import require_words
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.short_programs import Plan, gradients_of, train
@@ -94,7 +97,7 @@ def test_counts_of_a_window(plan: dict[str, Any], passed: str, meaning: str, rag
         # in its window happens to be the count of the first global batch.
         ("own window", "auto", False, "passed 44 and has 22 valid labels; the global batch has 44"),
         ("own window", "auto", True, "passed 41 and has 22 valid labels; rank 1 of dp passed 40 and has 19 valid"),
-        ("global", "auto", True, r"Set ToDistributedConfig\(num_items_in_batch='global'\)"),
+        ("global", "auto", True, r"set ToDistributedConfig\(num_items_in_batch='global'\)"),
         ("own window", "global", True, r"passed different numbers \(41, 40\)"),
     ],
 )
@@ -102,6 +105,26 @@ def test_a_number_of_items_is_not_guessed(passed: str, meaning: str, ragged: boo
     """Rows 8 and 9: what the number counts is said by an option, never by its value."""
     for message in pool2.run(accumulate, DP, passed, meaning, ragged=ragged):
         assert isinstance(message, str) and re.search(said, message), message
+
+
+def test_messages_of_a_device_are_short_and_hold_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's assertions on CUDA take no longer message, and raise for one whether they hold or not."""
+    said: list[str] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda holds, message: said.append(message))
+    numbers = torch.zeros(4, device="meta")
+    require_words(numbers.long(), 10**6, "token id", ignored=-100)
+    mean = GlobalMean(Axis("dp"), "auto", parts=2)
+    mean._items(numbers, numbers)
+    mean.num_items = "global"
+    mean._items(numbers, numbers)
+    mean.has_miscounted = numbers[0] > 0
+    mean.check_counts()
+    cures = (
+        "resize_token_embeddings(len(tokenizer)) before to_distributed", "whole rows on each of them", "leave it out",
+        "whole rows on each of them", "if each rank passes its own count", "global_mean(model, loss, count)",
+    )  # fmt: skip
+    for message, cure in zip(said, cures, strict=True):
+        assert len(message) < 255 and cure in message
 
 
 def test_each_ranks_own_count_needs_no_option(pool2: Any) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import traceback
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,11 +28,13 @@ _PROGRAMS = (
 )  # fmt: skip
 _TRACED_ON_CPU = _PROGRAMS[1:4]
 _FAULT = "reads a number"
+_OTHERS = (os.path.dirname(torch.__file__), warnings.__file__)  # whose lines are not where a wait can be mended
+_WAIT = "called a synchronizing CUDA operation"  # torch's words for a wait
 _WARM = 3  # steps that may wait: the optimizer's state, the first batch of its kind, what the ranks compare
 
 
 class Waits(Section):
-    """Traces programs on fake CUDA tensors, and runs them while waits of the host are errors."""
+    """Traces programs on fake CUDA tensors, and runs them while torch tells of each wait of the host."""
 
     name = "waits"
     question = "Does a real step make the host wait for the GPU anywhere, and does the trace say the same?"
@@ -72,7 +77,7 @@ def _traced(names: Sequence[str], claims: dict[str, int]) -> Iterator[Check]:
 
 
 def real_step(name: str, device: str, plants: bool) -> str:
-    """Run a program of the trace on this rank; return where its last step waits for the device, or nothing.
+    """Run a program of the trace on this rank; return where its last step waits for the device, if anywhere.
 
     Its collectives may wait where ranks share a GPU, since they go through the host then.
     """
@@ -90,35 +95,54 @@ def real_step(name: str, device: str, plants: bool) -> str:
         FAULTS[_FAULT][0](model)
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device=device)
     autocast = of_program.get("autocast")
-    for step in range(_WARM + 1):
-        is_watched = step == _WARM
-        if is_watched and plants and device == "cpu":
-            model.register_forward_pre_hook(_as_a_wait)
+
+    def step() -> None:
+        with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        mw.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(_WARM):
+        step()
+    if plants and device == "cpu":
+        model.register_forward_pre_hook(_as_a_wait)
+    with watched_waits(device) as places:
+        step()
+    return "; ".join(f"{place} ({count} times)" for place, count in places.items())
+
+
+@contextlib.contextmanager
+def watched_waits(device: str) -> Iterator[Counter[str]]:
+    """Yield where the host waits for the device, as it is found.
+
+    torch warns of each wait: an error on one rank would leave the others in a collective. Backward runs on this thread,
+    whose stack then shows the line.
+    """
+    places: Counter[str] = Counter()
+
+    def note(message: Warning | str, *args: object, **kwargs: object) -> None:
+        if _WAIT in str(message):
+            places[_place()] += 1
+
+    with warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
         try:
-            if is_watched and device == "cuda":
-                torch.cuda.set_sync_debug_mode("error")
-            with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-                loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            mw.clip_grad_norm_(model, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        except RuntimeError as error:
-            if not is_watched or "synchroniz" not in str(error):
-                raise
-            return _place_of(error)
+            yield places
         finally:
-            if is_watched and device == "cuda":
+            if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-    return ""
 
 
 def _as_a_wait(*_: object) -> None:
-    """Raise what torch raises on a GPU where the host waits for it."""
-    raise RuntimeError("called a synchronizing CUDA operation")
+    """Warn as torch does on a GPU where the host waits for it."""
+    warnings.warn(_WAIT, stacklevel=1)
 
 
-def _place_of(error: RuntimeError) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-    place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "the backward pass"
-    return f"{str(error).splitlines()[0][:120]} at {place}"
+def _place() -> str:
+    found = [frame for frame in traceback.extract_stack()[:-2] if not frame.filename.startswith(_OTHERS)]
+    return f"{os.path.basename(found[-1].filename)}:{found[-1].lineno}"

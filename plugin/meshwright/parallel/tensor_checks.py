@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from meshwright.errors import OutOfVocabularyError
+
+_LONGEST = 254  # characters of an assertion's message on CUDA; torch raises for a longer one, whether it holds or not
 
 
 def require(holds: Tensor, error: Callable[[], Exception]) -> None:
@@ -16,7 +19,8 @@ def require(holds: Tensor, error: Callable[[], Exception]) -> None:
     Args:
         holds: a boolean tensor, equal on all ranks that hold the checked tensors.
         error: a function that returns the error. On a device it is called before the outcome is known, and the error's
-            text is the assertion's message.
+            text, as far as a kernel can print it, is the assertion's message: it must say there in 254 characters what
+            to change.
     """
     if type(holds) is not Tensor:  # a fake tensor of a traced step
         return
@@ -24,7 +28,7 @@ def require(holds: Tensor, error: Callable[[], Exception]) -> None:
         if not bool(holds):
             raise error()
     else:
-        torch._assert_async(holds, str(error()))
+        torch._assert_async(holds, textwrap.shorten(str(error()), _LONGEST, placeholder="..."))
 
 
 def is_known_one(scalar: Tensor) -> bool:
@@ -74,8 +78,7 @@ def require_words(words: Tensor, vocab_size: int, what: str, *, ignored: int | N
         legal = f"0 to {vocab_size - 1}" + ("" if ignored is None else f", or {ignored} for none")
         return OutOfVocabularyError(
             f"{found} outside of the model's vocabulary of {vocab_size} words ({legal}), so no rank has a row for it. "
-            "Use the tokenizer of this model, or give the model as many words as the tokenizer has: call "
-            "model.resize_token_embeddings(len(tokenizer)) before to_distributed"
+            "Use the model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)) before to_distributed"
         )
 
     require(~outside.any(), error)

@@ -21,9 +21,9 @@ from meshwright.plan.config import NumItems
 IGNORE_INDEX = -100  # the label that transformers' losses skip
 TARGETS = ("labels", "shift_labels", "start_positions", "end_positions")
 _OTHER_COUNT = (
-    "the loss of the micro-batches averages over another number of labels than the batch's labels show, as if the "
-    "model's forward chose or shifted them itself. Use a plan without micro-batches and with ParallelPlan(pp=1), or "
-    "compute the loss from the model's outputs: loss = meshwright.global_mean(model, loss, count)"
+    "the micro-batches' loss averages over another number of labels than the batch shows. Use a plan without "
+    "micro-batches and with ParallelPlan(pp=1), or compute the loss from the model's outputs: "
+    "loss = meshwright.global_mean(model, loss, count)"
 )
 BLANK = -(2.0**40)  # the floating-point label that losses skip, in rows that only keep a rank in step with others
 
@@ -257,10 +257,9 @@ class GlobalMean:
             require(
                 (passed == passed[0]).all(),
                 lambda: ItemCountError(
-                    "ToDistributedConfig.num_items_in_batch='global', but the data-parallel ranks passed different "
-                    f"numbers{_listed(passed)}, so they cannot all be the count of the global batch. Sum the number "
-                    "over the ranks before it is passed, or, if each rank passes its own count, set "
-                    "num_items_in_batch='local'"
+                    "ToDistributedConfig.num_items_in_batch='global', but the ranks of dp passed different numbers"
+                    f"{_listed(passed)}. Sum the number over the ranks before it is passed, or set "
+                    "num_items_in_batch='local' if each rank passes its own count"
                 ),
             )
             return passed[0]
@@ -270,12 +269,11 @@ class GlobalMean:
             require(
                 (passed == counts).all(),
                 lambda: ItemCountError(
-                    f"num_items_in_batch is ambiguous{_described(passed, counts)}. It may count the global batch or "
-                    "each rank's own rows, of one batch or of an accumulation window, and dividing by the wrong count "
-                    "scales the loss and its gradient. Set ToDistributedConfig(num_items_in_batch='global') if every "
-                    "rank passes the count of all ranks, or num_items_in_batch='local' if each rank passes the count "
-                    "of its own rows. Or leave num_items_in_batch out: the loss is then the mean over the valid labels "
-                    "of the global batch"
+                    "num_items_in_batch is ambiguous: set ToDistributedConfig(num_items_in_batch='global') if every "
+                    "rank passes the count of all ranks, 'local' if each passes that of its own rows, or leave it out, "
+                    f"which averages over the batch's labels. Here {_described(passed, counts)}. The number may count "
+                    "the global batch or each rank's own rows, of one batch or of an accumulation window, and the "
+                    "wrong count scales the loss and its gradient"
                 ),
             )
         return passed.sum()
@@ -287,12 +285,12 @@ def _listed(passed: Tensor) -> str:
 
 def _described(passed: Tensor, counts: Tensor) -> str:
     if passed.device.type != "cpu":  # the host would have to wait for the numbers
-        return ": on some rank of dp it is not the number of valid labels of its own rows"
+        return "some rank of dp has another number of valid labels"
     own = "; ".join(
         f"rank {rank} of dp passed {number:g} and has {count:g} valid labels"
         for rank, (number, count) in enumerate(zip(passed.tolist(), counts.tolist(), strict=True))
     )
-    return f": {own}; the global batch has {counts.sum().item():g}"
+    return f"{own}; the global batch has {counts.sum().item():g}"
 
 
 def _is_sum(node: GraphNode | None, known: set[int | None]) -> bool:
