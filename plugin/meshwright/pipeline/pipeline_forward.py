@@ -14,6 +14,7 @@ from meshwright.errors import PlanError
 from meshwright.faults.interpose import own_collectives
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.mesh.axes import Axis
+from meshwright.mesh.host_wire import waiting_for_the_gpu
 from meshwright.mesh.process_group import wire_device
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import Batch, BatchSchema, leaves
@@ -356,7 +357,8 @@ class PipelineForward(BatchStep):
                 own[3] = mean.has_miscounted
             own[1].fill_(DTYPES.index(found[0].dtype))  # an assignment would copy the number from the host
             own[2].fill_(bool(mean.used_items))
-        own = own.to(wire_device(device))
+        with waiting_for_the_gpu():  # only if ranks share a GPU, since the wire is host memory then
+            own = own.to(wire_device(device))
         dist.broadcast(own, group=pp.group, group_src=last)
         mean.has_miscounted = own[3] != 0
         mean.check_counts()
@@ -374,7 +376,8 @@ class PipelineForward(BatchStep):
                 )
         if key not in self._loss_dtypes:
             self._loss_dtypes[key] = DTYPES[int(own[1])]
-        own = own.to(device, self._loss_dtypes[key])
+        with waiting_for_the_gpu():
+            own = own.to(device, self._loss_dtypes[key])
         return own[0], own[4] if balances else None
 
     def _sum_ties(self, sums: SummedGradients) -> None:

@@ -93,7 +93,7 @@ def _tensor(
     recomputed = count_recomputed(plan, shape.layers)
     again = (2 if traits.norms_outputs else 1) * recomputed
     forward.add("all-reduce", micro, plan.micro_batch * seq_len * shape.hidden * b)  # the embedding's output
-    chunk = head_chunk(rows, shape.hidden)
+    chunk = head_chunk(rows, shape.hidden, element_bytes=b, cpu=gloo)
     for first in range(0, rows, chunk):  # the loss: three numbers per token
         forward.add("all-gather", micro, 3 * min(chunk, rows - first) * 4 * plan.tp)
     backward.add("all-reduce", micro, whole)  # the gradient of the head's input

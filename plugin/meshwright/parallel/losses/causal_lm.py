@@ -16,7 +16,7 @@ from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
 from meshwright.parallel.losses.added_losses import check_nothing_added
 from meshwright.parallel.losses.batch_loss import Batch, BatchLoss
-from meshwright.parallel.losses.cross_entropy import VocabParallelCrossEntropy, Words, at_least_float32
+from meshwright.parallel.losses.cross_entropy import VocabParallelCrossEntropy, Words
 from meshwright.parallel.losses.deferred_logits import Deferred, deferred_of, without_stand_in
 from meshwright.parallel.sequence_parts import Parted, SequenceParts
 from meshwright.parallel.shards.stand_in import ShardedLogits
@@ -107,7 +107,9 @@ class CausalLMLoss(BatchLoss):
         if isinstance(logits, ShardedLogits):
             logits = logits.as_subclass(Tensor)
         columns = logits.shape[-1]
-        logits = at_least_float32(logits.reshape(-1, columns))
+        logits = logits.reshape(-1, columns)
+        # Half precision is too coarse for a softmax over a vocabulary.
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if columns >= self.vocab_size:  # not sharded; a traced step's fake tensors are never ShardedLogits
             return F.cross_entropy(
                 logits, targets_N, ignore_index=ignore_index, reduction="sum", label_smoothing=self._smoothing

@@ -108,7 +108,10 @@ class _Head:
         self.weight_WD = weight_WD.detach().to(what.dtype)
         self.bias_W = None if bias_W is None else bias_W.detach().to(what.dtype)
         num_tokens, summed = len(hidden_ND), _wide(what.dtype)
-        self.chunk = head_chunk(num_tokens, hidden_ND.shape[1])
+        self.chunk = head_chunk(
+            num_tokens, hidden_ND.shape[1], element_bytes=what.dtype.itemsize, cpu=not hidden_ND.is_cuda,
+            frozen=not needs[1],
+        )  # fmt: skip
         is_summed = self.chunk != num_tokens
         self.of_hidden = hidden_ND.new_empty(hidden_ND.shape, dtype=what.dtype) if needs[0] else None
         self.of_weight = self.weight_WD.new_zeros(weight_WD.shape, dtype=summed) if needs[1] and is_summed else None

@@ -1,8 +1,9 @@
 """Cross-entropy over logits that are sharded along the vocabulary.
 
 Each rank reduces over its own words of the vocabulary. One small all-gather (three numbers per token) combines the
-ranks' results. The logits are overwritten by their exponentials and then by their gradient, because with 32k words
-they are by far the largest tensor of a step. Nothing else may read them (see ShardedLogits).
+ranks' results. The logits are overwritten by their exponentials and then by their gradient, or on a GPU by their
+gradient at once, because with 32k words they are by far the largest tensor of a step. Nothing else may read them (see
+ShardedLogits).
 
 Shape suffixes: N tokens, W words of this rank.
 """
@@ -18,6 +19,7 @@ from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import UnreadableTensorError
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.collectives import all_gather
+from meshwright.parallel.losses import softmax_kernels
 
 # On CPU, work through the logits in pieces that stay in a core's cache from one pass to the next.
 _CACHE_BYTES = 1 << 19
@@ -60,37 +62,35 @@ class Softmax:
         column_N: the column of each token's target, or 0.
         target_N: the probability that the loss wants for this column, 0 on a rank without the target.
         even_N: the probability that the loss wants for each word in addition; None without label smoothing.
+        peak_N: what is subtracted from the logits before their exponentials, if these are still to be computed; None
+            if they have overwritten the logits.
     """
 
     scale_N: Tensor
     column_N: Tensor
     target_N: Tensor
     even_N: Tensor | None
+    peak_N: Tensor | None
 
 
 def exponentials_(logits_NW: Tensor, targets_N: Tensor, words: Words) -> tuple[Tensor, Softmax]:
-    """Overwrite logits by exponentials; return each token's loss (0 if it does not count) and the softmax."""
-    exp_NW = logits_NW
-    if words.count < exp_NW.shape[1]:
-        exp_NW[:, words.count :] = -torch.inf
+    """Return each token's loss (0 if it does not count) and the softmax, whose exponentials may overwrite the logits.
+
+    Args:
+        logits_NW: the logits, of 32 bits or more unless :func:`at_least_float32` leaves them as they are.
+        targets_N: the target words.
+        words: the words of this rank.
+    """
     is_valid_N = targets_N != words.ignored
     column_N = targets_N - words.first
     is_ours_N = (column_N >= 0) & (column_N < words.count) & is_valid_N
     column_N = column_N.where(is_ours_N, 0)
-
-    smoothing = words.smoothing
-    statistics_SN = exp_NW.new_empty(4 if smoothing else 3, exp_NW.shape[0])
+    smoothing, are_kept = words.smoothing, softmax_kernels.has_kernels(logits_NW)
+    if are_kept:
+        statistics_SN = softmax_kernels.statistics(logits_NW, column_N, words.count, sums=bool(smoothing))
+    else:
+        statistics_SN = _overwritten(logits_NW, column_N, words)
     maximum_N, total_N, target_N = statistics_SN[:3]
-    for rows in _row_blocks(exp_NW):
-        block = exp_NW[rows]
-        # A rank with padding columns only (in a tiny vocabulary) has no finite maximum.
-        peak = block.amax(1, keepdim=True).clamp_(min=torch.finfo(block.dtype).min)
-        target_N[rows] = block.gather(1, column_N[rows, None])[:, 0]
-        if smoothing:
-            statistics_SN[3, rows] = block[:, : words.count].sum(1)
-        block.sub_(peak).exp_()
-        maximum_N[rows] = peak[:, 0]
-        total_N[rows] = block.sum(1)
     target_N.masked_fill_(~is_ours_N, 0)
 
     gathered = all_gather(statistics_SN[None], words.axis)
@@ -100,21 +100,45 @@ def exponentials_(logits_NW: Tensor, targets_N: Tensor, words: Words) -> tuple[T
     even_N = None
     if smoothing:
         wanted_N = wanted_N * (1 - smoothing) + gathered[:, 3].sum(0) * (smoothing / words.vocab_size)
-        even_N = is_valid_N.to(exp_NW.dtype) * (smoothing / words.vocab_size)
+        even_N = is_valid_N.to(total_N.dtype) * (smoothing / words.vocab_size)
     loss_N = denominator_N.log() + peak_N - wanted_N
 
     # softmax = exp(logit - own peak) * scale; an ignored token has no gradient.
     scale_N = ((maximum_N - peak_N).exp() / denominator_N) * is_valid_N
-    probability_N = is_ours_N.to(exp_NW.dtype) * (1 - smoothing)
-    return loss_N.masked_fill_(~is_valid_N, 0), Softmax(scale_N, column_N, probability_N, even_N)
+    probability_N = is_ours_N.to(total_N.dtype) * (1 - smoothing)
+    softmax = Softmax(scale_N, column_N, probability_N, even_N, maximum_N if are_kept else None)
+    return loss_N.masked_fill_(~is_valid_N, 0), softmax
+
+
+def _overwritten(exp_NW: Tensor, column_N: Tensor, words: Words) -> Tensor:
+    """Overwrite logits by exponentials; return what ``softmax_kernels.statistics`` returns."""
+    if words.count < exp_NW.shape[1]:
+        exp_NW[:, words.count :] = -torch.inf
+    statistics_SN = exp_NW.new_empty(4 if words.smoothing else 3, exp_NW.shape[0])
+    maximum_N, total_N, target_N = statistics_SN[:3]
+    for rows in _row_blocks(exp_NW):
+        block = exp_NW[rows]
+        # A rank with padding columns only (in a tiny vocabulary) has no finite maximum.
+        peak = block.amax(1, keepdim=True).clamp_(min=torch.finfo(block.dtype).min)
+        target_N[rows] = block.gather(1, column_N[rows, None])[:, 0]
+        if words.smoothing:
+            statistics_SN[3, rows] = block[:, : words.count].sum(1)
+        block.sub_(peak).exp_()
+        maximum_N[rows] = peak[:, 0]
+        total_N[rows] = block.sum(1)
+    return statistics_SN
 
 
 def gradient_(exp_NW: Tensor, softmax: Softmax, words: Words, factor: Tensor | None) -> Tensor:
-    """Overwrite exponentials by the gradient of the tokens' summed loss times ``factor``."""
+    """Overwrite what :func:`exponentials_` left by the gradient of the tokens' summed loss times ``factor``."""
     scale_N, target_grad_N, even_N = softmax.scale_N, -softmax.target_N, softmax.even_N
     if factor is not None:
         scale_N, target_grad_N = scale_N * factor, target_grad_N * factor
         even_N = None if even_N is None else even_N * factor
+    if softmax.peak_N is not None:
+        return softmax_kernels.gradient_(
+            exp_NW, softmax.peak_N, scale_N, softmax.column_N, -target_grad_N, even_N, words.count
+        )
     for rows in _row_blocks(exp_NW):
         block = exp_NW[rows].mul_(scale_N[rows, None])
         if even_N is not None:
@@ -136,7 +160,8 @@ class VocabParallelCrossEntropy(TensorFunction):
     def forward(ctx: Node, logits_NW: Tensor, targets_N: Tensor, words: Words) -> Tensor:
         exp_NW = logits_NW.detach()
         loss_N, softmax = exponentials_(exp_NW, targets_N, words)
-        ctx.save_for_backward(exp_NW, softmax.scale_N, softmax.column_N, softmax.target_N, softmax.even_N)
+        saved = (softmax.scale_N, softmax.column_N, softmax.target_N, softmax.even_N, softmax.peak_N)
+        ctx.save_for_backward(exp_NW, *saved)
         ctx.words = words
         return loss_N.sum()
 
@@ -158,8 +183,11 @@ def refuse_second_order() -> None:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Cast half-precision logits to float32, since half precision is too coarse for a softmax over a vocabulary."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    """Cast half-precision logits to float32, since half precision is too coarse for a softmax over a vocabulary.
+
+    The kernels for GPUs cast what they read themselves, so that logits that they take are returned as they are.
+    """
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) and not softmax_kernels.has_kernels(x) else x
 
 
 def _row_blocks(x_NW: Tensor) -> list[slice]:

@@ -59,10 +59,11 @@ def head_peak(
         # A rank's own logits are freed before the loss reads the gathered ones.
         peak = b * read + max(b * own, in_loss) if read > own else b * own + in_loss
         return tokens * shape.hidden * b + peak
-    words, chunk = _words(shape, plan, logits), head_chunk(tokens, shape.hidden)
+    words = _words(shape, plan, logits)
+    chunk = head_chunk(tokens, shape.hidden, element_bytes=b, cpu=cpu, frozen=frozen)
     scores, weight = b * chunk * words, 0 if frozen else words * shape.hidden * b
-    # The loss overwrites 32-bit logits; a cap keeps its result.
-    in_loss = scores * (1 + shape.traits.caps_logits) + (4 * chunk * words if b < 4 else 0)
+    # The loss overwrites logits, on CPU a copy in 32 bits; a cap keeps its result.
+    in_loss = scores * (1 + shape.traits.caps_logits) + (4 * chunk * words if b < 4 and cpu else 0)
     if chunk == tokens or frozen:
         peak = max(in_loss, scores + weight)
     else:
