@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import masking_utils
 
 import meshwright as mw
 from meshwright.data.packed_dataset import (
@@ -210,6 +211,25 @@ def test_a_plain_loop_keeps_packed_documents_apart(plan: dict[str, Any], pool2: 
                 text = next(text for text in TEXTS if torch.equal(row[: len(text)], text))
                 expected_logits = model.eval()(input_ids=text[None]).logits[0]
                 torch.testing.assert_close(logits[: len(text)], expected_logits, rtol=1e-9, atol=1e-9)
+
+
+def test_documents_are_looked_for_only_in_positions_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host waits for transformers' check; one device's default, with a cache, has none either."""
+    looks: list[torch.Size] = []
+    check = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda x: looks.append(x.shape) or check(x))
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    models.build("llama")(input_ids=ids, labels=ids)
+    assert not looks
+    model, _, _ = mw.to_distributed(models.build("llama"), plan="tp1")
+    model(input_ids=ids, labels=ids)
+    with pytest.raises(ValueError, match="exactly one"):  # the check is given back after a pass that fails
+        model(input_ids=ids, labels=ids, inputs_embeds=torch.zeros(2, 8, 32))
+    assert not looks
+    model(input_ids=ids, labels=ids, position_ids=torch.arange(8).expand(2, -1))
+    model.config.use_cache = False  # as on one device, which then looks
+    model(input_ids=ids, labels=ids)
+    assert len(looks) == 2
 
 
 def test_the_dataset_of_rows() -> None:

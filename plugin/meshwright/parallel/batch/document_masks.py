@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -11,43 +13,71 @@ from meshwright.errors import PlanError
 from meshwright.parallel.batch.schema import CACHES
 from meshwright.parallel.method_chain import arguments
 
+_LOOK = "find_packed_sequence_indices"  # transformers' check for packed documents
+
 
 def keep_documents_apart(model: nn.Module) -> None:
     """Turn off the key-value cache, which hides the documents of a packed row, in passes that do not decode.
 
     These are passes with labels, passes with gradients in training, and passes whose positions restart inside a row.
     Passes that are called with ``use_cache`` or ``past_key_values`` and passes of ``generate`` are unchanged.
+
+    Without a cache transformers looks for documents in the positions, also in those that the model makes itself, and
+    the host waits for the device. Of a batch without positions that pass does not look, as it does not with the cache.
     """
     signature = inspect.signature(model.forward)
     if "use_cache" in signature.parameters:
         hook = _WithoutCache(signature, _twice_in_cache(model))
         model.register_forward_pre_hook(hook, with_kwargs=True)
+        model.register_forward_hook(hook.look_again, always_call=True)
 
 
 class _WithoutCache:
     def __init__(self, signature: inspect.Signature, twice: list[str]):
         self._signature, self._twice = signature, twice
+        self._looks: list[Callable[[Tensor], Tensor | None] | None] = []  # transformers' own, of each pass under way
 
     def __call__(
         self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        given = arguments(self._signature, args, kwargs)
+        given, is_compiling = arguments(self._signature, args, kwargs), torch.compiler.is_compiling()
+        if not is_compiling:
+            self._looks.append(None)
         if any(given.get(name) is not None for name in ("use_cache", *CACHES)):
             return None
         trains = model.training and torch.is_grad_enabled()
         if trains or given.get("labels") is not None or _begins_anew(given):
-            self._check_shared(model)
+            if _is_cached(model):
+                self._check_shared()
+                masking = sys.modules.get("transformers.masking_utils")
+                if given.get("position_ids") is None and hasattr(masking, _LOOK) and not is_compiling:
+                    self._looks[-1] = getattr(masking, _LOOK)
+                    setattr(masking, _LOOK, _no_documents)
             return args, {**kwargs, "use_cache": False}
         return None
 
-    def _check_shared(self, model: nn.Module) -> None:
-        is_cached = getattr(getattr(model, "config", None), "use_cache", False)
-        if self._twice and is_cached and not getattr(model, "is_gradient_checkpointing", False):
+    def look_again(self, *_: object) -> None:
+        """Give transformers its check back, after a pass."""
+        if self._looks and (look := self._looks.pop()) is not None:
+            setattr(sys.modules["transformers.masking_utils"], _LOOK, look)
+
+    def _check_shared(self) -> None:
+        if self._twice:
             raise PlanError(
                 f"{' and '.join(self._twice)} are one attention, and on one device the default use_cache=True makes "
                 "each of its places attend to the keys of the others. A plan trains without the cache, so the results "
                 "would differ. Set model.config.use_cache = False, on one device too"
             )
+
+
+def _is_cached(model: nn.Module) -> bool:
+    """Return whether the model makes a cache on one device, if the call does not say."""
+    is_cached = getattr(getattr(model, "config", None), "use_cache", False)
+    return bool(is_cached) and not getattr(model, "is_gradient_checkpointing", False)
+
+
+def _no_documents(position_ids: Tensor) -> None:
+    """Take the place of transformers' check for packed documents."""
 
 
 def _twice_in_cache(model: nn.Module) -> list[str]:
