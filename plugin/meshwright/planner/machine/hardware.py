@@ -87,9 +87,14 @@ class Coefficients:
         matmul_8bit: fraction of the sustained 8-bit rate that a large matmul reaches, as a multiple of ``matmul``.
         saturation: slowdown of small matmuls, whose time is multiplied by
             1 + saturation * 128 * (1/rows + 1/inner + 1/columns).
-        attention: fraction of the peak rate that the attention kernel reaches.
+        attention: fraction of the peak rate that the attention kernel reaches with heads of 128.
+        scores: part of that kernel's time that depends on the number of scores and not on the width of the heads, so
+            that narrower heads have a lower rate.
         elementwise: traffic of norms, activation functions and residual sums, as a multiple of the bytes that they must
             move.
+        loss: the same for the loss, relative to ``elementwise``.
+        passes: the same for kernels of which each pass is counted, such as the casts of adapters, relative to
+            ``elementwise``.
         launch: seconds that the host needs to launch one layer's forward: about 50 kernels of 12 microseconds in eager
             PyTorch, fewer if kernels are fused or captured.
         fast_link: fraction of the fast link's rate that a collective reaches.
@@ -106,7 +111,10 @@ class Coefficients:
     matmul_8bit: float = 1.0
     saturation: float = 1.0
     attention: float = 0.40
+    scores: float = 1e-3
     elementwise: float = 1.3
+    loss: float = 1.0
+    passes: float = 1.0
     launch: float = 6.0e-4
     fast_link: float = 0.75
     slow_link: float = 0.75
