@@ -37,8 +37,8 @@ from meshwright.planner.time.step import StepModel
 
 FLOPS, BANDWIDTH, FAST, SLOW = 8e11, 5e10, 4e9, 5e8
 TRUE = Coefficients(
-    matmul=1.0, saturation=0.4, attention=0.3, scores=0.4, elementwise=1.6, loss=0.7, passes=0.75, launch=3e-4,
-    fast_link=1.0, slow_link=1.0, latency=2e-4, overlap=0.25, optimizer=2.0, step=2e-3,
+    matmul=1.0, saturation=0.4, attention=0.3, scores=0.4, elementwise=1.6, norms=2.0, rotation=1.4, gate=0.9,
+    loss=0.7, launch=3e-4, fast_link=1.0, slow_link=1.0, latency=2e-4, overlap=0.25, optimizer=2.0, step=2e-3,
 )  # fmt: skip
 MACHINE = Device(
     name="true", memory=1e10, flops=FLOPS, bandwidth=BANDWIDTH, fast_link=FAST, slow_link=SLOW, fast_domain=4,
@@ -67,6 +67,13 @@ def seconds_of_attention(model: StepModel, sizes: Mapping[str, int]) -> float:
     return model.attention(3.5 * 4 * scores * sizes["head_dim"], sizes["head_dim"])
 
 
+def moved_bytes(k: Coefficients, itemsize: int) -> dict[str, float]:
+    """What forward and backward move for each element, so that two norms and seven sums have the traffic of a layer."""
+    norms, sums = k.norms * 3 * 2 * (2 + 3), 2 * 3
+    moved = {"norm": (norms - 3.5 * sums) / 2, "residual": sums, "rotary": k.rotation * 12, "gate": k.gate * 9}
+    return {kind: k.elementwise * itemsize * elements for kind, elements in moved.items()}
+
+
 def compute() -> Iterator[Measurement]:
     """What a machine with the true coefficients measures, by the planner's own model of it."""
     model = StepModel(shape(256), Cluster(device=MACHINE, gpus=1, gpus_per_node=1), TRUE)
@@ -77,11 +84,9 @@ def compute() -> Iterator[Measurement]:
     for length, width in itertools.product((256, 1024), (64, 128)):
         sizes = {"batch": 2, "length": length, "heads": 8, "head_dim": width}
         yield point("attention", seconds_of_attention(model, sizes), **sizes)
-    per_element = TRUE.elementwise * 4 / BANDWIDTH
-    norm = 6 * (2 - TRUE.passes)  # as many norms as residual sums, so that together they have the mean of all
     for rows, width in ((512, 512), (2048, 1024)):
-        for kind, moved in (("norm", norm), ("residual", 6 * TRUE.passes), ("gate", 9), ("rotary", 12)):
-            yield point(kind, per_element * moved * rows * width, rows=rows, width=width)
+        for kind, moved in moved_bytes(TRUE, 4).items():
+            yield point(kind, moved * rows * width / BANDWIDTH, rows=rows, width=width)
     for rows, vocab in ((512, 8192), (2048, 32768)):
         work = StepModel(shape(512, vocab), model.cluster, TRUE).head(Candidate(), job_of(rows, 4))
         yield point("head", work.forward + work.backward, rows=rows, hidden=512, vocab=vocab)
@@ -131,8 +136,6 @@ KERNELS = {
     "matmul": 1, "matmul backward": 2, "attention": 8, "norm": 22, "gate": 5, "residual": 2, "rotary": 14, "head": 200,
     "layer": 100, "stream": 1, "adamw": 30,
 }  # fmt: skip
-EAGER = {"norm": 9.0, "residual": 1.1, "gate": 1.5, "rotary": 2.1}
-MOVED = {"norm": 6, "residual": 6, "gate": 9, "rotary": 12}
 
 
 def seconds_on_gpu(probe: Probe, model: StepModel, launch: float) -> float:
@@ -143,8 +146,8 @@ def seconds_on_gpu(probe: Probe, model: StepModel, launch: float) -> float:
         busy = KERNELS[kind] * model.matmul(sizes["rows"], sizes["inner"], sizes["columns"])
     elif kind == "attention":
         busy = seconds_of_attention(model, sizes)
-    elif kind in EAGER:
-        busy = EAGER[kind] * 2 * MOVED[kind] * sizes["rows"] * sizes["width"] / rate
+    elif kind in (moved := moved_bytes(model.k, 2)):
+        busy = moved[kind] * sizes["rows"] * sizes["width"] / rate
     elif kind == "adamw":
         busy = model.k.optimizer * 12 * sizes["elements"] / rate
     elif kind == "stream":
@@ -164,10 +167,8 @@ def seconds_on_gpu(probe: Probe, model: StepModel, launch: float) -> float:
     ("flops", "bandwidth"), [(8e14, 4.2e12), (5e13, 3e11), (1.7e15, 7e12)], ids=["H200", "T4", "B200"]
 )
 def test_on_a_gpu_the_launches_are_not_taken_for_work(flops: float, bandwidth: float) -> None:
-    weights = {"norm": 12, "residual": 12, "rotary": 24, "gate": 36}  # of a layer
-    elementwise = sum(EAGER[kind] * weight for kind, weight in weights.items()) / sum(weights.values())
-    passes = EAGER["residual"] / elementwise
-    true = dataclasses.replace(TRUE, elementwise=elementwise, passes=passes, attention=0.5, launch=4e-4, step=3e-4)
+    eager = {"elementwise": 1.1, "norms": 4.0, "rotation": 2.5, "gate": 1.6}
+    true = dataclasses.replace(TRUE, attention=0.5, launch=4e-4, step=3e-4, **eager)
     gpu = dataclasses.replace(MACHINE, flops=flops, bandwidth=bandwidth, shares_host=False)
     model = StepModel(shape(256), Cluster(device=gpu, gpus=1, gpus_per_node=1), true)
     probes = list(compute_probes(torch.device("cuda"), torch.bfloat16, rate=flops, longest=0.2))
@@ -178,7 +179,7 @@ def test_on_a_gpu_the_launches_are_not_taken_for_work(flops: float, bandwidth: f
             getattr(true, name) * flops, 0.01
         )
     assert found.device.bandwidth == pytest.approx(bandwidth)
-    for name in ("saturation", "scores", "elementwise", "passes", "loss", "launch", "optimizer", "step"):
+    for name in ("saturation", "scores", *eager, "loss", "launch", "optimizer", "step"):
         assert getattr(found.coefficients, name) == pytest.approx(getattr(true, name), rel=0.05), name
     assert found.band == 0.10
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,9 +27,16 @@ _SMALL = 2**13  # bytes up to which a collective is all latency; its fastest tim
 _NARROWEST = 0.10  # the smallest band, since a training step contains more than was measured
 _NINE_OF_TEN = 1.645
 _LARGE = 2**18  # bytes from which a collective's time depends on the link's rate
-# Elements that forward and backward move for each element of the residual stream, of q and k, or of the MLP's width.
-_MOVED = {"norm": 6, "residual": 6, "gate": 9, "rotary": 12}
-_NEEDED = {"matmul", "attention", "norm", "residual", "head", "launch", "stream", "adamw"}
+# Coefficient -> the probes that do this work of a layer, how often, and the elements that the step model counts for it,
+# relative to the width. A layer has two norms and seven sums: two for the residual stream and two for its gradient, and
+# three for the gradients of the inputs that q, k and v share, and gate and up.
+_WORK: dict[str, tuple[dict[str, float], int]] = {
+    "norms": ({"norm": 2, "residual": 7 / 2}, 3 * 2 * (2 + 3)),
+    "rotation": ({"rotary": 1}, 3 * 4),
+    "gate": ({"gate": 1}, 3 * 3),
+}
+_SUMS: tuple[dict[str, float], int] = ({"residual": 1}, 2 * 3)  # a probe has two sums of two tensors each
+_NEEDED = {"matmul", "attention", "norm", "residual", "rotary", "gate", "head", "launch", "stream", "adamw"}
 _PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
@@ -78,10 +85,8 @@ def fit(
     bandwidth = 3 * itemsize * large.sizes["elements"] / large.seconds
     matmul, saturation = _matmul(_matmuls(by_kind), flops)
     attention, scores = _attention(by_kind["attention"], flops)
-    elementwise = _mean([seconds * bandwidth / traffic for traffic, seconds in _traffic(by_kind, itemsize)])
-    sums = [(itemsize * _MOVED["residual"] * point.sizes["rows"] * point.sizes["width"], point.seconds)
-            for point in by_kind["residual"]]  # fmt: skip
-    passes = _mean([seconds * bandwidth / traffic for traffic, seconds in sums])
+    elementwise = _multiple(by_kind, *_SUMS, itemsize, bandwidth)
+    kinds = {name: _multiple(by_kind, *work, itemsize, bandwidth) / elementwise for name, work in _WORK.items()}
     fixed, optimizer = _optimizer(by_kind["adamw"], itemsize, bandwidth, shares_host)
     launch = by_kind["launch"][0].seconds / 3
     collectives = [point for kind in _PASSES for point in by_kind.get(kind, ())]
@@ -93,7 +98,7 @@ def fit(
         attention=attention,
         scores=scores,
         elementwise=elementwise,
-        passes=passes / elementwise,
+        **kinds,
         launch=launch,
         latency=latency or Coefficients().latency,
         # The fitted link rates are the rates that collectives reach, so the fractions are 1.
@@ -209,23 +214,24 @@ def _loss(points: Sequence[Measurement], device: Device, coefficients: Coefficie
     return _mean(found)
 
 
-def _traffic(by_kind: dict[str, list[Measurement]], itemsize: int) -> Iterator[tuple[float, float]]:
-    """Yield (expected bytes, measured seconds) of the elementwise work of a layer, for each size.
+def _multiple(
+    by_kind: dict[str, list[Measurement]], times: Mapping[str, float], moved: float, itemsize: int, bandwidth: float
+) -> float:
+    """Return the time of elementwise work relative to that of its traffic at full bandwidth, as the mean over sizes.
 
-    A layer has two norms and two residual sums over its hidden width, a rotation of q and k, and a gate of four times
-    that width. On GPUs, eager code moves many times what norms and rotations must move.
+    Args:
+        by_kind: the measurements; those of elementwise kinds have the same sizes in the same order.
+        times: kind -> how often it is part of the work.
+        moved: elements that the work must move, relative to the size.
+        itemsize: bytes per element.
+        bandwidth: the device's.
     """
-    weights = {"norm": 2, "residual": 2, "rotary": 2, "gate": 4}
-    for sizes in {tuple(point.sizes.items()): point.sizes for point in by_kind["norm"]}.values():
-        found = {kind: _at(by_kind.get(kind, ()), sizes) for kind in weights}
-        area = sizes["rows"] * sizes["width"]
-        if all(found.values()):
-            moved = sum(weight * _MOVED[kind] for kind, weight in weights.items())
-            yield itemsize * area * moved, sum(weight * (found[kind] or 0.0) for kind, weight in weights.items())
-
-
-def _at(points: Sequence[Measurement], sizes: object) -> float | None:
-    return next((point.seconds for point in points if point.sizes == sizes), None)
+    found = []
+    for together in zip(*(by_kind[kind] for kind in times), strict=True):
+        sizes = together[0].sizes
+        seconds = sum(count * point.seconds for count, point in zip(times.values(), together, strict=True))
+        found.append(seconds * bandwidth / (itemsize * moved * sizes["rows"] * sizes["width"]))
+    return _mean(found)
 
 
 def _optimizer(

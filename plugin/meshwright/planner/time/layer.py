@@ -132,9 +132,8 @@ class LayerModel:
         scores *= job.activation_bytes / 2
         # A norm reads once and writes once, a residual sum reads twice and writes once, and a layer has two of each.
         # The other terms are the rotation of q and k, and the gate.
-        traffic = rows * (20 * h / plan.sp + 8 * (q + kv) + f * (2 + 2 * layer.mlp_inputs))
-        traffic *= job.activation_bytes / 2
-        elementwise = k.elementwise * traffic / self.memory_rate + self._passes(scores)
+        traffic = k.norms * 20 * h / plan.sp + k.rotation * 8 * (q + kv) + k.gate * f * (2 + 2 * layer.mlp_inputs)
+        elementwise = self._passes(scores + rows * traffic * job.activation_bytes / 2)
         # Weights are cast once per step and the casts are kept, so only the casts of inputs count.
         elementwise += self._passes(_CAST_BYTES[precision] * rows * (2 * h + q + f))
         elementwise += moved
@@ -239,8 +238,8 @@ class LayerModel:
         return matmul, self._passes(traffic), self.exchange(experts, tokens, plan, job)
 
     def _passes(self, traffic: float) -> float:
-        """Return the seconds of kernels that move these bytes, of which each pass over memory is counted."""
-        return self.k.passes * self.k.elementwise * traffic / self.memory_rate
+        """Return the seconds of kernels that move these bytes."""
+        return self.k.elementwise * traffic / self.memory_rate
 
     def _launched(self, busy: float, launches: float) -> float:
         """Return the time of kernels and their launches; these do not overlap if the device is the host's processor."""
@@ -263,7 +262,7 @@ class LayerModel:
         """Return the seconds of the head and the loss for one micro-batch; the vocabulary is sharded over tp."""
         rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.vocab / plan.tp
         # 16-bit logits and a 32-bit loss have 14 bytes per logit, each of which is moved about twice.
-        loss = self.k.loss * self.k.elementwise * 2 * (12 + job.activation_bytes) * rows * columns / self.memory_rate
+        loss = self.k.loss * self._passes(2 * (12 + job.activation_bytes) * rows * columns)
         matmul, of_weight = self.matmul(rows, self.shape.hidden, columns), int(job.lora is None)
         both = (2 + of_weight) * matmul
         if job.own_runtime and job.logits == "chunked" and plan.schedule != "gpipe":
