@@ -15,7 +15,7 @@ from meshwright.planner.machine.devices import CATALOGUE, Device, device
 
 __all__ = ["CATALOGUE", "Cluster", "Coefficients", "Device", "HardwareProfile", "Measurement", "device"]
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
