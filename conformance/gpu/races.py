@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 import meshwright as mw
 from meshwright.choose.given_plan import resolve_plan
 
-OURS = ("meshwright", "meshwright compiled")
+OURS = ("meshwright", "meshwright compiled", "meshwright liger")
 _NEEDED = ("stock", "meshwright")
 LORA_RANK = 16
 _WARM, _STEPS = 3, 7  # steps that are not measured, since they compile and allocate, and steps that are
@@ -110,7 +110,19 @@ def liger(contest: Contest, device: torch.device) -> tuple[Any, Any]:
 
 def meshwright(contest: Contest, device: torch.device) -> tuple[Any, Any]:
     """Return the model after ``to_distributed`` with the plan of one device."""
+    return _distributed(contest, contest.model(device))
+
+
+def meshwright_liger(contest: Contest, device: torch.device) -> tuple[Any, Any]:
+    """Return the same with Liger's norms, rotation and MLPs, and Meshwright's own head and loss."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
     model = contest.model(device)
+    apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
+    return _distributed(contest, model)
+
+
+def _distributed(contest: Contest, model: Any) -> tuple[Any, Any]:
     plan = resolve_plan("tp1 recompute=full" if contest.recompute else "tp1")
     config = mw.ToDistributedConfig(plan=plan)
     model, optimizer, _ = mw.to_distributed(model, _optimizer(model), config=config)
@@ -118,14 +130,14 @@ def meshwright(contest: Contest, device: torch.device) -> tuple[Any, Any]:
 
 
 def meshwright_compiled(contest: Contest, device: torch.device) -> tuple[Any, Any]:
-    """Return the same, whose layers torch compiles."""
+    """Return the model after ``to_distributed``, whose layers torch compiles."""
     model, optimizer = meshwright(contest, device)
     return torch.compile(model), optimizer
 
 
 WAYS: dict[str, Callable[[Contest, torch.device], tuple[Any, Any]]] = {
     "stock": stock, "meshwright": meshwright, "compiled": compiled, "liger": liger,
-    "meshwright compiled": meshwright_compiled,
+    "meshwright compiled": meshwright_compiled, "meshwright liger": meshwright_liger,
 }  # fmt: skip
 
 
@@ -153,7 +165,7 @@ def race(contest: Contest, ways: tuple[str, ...], kind: str, sleep: float = 0.0)
     """
     turns, missing = {}, {}
     for way in ways:
-        if way == "liger" and find_spec("liger_kernel") is None:
+        if way.endswith("liger") and find_spec("liger_kernel") is None:
             missing[way] = "Liger is not installed"
             continue
         began = time.perf_counter()

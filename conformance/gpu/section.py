@@ -54,6 +54,7 @@ class Check:
         at_least: whether the goal is the least.
         note: a remark.
         details: further figures, by name.
+        leaves_out: whether it says which checks the section leaves out, since they would not fit into its time.
     """
 
     what: str
@@ -63,6 +64,7 @@ class Check:
     at_least: bool = False
     note: str = ""
     details: dict[str, float] | None = None
+    leaves_out: bool = False
 
     @property
     def holds(self) -> bool:

@@ -32,7 +32,7 @@ def main(name: str, place: Place, result: Path) -> None:
             is_judged |= check.goal is not None
             say(check=check.as_dict())
             print(f"{time.monotonic() - began:6.1f} s  {check.what}: {check.words}  {check.note}")
-            if is_judged and time.monotonic() - began > place.seconds:
+            if check.leaves_out or (is_judged and time.monotonic() - began > place.seconds):
                 say(is_cut=True)
                 break
         say(is_done=True)

@@ -10,13 +10,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from meshwright.calibration.compute import compute_probes
 from meshwright.calibration.from_probes import fit, nonnegative
 from meshwright.calibration.measure import calibrate
 from meshwright.calibration.profile_report import report
@@ -36,8 +37,8 @@ from meshwright.planner.time.step import StepModel
 
 FLOPS, BANDWIDTH, FAST, SLOW = 8e11, 5e10, 4e9, 5e8
 TRUE = Coefficients(
-    matmul=1.0, saturation=0.4, attention=0.3, elementwise=1.6, launch=3e-4, fast_link=1.0, slow_link=1.0,
-    latency=2e-4, overlap=0.25, optimizer=2.0, step=2e-3,
+    matmul=1.0, saturation=0.4, attention=0.3, scores=0.4, elementwise=1.6, norms=2.0, rotation=1.4, gate=0.9,
+    loss=0.7, launch=3e-4, fast_link=1.0, slow_link=1.0, latency=2e-4, overlap=0.25, optimizer=2.0, step=2e-3,
 )  # fmt: skip
 MACHINE = Device(
     name="true", memory=1e10, flops=FLOPS, bandwidth=BANDWIDTH, fast_link=FAST, slow_link=SLOW, fast_domain=4,
@@ -45,15 +46,32 @@ MACHINE = Device(
 )  # fmt: skip
 
 
-def shape(hidden: int) -> ModelShape:
+def shape(hidden: int, vocab: int = 1) -> ModelShape:
     heads = hidden // 64
     return ModelShape.of(
-        name="x", layers=1, hidden=hidden, heads=heads, kv_heads=heads, head_dim=64, ffn=4 * hidden, vocab=1
+        name="x", layers=1, hidden=hidden, heads=heads, kv_heads=heads, head_dim=64, ffn=4 * hidden, vocab=vocab
     )
 
 
 def point(kind: str, seconds: float, **sizes: int) -> Measurement:
     return Measurement(kind=kind, sizes=sizes, seconds=seconds, fastest=seconds)
+
+
+def job_of(length: int, itemsize: int) -> Job:
+    job = Job(seq_len=length, global_batch=1)
+    return job.in_32_bits() if itemsize == 4 else job
+
+
+def seconds_of_attention(model: StepModel, sizes: Mapping[str, int]) -> float:
+    scores = sizes["batch"] * sizes["heads"] * sizes["length"] * (sizes["length"] + 1) / 2
+    return model.attention(3.5 * 4 * scores * sizes["head_dim"], sizes["head_dim"])
+
+
+def moved_bytes(k: Coefficients, itemsize: int) -> dict[str, float]:
+    """What forward and backward move for each element, so that two norms and seven sums have the traffic of a layer."""
+    norms, sums = k.norms * 3 * 2 * (2 + 3), 2 * 3
+    moved = {"norm": (norms - 3.5 * sums) / 2, "residual": sums, "rotary": k.rotation * 12, "gate": k.gate * 9}
+    return {kind: k.elementwise * itemsize * elements for kind, elements in moved.items()}
 
 
 def compute() -> Iterator[Measurement]:
@@ -63,16 +81,17 @@ def compute() -> Iterator[Measurement]:
         sizes = {"rows": rows, "inner": inner, "columns": columns}
         yield point("matmul", model.matmul(rows, inner, columns), **sizes)
         yield point("matmul backward", 2 * model.matmul(rows, inner, columns), **sizes)
-    for length in (256, 1024):
-        work = 3.5 * 4 * length * 512 * (length + 1) / 2
-        yield point("attention", work / FLOPS / TRUE.attention, length=length, heads=8, head_dim=64)
-    per_element = TRUE.elementwise * 4 / BANDWIDTH
+    for length, width in itertools.product((256, 1024), (64, 128)):
+        sizes = {"batch": 2, "length": length, "heads": 8, "head_dim": width}
+        yield point("attention", seconds_of_attention(model, sizes), **sizes)
     for rows, width in ((512, 512), (2048, 1024)):
-        for kind, moved in (("norm", 6), ("residual", 6), ("gate", 9), ("rotary", 12), ("loss", 8)):
-            yield point(kind, per_element * moved * rows * width, rows=rows, width=width)
+        for kind, moved in moved_bytes(TRUE, 4).items():
+            yield point(kind, moved * rows * width / BANDWIDTH, rows=rows, width=width)
+    for rows, vocab in ((512, 8192), (2048, 32768)):
+        work = StepModel(shape(512, vocab), model.cluster, TRUE).head(Candidate(), job_of(rows, 4))
+        yield point("head", work.forward + work.backward, rows=rows, hidden=512, vocab=vocab)
     for length, hidden in ((256, 512), (1024, 1024)):
-        job = Job(seq_len=length, global_batch=1).in_32_bits()
-        work_of_layer = StepModel(shape(hidden), model.cluster, TRUE).layer(Candidate(), job)
+        work_of_layer = StepModel(shape(hidden), model.cluster, TRUE).layer(Candidate(), job_of(length, 4))
         seconds = work_of_layer.forward + work_of_layer.backward
         yield point("layer", seconds, length=length, hidden=hidden, ffn=4 * hidden)
     yield point("launch", 3 * TRUE.launch)
@@ -110,6 +129,59 @@ def test_fit_recovers_the_coefficients(nodes: int) -> None:
     assert device.fast_link == pytest.approx(FAST, rel=1e-3)
     assert device.slow_link == pytest.approx(SLOW if nodes > 1 else FAST, rel=1e-3)
     assert band == 0.10  # never below, however well the points fit
+
+
+# Microseconds that the host of an H200 needed to launch the work of each kind, forward and backward.
+LAUNCHES = {
+    "matmul": 15, "matmul backward": 30, "attention": 220, "norm": 550, "gate": 142, "residual": 15, "rotary": 330,
+    "head": 1000, "layer": 3300, "launch": 3300, "stream": 10, "adamw": 780,
+}  # fmt: skip
+
+
+def seconds_on_gpu(probe: Probe, model: StepModel) -> float:
+    """The time on a GPU, which works while the host launches: the longer of the two decides."""
+    sizes, kind, rate = probe.sizes, probe.kind, model.memory_rate
+    job = job_of(sizes.get("length", sizes.get("rows", 1)), 2)
+    if kind in ("matmul", "matmul backward"):
+        busy = (1 + (kind != "matmul")) * model.matmul(sizes["rows"], sizes["inner"], sizes["columns"])
+    elif kind == "attention":
+        busy = seconds_of_attention(model, sizes)
+    elif kind in (moved := moved_bytes(model.k, 2)):
+        busy = moved[kind] * sizes["rows"] * sizes["width"] / rate
+    elif kind == "adamw":
+        busy = model.k.optimizer * 12 * sizes["elements"] / rate
+    elif kind == "stream":
+        busy = 6 * sizes["elements"] / rate
+    elif kind == "head":
+        work = StepModel(shape(sizes["hidden"], sizes["vocab"]), model.cluster, model.k).head(Candidate(), job)
+        busy = work.forward + work.backward
+    elif kind == "layer":
+        work = StepModel(shape(sizes["hidden"]), model.cluster, model.k).layer(Candidate(), job)
+        busy = work.forward + work.backward
+    else:
+        busy = 0.0
+    return max(busy, 1e-6 * LAUNCHES[kind])
+
+
+@pytest.mark.parametrize(
+    ("flops", "bandwidth"), [(8e14, 4.2e12), (5e13, 3e11), (1.7e15, 7e12)], ids=["H200", "T4", "B200"]
+)
+def test_on_a_gpu_the_launches_are_not_taken_for_work(flops: float, bandwidth: float) -> None:
+    eager = {"elementwise": 1.1, "norms": 6.7, "rotation": 4.5, "gate": 1.7}
+    true = dataclasses.replace(TRUE, attention=0.5, launch=1.1e-3, step=7.8e-4, **eager)
+    gpu = dataclasses.replace(MACHINE, flops=flops, bandwidth=bandwidth, shares_host=False)
+    model = StepModel(shape(256), Cluster(device=gpu, gpus=1, gpus_per_node=1), true)
+    probes = list(compute_probes(torch.device("cuda"), torch.bfloat16, rate=flops, longest=0.2))
+    points = [point(probe.kind, seconds_on_gpu(probe, model), **probe.sizes) for probe in probes]
+    found = fit(points, name="true", memory=1e10, processes=1, itemsize=2, shares_host=False)
+    for name in ("matmul", "attention"):
+        assert getattr(found.coefficients, name) * found.device.flops == pytest.approx(
+            getattr(true, name) * flops, 0.01
+        )
+    assert found.device.bandwidth == pytest.approx(bandwidth)
+    for name in ("saturation", "scores", *eager, "loss", "launch", "optimizer", "step"):
+        assert getattr(found.coefficients, name) == pytest.approx(getattr(true, name), rel=0.05), name
+    assert found.band == 0.10
 
 
 def test_scatter_widens_the_band() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -21,9 +24,11 @@ from conformance.gpu import races
 from conformance.gpu.catalogue import NAMES, section_named
 from conformance.gpu.page import page, table_line
 from conformance.gpu.runner import Outcome, read_result, run_command
-from conformance.gpu.section import Check, attempt, line_of
+from conformance.gpu.section import Check, Place, attempt, line_of
+from conformance.gpu.sections import step_times
 from conformance.gpu.sections.waits import real_step
 from conformance.gpu.small_step import SMALL
+from support import liger_parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,6 +84,42 @@ def test_a_way_to_train_changes_nothing_for_those_after_it() -> None:
     assert found.missing["compiled"] == "ValueError: no kernel"
     if find_spec("liger_kernel") is None:
         assert found.missing["liger"] == "Liger is not installed"
+
+
+def test_ligers_parts_are_trained_with_the_own_head() -> None:
+    """With plain formulas in place of the kernels, which need a GPU; the loss is float32's, within its rounding."""
+    asked: dict[str, Any] = {}
+
+    def apply(*, model: Any, **options: Any) -> None:
+        asked.update(options)
+        modeling_llama.apply_rotary_pos_emb = liger_parts.rotated
+        liger_parts.in_the_instances(model)
+
+    package, kernels = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
+    package.__spec__ = ModuleSpec("liger_kernel", None)
+    kernels.apply_liger_kernel_to_llama = apply  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {"liger_kernel": package, "liger_kernel.transformers": kernels}):
+        found = races.race(SMALL, ("stock", "meshwright liger"), "cpu")
+    assert asked == {"cross_entropy": False, "fused_linear_cross_entropy": False} and not found.missing
+    assert found.turns["meshwright liger"].loss == pytest.approx(found.turns["stock"].loss, rel=1e-6)
+
+
+def test_models_that_do_not_fit_into_the_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes 3 seconds of a clock that only they move, so that two fit into 8 seconds."""
+    now = 0.0
+
+    def raced(*_: object) -> Check:
+        nonlocal now
+        now += 3
+        return check(1.0)
+
+    monkeypatch.setattr(step_times, "_TINY", [dataclasses.replace(SMALL, name=name) for name in "abcd"])
+    monkeypatch.setattr(step_times, "_calibrated", lambda *_: check(1.0))
+    monkeypatch.setattr(step_times, "_raced", raced)
+    monkeypatch.setattr(step_times.time, "monotonic", lambda: now)
+    *done, last = step_times.StepTimes().run(Place(device="cpu", seconds=8, folder=tmp_path))
+    assert len(done) == 1 + 2 and last.leaves_out and not any(one.leaves_out for one in done)
+    assert last.what == "2 models were not timed: c; d" and last.note == "2 s are left, and one takes up to 3 s"
 
 
 @pytest.mark.parametrize(("given", "holds"), [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,16 +14,79 @@ from torch import Tensor, nn
 from meshwright.calibration.decoder_layer import DecoderLayer, norm, rotate
 from meshwright.calibration.timing import Probe, Run, seconds_of
 from meshwright.mesh.axes import Axis
-from meshwright.parallel.losses.cross_entropy import VocabParallelCrossEntropy, Words
+from meshwright.parallel.losses.chunked_head import ChunkedHeadLoss, ChunkedLoss
+from meshwright.parallel.losses.cross_entropy import Words
 
-_ROWS = (128, 512, 2048, 8192)
-_WEIGHTS = (
-    (256, 256), (512, 512), (512, 2048), (2048, 512), (1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096),
-    (4096, 16384), (16384, 4096),
-)  # fmt: skip
 _MATMULS = 16  # number of matmul sizes to measure, spread over the sizes that do not take too long
-_HEADS, _HEAD_DIM = 8, 64
+_FEWEST = 4  # number of the smallest sizes that a slow machine measures, however long they take
+_HEAD_DIM = 64  # width of a head in rotations and layers
 _TINY = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes at which a kind of device is measured: those of training, at which the device is the limit.
+
+    A GPU works while the host launches its next kernels. Of kernels that are shorter than their launches, only the time
+    of the launches could be measured. On the host of an H200, a norm's forward and backward take 0.55 ms to launch.
+
+    Args:
+        rows: rows of matmuls.
+        weights: inner and outer sizes of matmuls.
+        shortest: seconds that a matmul takes at least at the rough rate, or it is left out.
+        attention: batch, length, heads and width of a head of attention.
+        elementwise: rows and width of norms, gates, residual sums and rotations.
+        head: tokens, hidden width and vocabulary of the head with its loss.
+        layers: length and hidden width of whole layers.
+        stream: elements of the three tensors that show the memory bandwidth.
+        optimizer: elements of each of a few large tensors that AdamW updates.
+    """
+
+    rows: tuple[int, ...]
+    weights: tuple[tuple[int, int], ...]
+    shortest: float
+    attention: tuple[tuple[int, int, int, int], ...]
+    elementwise: tuple[tuple[int, int], ...]
+    head: tuple[tuple[int, int, int], ...]
+    layers: tuple[tuple[int, int], ...]
+    stream: int
+    optimizer: int
+
+
+_ON_HOST = Sizes(
+    rows=(128, 512, 2048, 8192),
+    weights=(
+        (256, 256), (512, 512), (512, 2048), (2048, 512), (1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096),
+        (4096, 16384), (16384, 4096),
+    ),
+    shortest=0.0,
+    attention=(
+        (1, 128, 8, 64), (1, 256, 8, 64), (1, 512, 8, 64), (1, 1024, 8, 64), (1, 2048, 8, 64), (1, 4096, 8, 64),
+        (1, 256, 4, 128), (1, 1024, 4, 128),
+    ),
+    elementwise=((512, 512), (2048, 512), (2048, 2048), (8192, 4096)),
+    head=((512, 256, 4096), (2048, 256, 16384), (2048, 1024, 32768)),
+    layers=((256, 256), (256, 512), (512, 512), (512, 1024), (2048, 1024), (2048, 4096)),
+    stream=2**23,
+    optimizer=2**18,
+)  # fmt: skip
+_ON_GPU = Sizes(
+    rows=(2048, 8192, 16384),
+    weights=(
+        (768, 768), (1024, 1024), (2048, 768), (1024, 4096), (2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096),
+        (4096, 16384), (16384, 4096),
+    ),
+    shortest=2.5e-5,  # a launch of one takes the host up to 15 microseconds
+    attention=(
+        (8, 2048, 12, 64), (2, 4096, 32, 64), (1, 8192, 32, 64), (4, 2048, 16, 128), (2, 4096, 24, 128),
+        (1, 8192, 32, 128),
+    ),
+    elementwise=((32768, 2048), (16384, 4096)),
+    head=((16384, 1024, 65536), (8192, 2048, 131072)),
+    layers=((8192, 2048), (4096, 4096), (8192, 4096)),
+    stream=2**26,
+    optimizer=2**25,
+)  # fmt: skip
 
 
 def rough_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -47,41 +111,48 @@ def compute_probes(device: torch.device, dtype: torch.dtype, *, rate: float, lon
     def new(*shape: int) -> Tensor:
         return torch.rand(shape, device=device, dtype=dtype)
 
-    most = rate * longest
-    for rows, (inner, columns) in _bearable(most):
+    at, most = _ON_GPU if device.type == "cuda" else _ON_HOST, rate * longest
+    for rows, (inner, columns) in _bearable(at, rate * at.shortest, most):
         sizes = {"rows": rows, "inner": inner, "columns": columns}
         yield Probe(kind="matmul", make=partial(_forward, new, rows, inner, columns), sizes=sizes)
         yield Probe(kind="matmul backward", make=partial(_backward, new, rows, inner, columns), sizes=sizes)
-    for length in (128, 256, 512, 1024, 2048, 4096):
-        if 7 * _HEADS * _HEAD_DIM * length**2 <= most / 3:
-            sizes = {"length": length, "heads": _HEADS, "head_dim": _HEAD_DIM}
-            yield Probe(kind="attention", make=partial(_attention, new, length), sizes=sizes)
-    for rows, width in ((512, 512), (2048, 512), (2048, 2048), (8192, 4096)):
-        if rows * width * 3000 <= most or rows * width <= 2**18:
+    for batch, length, heads, width in at.attention:
+        if 7 * batch * heads * width * length**2 <= most / 3:
+            sizes = {"batch": batch, "length": length, "heads": heads, "head_dim": width}
+            yield Probe(kind="attention", make=partial(_attention, new, batch, length, heads, width), sizes=sizes)
+    for rows, width in at.elementwise:
+        if rows * width * 3000 <= most or (rows, width) == at.elementwise[0]:
             sizes = {"rows": rows, "width": width}
             for kind, make in _ELEMENTWISE.items():
                 yield Probe(kind=kind, make=partial(make, new, rows, width), sizes=sizes)
-    for length, hidden in ((256, 256), (256, 512), (512, 512), (512, 1024), (2048, 1024), (2048, 4096)):
-        if hidden == 256 or _layer_flops(length, hidden) <= most:  # at least one layer, to check the fit
+    for rows, hidden, vocab in at.head:
+        if 6 * rows * hidden * vocab <= most or (rows, hidden, vocab) == at.head[0]:
+            sizes = {"rows": rows, "hidden": hidden, "vocab": vocab}
+            yield Probe(kind="head", make=partial(_head, new, rows, hidden, vocab), sizes=sizes)
+    for length, hidden in at.layers:
+        # At least one layer, to check the fit.
+        if (length, hidden) == at.layers[0] or _layer_flops(length, hidden) <= most:
             sizes = {"length": length, "hidden": hidden, "ffn": 4 * hidden}
             yield Probe(kind="layer", make=partial(_layer, device, dtype, length, hidden), sizes=sizes)
     yield Probe(kind="launch", make=partial(_layer, device, dtype, 4, 64))
-    elements = 2**26 if device.type == "cuda" else 2**23
-    yield Probe(kind="stream", make=partial(_stream, new, elements), sizes={"elements": elements})
-    for count, each in ((64, _TINY), (8, 2**24 if device.type == "cuda" else 2**18)):
+    yield Probe(kind="stream", make=partial(_stream, new, at.stream), sizes={"elements": at.stream})
+    for count, each in ((64, _TINY), (8, at.optimizer)):
         sizes = {"parameters": count, "elements": count * each}
         yield Probe(kind="adamw", make=partial(_adamw, new, count, each), sizes=sizes)
 
 
-def _bearable(most: float) -> list[tuple[int, tuple[int, int]]]:
-    table = [
-        (rows, weight)
-        for rows, weight in itertools.product(_ROWS, _WEIGHTS)
-        if 4 * rows * weight[0] * weight[1] <= most or (rows == _ROWS[0] and weight[0] <= 512)
-    ]
-    table.sort(key=lambda size: size[0] * size[1][0] * size[1][1])
-    step = max(1.0, len(table) / _MATMULS)
-    return [table[int(index * step)] for index in range(min(len(table), _MATMULS))]
+def _bearable(at: Sizes, least: float, most: float) -> list[tuple[int, tuple[int, int]]]:
+    """Return matmul sizes spread over those of ``least`` to ``most`` operations; the smallest on a slow machine."""
+    table = sorted(itertools.product(at.rows, at.weights), key=_flops)
+    long = [size for size in table if _flops(size) >= least]
+    bearable = max([size for size in long if 2 * _flops(size) <= most], long[:_FEWEST], key=len)
+    step = max(1.0, len(bearable) / _MATMULS)
+    return [bearable[int(index * step)] for index in range(min(len(bearable), _MATMULS))]
+
+
+def _flops(size: tuple[int, tuple[int, int]]) -> float:
+    rows, (inner, columns) = size
+    return 2.0 * rows * inner * columns
 
 
 New = Callable[..., Tensor]
@@ -97,9 +168,9 @@ def _backward(new: New, rows: int, inner: int, columns: int) -> Run:
     return lambda: (grad @ weight, grad.t() @ x)
 
 
-def _attention(new: New, length: int) -> Run:
-    qkv = [new(1, length, _HEADS, _HEAD_DIM).requires_grad_() for _ in range(3)]
-    grad = new(1, _HEADS, length, _HEAD_DIM)
+def _attention(new: New, batch: int, length: int, heads: int, width: int) -> Run:
+    qkv = [new(batch, length, heads, width).requires_grad_() for _ in range(3)]
+    grad = new(batch, heads, length, width)
 
     def run() -> object:
         q, k, v = (x.transpose(1, 2) for x in qkv)
@@ -130,23 +201,17 @@ def _residual(new: New, rows: int, width: int) -> Run:
 
 
 def _rotary(new: New, rows: int, width: int) -> Run:
-    heads = width // _HEAD_DIM
     cos, sin = new(rows, _HEAD_DIM), new(rows, _HEAD_DIM)
-    x, grad = (new(1, heads, rows, _HEAD_DIM) for _ in range(2))
+    x, grad = (new(1, rows, width // _HEAD_DIM, _HEAD_DIM).transpose(1, 2) for _ in range(2))  # as of a projection
     return _there_and_back(lambda q: rotate(q, cos, sin), grad, x)
 
 
-def _loss(new: New, rows: int, width: int) -> Run:
-    logits = new(rows, width).float()
-    targets = torch.arange(rows, device=logits.device) % width
-    words = Words.of_columns(width, vocab_size=width, ignored=-100, axis=Axis("tp"))
-
-    def run() -> None:
-        leaf = logits.requires_grad_()
-        loss = VocabParallelCrossEntropy.apply(leaf.clone(), targets, words)
-        torch.autograd.grad(loss, leaf)
-
-    return run
+def _head(new: New, rows: int, hidden: int, vocab: int) -> Run:
+    x, weight = new(rows, hidden).requires_grad_(), new(vocab, hidden).requires_grad_()
+    targets = torch.arange(rows, device=x.device) % vocab
+    words = Words.of_columns(vocab, vocab_size=vocab, ignored=-100, axis=Axis("tp"))
+    loss = ChunkedLoss(words=words, steps=(), dtype=x.dtype)
+    return lambda: torch.autograd.grad(ChunkedHeadLoss.apply(x, weight, None, targets, None, loss), (x, weight))
 
 
 _ELEMENTWISE: dict[str, Callable[[New, int, int], Run]] = {
@@ -154,7 +219,6 @@ _ELEMENTWISE: dict[str, Callable[[New, int, int], Run]] = {
     "gate": _gate,
     "residual": _residual,
     "rotary": _rotary,
-    "loss": _loss,
 }
 
 
@@ -180,6 +244,6 @@ def _adamw(new: New, count: int, each: int) -> Run:
     parameters = [nn.Parameter(new(each)) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = new(each)
-    optimizer = torch.optim.AdamW(parameters)
+    optimizer = torch.optim.AdamW(parameters, fused=parameters[0].is_cuda)  # the Trainer's default
     optimizer.step()
     return optimizer.step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,15 +19,24 @@ from meshwright.planner.time.step import StepModel
 
 Array = NDArray[np.float64]
 
-_TILE, _REMOTE = 128, 5.0  # StepModel's tile size, and its ratio of latency between nodes to latency inside a node
-_LEAST = 1e-3
+# StepModel's tile size, width of heads, and ratio of latency between nodes to latency inside a node.
+_TILE, _HEAD_DIM, _REMOTE = 128, 128, 5.0
+_LEAST, _NO_LOSS = 1e-3, 1e-12
 _REWEIGHTED = 10
 _SMALL = 2**13  # bytes up to which a collective is all latency; its fastest time is used, which includes no waiting
 _NARROWEST = 0.10  # the smallest band, since a training step contains more than was measured
 _NINE_OF_TEN = 1.645
 _LARGE = 2**18  # bytes from which a collective's time depends on the link's rate
-# Elements that forward and backward move for each element of the residual stream, of q and k, or of the MLP's width.
-_MOVED = {"norm": 6, "residual": 6, "gate": 9, "rotary": 12}
+# Coefficient -> the probes that do this work of a layer, how often, and the elements that the step model counts for it,
+# relative to the width. A layer has two norms and seven sums: two for the residual stream and two for its gradient, and
+# three for the gradients of the inputs that q, k and v share, and gate and up.
+_WORK: dict[str, tuple[dict[str, float], int]] = {
+    "norms": ({"norm": 2, "residual": 7 / 2}, 3 * 2 * (2 + 3)),
+    "rotation": ({"rotary": 1}, 3 * 4),
+    "gate": ({"gate": 1}, 3 * 3),
+}
+_SUMS: tuple[dict[str, float], int] = ({"residual": 1}, 2 * 3)  # a probe has two sums of two tensors each
+_NEEDED = {"matmul", "attention", "norm", "residual", "rotary", "gate", "head", "launch", "stream", "adamw"}
 _PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
@@ -68,16 +77,17 @@ def fit(
     by_kind: dict[str, list[Measurement]] = {}
     for point in points:
         by_kind.setdefault(point.kind, []).append(point)
-    if missing := sorted({"matmul", "attention", "norm", "launch", "stream", "adamw"} - set(by_kind)):
+    if missing := sorted(_NEEDED - set(by_kind)):
         raise PlanError(f"no measurement of {', '.join(missing)}; run meshwright calibrate with more --seconds")
 
     flops = max(_flops(point) / point.seconds for point in _matmuls(by_kind))
     large = by_kind["stream"][0]
     bandwidth = 3 * itemsize * large.sizes["elements"] / large.seconds
     matmul, saturation = _matmul(_matmuls(by_kind), flops)
-    attention = _mean([_attention_flops(point) / (flops * point.seconds) for point in by_kind["attention"]])
-    elementwise = _mean([seconds * bandwidth / traffic for traffic, seconds in _traffic(by_kind, itemsize)])
-    fixed, optimizer = _optimizer(by_kind["adamw"], itemsize, bandwidth)
+    attention, scores = _attention(by_kind["attention"], flops)
+    elementwise = _multiple(by_kind, *_SUMS, itemsize, bandwidth)
+    kinds = {name: _multiple(by_kind, *work, itemsize, bandwidth) / elementwise for name, work in _WORK.items()}
+    fixed, optimizer = _optimizer(by_kind["adamw"], itemsize, bandwidth, shares_host)
     launch = by_kind["launch"][0].seconds / 3
     collectives = [point for kind in _PASSES for point in by_kind.get(kind, ())]
     latency, fast, slow = _links(collectives)
@@ -86,7 +96,9 @@ def fit(
         matmul=matmul,
         saturation=saturation,
         attention=attention,
+        scores=scores,
         elementwise=elementwise,
+        **kinds,
         launch=launch,
         latency=latency or Coefficients().latency,
         # The fitted link rates are the rates that collectives reach, so the fractions are 1.
@@ -108,6 +120,7 @@ def fit(
         shares_host=shares_host,
         source="measured by meshwright calibrate",
     )
+    coefficients = replace(coefficients, loss=_loss(by_kind["head"], device, coefficients, itemsize))
     errors, share = _errors(by_kind, collectives, device, coefficients, itemsize)
     compute = _rms(errors["layer"] or errors["matmul"])
     deviation = math.hypot((1 - share) * compute, share * _rms(errors["large collective"]))
@@ -176,38 +189,61 @@ def _matmul(points: Sequence[Measurement], flops: float) -> tuple[float, float]:
 
 def _attention_flops(point: Measurement) -> float:
     length, width = point.sizes["length"], point.sizes["heads"] * point.sizes["head_dim"]
-    return 3.5 * 4 * length * width * (length + 1) / 2
+    return 3.5 * 4 * point.sizes["batch"] * length * width * (length + 1) / 2
 
 
-def _traffic(by_kind: dict[str, list[Measurement]], itemsize: int) -> Iterator[tuple[float, float]]:
-    """Yield (expected bytes, measured seconds) of the elementwise work of a layer and of a loss, for each size.
+def _attention(points: Sequence[Measurement], flops: float) -> tuple[float, float]:
+    """Return the share of the peak that attention reaches with heads of 128, and the part of scores in its time."""
+    ideal = np.array([_attention_flops(point) / flops for point in points])
+    narrow = np.array([_HEAD_DIM / point.sizes["head_dim"] for point in points])
+    of_width, of_scores = nonnegative(np.stack([ideal, ideal * narrow], axis=1), _seconds(points))
+    return 1 / float(of_width + of_scores), max(_LEAST, float(of_scores / (of_width + of_scores)))
 
-    A layer has two norms and two residual sums over its hidden width, a rotation of q and k, and a gate of four times
-    that width.
+
+def _loss(points: Sequence[Measurement], device: Device, coefficients: Coefficients, itemsize: int) -> float:
+    """Return the multiple of the loss's traffic, relative to that of elementwise kernels.
+
+    It is what a head with its loss takes beside its matmuls.
     """
-    weights = {"norm": 2, "residual": 2, "rotary": 2, "gate": 4}
-    for sizes in {tuple(point.sizes.items()): point.sizes for point in by_kind["norm"]}.values():
-        found = {kind: _at(by_kind.get(kind, ()), sizes) for kind in weights}
-        area = sizes["rows"] * sizes["width"]
-        if all(found.values()):
-            moved = sum(weight * _MOVED[kind] for kind, weight in weights.items())
-            yield itemsize * area * moved, sum(weight * (found[kind] or 0.0) for kind, weight in weights.items())
-        if loss := _at(by_kind.get("loss", ()), sizes):
-            yield 2 * (12 + itemsize) * area, loss
+    found = []
+    for point in points:
+        with_loss, without = (
+            _head(point, device, replace(coefficients, loss=loss), itemsize) for loss in (1.0, _NO_LOSS)
+        )
+        found.append(max(_LEAST, (point.seconds - without) / (with_loss - without)))
+    return _mean(found)
 
 
-def _at(points: Sequence[Measurement], sizes: object) -> float | None:
-    return next((point.seconds for point in points if point.sizes == sizes), None)
+def _multiple(
+    by_kind: dict[str, list[Measurement]], times: Mapping[str, float], moved: float, itemsize: int, bandwidth: float
+) -> float:
+    """Return the time of elementwise work relative to that of its traffic at full bandwidth, as the mean over sizes.
+
+    Args:
+        by_kind: the measurements; those of elementwise kinds have the same sizes in the same order.
+        times: kind -> how often it is part of the work.
+        moved: elements that the work must move, relative to the size.
+        itemsize: bytes per element.
+        bandwidth: the device's.
+    """
+    found = []
+    for together in zip(*(by_kind[kind] for kind in times), strict=True):
+        sizes = together[0].sizes
+        seconds = sum(count * point.seconds for count, point in zip(times.values(), together, strict=True))
+        found.append(seconds * bandwidth / (itemsize * moved * sizes["rows"] * sizes["width"]))
+    return _mean(found)
 
 
-def _optimizer(points: Sequence[Measurement], itemsize: int, bandwidth: float) -> tuple[float, float]:
+def _optimizer(
+    points: Sequence[Measurement], itemsize: int, bandwidth: float, shares_host: bool
+) -> tuple[float, float]:
     """Return the fixed seconds of an optimizer step, and the ratio of its memory time to that at full
     bandwidth.
 
-    The traffic counts Adam's two moments twice, since they are read and written.
+    The traffic counts Adam's two moments twice, since they are read and written. A GPU works during the launches.
     """
     many, few = sorted(points, key=lambda point: point.sizes["elements"])
-    each = many.seconds / many.sizes["parameters"]
+    each = many.seconds / many.sizes["parameters"] if shares_host else 0.0
     moving = max(few.seconds - each * few.sizes["parameters"], few.seconds / 10)
     traffic = few.sizes["elements"] * 6 * itemsize
     return many.seconds, moving * bandwidth / traffic
@@ -264,9 +300,7 @@ def _errors(
 
     def work(point: Measurement, plan: Candidate, cluster: Cluster) -> tuple[float, float]:
         shape = _layer_shape(point.sizes["hidden"], point.sizes["ffn"])
-        job = Job(seq_len=point.sizes["length"], global_batch=1)
-        job = job.in_32_bits() if itemsize == 4 else job
-        found = StepModel(shape, cluster, coefficients).layer(plan, job)
+        found = StepModel(shape, cluster, coefficients).layer(plan, _job(point.sizes["length"], itemsize))
         return found.forward + found.backward, found.tensor
 
     def layer(point: Measurement) -> float:
@@ -281,7 +315,8 @@ def _errors(
     groups: tuple[tuple[str, Sequence[Measurement], Callable[[Measurement], float]], ...] = (
         ("matmul", _matmuls(by_kind), matmul),
         ("attention", by_kind["attention"],
-         lambda point: _attention_flops(point) / device.flops / coefficients.attention),
+         lambda point: model.attention(_attention_flops(point), point.sizes["head_dim"])),
+        ("head", by_kind["head"], lambda point: _head(point, device, coefficients, itemsize)),
         ("layer", by_kind.get("layer", ()), layer),
         ("collective", collectives, collective),
         ("large collective", [point for point in collectives if point.sizes["bytes"] >= _LARGE], collective),
@@ -292,6 +327,20 @@ def _errors(
         share = sent / total
     logs = {kind: [math.log(estimate(point) / point.seconds) for point in points] for kind, points, estimate in groups}
     return logs, share
+
+
+def _head(point: Measurement, device: Device, coefficients: Coefficients, itemsize: int) -> float:
+    """Return the step model's seconds of a head with its loss."""
+    sizes = point.sizes
+    shape = replace(_layer_shape(sizes["hidden"], 4 * sizes["hidden"]), vocab=sizes["vocab"])
+    cluster = Cluster(device=device, gpus=1, gpus_per_node=1)
+    found = StepModel(shape, cluster, coefficients).head(Candidate(), _job(sizes["rows"], itemsize))
+    return found.forward + found.backward
+
+
+def _job(length: int, itemsize: int) -> Job:
+    job = Job(seq_len=length, global_batch=1)
+    return job.in_32_bits() if itemsize == 4 else job
 
 
 def _layer_shape(hidden: int, ffn: int) -> ModelShape:

@@ -15,7 +15,7 @@ from meshwright.planner.machine.devices import CATALOGUE, Device, device
 
 __all__ = ["CATALOGUE", "Cluster", "Coefficients", "Device", "HardwareProfile", "Measurement", "device"]
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +87,16 @@ class Coefficients:
         matmul_8bit: fraction of the sustained 8-bit rate that a large matmul reaches, as a multiple of ``matmul``.
         saturation: slowdown of small matmuls, whose time is multiplied by
             1 + saturation * 128 * (1/rows + 1/inner + 1/columns).
-        attention: fraction of the peak rate that the attention kernel reaches.
-        elementwise: traffic of norms, activation functions and residual sums, as a multiple of the bytes that they must
-            move.
+        attention: fraction of the peak rate that the attention kernel reaches with heads of 128.
+        scores: part of that kernel's time that depends on the number of scores and not on the width of the heads, so
+            that narrower heads have a lower rate (the runs behind the catalogue do not tell it).
+        elementwise: time of kernels that pass over memory, such as sums and casts, as a multiple of the bytes that they
+            must move, divided by the memory bandwidth.
+        norms: the same of norms with the residual sums beside them, relative to ``elementwise``: above 1 if they are
+            several kernels instead of one.
+        rotation: the same of the rotation of queries and keys.
+        gate: the same of the MLP's activation function and gate.
+        loss: the same of the loss.
         launch: seconds that the host needs to launch one layer's forward: about 50 kernels of 12 microseconds in eager
             PyTorch, fewer if kernels are fused or captured.
         fast_link: fraction of the fast link's rate that a collective reaches.
@@ -106,7 +113,12 @@ class Coefficients:
     matmul_8bit: float = 1.0
     saturation: float = 1.0
     attention: float = 0.40
+    scores: float = 1e-9
     elementwise: float = 1.3
+    norms: float = 1.0
+    rotation: float = 1.0
+    gate: float = 1.0
+    loss: float = 1.0
     launch: float = 6.0e-4
     fast_link: float = 0.75
     slow_link: float = 0.75

@@ -17,6 +17,7 @@ from meshwright.planner.time.breakdown import Work, mean_work
 
 _TILE = 128  # size of a matmul's tile in each of its three dims
 _SCORE_BYTES = 13  # bytes moved per attention score in forward: product, softmax and dropout in 16 bits, and the mask
+_WIDE = 128  # width of a head at which attention has its efficiency
 _ALIGNED = 8  # without a fused kernel, head widths that are not a multiple of this cannot use the matrix units
 _MISALIGNED = 8  # slowdown of such heads: 32-bit units have about 1/16 of the peak rate, but nearly reach their rate
 # Bytes moved per element that is cast: a read, a write, and a transposed write for backward. 4-bit casts read the
@@ -51,6 +52,11 @@ class LayerModel:
         rate *= device.sustained if precision == "bf16" else device.sustained_8bit * k.matmul_8bit
         tail = 1 + k.saturation * _TILE * (1 / rows + 1 / inner + 1 / columns)
         return 2 * rows * inner * columns / rate * tail
+
+    def attention(self, flops: float, head_dim: int) -> float:
+        """Return the seconds of the attention kernel, whose exponentials narrower heads do not shorten."""
+        k = self.k
+        return flops / (self.cluster.device.flops * k.attention) * (1 + k.scores * (_WIDE / head_dim - 1))
 
     def ring(self, volume: float, size: int, stride: int) -> float:
         """Return the seconds of one all-gather or reduce-scatter; an all-reduce takes twice as long.
@@ -119,20 +125,20 @@ class LayerModel:
         added, is_frozen = self._adapters(layer, plan, job), job.lora is not None
         # Without a fused kernel, causal attention computes all scores and moves them through memory several times.
         seen = layer.attended(job.seq_len) if job.fused_attention else job.seq_len
-        attention = 4 * rows * q * seen / (self.cluster.device.flops * k.attention)
+        attention = self.attention(4 * rows * q * seen, layer.head_dim)
         if not job.fused_attention and layer.head_dim % _ALIGNED:
             attention *= _MISALIGNED
         scores = 0.0 if job.fused_attention else _SCORE_BYTES * rows * layer.heads / t * job.seq_len
+        scores *= job.activation_bytes / 2
         # A norm reads once and writes once, a residual sum reads twice and writes once, and a layer has two of each.
         # The other terms are the rotation of q and k, and the gate.
-        traffic = scores + rows * (20 * h / plan.sp + 8 * (q + kv) + f * (2 + 2 * layer.mlp_inputs))
-        traffic *= job.activation_bytes / 2
-        elementwise = k.elementwise * traffic / self.memory_rate
+        traffic = k.norms * 20 * h / plan.sp + k.rotation * 8 * (q + kv) + k.gate * f * (2 + 2 * layer.mlp_inputs)
+        elementwise = self._passes(scores + rows * traffic * job.activation_bytes / 2)
         # Weights are cast once per step and the casts are kept, so only the casts of inputs count.
-        elementwise += k.elementwise * _CAST_BYTES[precision] * rows * (2 * h + q + f) / self.memory_rate
+        elementwise += self._passes(_CAST_BYTES[precision] * rows * (2 * h + q + f))
         elementwise += moved
         reduce = 2 * self.ring(job.activation_bytes * rows * h, t, 1)
-        in_blocks = [k.elementwise * size / self.memory_rate for size in block_bytes(layer, plan, job)]
+        in_blocks = [self._passes(size) for size in block_bytes(layer, plan, job)]
         attended = attention + in_blocks[0]
         attended_back = (3.5 if attends_twice(layer, plan, job) else 2.5) * attention + in_blocks[1]
         sent, sent_back = exchanges(
@@ -151,7 +157,7 @@ class LayerModel:
         backward = self._launched(back + 2 * reduce + exchange_back + 2 * to_experts, 2 * launch)
         again = 0.0
         if plan.recompute == "selective":
-            again = attended + k.elementwise * scores / self.memory_rate
+            again = attended + self._passes(scores)
         elif plan.recompute == "per-op":
             # The gathers of sequence parallelism are repeated too, but its reduce-scatters are kept.
             again = self._launched(self._per_op(layer, rows, plan, job) + elementwise, launch)
@@ -207,11 +213,10 @@ class LayerModel:
         if lora.quantised is not None:
             unpacked = sum(each.elements for each in found) / t * (lora.packed(b) + b)
         rate = self.cluster.device.flops * self.cluster.device.sustained * self.k.matmul / _IN_32_BITS
-        scale = self.k.elementwise / self.memory_rate
         return _Added(
             matmul=2 * rows * lora.rank * (inner + outer) / rate,
-            forward=scale * (rows * forward + unpacked),
-            backward=scale * (rows * backward + unpacked),
+            forward=self._passes(rows * forward + unpacked),
+            backward=self._passes(rows * backward + unpacked),
             launches=ADAPTED_LAUNCHES * len(found),
         )
 
@@ -230,8 +235,11 @@ class LayerModel:
         matmul += own * self.matmul(each, h, width * experts.inputs, precision=job.precision)
         matmul += own * self.matmul(each, width, h, precision=job.precision)
         traffic = experts.moved(rows) * job.activation_bytes / 2 + _CAST_BYTES[job.precision] * rows * (h + width)
-        moved = self.k.elementwise * traffic / self.memory_rate
-        return matmul, moved, self.exchange(experts, tokens, plan, job)
+        return matmul, self._passes(traffic), self.exchange(experts, tokens, plan, job)
+
+    def _passes(self, traffic: float) -> float:
+        """Return the seconds of kernels that move these bytes."""
+        return self.k.elementwise * traffic / self.memory_rate
 
     def _launched(self, busy: float, launches: float) -> float:
         """Return the time of kernels and their launches; these do not overlap if the device is the host's processor."""
@@ -254,7 +262,7 @@ class LayerModel:
         """Return the seconds of the head and the loss for one micro-batch; the vocabulary is sharded over tp."""
         rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.vocab / plan.tp
         # 16-bit logits and a 32-bit loss have 14 bytes per logit, each of which is moved about twice.
-        loss = self.k.elementwise * 2 * (12 + job.activation_bytes) * rows * columns / self.memory_rate
+        loss = self.k.loss * self._passes(2 * (12 + job.activation_bytes) * rows * columns)
         matmul, of_weight = self.matmul(rows, self.shape.hidden, columns), int(job.lora is None)
         both = (2 + of_weight) * matmul
         if job.own_runtime and job.logits == "chunked" and plan.schedule != "gpipe":
