@@ -77,8 +77,9 @@ def footprint(
     counted = _Elements.of(shape, layout, lora)
     elements = counted.whole
     saved = saved_activations(
-        shape, plan, seq_len=seq_len, element_bytes=b, logits=logits, expert_load=expert_load, images=images, lora=lora
-    )
+        shape, plan, seq_len=seq_len, element_bytes=b, cpu=cpu, logits=logits, expert_load=expert_load, images=images,
+        lora=lora,
+    )  # fmt: skip
     is_sharded = plan.zero_stage > 0 and plan.data_ranks > 1
     trained = b if lora is None else ADAPTER_BYTES
     state = 4 if is_sharded else trained
@@ -249,8 +250,9 @@ class _MicroBatch:
         return layer.measured.working(measured_share(layer, self.plan, self.seq_len, self.element_bytes))
 
     def attention(self, layer: LayerShape) -> tuple[float, float]:
-        """Return the temporary bytes of one attention under context parallelism, in forward and in backward."""
-        return attention_memory(layer, self.plan, seq_len=self.seq_len, element_bytes=self.element_bytes)
+        """Return the temporary bytes of one attention that is not one fused kernel, in forward and in backward."""
+        sizes = {"seq_len": self.seq_len, "element_bytes": self.element_bytes}
+        return attention_memory(layer, self.plan, **sizes, cpu=self.cpu)
 
 
 def _forward(micro: _MicroBatch) -> float:

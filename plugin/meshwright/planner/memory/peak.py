@@ -98,8 +98,8 @@ def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
         ep=plan.ep if job.expert_load > 1 else 1, micro_batch=plan.micro_batch,
     )  # fmt: skip
     saved = _saved_by_layout(
-        shape, layout, seq_len=job.seq_len, element_bytes=job.activation_bytes, expert_load=job.expert_load,
-        images=job.images, lora=job.lora,
+        shape, layout, seq_len=job.seq_len, element_bytes=job.activation_bytes,
+        cpu=job.on_cpu or not job.own_runtime, expert_load=job.expert_load, images=job.images, lora=job.lora,
     )  # fmt: skip
     return kept_per_op(saved, shape, plan, job) if plan.recompute == "per-op" else saved
 
@@ -302,7 +302,7 @@ class _Stage:
         if not job.own_runtime:
             return working
         sizes = {"seq_len": job.seq_len, "element_bytes": job.activation_bytes}
-        attention = max(max(attention_memory(run, plan, **sizes)) for run in shape.runs)
+        attention = max(max(attention_memory(run, plan, **sizes, cpu=job.on_cpu)) for run in shape.runs)
         return working + (attention + embedding_memory(shape, plan, **sizes))
 
     def logits(self) -> float:
