@@ -100,20 +100,19 @@ def runs_flash(layer: LayerShape, seq_len: int) -> bool:
     return not layer.traits.keeps_scores and (layer.window is None or layer.window >= seq_len)
 
 
-def runs_math(layer: LayerShape, plan: Candidate, *, seq_len: int, element_bytes: int, cpu: bool) -> bool:
-    """Return whether torch computes attention by plain operations, which keep the scores.
+def shares_keys(layer: LayerShape, plan: Candidate, seq_len: int) -> bool:
+    """Return whether torch's attention gets keys that query heads share, for which CUDA has no fused kernel in float32.
 
     Without a mask, transformers hands keys to torch that several query heads share, if heads have up to 256 channels.
-    Of CUDA's fused kernels, those that read such keys are for 16 bits, and the one for 32 bits does not read them.
+    Of CUDA's fused kernels, those that read such keys are for 16 bits, and the one for 32 bits does not read them, so
+    torch runs plain operations, which keep the scores.
 
     Example:
         >>> layer = LayerShape(count=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128)
-        >>> [runs_math(layer, Candidate(tp=tp), seq_len=64, element_bytes=4, cpu=False) for tp in (1, 2, 4)]
+        >>> [shares_keys(layer, Candidate(tp=tp), 64) for tp in (1, 2, 4)]
         [True, True, False]
-        >>> runs_math(layer, Candidate(), seq_len=64, element_bytes=2, cpu=False)
-        False
     """
-    if cpu or element_bytes < 4 or plan.cp > 1 or layer.measured is not None or layer.head_dim > _SHARED_KEYS:
+    if plan.cp > 1 or layer.measured is not None or layer.head_dim > _SHARED_KEYS:
         return False
     return layer.local_kv_width(plan.tp) < layer.query_width / plan.tp and runs_flash(layer, seq_len)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.plan.context_methods import BLOCK, group_sizes, local_tokens
-from meshwright.planner.context_cost import exchanged_keys, runs_flash, runs_math
+from meshwright.planner.context_cost import exchanged_keys, runs_flash, shares_keys
 from meshwright.planner.job.candidate import Candidate
 from meshwright.planner.job.shapes import LayerShape, ModelShape
 
@@ -16,18 +16,22 @@ _MATH_FORWARD, _MATH_BACKWARD = 2.25, 3
 
 
 def attention_memory(
-    layer: LayerShape, plan: Candidate, *, seq_len: int, element_bytes: int, cpu: bool
+    layer: LayerShape, plan: Candidate, *, seq_len: int, element_bytes: int, plain: bool = False
 ) -> tuple[float, float]:
     """Return the bytes that the attention of one layer needs in forward and in backward, besides what it saves.
 
+    Args:
+        layer, plan, seq_len, element_bytes: the layer, the plan, and the sizes.
+        plain: whether attention over shared keys is not fused, as ``Job.plain_attention``.
+
     Example:
         >>> layer = LayerShape(count=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128)
-        >>> ulysses, ring = (attention_memory(layer, Candidate(cp=4, context=method), seq_len=32768, element_bytes=2,
-        ...                                   cpu=False) for method in ("ulysses", "ring"))
+        >>> ulysses, ring = (attention_memory(layer, Candidate(cp=4, context=method), seq_len=32768, element_bytes=2)
+        ...                  for method in ("ulysses", "ring"))
         >>> ulysses[0] < ring[0] < ring[1]
         True
     """
-    if runs_math(layer, plan, seq_len=seq_len, element_bytes=element_bytes, cpu=cpu):
+    if plain and shares_keys(layer, plan, seq_len):
         scores = plan.micro_batch * seq_len**2 * element_bytes * layer.heads / plan.tp
         return _MATH_FORWARD * scores, _MATH_BACKWARD * scores
     if plan.cp == 1:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges, runs_math
+from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges, shares_keys
 from meshwright.planner.job.adapters import ADAPTED_LAUNCHES, ADAPTER_BYTES, projections
 from meshwright.planner.job.candidate import Candidate, Job, Precision
 from meshwright.planner.job.experts import ROUTED_LAUNCHES, ExpertShape
@@ -118,8 +118,7 @@ class LayerModel:
         matmul += routed
         added, is_frozen = self._adapters(layer, plan, job), job.lora is not None
         # Without a fused kernel, causal attention computes all scores and moves them through memory several times.
-        sizes = {"seq_len": job.seq_len, "element_bytes": job.activation_bytes}
-        is_fused = job.fused_attention and not (job.own_runtime and runs_math(layer, plan, **sizes, cpu=job.on_cpu))
+        is_fused = job.fused_attention and not (job.plain_attention and shares_keys(layer, plan, job.seq_len))
         seen = layer.attended(job.seq_len) if is_fused else job.seq_len
         attention = 4 * rows * q * seen / (self.cluster.device.flops * k.attention)
         if not is_fused and layer.head_dim % _ALIGNED:
@@ -137,7 +136,9 @@ class LayerModel:
         in_blocks = [k.elementwise * size / self.memory_rate for size in block_bytes(layer, plan, job)]
         attended = attention + in_blocks[0]
         attended_back = (3.5 if attends_twice(layer, plan, job) else 2.5) * attention + in_blocks[1]
-        sent, sent_back = exchanges(layer, plan, **sizes, own_runtime=job.own_runtime)
+        sent, sent_back = exchanges(
+            layer, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes, own_runtime=job.own_runtime
+        )
         exchange, hidden = self._exchanged(sent, attended, plan)
         exchange_back, hidden_back = self._exchanged(sent_back, attended_back, plan)
 
