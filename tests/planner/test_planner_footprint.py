@@ -214,7 +214,7 @@ def test_plain_attention(family: str, plan: str) -> None:
     scores = 4 * ROWS * length**2 * shape.runs[0].heads / spread.tp
     assert plain.activations == pytest.approx(trace.activations, rel=0.01)
     assert plain.peaks["backward"] - scores == pytest.approx(trace.peak, rel=0.05)
-    assert fused.peak < 0.5 * trace.peak
+    assert fused.peak < 0.6 * trace.peak
 
 
 def test_what_a_rank_of_cp_saves_is_its_share() -> None:

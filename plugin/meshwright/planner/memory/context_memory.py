@@ -10,8 +10,8 @@ from meshwright.planner.job.shapes import LayerShape, ModelShape
 # Bytes of all tensors of the size of a block's scores that are alive at the same time, the last block's included.
 _SCORES_FORWARD = {2: 14, 4: 16}
 _SCORES_BACKWARD = {2: 18, 4: 20}
-# The same, in terms of scores, for torch's plain operations on CUDA: in forward the scores, their softmax, and where they
-# are minus infinity; in backward the gradients of softmax and scores, and the product of the former with the softmax.
+# The same in terms of scores, for torch's plain operations on CUDA: in forward the scores, their softmax, and which are
+# minus infinity; in backward the gradients of softmax and scores, and the product of the former with the softmax.
 _MATH_FORWARD, _MATH_BACKWARD = 2.25, 3
 
 
