@@ -103,6 +103,7 @@ def _compared(case: Case, sizes: dict[str, int], place: Place, pools: RankPools)
         element_bytes=case.dtype.itemsize,
         cpu=not place.is_cuda,
         lora=None if case.lora is None else Lora(rank=case.lora),
+        plain_attention=place.is_cuda and case.dtype is _SINGLE,
     ).peak
     return Check(
         what=f"{case.name}: peak, off the estimate",

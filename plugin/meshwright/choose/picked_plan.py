@@ -127,7 +127,7 @@ def _search(
         optimizer=kind,
     )  # fmt: skip
     if next(model.parameters()).element_size() == 4:
-        job = job.in_32_bits()
+        job = job.in_32_bits(may_autocast=True)
     budget = config.memory_budget
     if budget is not None and budget <= 1:
         budget *= cluster.device.memory

@@ -170,7 +170,7 @@ def estimate(machine: Machine, plan: ParallelPlan, dtype: torch.dtype, batch: tu
         logits=machine.logits,
         optimizer=machine.optimizer,
     )
-    job = job.in_32_bits() if dtype.itemsize >= 4 else job
+    job = job.in_32_bits(may_autocast=True) if dtype.itemsize >= 4 else job
     try:
         model = StepModel(machine.shape, machine.cluster, machine.profile.coefficients)
         time, layer = model.step(candidate, job), model.layer(candidate, job)

@@ -14,6 +14,7 @@ Kind = Literal["all-gather", "reduce-scatter", "all-to-all", "send"]
 # Bytes moved through memory for each visible score of 16-bit queries and keys in a ring whose blocks are computed by
 # separate kernels: the products, and the passes over 32-bit scores for the softmax and its gradient.
 _RING_FORWARD, _RING_BACKWARD = 68, 86
+_SHARED_KEYS = 256  # channels of a head up to which transformers does not repeat keys that query heads share
 _MERGE = 26  # bytes moved per element to merge a block's result with other results in 32 bits
 _ADD = 10  # bytes moved per element to add a block's gradients to others
 
@@ -97,6 +98,23 @@ def exchanged_keys(layer: LayerShape, plan: Candidate) -> int:
 def runs_flash(layer: LayerShape, seq_len: int) -> bool:
     """Return whether this version computes the blocks of attention by flash kernels, which take no mask or soft cap."""
     return not layer.traits.keeps_scores and (layer.window is None or layer.window >= seq_len)
+
+
+def shares_keys(layer: LayerShape, plan: Candidate, seq_len: int) -> bool:
+    """Return whether torch's attention gets keys that query heads share, for which CUDA has no fused kernel in float32.
+
+    Without a mask, transformers hands keys to torch that several query heads share, if heads have up to 256 channels.
+    Of CUDA's fused kernels, those that read such keys are for 16 bits, and the one for 32 bits does not read them, so
+    torch runs plain operations, which keep the scores.
+
+    Example:
+        >>> layer = LayerShape(count=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128)
+        >>> [shares_keys(layer, Candidate(tp=tp), 64) for tp in (1, 2, 4)]
+        [True, True, False]
+    """
+    if plan.cp > 1 or layer.measured is not None or layer.head_dim > _SHARED_KEYS:
+        return False
+    return layer.local_kv_width(plan.tp) < layer.query_width / plan.tp and runs_flash(layer, seq_len)
 
 
 def block_bytes(layer: LayerShape, plan: Candidate, job: Job) -> tuple[float, float]:

@@ -149,7 +149,7 @@ def _of_stage(model: nn.Module, shape: ModelShape, plan: Candidate, job: Job, st
     config = ToDistributedConfig(gather_logits=job.logits == "gathered")
     batch = _images(model, shape, job, rows)
     trace = trace_step(model, run, rows=rows, length=job.seq_len, rank=rank, config=config, batch=batch)
-    held = stage_memory(shape, plan, dataclasses.replace(job, on_cpu=True), stage)
+    held = stage_memory(shape, plan, dataclasses.replace(job, on_cpu=True, plain_attention=False), stage)
     sizes = [
         (f"bytes of rank {rank}", "estimated", "traced", "ratio"),
         _row("parameters", held.weights, trace.parameters),

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from meshwright.planner.answers.cost import tokens_text
+from meshwright.planner.context_cost import shares_keys
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.search.search import Choice, Search
@@ -103,6 +104,12 @@ def measured_notes(shape: ModelShape, job: Job) -> Iterator[str]:
 def notes(found: Search) -> Iterator[str]:
     """Yield the notes on the first choices: a precision that cannot run, merged plans, and other numerics of ties."""
     yield from measured_notes(found.shape, found.job)
+    job, runs = found.job, found.shape.runs
+    if job.plain_attention and any(shares_keys(run, x.plan, job.seq_len) for x in found.choices for run in runs):
+        yield (
+            "on CUDA, attention in float32 with fewer key heads than query heads has no fused kernel: it keeps the "
+            "scores of all layers for backward, and is slow. Under bfloat16 autocast it is fused"
+        )
     if not found.trains_today:
         what = "experts in " if found.job.trains_today else "in "
         yield (

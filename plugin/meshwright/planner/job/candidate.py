@@ -35,6 +35,8 @@ class Job:
             copy of 16-bit weights.
         activation_bytes: bytes per activation element: 2, or 4 if everything is computed in 32 bits.
         fused_attention: whether the attention kernel keeps its scores on chip (flash attention, SDPA's fused kernels).
+        plain_attention: whether attention over keys that query heads share runs in plain operations, as in float32 on
+            CUDA, even if other attention is fused.
         own_runtime: whether the job runs on this library, whose memory is known tensor by tensor; if not, the job runs
             on a library like Megatron-LM.
         on_cpu: whether the job runs on CPU with gloo.
@@ -63,6 +65,7 @@ class Job:
     optimizer_bytes: int = 12
     activation_bytes: int = 2
     fused_attention: bool = True
+    plain_attention: bool = False
     own_runtime: bool = False
     on_cpu: bool = False
     expert_load: float = 1.0
@@ -88,14 +91,20 @@ class Job:
                 "experts, relative to the mean"
             )
 
-    def in_32_bits(self) -> Job:
+    def in_32_bits(self, *, may_autocast: bool = False) -> Job:
         """Return the same job for a float32 model and Adam, with everything in 32 bits.
+
+        Args:
+            may_autocast: whether the program may run under autocast, where attention computes in 16 bits.
 
         Example:
             >>> Job(seq_len=8, global_batch=2).in_32_bits().activation_bytes
             4
         """
-        return replace(self, weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4)
+        plain = self.own_runtime and not self.on_cpu and not may_autocast
+        return replace(
+            self, weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4, plain_attention=plain
+        )
 
     @property
     def trains_today(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.context_methods import group_sizes, local_tokens
-from meshwright.planner.context_cost import exchanged_keys, runs_flash
+from meshwright.planner.context_cost import exchanged_keys, runs_flash, shares_keys
 from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora, saved_by_adapters
 from meshwright.planner.job.candidate import Candidate, Logits
 from meshwright.planner.job.measured import RankShare, TowerShape
@@ -82,7 +82,7 @@ class Saved:
 
 def saved_activations(
     shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, logits: Logits = "chunked",
-    expert_load: float = 1.0, images: float = 1.0, lora: Lora | None = None,
+    expert_load: float = 1.0, images: float = 1.0, lora: Lora | None = None, plain_attention: bool = False,
 ) -> Saved:  # fmt: skip
     """Return the bytes that forward saves for one micro-batch.
 
@@ -91,7 +91,7 @@ def saved_activations(
         plan: the plan; its dp and its ZeRO stage make no difference.
         seq_len: tokens per sequence, of which a rank of cp holds a part.
         element_bytes: bytes per element of the model's dtype: 2, or 4 for float32.
-        logits, expert_load, images, lora: as in ``Job``.
+        logits, expert_load, images, lora, plain_attention: as in ``Job``.
 
     Example:
         >>> shape = ModelShape.of(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -116,7 +116,9 @@ def saved_activations(
         # Nothing before the first adapter needs a gradient, so what the first norm reads is not kept.
         embedded = -_norm(shape.runs[0], n, share, b, frozen=True)
     return Saved(
-        runs=tuple(_saved_by_layer(run, plan, seq_len, b, share, expert_load, lora) for run in shape.runs),
+        runs=tuple(
+            _saved_by_layer(run, plan, seq_len, b, share, expert_load, lora, plain_attention) for run in shape.runs
+        ),
         shared=2.0 * tokens * rotated + embedded,
         # Under cp, masks are functions, and a block of a mask is made where it is needed.
         arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 and not is_measured else 0),
@@ -138,8 +140,9 @@ def _tower(towers: TowerShape | None, plan: Candidate, b: int, images: float) ->
 
 
 def _saved_by_layer(
-    layer: LayerShape, plan: Candidate, seq_len: int, b: int, share: float, expert_load: float, lora: Lora | None
-) -> SavedByLayer:
+    layer: LayerShape, plan: Candidate, seq_len: int, b: int, share: float, expert_load: float, lora: Lora | None,
+    plain_attention: bool,
+) -> SavedByLayer:  # fmt: skip
     traits, tp = layer.traits, plan.tp
     n = plan.micro_batch * local_tokens(seq_len, plan.cp)
     hidden = layer.hidden * share
@@ -154,7 +157,7 @@ def _saved_by_layer(
     # parallelism keeps a rank's part of what it gathers.
     inputs = 2 * n * hidden * b * (_keeps_inputs(lora, b) or plan.sp > 1)
     block = (traits.norms * _norm(layer, n, share, b, frozen=is_frozen) + inputs) / 2
-    of_attention = _attention(layer, plan, seq_len, b, keeps_input=_keeps_inputs(lora, b))
+    of_attention = _attention(layer, plan, seq_len, b, keeps_input=_keeps_inputs(lora, b), plain=plain_attention)
     attention = block + n * of_attention + _query_norm(layer, n, b, tp, frozen=is_frozen)
     inside = 2 * layer.mlp_inputs - (not _keeps_inputs(lora, b))  # the input of the last projection is one of these
     mlp = block + n * b * (layer.ffn / tp) * inside
@@ -205,7 +208,7 @@ def _masks(shape: ModelShape, n: int, seq_len: int, b: int) -> float:
     return seq_len**2 if any(_is_masked(run, seq_len) for run in shape.runs) else 0
 
 
-def _attention(layer: LayerShape, plan: Candidate, seq_len: int, b: int, *, keeps_input: bool) -> float:
+def _attention(layer: LayerShape, plan: Candidate, seq_len: int, b: int, *, keeps_input: bool, plain: bool) -> float:
     """Return the bytes per position that attention saves, from q, k and v to what the output projection keeps."""
     if plan.cp > 1:
         return _in_parts(layer, plan, seq_len, b, keeps_input=keeps_input)
@@ -217,6 +220,9 @@ def _attention(layer: LayerShape, plan: Candidate, seq_len: int, b: int, *, keep
         capped = b
         scores = heads * seq_len * (capped + 4 + (b if b < 4 else 0))
         return b * (3 * query + read) + scores
+    if plain and shares_keys(layer, plan, seq_len):
+        # The softmax of the scores, and scaled or repeated copies of q, k and v for every query head.
+        return b * (3 * query + read + heads * seq_len)
     masked = _is_masked(layer, seq_len)
     keys = query if masked and own_keys > layer.head_dim else own_keys  # a single key head is repeated without a copy
     # After a fused projection, the output projection reads a copy of attention's output. Unless v is repeated, v is a

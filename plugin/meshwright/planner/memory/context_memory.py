@@ -1,19 +1,28 @@
-"""The temporary memory of context parallelism: of an attention in blocks of queries, and of whole embeddings."""
+"""The temporary memory of attention, in plain operations or in blocks of queries under cp, and of whole embeddings."""
 
 from __future__ import annotations
 
 from meshwright.plan.context_methods import BLOCK, group_sizes, local_tokens
-from meshwright.planner.context_cost import exchanged_keys, runs_flash
+from meshwright.planner.context_cost import exchanged_keys, runs_flash, shares_keys
 from meshwright.planner.job.candidate import Candidate
 from meshwright.planner.job.shapes import LayerShape, ModelShape
 
 # Bytes of all tensors of the size of a block's scores that are alive at the same time, the last block's included.
 _SCORES_FORWARD = {2: 14, 4: 16}
 _SCORES_BACKWARD = {2: 18, 4: 20}
+# The same in terms of scores, for torch's plain operations on CUDA: in forward the scores, their softmax, and which are
+# minus infinity; in backward the gradients of softmax and scores, and the product of the former with the softmax.
+_MATH_FORWARD, _MATH_BACKWARD = 2.25, 3
 
 
-def attention_memory(layer: LayerShape, plan: Candidate, *, seq_len: int, element_bytes: int) -> tuple[float, float]:
+def attention_memory(
+    layer: LayerShape, plan: Candidate, *, seq_len: int, element_bytes: int, plain: bool = False
+) -> tuple[float, float]:
     """Return the bytes that the attention of one layer needs in forward and in backward, besides what it saves.
+
+    Args:
+        layer, plan, seq_len, element_bytes: the layer, the plan, and the sizes.
+        plain: whether attention over shared keys is not fused, as ``Job.plain_attention``.
 
     Example:
         >>> layer = LayerShape(count=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128)
@@ -22,6 +31,9 @@ def attention_memory(layer: LayerShape, plan: Candidate, *, seq_len: int, elemen
         >>> ulysses[0] < ring[0] < ring[1]
         True
     """
+    if plain and shares_keys(layer, plan, seq_len):
+        scores = plan.micro_batch * seq_len**2 * element_bytes * layer.heads / plan.tp
+        return _MATH_FORWARD * scores, _MATH_BACKWARD * scores
     if plan.cp == 1:
         return 0.0, 0.0
     b, inner = element_bytes, group_sizes(plan.context, plan.cp, plan.ulysses)[0]

@@ -49,7 +49,7 @@ class Footprint:
 def footprint(
     shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, cpu: bool = False,
     logits: Logits = "chunked", expert_load: float = 1.0, images: float = 1.0, lora: Lora | None = None,
-    optimizer: str | OptimizerKind = "adamw",
+    optimizer: str | OptimizerKind = "adamw", plain_attention: bool = False,
 ) -> Footprint:  # fmt: skip
     """Return the memory of the first rank.
 
@@ -59,7 +59,7 @@ def footprint(
         seq_len: tokens per sequence.
         element_bytes: bytes per element of the model's dtype.
         cpu: whether the plan runs on CPU, where gloo's reductions and torch's optimizers use other buffers.
-        logits, expert_load, images, lora, optimizer: as in ``Job``.
+        logits, expert_load, images, lora, optimizer, plain_attention: as in ``Job``.
 
     Example:
         >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
@@ -77,8 +77,9 @@ def footprint(
     counted = _Elements.of(shape, layout, lora)
     elements = counted.whole
     saved = saved_activations(
-        shape, plan, seq_len=seq_len, element_bytes=b, logits=logits, expert_load=expert_load, images=images, lora=lora
-    )
+        shape, plan, seq_len=seq_len, element_bytes=b, logits=logits, expert_load=expert_load, images=images, lora=lora,
+        plain_attention=plain_attention,
+    )  # fmt: skip
     is_sharded = plan.zero_stage > 0 and plan.data_ranks > 1
     trained = b if lora is None else ADAPTER_BYTES
     state = 4 if is_sharded else trained
@@ -101,7 +102,7 @@ def footprint(
     # All micro-batches but the last run backward within the model's call and add their gradients in 32 bits.
     micro = _MicroBatch(
         shape=shape, plan=plan, seq_len=seq_len, element_bytes=b, saved=saved, recomputed=recomputed, gathered=gathered,
-        cpu=cpu, logits=logits, expert_load=expert_load, lora=lora,
+        cpu=cpu, logits=logits, expert_load=expert_load, lora=lora, plain_attention=plain_attention,
     )  # fmt: skip
     unpacked = 0.0 if lora is None else max(lora.unpacked(run, plan.tp, b) for run in shape.runs)
     forward, backward = (
@@ -223,6 +224,7 @@ class _MicroBatch:
     logits: Logits
     expert_load: float
     lora: Lora | None
+    plain_attention: bool
 
     @property
     def positions(self) -> int:
@@ -249,8 +251,10 @@ class _MicroBatch:
         return layer.measured.working(measured_share(layer, self.plan, self.seq_len, self.element_bytes))
 
     def attention(self, layer: LayerShape) -> tuple[float, float]:
-        """Return the temporary bytes of one attention under context parallelism, in forward and in backward."""
-        return attention_memory(layer, self.plan, seq_len=self.seq_len, element_bytes=self.element_bytes)
+        """Return the temporary bytes of one attention that is not one fused kernel, in forward and in backward."""
+        return attention_memory(
+            layer, self.plan, seq_len=self.seq_len, element_bytes=self.element_bytes, plain=self.plain_attention
+        )
 
 
 def _forward(micro: _MicroBatch) -> float:

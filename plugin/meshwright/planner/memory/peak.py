@@ -99,7 +99,7 @@ def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
     )  # fmt: skip
     saved = _saved_by_layout(
         shape, layout, seq_len=job.seq_len, element_bytes=job.activation_bytes, expert_load=job.expert_load,
-        images=job.images, lora=job.lora,
+        images=job.images, lora=job.lora, plain_attention=job.plain_attention,
     )  # fmt: skip
     return kept_per_op(saved, shape, plan, job) if plan.recompute == "per-op" else saved
 
@@ -175,6 +175,7 @@ def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
     held = footprint(
         shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=job.on_cpu, logits=job.logits,
         expert_load=job.expert_load, images=job.images, lora=job.lora, optimizer=job.optimizer,
+        plain_attention=job.plain_attention,
     )  # fmt: skip
     phase = max(held.peaks, key=lambda name: held.peaks[name])
     rest = held.peak - held.parameters - held.optimizer
@@ -302,7 +303,7 @@ class _Stage:
         if not job.own_runtime:
             return working
         sizes = {"seq_len": job.seq_len, "element_bytes": job.activation_bytes}
-        attention = max(max(attention_memory(run, plan, **sizes)) for run in shape.runs)
+        attention = max(max(attention_memory(run, plan, **sizes, plain=job.plain_attention)) for run in shape.runs)
         return working + (attention + embedding_memory(shape, plan, **sizes))
 
     def logits(self) -> float:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges
+from meshwright.planner.context_cost import ContextExchange, attends_twice, block_bytes, exchanges, shares_keys
 from meshwright.planner.job.adapters import ADAPTED_LAUNCHES, ADAPTER_BYTES, projections
 from meshwright.planner.job.candidate import Candidate, Job, Precision
 from meshwright.planner.job.experts import ROUTED_LAUNCHES, ExpertShape
@@ -124,11 +124,12 @@ class LayerModel:
         matmul += routed
         added, is_frozen = self._adapters(layer, plan, job), job.lora is not None
         # Without a fused kernel, causal attention computes all scores and moves them through memory several times.
-        seen = layer.attended(job.seq_len) if job.fused_attention else job.seq_len
+        is_fused = job.fused_attention and not (job.plain_attention and shares_keys(layer, plan, job.seq_len))
+        seen = layer.attended(job.seq_len) if is_fused else job.seq_len
         attention = self.attention(4 * rows * q * seen, layer.head_dim)
-        if not job.fused_attention and layer.head_dim % _ALIGNED:
+        if not is_fused and layer.head_dim % _ALIGNED:
             attention *= _MISALIGNED
-        scores = 0.0 if job.fused_attention else _SCORE_BYTES * rows * layer.heads / t * job.seq_len
+        scores = 0.0 if is_fused else _SCORE_BYTES * rows * layer.heads / t * job.seq_len
         scores *= job.activation_bytes / 2
         # A norm reads once and writes once, a residual sum reads twice and writes once, and a layer has two of each.
         # The other terms are the rotation of q and k, and the gate.
