@@ -20,6 +20,7 @@ from harness.programs import mark_fault, run_program
 from meshwright.checkpoint.format import part_files
 from meshwright.faults import equal_errors
 from meshwright.faults.equal_errors import is_first_to_say, say_equal_texts_once
+from meshwright.faults.exit_hooks import in_short
 from support.anatomies import mixtral
 from support.ending import DP2, TIMEOUT, TP2, check, flat, trained, trainer
 from support.models import tokens
@@ -443,3 +444,10 @@ def test_a_save_in_the_background_ends_with_the_rank_for_which_it_waits(tmp_path
     assert second.code == -signal.SIGKILL
     assert first.code != 0 and first.after < 6, first
     assert re.search(r"rank 1 \(host [^)]*dp=1 tp=0\): its process ended abruptly", flat(first.output)), first.output
+
+
+def test_an_assertion_of_a_device_is_one_line() -> None:
+    """CUDA's advice after it names neither the assertion nor the rank that prints it."""
+    advice = "CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert'.\nFor debugging consider ..."
+    said = "CUDA error: device-side assert triggered; this rank has printed what was asserted"
+    assert in_short(RuntimeError(advice)) == f"RuntimeError: {said}"

@@ -12,6 +12,8 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import NoReturn, Protocol
 
+_ASSERTION = "device-side assert"  # in CUDA's message of a kernel's assertion that does not hold
+
 
 class Ending(Protocol):
     """The methods of a guard that these hooks call when the process ends."""
@@ -100,4 +102,7 @@ def in_short(error: BaseException) -> str:
     """Return the type and message of an exception, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+    text = str(error)
+    if _ASSERTION in text:  # which torch follows by advice of several lines that does not name it
+        text = f"{text.splitlines()[0]}; this rank has printed what was asserted"
+    return f"{type(error).__name__}: {text}{where}"
