@@ -32,10 +32,11 @@ class Range:
         return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
-# `make test-oldest` tests the oldest torch, transformers and accelerate; constraints.txt pins the newest versions.
+# `make test-oldest` tests the oldest torch, transformers and accelerate, `make test-newest` the newest torch and
+# transformers; constraints.txt pins the newest of the rest.
 TESTED = {
-    "torch": Range(oldest="2.11", newest="2.13", purpose="everything", supported=True),
-    "transformers": Range(oldest="5.17", newest="5.23", purpose="its models and the Trainer", supported=True),
+    "torch": Range(oldest="2.11", newest="2.14", purpose="everything", supported=True),
+    "transformers": Range(oldest="5.17", newest="5.24", purpose="its models and the Trainer", supported=True),
     "accelerate": Range(oldest="1.15", newest="1.15", purpose="meshwright launch, the Trainer", supported=True),
     "datasets": Range(oldest="5.2", newest="5.2", purpose="its datasets as input"),
     "deepspeed": Range(oldest="0.19", newest="0.19", purpose="DeepSpeed's ZeRO"),

@@ -24,6 +24,7 @@ from support.tiers import crossing
 
 MEMORY = 64 * 2**20  # bytes beside those of the files, sparse ones of a terabyte aside
 CODE = {"os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class", "ctypes.dlopen"}
+NVML = "libnvidia-ml.so.1"  # a CUDA build of torch counts its devices by this library
 
 
 class Small(nn.Module):
@@ -72,6 +73,8 @@ class Watch:
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.is_on:
+            return
+        if event == "ctypes.dlopen" and arguments[0] == NVML:
             return
         if event in CODE:
             self.seen.append(f"{event} {arguments!r}"[:200])

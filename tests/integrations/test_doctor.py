@@ -44,12 +44,12 @@ def with_versions(monkeypatch: pytest.MonkeyPatch, **found: str | None) -> None:
     [
         ("torch", "2.10.9", "older"),
         ("torch", "2.11.0", "tested"),
-        ("torch", "2.13.1+cu130", "tested"),
+        ("torch", "2.14.1+cu130", "tested"),
         ("torch", "2.13.0.dev20260101", "tested"),
         ("torch", "2.15.0a0", "newer"),
         ("torch", "3.0", "newer"),
         ("transformers", "5.9.1", "older"),
-        ("transformers", "5.23.2", "tested"),
+        ("transformers", "5.24.2", "tested"),
         ("transformers", "5.100.0", "newer"),
     ],
 )
@@ -77,9 +77,9 @@ def test_a_warning_names_the_range_once(monkeypatch: pytest.MonkeyPatch) -> None
         warn_outside_range()
     assert len(caught) == 1
     message = str(caught[0].message)
-    assert "torch 2.15.0 (newer than the tested 2.11 to 2.13)" in message
-    assert "transformers 5.16.2 (older than the tested 5.17 to 5.23)" in message
-    assert message.endswith(": pip install 'torch==2.13.*' 'transformers==5.23.*'")
+    assert "torch 2.15.0 (newer than the tested 2.11 to 2.14)" in message
+    assert "transformers 5.16.2 (older than the tested 5.17 to 5.24)" in message
+    assert message.endswith(": pip install 'torch==2.14.*' 'transformers==5.24.*'")
     assert "accelerate" not in message
     assert "trl" not in message
 
@@ -149,7 +149,7 @@ def test_no_warning_in_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     ("package", "version", "status", "text"),
     [
         ("transformers", "5.16.2", "problem", "5.16.2 is older than 5.17"),
-        ("transformers", "6.0.0", "warning", "5.17 to 5.23: pip install 'transformers==5.23.*'"),
+        ("transformers", "6.0.0", "warning", "5.17 to 5.24: pip install 'transformers==5.24.*'"),
         ("torch", None, "problem", "not installed"),
         ("deepspeed", None, "note", "not installed; needed for DeepSpeed's ZeRO"),
         ("datasets", "4.0.0", "warning", "older than the tested versions, 5.2: pip install"),
@@ -171,7 +171,7 @@ def test_this_machine_can_train(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0 problems" in text.output
     content = json.loads(as_json.output)
     assert content["problem"] is False
-    assert content["tested"]["torch"] == {"oldest": "2.11", "newest": "2.13"}
+    assert content["tested"]["torch"] == {"oldest": "2.11", "newest": "2.14"}
     assert {finding["topic"] for finding in content["findings"]} >= {"python", *TESTED, "GPUs", "gloo", "cores"}
 
 
