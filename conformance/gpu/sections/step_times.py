@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -104,10 +106,11 @@ def _raced(
 
 
 def _calibrated(seconds: float, profiles: list[HardwareProfile]) -> Check:
-    """Measure the device, and append its profile."""
+    """Measure the device, append its profile, and print it, so that its points can be fitted again elsewhere."""
     profile = calibrate(processes=1, seconds=seconds)
     assert profile is not None and profile.device is not None
     profiles.append(profile)
+    print(json.dumps(dataclasses.asdict(profile)))
     return Check(
         what="peak of matrix multiplications, calibrated",
         figure=profile.device.flops / 1e12,
