@@ -146,7 +146,9 @@ def test_weights_without_masters_are_said() -> None:
     small = dataclasses.replace(JOB, global_batch=8)
     assert any("zero0 updates the 16-bit weights" in note for note in notes(weigh(space(job=small), None, plans)))
     whole = small.in_32_bits()
-    assert not list(notes(weigh(space(job=whole), None, plans)))
+    (note,) = notes(weigh(space(job=whole), None, plans))
+    assert "attention in float32" in note
+    assert not list(notes(weigh(space(job=small.in_32_bits(may_autocast=True)), None, plans)))
 
 
 def test_plans_with_masters_come_first() -> None:
