@@ -15,6 +15,7 @@ from meshwright.choose.given_plan import resolve_plan
 from meshwright.verification.float64_modules import in_float64
 from support.exact import gradient_differences, relative_difference
 from support.short_programs import gradients_of, weights_of
+from support.summation_orders import added_in_halves
 
 ROWS, LENGTH, STEPS = 4, 16, 2
 SIZES: dict[str, Any] = {
@@ -95,6 +96,21 @@ def trained(plan: str | None, dtype: torch.dtype, device: str, family: str = "ll
             optimizer.zero_grad()
         found.weights = _on_host(weights_of(model, plan))
     return found
+
+
+def in_another_order(family: str, dtype: torch.dtype, device: str, seed: int) -> Numbers:
+    """Return the gradients of the first step on one process whose sums are taken in a random order.
+
+    The rows run one after the other, and products of matrices are added in two random halves.
+    """
+    model = new_model(family, dtype, device)
+    batch = {name: x.to(device) for name, x in batches(1)[0].items()}
+    count = (batch["labels"][:, 1:] != -100).sum()
+    for row in torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed)).split(1):
+        with added_in_halves(seed):
+            loss = model(**{name: x[row] for name, x in batch.items()}, num_items_in_batch=count).loss
+        loss.backward()
+    return Numbers(gradients=_on_host(gradients_of(model, None)))
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -97,7 +97,7 @@ def alone(kind: str, text: int, seed: int | None = None, *, in_halves: bool = Fa
         order = torch.arange(ROWS) if seed is None else torch.randperm(ROWS, generator=generator)
         losses = []
         for place in order.split(1):
-            with _autocast(kind), _added_in_halves(seed or 0) if in_halves else contextlib.nullcontext():
+            with _autocast(kind), added_in_halves(seed or 0) if in_halves else contextlib.nullcontext():
                 loss = model(**{name: x[place] for name, x in batch.items()}).loss
             (loss / ROWS).backward()
             losses.append(loss.detach().double())
@@ -181,7 +181,7 @@ def _autocast(kind: str) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _added_in_halves(seed: int) -> Iterator[None]:
+def added_in_halves(seed: int) -> Iterator[None]:
     """Add the products of matrices in two halves of their channels, as kernels do that split a sum."""
     generator, linear = torch.Generator().manual_seed(seed), F.linear
     halves: dict[int, tuple[Tensor, Tensor]] = {}
@@ -199,7 +199,8 @@ def _added_in_halves(seed: int) -> Iterator[None]:
             linear(x[..., first], w[:, first]) + linear(x[..., second], w[:, second])
             for w in (weight[low], weight[high])
         ]
-        return torch.cat(parts, -1)[..., torch.cat([low, high]).argsort()]
+        whole = torch.cat(parts, -1)[..., torch.cat([low, high]).argsort()]
+        return whole if bias is None else whole + bias
 
     with mock.patch.object(F, "linear", split):
         yield
