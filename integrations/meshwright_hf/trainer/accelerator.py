@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from accelerate import Accelerator
@@ -9,9 +10,11 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from transformers import Trainer
 
 from meshwright.optim.runtime import find_runtime
 from meshwright.temporarily import temporarily
+from meshwright_hf.trainer.items import ASKS_FOR_COPIES
 
 
 class TrainerAccelerator(Accelerator):
@@ -24,7 +27,14 @@ class TrainerAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """The number of processes. Each read is recorded, since a loss may be multiplied by it (see ``ItemsUse``)."""
+        """The number of processes. Each read is recorded, since a loss may be multiplied by it (see ``ItemsUse``).
+
+        To a function of transformers that multiplies its loss without asking for the ranks with the same rows, the
+        number is the factor that later versions compute.
+        """
+        if not ASKS_FOR_COPIES and sys._getframe(1).f_code is Trainer.compute_loss.__code__:
+            factor: int = self._trainer.loss_factor(super().num_processes)
+            return factor
         self._trainer.notice_processes()
         return super().num_processes
 

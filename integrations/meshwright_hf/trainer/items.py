@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.autograd_graph import tensors_in
@@ -23,6 +24,10 @@ from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.parallel.shards.stand_in import StandIn, is_metadata
 from meshwright_hf.trainer.checks import StockTrainer, has_own_loss
+
+# Whether transformers asks the Trainer for the number of ranks with the same rows (get_tp_size) where it multiplies a
+# loss and counts items; 5.17 and 5.18 ask accelerate's configuration, which a plan does not set.
+ASKS_FOR_COPIES = "get_tp_size" in Trainer.compute_loss.__code__.co_names
 
 
 class ItemsUse:

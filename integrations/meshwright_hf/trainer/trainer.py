@@ -47,7 +47,7 @@ from meshwright_hf.trainer.data import gather_rows, mesh_loader
 from meshwright_hf.trainer.evaluation import EvaluationLoss
 from meshwright_hf.trainer.figures import count_from, figures_for, show_run, without_lines
 from meshwright_hf.trainer.fused_head import balance_fused_head, gather_for_fused_head
-from meshwright_hf.trainer.items import ItemsUse
+from meshwright_hf.trainer.items import ASKS_FOR_COPIES, ItemsUse
 from meshwright_hf.trainer.smoothing import smoothing, takes_smoothing
 from meshwright_hf.trainer.trl_trainers import check_last_batch, check_trl, whole_loader, with_global_batch
 from meshwright_hf.versions import warn_outside_range
@@ -201,6 +201,10 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             return self.accelerator.num_processes  # the Trainer divides by it: a factor of 1
         return runtime.mesh.row_copies
 
+    def loss_factor(self, processes: int) -> int:
+        """Return by what transformers multiplies its loss: the number of processes over ``get_tp_size``."""
+        return processes // self.get_tp_size()
+
     # ---- data
 
     def get_train_dataloader(self) -> Any:
@@ -262,6 +266,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         # rows.
         with temporarily(self, _counts_own_rows=not self.args.average_tokens_across_devices):
             count = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+            if count is not None and not ASKS_FOR_COPIES:
+                count = count // self.get_tp_size()
             return self._items.watch(count)
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
