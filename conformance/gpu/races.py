@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -122,17 +122,16 @@ def meshwright_liger(contest: Contest, device: torch.device) -> tuple[Any, Any]:
     return _distributed(contest, model)
 
 
-def _distributed(contest: Contest, model: Any) -> tuple[Any, Any]:
+def _distributed(contest: Contest, model: Any, compile: Literal["layers"] | None = None) -> tuple[Any, Any]:
     plan = resolve_plan("tp1 recompute=full" if contest.recompute else "tp1")
-    config = mw.ToDistributedConfig(plan=plan)
+    config = mw.ToDistributedConfig(plan=plan, compile=compile)
     model, optimizer, _ = mw.to_distributed(model, _optimizer(model), config=config)
     return model, optimizer
 
 
 def meshwright_compiled(contest: Contest, device: torch.device) -> tuple[Any, Any]:
-    """Return the model after ``to_distributed``, whose layers torch compiles."""
-    model, optimizer = meshwright(contest, device)
-    return torch.compile(model), optimizer
+    """Return the model after ``to_distributed``, whose layers torch compiles; compiled whole it has whole logits."""
+    return _distributed(contest, contest.model(device), compile="layers")
 
 
 WAYS: dict[str, Callable[[Contest, torch.device], tuple[Any, Any]]] = {

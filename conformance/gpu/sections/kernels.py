@@ -126,9 +126,9 @@ def _measured(
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if place.is_cuda else 0
     found = _results(operation, given)
+    memory = torch.cuda.max_memory_allocated() - before if place.is_cuda else 0
     error = max(float((x.double() - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True))
     del found
-    memory = torch.cuda.max_memory_allocated() - before if place.is_cuda else 0
     seconds = []
     for _ in range(_REPEATS):
         began = _now(place)

@@ -43,9 +43,9 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # In float64 and float32 only the order of sums differs: about 1e-16 and 1e-7 for each sum, over some hundred terms.
 _EXACT, _SINGLE = 1e-10, 2e-5
 # In bfloat16 each result is rounded to 8 bits, in the plan as on one device, and an order of summation is a draw of the
-# error. For a dense model its sizes over some ten thousand gradients differ by a few percent. With experts, a few orders
-# in ten send a token to another of two experts that are nearly as good, and have several times the error of the others.
-# A plan may have the largest error of these orders, and the few percent.
+# error. For a dense model its sizes over some ten thousand gradients differ by a few percent. With experts, one or two
+# orders in ten send a token to another of two experts that are nearly as good, and have several times the error of the
+# others. A plan may have the largest error of these orders, and the few percent.
 _ORDERS, _HALF = 12, 1.3
 _FAULT = 1.001  # the factor of a planted fault
 
