@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.parallel.losses import softmax_kernels
 from support.interpreted_kernels import CASES, DTYPES
 
 TRITON = Path(sys.prefix, "triton")  # where the Makefile puts it, apart from torch
@@ -29,6 +30,21 @@ def test_the_kernels_give_the_losses_and_gradients_of_float64() -> None:
         assert has["by_chunks"] <= 2 * eps + 1e-6, case
         if case.tokens:
             assert fault["loss"] > 1e-2 and fault["gradient"] > eps and fault["by_chunks"] > 3 * eps, case
+
+
+def test_kernels_that_do_not_compile_are_told_once_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles at the first call, and needs a C compiler, which a machine for inference may lack."""
+
+    def fail() -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setattr(softmax_kernels, "_has_triton", lambda: True)
+    monkeypatch.setattr(softmax_kernels, "_kernels", fail)
+    softmax_kernels._works.cache_clear()
+    with pytest.warns(UserWarning, match="Failed to find C compiler.*install gcc") as caught:
+        assert [softmax_kernels._works(torch.device("cpu"), torch.float32) for _ in range(2)] == [False, False]
+    assert len(caught) == 1
+    softmax_kernels._works.cache_clear()
 
 
 def found(shift: int) -> list[dict[str, float]]:

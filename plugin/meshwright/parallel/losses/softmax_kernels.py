@@ -16,6 +16,7 @@ Shape suffixes: N tokens, W words of this rank.
 from __future__ import annotations
 
 import functools
+import warnings
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,7 +29,31 @@ _WARPS = 8
 
 def has_kernels(logits_NW: Tensor) -> bool:
     """Return whether the kernels take these logits; in float64 nothing is computed in 32 bits."""
-    return logits_NW.is_cuda and logits_NW.dtype != torch.float64 and logits_NW.stride(-1) == 1 and _has_triton()
+    if not logits_NW.is_cuda or logits_NW.dtype == torch.float64 or logits_NW.stride(-1) != 1:
+        return False
+    if type(logits_NW) is not Tensor:  # a fake tensor of a traced step
+        return _has_triton()
+    return _works(logits_NW.device, logits_NW.dtype)
+
+
+@functools.cache
+def _works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether Triton compiles the kernels here; if not, it is told once."""
+    if not _has_triton():
+        return False
+    logits, column = torch.zeros(1, 8, device=device, dtype=dtype), torch.zeros(1, device=device, dtype=torch.int64)
+    try:
+        peak = statistics(logits, column, 8, sums=False)[0]
+        gradient_(logits, peak, peak, column, peak, None, 8)
+    except Exception as error:
+        warnings.warn(
+            f"Triton cannot compile the kernels of the loss ({type(error).__name__}: {str(error).strip()[:200]}). The "
+            "loss is computed by plain operations, which take longer and more memory. Triton needs a C compiler (set CC "
+            "or install gcc) and a GPU that it supports",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 @functools.cache
