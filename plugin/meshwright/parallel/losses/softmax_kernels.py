@@ -48,8 +48,8 @@ def _works(device: torch.device, dtype: torch.dtype) -> bool:
     except Exception as error:
         warnings.warn(
             f"Triton cannot compile the kernels of the loss ({type(error).__name__}: {str(error).strip()[:200]}). The "
-            "loss is computed by plain operations, which take more time and memory. Triton needs a C compiler (set CC or "
-            "install gcc) and a GPU that it supports",
+            "loss is computed by plain operations, which take more time and memory. Triton needs a C compiler (set CC "
+            "or install gcc) and a GPU that it supports",
             stacklevel=2,
         )
         return False
