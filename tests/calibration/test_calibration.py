@@ -184,6 +184,12 @@ def test_on_a_gpu_the_launches_are_not_taken_for_work(flops: float, bandwidth: f
     assert found.band == 0.10
 
 
+def test_a_slow_gpu_measures_every_kind() -> None:
+    """The smallest size of each kind is measured however long it takes, as the fit needs every kind."""
+    found = {x.kind for x in compute_probes(torch.device("cuda"), torch.float32, rate=3e12, longest=0.05)}
+    assert {"matmul", "attention", "norm", "residual", "rotary", "gate", "head", "launch", "stream", "adamw"} <= found
+
+
 def test_scatter_widens_the_band() -> None:
     dice = np.random.default_rng(0)
     noisy = [

@@ -232,6 +232,24 @@ def test_documents_are_looked_for_only_in_positions_of_the_batch(monkeypatch: py
     assert len(looks) == 2
 
 
+def test_an_interrupted_pass_does_not_mix_the_documents_of_the_next() -> None:
+    """torch calls no hook after a KeyboardInterrupt, so that the next pass must give the check back."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model, _, _ = mw.to_distributed(models.build("llama"), plan="tp1")
+    ids = torch.arange(8).expand(2, -1)
+    packed = {"input_ids": ids, "labels": ids, "position_ids": (torch.arange(8) % 4).expand(2, -1)}
+    expected = model(**packed).loss
+    handle = model.model.layers[0].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(input_ids=ids, labels=ids)
+    handle.remove()
+    assert torch.equal(model(**packed).loss, expected)
+    assert masking_utils.find_packed_sequence_indices.__module__ == "transformers.masking_utils"
+
+
 def test_the_dataset_of_rows() -> None:
     lengths = log_normal(500, 1, mean=3)
     texts = documents(lengths)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,3 +163,16 @@ def test_a_count_of_items_is_read_by_what_depends_on_its_value() -> None:
     assert count._base is not None and not count.is_floating_point() and count.is_contiguous() and count.numel() == 1
     assert not use.is_read
     assert torch.ones(1) / count == 1 / 8 and use.is_read
+
+
+def test_a_replaced_compute_loss_does_not_hide_the_version() -> None:
+    """With transformers from 5.19 on, the count of items would be divided twice by the ranks with the same rows."""
+    program = """
+from transformers import Trainer
+own = Trainer.compute_loss
+Trainer.compute_loss = lambda self, *args, **kwargs: own(self, *args, **kwargs)
+from meshwright_hf.trainer.items import ASKS_FOR_COPIES
+assert ASKS_FOR_COPIES == ("get_tp_size" in own.__code__.co_names)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

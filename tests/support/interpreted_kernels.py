@@ -65,8 +65,10 @@ def errors(case: Case, target_shift: int) -> Errors:
     given, shifted = logits.clone(), targets.where(targets < 0, (targets + target_shift) % case.vocab)
     found, softmax = exponentials_(given, shifted, words)
     assert torch.equal(given, logits), "the first kernel only reads"
+    version = given._version
     gradient = gradient_(given, softmax, words, torch.tensor(FACTOR))
     assert gradient is given, "the second kernel writes in place"
+    assert given._version > version or not case.tokens, "autograd refuses a second backward by the version"
     return Errors(
         loss=_largest(found - losses),
         gradient=_largest(

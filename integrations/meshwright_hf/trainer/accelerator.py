@@ -10,11 +10,12 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import Trainer
 
 from meshwright.optim.runtime import find_runtime
 from meshwright.temporarily import temporarily
 from meshwright_hf.trainer.items import ASKS_FOR_COPIES
+
+_MULTIPLIES = ("transformers.trainer", "compute_loss")  # the function that multiplies a loss by the processes
 
 
 class TrainerAccelerator(Accelerator):
@@ -32,7 +33,8 @@ class TrainerAccelerator(Accelerator):
         To a function of transformers that multiplies its loss without asking for the ranks with the same rows, the
         number is the factor that later versions compute.
         """
-        if not ASKS_FOR_COPIES and sys._getframe(1).f_code is Trainer.compute_loss.__code__:
+        caller = sys._getframe(1)
+        if not ASKS_FOR_COPIES and (caller.f_globals.get("__name__"), caller.f_code.co_name) == _MULTIPLIES:
             factor: int = self._trainer.loss_factor(super().num_processes)
             return factor
         self._trainer.notice_processes()

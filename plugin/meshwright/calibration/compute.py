@@ -117,7 +117,7 @@ def compute_probes(device: torch.device, dtype: torch.dtype, *, rate: float, lon
         yield Probe(kind="matmul", make=partial(_forward, new, rows, inner, columns), sizes=sizes)
         yield Probe(kind="matmul backward", make=partial(_backward, new, rows, inner, columns), sizes=sizes)
     for batch, length, heads, width in at.attention:
-        if 7 * batch * heads * width * length**2 <= most / 3:
+        if 7 * batch * heads * width * length**2 <= most / 3 or (batch, length, heads, width) == at.attention[0]:
             sizes = {"batch": batch, "length": length, "heads": heads, "head_dim": width}
             yield Probe(kind="attention", make=partial(_attention, new, batch, length, heads, width), sizes=sizes)
     for rows, width in at.elementwise:

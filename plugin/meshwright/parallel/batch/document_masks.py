@@ -35,31 +35,25 @@ def keep_documents_apart(model: nn.Module) -> None:
 class _WithoutCache:
     def __init__(self, signature: inspect.Signature, twice: list[str]):
         self._signature, self._twice = signature, twice
-        self._looks: list[Callable[[Tensor], Tensor | None] | None] = []  # transformers' own, of each pass under way
 
     def __call__(
         self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        given, is_compiling = arguments(self._signature, args, kwargs), torch.compiler.is_compiling()
-        if not is_compiling:
-            self._looks.append(None)
+        given = arguments(self._signature, args, kwargs)
+        _set_look(looks=True)  # another pass may be under way, or may have been interrupted
         if any(given.get(name) is not None for name in ("use_cache", *CACHES)):
             return None
         trains = model.training and torch.is_grad_enabled()
         if trains or given.get("labels") is not None or _begins_anew(given):
             if _is_cached(model):
                 self._check_shared()
-                masking = sys.modules.get("transformers.masking_utils")
-                if given.get("position_ids") is None and hasattr(masking, _LOOK) and not is_compiling:
-                    self._looks[-1] = getattr(masking, _LOOK)
-                    setattr(masking, _LOOK, _no_documents)
+                _set_look(looks=given.get("position_ids") is not None)
             return args, {**kwargs, "use_cache": False}
         return None
 
     def look_again(self, *_: object) -> None:
         """Give transformers its check back, after a pass."""
-        if self._looks and (look := self._looks.pop()) is not None:
-            setattr(sys.modules["transformers.masking_utils"], _LOOK, look)
+        _set_look(looks=True)
 
     def _check_shared(self) -> None:
         if self._twice:
@@ -73,7 +67,24 @@ class _WithoutCache:
 def _is_cached(model: nn.Module) -> bool:
     """Return whether the model makes a cache on one device, if the call does not say."""
     is_cached = getattr(getattr(model, "config", None), "use_cache", False)
-    return bool(is_cached) and not getattr(model, "is_gradient_checkpointing", False)
+    recomputes = getattr(model, "is_activation_checkpointing", None)
+    if recomputes is None:  # the name in older versions of transformers; newer ones warn of it
+        recomputes = getattr(model, "is_gradient_checkpointing", False)
+    return bool(is_cached) and not recomputes
+
+
+def _set_look(*, looks: bool) -> None:
+    """Let transformers check for packed documents, or not. A traced function cannot change this."""
+    masking = sys.modules.get("transformers.masking_utils")
+    look = getattr(masking, _LOOK, None)
+    if look is None or torch.compiler.is_compiling():
+        return
+    if look is not _no_documents:
+        _own_look[:] = [look]
+    setattr(masking, _LOOK, _own_look[0] if looks else _no_documents)
+
+
+_own_look: list[Callable[[Tensor], Tensor | None]] = []  # transformers' function, while another takes its place
 
 
 def _no_documents(position_ids: Tensor) -> None:

@@ -107,6 +107,8 @@ def gradient_(
                 logits_NW, peak_N, scale_N, column_N, target_N, scale_N if even_N is None else even_N,
                 logits_NW.stride(0), count, width, BLOCK=_BLOCK, EVEN=even_N is not None, num_warps=_WARPS,
             )  # fmt: skip
+        if not logits_NW.is_inference():
+            torch.autograd.graph.increment_version(logits_NW)  # autograd does not see what a kernel of Triton writes
     return logits_NW
 
 
