@@ -23,7 +23,7 @@ from meshwright.parallel.losses.cross_entropy import (
     gradient_,
     refuse_second_order,
 )
-from meshwright.parallel.losses.logit_steps import LogitStep, run, run_backward
+from meshwright.parallel.losses.logit_steps import LogitStep, run, run_backward, widest
 from meshwright.plan.head_chunks import SUMMED_WORDS, head_chunk
 from meshwright.roles.linear_kernel import PLAIN, LinearKernel
 
@@ -109,7 +109,7 @@ class _Head:
         self.bias_W = None if bias_W is None else bias_W.detach().to(what.dtype)
         num_tokens, summed = len(hidden_ND), _wide(what.dtype)
         self.chunk = head_chunk(
-            num_tokens, hidden_ND.shape[1], element_bytes=what.dtype.itemsize, cpu=not hidden_ND.is_cuda,
+            num_tokens, hidden_ND.shape[1], element_bytes=widest(what.steps, what.dtype), cpu=not hidden_ND.is_cuda,
             frozen=not needs[1],
         )  # fmt: skip
         is_summed = self.chunk != num_tokens

@@ -73,6 +73,11 @@ class Cast:
         return x.to(self.target)
 
 
+def widest(steps: Sequence[LogitStep], dtype: torch.dtype) -> int:
+    """Return the most bytes that an element of logits of a dtype has in these steps: a model may cast its logits."""
+    return max(dtype.itemsize, *(step.target.itemsize for step in steps if isinstance(step, Cast)), 0)
+
+
 def step_of(
     func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object], dtype: torch.dtype
 ) -> LogitStep | None:
