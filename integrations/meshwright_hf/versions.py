@@ -70,10 +70,10 @@ def place(package: str, version: str) -> str:
         ('older', 'tested', 'newer')
     """
     tested = TESTED[package]
-    if _numbers(version) < _numbers(tested.oldest):
+    if numbers_of(version) < numbers_of(tested.oldest):
         return "older"
-    newest = _numbers(tested.newest)
-    return "newer" if _numbers(version)[: len(newest)] > newest else "tested"
+    newest = numbers_of(tested.newest)
+    return "newer" if numbers_of(version)[: len(newest)] > newest else "tested"
 
 
 @functools.cache
@@ -122,7 +122,7 @@ def _stacklevel_of_the_program() -> int:
     return level
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers_of(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, for example (2, 13, 0) for 2.13.0+cpu."""
     numbers = []
     for part in version.split("+")[0].split("."):

@@ -24,11 +24,12 @@ from meshwright.parallel.losses.batch_loss import BatchLoss
 from meshwright.parallel.shards.reads import reading_shards
 from meshwright.parallel.shards.stand_in import StandIn, is_metadata
 from meshwright_hf.trainer.checks import StockTrainer, has_own_loss
+from meshwright_hf.versions import numbers_of
 
 # Whether transformers asks the Trainer for the number of ranks with the same rows (get_tp_size) where it multiplies a
-# loss and counts items; 5.17 and 5.18 ask accelerate's configuration, which a plan does not set.
-# The version tells it, since a package may have put a function of its own in the place of compute_loss.
-ASKS_FOR_COPIES = tuple(int(number) for number in transformers.__version__.split(".")[:2]) >= (5, 19)
+# loss and counts items; 5.17 and 5.18 ask accelerate's configuration, which a plan does not set. The version tells it,
+# since a package may have put a function of its own in the place of compute_loss.
+ASKS_FOR_COPIES = numbers_of(transformers.__version__) >= (5, 19)
 
 
 class ItemsUse:

@@ -17,7 +17,7 @@ def head_chunk(tokens: int, hidden: int, *, element_bytes: int, cpu: bool, froze
     whole 32-bit logits. Over several chunks, 16-bit gradients of the head's weight are summed in 32 bits, which costs
     more memory than the logits of a few tokens, so a few tokens form one chunk.
 
-    On a GPU each chunk reads and writes these sums, which takes as long as the product for about 700 tokens on an H200.
+    On a GPU each chunk reads and writes these sums, which took as long as the product for about 800 tokens on an H200.
     There is no 32-bit copy of the logits, so that those of ``hidden`` tokens need no more memory than the sums' copy in
     16 bits, and those of twice as many, in one chunk, no more than the sums.
 

@@ -14,6 +14,7 @@ from meshwright.parallel.batch.schema import CACHES
 from meshwright.parallel.method_chain import arguments
 
 _LOOK = "find_packed_sequence_indices"  # transformers' check for packed documents
+_own_look: list[Callable[[Tensor], Tensor | None]] = []  # transformers' function, while another takes its place
 
 
 def keep_documents_apart(model: nn.Module) -> None:
@@ -82,9 +83,6 @@ def _set_look(*, looks: bool) -> None:
     if look is not _no_documents:
         _own_look[:] = [look]
     setattr(masking, _LOOK, _own_look[0] if looks else _no_documents)
-
-
-_own_look: list[Callable[[Tensor], Tensor | None]] = []  # transformers' function, while another takes its place
 
 
 def _no_documents(position_ids: Tensor) -> None:

@@ -75,7 +75,7 @@ class Cast:
 
 def widest(steps: Sequence[LogitStep], dtype: torch.dtype) -> int:
     """Return the most bytes that an element of logits of a dtype has in these steps: a model may cast its logits."""
-    return max(dtype.itemsize, *(step.target.itemsize for step in steps if isinstance(step, Cast)), 0)
+    return max((dtype.itemsize, *(step.target.itemsize for step in steps if isinstance(step, Cast))))
 
 
 def step_of(
