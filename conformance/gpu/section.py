@@ -107,6 +107,11 @@ class Section:
         raise NotImplementedError
 
 
+def not_run(what: str, package: str) -> Check:
+    """Return the line of a measurement that needs a package which is not installed."""
+    return Check(what=f"{what}: was not measured", figure=float("nan"), note=f"{package} is not installed")
+
+
 def attempt(what: str, run: Callable[..., Check | Iterable[Check]], *args: object) -> Iterator[Check]:
     """Yield the checks of a function; what it raises is a check that does not hold, so that the others still run.
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from conformance.gpu.ranks import RankPools, rank_pools
-from conformance.gpu.section import Check, Place, Section, attempt
+from conformance.gpu.section import Check, Place, Section, attempt, not_run
 from meshwright.choose.given_plan import resolve_plan
 from meshwright.plan.config import ParallelPlan
 from meshwright.planner.job.adapters import Lora
@@ -84,8 +84,7 @@ class MemoryUse(Section):
             for given in CASES:
                 case, sizes = (given, _LARGE) if place.is_cuda else (given.smaller(), _SMALL)
                 if case.lora is not None and find_spec("peft") is None:
-                    what = f"{case.name}: was not measured"
-                    yield Check(what=what, figure=float("nan"), note="peft is not installed")
+                    yield not_run(case.name, "peft")
                     continue
                 yield from attempt(case.name, _compared, case, sizes, place, pools)
 

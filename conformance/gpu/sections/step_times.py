@@ -12,7 +12,7 @@ import torch
 
 from conformance.gpu.races import LORA_RANK, OURS, WAYS, Contest, Turn, race
 from conformance.gpu.ranks import RankPools, rank_pools
-from conformance.gpu.section import Check, Place, Section, attempt
+from conformance.gpu.section import Check, Place, Section, attempt, not_run
 from meshwright.calibration.measure import calibrate
 from meshwright.choose.picked_plan import cluster_at_hand, device_at_hand
 from meshwright.planner.job.adapters import Lora
@@ -64,11 +64,10 @@ class StepTimes(Section):
         yield from attempt("calibration", _calibrated, seconds, profiles)
         contests, longest = list(_CONTESTS if place.is_cuda else _TINY), 0.0
         with rank_pools() as pools:
-            while contests and longest <= end - time.monotonic():
+            while contests and (not longest or longest <= end - time.monotonic()):  # the first in any case
                 began, contest = time.monotonic(), contests.pop(0)
                 if contest.adapters and find_spec("peft") is None:
-                    what = f"{contest.name}: was not timed"
-                    yield Check(what=what, figure=float("nan"), note="peft is not installed")
+                    yield not_run(contest.name, "peft")
                     continue
                 yield from attempt(contest.name, _raced, contest, _ways(contest, place), profiles, place, pools)
                 longest = max(longest, time.monotonic() - began)
