@@ -62,7 +62,7 @@ class NumbersOfPlans(Section):
 
     name = "numbers"
     question = "Does each kind of plan give the numbers of one process, on this device?"
-    share = 4.0
+    share = 6.0
 
     def run(self, place: Place) -> Iterator[Check]:
         with rank_pools() as pools:
