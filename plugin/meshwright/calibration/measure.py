@@ -16,9 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.calibration.communication import communication_probes
-from meshwright.calibration.compute import compute_probes, rough_rate
+from meshwright.calibration.compute import compute_probes, copy_probes, rough_rate
 from meshwright.calibration.from_probes import fit
-from meshwright.calibration.host_copies import copy_probes
 from meshwright.calibration.timing import Probe, measure, sample_seconds
 from meshwright.errors import PlanError
 from meshwright.mesh.cores import core_count, crowding
