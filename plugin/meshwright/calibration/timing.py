@@ -117,11 +117,7 @@ def measure(
 def _measurement(probe: Probe, samples: Sequence[float]) -> Measurement:
     low, middle, high = statistics.quantiles(samples, n=4)
     return Measurement(
-        kind=probe.kind,
-        sizes=probe.sizes,
-        seconds=middle,
-        fastest=min(samples),
-        spread=(high - low) / 2 / middle,
+        kind=probe.kind, sizes=probe.sizes, seconds=middle, fastest=min(samples), spread=(high - low) / 2 / middle
     )
 
 

@@ -46,12 +46,7 @@ class HandedStates(GatheredTokens):
     """
 
     def __init__(
-        self,
-        name: str,
-        parts: SequenceParts,
-        streams: DropoutStreams,
-        mixer: nn.Module,
-        documents: RowDocuments | None,
+        self, name: str, parts: SequenceParts, streams: DropoutStreams, mixer: nn.Module, documents: RowDocuments | None
     ):
         super().__init__(name, parts, streams)
         self.mixer, self.documents = mixer, documents
