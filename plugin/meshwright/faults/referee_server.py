@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import secrets
 import sys
 import threading
@@ -32,8 +31,6 @@ HELLO_TIME = 10.0  # seconds in which a connection has to send the token
 LAST_WORDS = 0.05  # seconds in which a hub that closes still passes on what the ranks have said
 STRANGERS = 64  # how many unknown connections are kept, in addition to two per rank
 NOTHING_NEW = line({})
-
-logger = logging.getLogger(__name__)
 
 
 class Hub:

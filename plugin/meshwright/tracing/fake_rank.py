@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -28,8 +28,6 @@ from meshwright.parallel.tensor_parallel.apply import Keep, make_shards
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-
 
 def foresee(model: nn.Module, ids: Tensor, *, hidden: torch.dtype) -> None:
     """Tell the stages of a pipeline what they will receive, since no rank sends it."""
@@ -41,25 +39,23 @@ def foresee(model: nn.Module, ids: Tensor, *, hidden: torch.dtype) -> None:
 def install(
     model: Any,
     plan: ParallelPlan,
-    make_optimizer: OptimizerFactory,
     fake: FakeTensorMode,
     *,
     config: ToDistributedConfig | None = None,
     device: str = "cpu",
     guard: Guard | None = None,
 ) -> tuple[Runtime, Optimizer]:
-    """Turn a model on the meta device into the model of one rank of the plan, with fake weights on a device.
+    """Turn a model on the meta device into the model of one rank of the plan, with fake weights and AdamW.
 
     Args:
         model: the model, which is changed.
         plan: the plan.
-        make_optimizer: a function that makes the optimizer from the model's parameters.
         fake: the mode of the fake tensors.
         config: the options of ``to_distributed``.
         device: the device of the weights.
         guard: stands in for the guard; None to leave out what the ranks compare.
     """
-    optimizer = make_optimizer(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
 
     def empty_shard(parameter: nn.Parameter, layout: TensorLayout) -> Tensor:
         with fake:
