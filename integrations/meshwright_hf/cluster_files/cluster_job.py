@@ -38,11 +38,11 @@ class ClusterJob:
     @property
     def per_node(self) -> int:
         """The number of processes on each node."""
-        return min(self.cluster.gpus, self.cluster.gpus_per_node)
+        return self.cluster.per_node
 
     @property
     def is_cpu(self) -> bool:
-        return self.cluster.device.shares_host or self.cluster.device.name == "cpu"
+        return self.cluster.device.shares_host
 
     @property
     def head(self) -> str:

@@ -380,7 +380,7 @@ class Monitor(Watch):
             has_profile=machine.profile.rows > 0,
             is_cpu=self._device.type == "cpu",
             command=machine.command,
-            processes=machine.per_node,
+            processes=machine.cluster.per_node,
             cores=core_count(),
         )
         say(str(compared))
