@@ -211,7 +211,7 @@ def _loss(points: Sequence[Measurement], device: Device, coefficients: Coefficie
             _head(point, device, replace(coefficients, loss=loss), itemsize) for loss in (1.0, _NO_LOSS)
         )
         found.append(max(_LEAST, (point.seconds - without) / (with_loss - without)))
-    return _mean(found)
+    return statistics.geometric_mean(found)
 
 
 def _multiple(
@@ -231,7 +231,7 @@ def _multiple(
         sizes = together[0].sizes
         seconds = sum(count * point.seconds for count, point in zip(times.values(), together, strict=True))
         found.append(seconds * bandwidth / (itemsize * moved * sizes["rows"] * sizes["width"]))
-    return _mean(found)
+    return statistics.geometric_mean(found)
 
 
 def _optimizer(
@@ -352,10 +352,6 @@ def _layer_shape(hidden: int, ffn: int) -> ModelShape:
 
 def _seconds(points: Sequence[Measurement]) -> Array:
     return np.array([point.seconds for point in points])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.geometric_mean(values)
 
 
 def _rms(values: Sequence[float]) -> float:

@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.roles import llama
 from meshwright.roles.family_hints import hints_of
 from meshwright.roles.infer import infer_plan
-from meshwright.roles.sharding_plan import Role, ShardingPlan
+from meshwright.roles.sharding_plan import Role, ShardingPlan, decoder_roles
 from meshwright.roles.task_heads import fitted
 from meshwright.roles.whole_modules import leave_whole
 
-_PLANS: dict[str, ShardingPlan] = {"llama": llama.PLAN}
+# An example of a written plan; other families' plans are inferred from structure.
+_PLANS = {"llama": ShardingPlan(roles=decoder_roles(), source="the llama plan")}
 
 # What a model's config.json may hold: {"meshwright": {"tp": 2, ..., "roles": {"model.embed": "embedding", ...}}}.
 CONFIG_KEY = "meshwright"
