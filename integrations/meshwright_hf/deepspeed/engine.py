@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -104,7 +103,8 @@ def initialize(
     check_launch(plan)
     device = device_of_engine()
     _check_model(model)
-    _check_data(training_data, dataloader)
+    if training_data is not None and dataloader is not None:
+        raise PlanError("training_data and dataloader were given; pass the dataset, or the loader of global batches")
     if isinstance(optimizer, Optimizer) and plan.tp > 1:
         check_elementwise(optimizer, is_trusted=_is_trusted(optimizer, options))
     complete_config(
@@ -175,11 +175,6 @@ def _check_model(model: object) -> None:
             )
 
 
-def _check_data(training_data: object, dataloader: object) -> None:
-    if training_data is not None and dataloader is not None:
-        raise PlanError("training_data and dataloader were given; pass the dataset, or the loader of global batches")
-
-
 def _rows(dataloader: object, plan: ParallelPlan) -> int | None:
     """Return the number of rows of the loader's batch that a dp rank gets; None if the loader has no batch size."""
     size = getattr(dataloader, "batch_size", None)
@@ -228,7 +223,7 @@ def _adapt(engine: Any, runtime: Runtime) -> None:
     """Adapt an engine to a sharded model: the guard accepts its collectives, and its exports gather over tp."""
     if engine.zero_optimization_partition_weights():
         assert runtime.gradients.engine is not None
-        runtime.gradients.engine.materialise = _gathered
+        runtime.gradients.engine.materialise = lambda parameter: GatheredParameters([parameter])
     for name in ("forward", "backward", "step"):
         setattr(engine, name, own_collectives()(getattr(engine, name)))
     if (watch := runtime.features.find(Watch)) is not None:
@@ -254,10 +249,6 @@ class _WatchedStep:
             rates = self._engine.get_lr()
             self._watch.end_step(lr=rates[0] if rates else None, norm=self._engine.get_global_grad_norm())
         return result
-
-
-def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return GatheredParameters([parameter])
 
 
 def _refuse_16bit(engine: Any, *_: object, **__: object) -> None:

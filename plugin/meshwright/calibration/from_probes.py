@@ -174,13 +174,10 @@ def _flops(point: Measurement) -> float:
     return (2 if point.kind == "matmul" else 4) * sizes["rows"] * sizes["inner"] * sizes["columns"]
 
 
-def _tail(point: Measurement) -> float:
-    return _TILE * sum(1 / point.sizes[name] for name in ("rows", "inner", "columns"))
-
-
 def _matmul(points: Sequence[Measurement], flops: float) -> tuple[float, float]:
     ideal = np.array([_flops(point) / flops for point in points])
-    columns = np.stack([ideal, ideal * np.array([_tail(point) for point in points])], axis=1)
+    tails = [_TILE * sum(1 / point.sizes[name] for name in ("rows", "inner", "columns")) for point in points]
+    columns = np.stack([ideal, ideal * np.array(tails)], axis=1)
     full, tail = nonnegative(columns, _seconds(points))
     if not full:  # all sizes are small, so the best of them counts as large
         return 1.0, max(_LEAST, float(tail))

@@ -16,7 +16,7 @@ from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.job.shapes import ModelShape, describe
 from meshwright.roles import ShardingPlan, find_decoder, plan_for
 from meshwright.roles.adapters import without_wrappers
-from meshwright.roles.blocks import Block, Mixer
+from meshwright.roles.blocks import Mixer
 from meshwright.roles.blocks.experts import experts_of_own_code, has_experts
 from meshwright.roles.decoder import load_of_towers
 from meshwright.roles.projection import in_features, out_features, weight_of
@@ -95,7 +95,8 @@ def shape_of(model: nn.Module, plan: ShardingPlan) -> ModelShape:
     hidden, ffn, heads = out_features(mlp.row), in_features(mlp.row), attention.heads
     layers, vocab = len(structure.layers), structure.embedding.num_embeddings
     inside = {id(p): p for layer in structure.layers for p in layer.parameters()}
-    biases = sum(p.numel() for block in (attention, mlp) for p in _biases(block))
+    projections = [m for block in (attention, mlp) for m in (*block.columns, block.row)]
+    biases = sum(p.numel() for m in projections for p in m.parameters() if p.ndim == 1)
     matrices = sum(p.numel() for p in inside.values()) // layers - biases
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
     others = outside - weight_of(structure.embedding).numel() - hidden  # without the embedding and the final norm
@@ -117,10 +118,6 @@ def shape_of(model: nn.Module, plan: ShardingPlan) -> ModelShape:
         norms=max(0, matrices - hidden * (2 * query + 2 * kv) - hidden * ffn * (3 if gated else 2)),
         positions=max(0, others - head) // hidden,
     )
-
-
-def _biases(block: Block) -> list[nn.Parameter]:
-    return [p for module in (*block.columns, block.row) for p in module.parameters() if p.ndim == 1]
 
 
 def _is_tied(structure: DecoderStructure) -> bool:

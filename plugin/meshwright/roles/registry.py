@@ -61,14 +61,10 @@ def written_plan(model: nn.Module) -> ShardingPlan | None:
     if isinstance(saved, Mapping) and ROLES_KEY in saved:
         return _from_names(saved[ROLES_KEY], f'"{CONFIG_KEY}" in the config of {type(model).__name__}')
     model_type = getattr(config, "model_type", "")
-    if model_type in _PLANS and _has_layers(plan := fitted(_PLANS[model_type], model), model):
-        return plan
-    return None
-
-
-def _has_layers(plan: ShardingPlan, model: nn.Module) -> bool:
-    """Return whether a family's plan names layers of a model, which may be inside a program's own module."""
-    return any(plan.role_of(name) is Role.LAYER for name, _ in model.named_modules())
+    plan = fitted(_PLANS[model_type], model) if model_type in _PLANS else None
+    # The layers may be inside of a program's own module, under other names.
+    has_layers = plan is not None and any(plan.role_of(name) is Role.LAYER for name, _ in model.named_modules())
+    return plan if has_layers else None
 
 
 def _from_names(roles: Any, source: str) -> ShardingPlan:
