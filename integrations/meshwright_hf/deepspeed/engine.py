@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -223,7 +224,7 @@ def _adapt(engine: Any, runtime: Runtime) -> None:
     """Adapt an engine to a sharded model: the guard accepts its collectives, and its exports gather over tp."""
     if engine.zero_optimization_partition_weights():
         assert runtime.gradients.engine is not None
-        runtime.gradients.engine.materialise = lambda parameter: GatheredParameters([parameter])
+        runtime.gradients.engine.materialise = _gathered
     for name in ("forward", "backward", "step"):
         setattr(engine, name, own_collectives()(getattr(engine, name)))
     if (watch := runtime.features.find(Watch)) is not None:
@@ -249,6 +250,10 @@ class _WatchedStep:
             rates = self._engine.get_lr()
             self._watch.end_step(lr=rates[0] if rates else None, norm=self._engine.get_global_grad_norm())
         return result
+
+
+def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return GatheredParameters([parameter])
 
 
 def _refuse_16bit(engine: Any, *_: object, **__: object) -> None:

@@ -10,7 +10,6 @@ from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.parallel.fake_passes.measured_shape import needs_measuring
 from meshwright.parallel.fake_passes.routed_shape import on_meta, routed_shape
-from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.parallel.tensor_parallel.structure import describe as describe_structure
 from meshwright.plan.config import ToDistributedConfig
 from meshwright.planner.job.shapes import ModelShape, describe
@@ -100,7 +99,8 @@ def shape_of(model: nn.Module, plan: ShardingPlan) -> ModelShape:
     matrices = sum(p.numel() for p in inside.values()) // layers - biases
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
     others = outside - weight_of(structure.embedding).numel() - hidden  # without the embedding and the final norm
-    head = 0 if _is_tied(structure) or others < vocab * hidden else vocab * hidden
+    is_tied = structure.head is not None and weight_of(structure.head) is weight_of(structure.embedding)
+    head = 0 if is_tied or others < vocab * hidden else vocab * hidden
     query, kv = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
     gated = sum(out_features(column) for column in mlp.columns) == 2 * ffn
     return ModelShape.of(
@@ -118,7 +118,3 @@ def shape_of(model: nn.Module, plan: ShardingPlan) -> ModelShape:
         norms=max(0, matrices - hidden * (2 * query + 2 * kv) - hidden * ffn * (3 if gated else 2)),
         positions=max(0, others - head) // hidden,
     )
-
-
-def _is_tied(structure: DecoderStructure) -> bool:
-    return structure.head is not None and weight_of(structure.head) is weight_of(structure.embedding)
