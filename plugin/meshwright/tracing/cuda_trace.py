@@ -22,7 +22,7 @@ from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.optim.runtime import Runtime
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.tracing.fake_cuda import DEVICE, fake_cuda
-from meshwright.tracing.fake_rank import foresee, install, traceable
+from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, traceable
 from meshwright.tracing.fake_world import fake_world
 from meshwright.tracing.host_waits import HostWaitMode, Issued
 
@@ -77,6 +77,7 @@ class CudaProgram:
         autocast: the dtype of autocast; None runs without autocast.
         max_norm: the bound of the gradients' norm; None to leave out clipping.
         trains: False traces an evaluation instead: the forward alone, without gradients.
+        make_optimizer: a function that makes the optimizer from the model's parameters.
         config: the options of ``to_distributed``.
     """
 
@@ -86,6 +87,7 @@ class CudaProgram:
     autocast: torch.dtype | None = None
     max_norm: float | None = 1.0
     trains: bool = True
+    make_optimizer: OptimizerFactory = torch.optim.AdamW
     config: ToDistributedConfig = field(default_factory=ToDistributedConfig)
 
 
@@ -133,6 +135,7 @@ def trace_cuda_step(
         runtime, optimizer = install(
             model,
             plan,
+            program.make_optimizer,
             fake,
             device=DEVICE,
             config=program.config,

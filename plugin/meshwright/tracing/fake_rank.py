@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -29,6 +29,8 @@ from meshwright.parallel.tensor_parallel.apply import Keep, make_shards
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
 
 def foresee(model: nn.Module, ids: Tensor, *, hidden: torch.dtype) -> None:
     """Tell the stages of a pipeline what they will receive, since no rank sends it."""
@@ -40,23 +42,25 @@ def foresee(model: nn.Module, ids: Tensor, *, hidden: torch.dtype) -> None:
 def install(
     model: Any,
     plan: ParallelPlan,
+    make_optimizer: OptimizerFactory,
     fake: FakeTensorMode,
     *,
     config: ToDistributedConfig | None = None,
     device: str = "cpu",
     guard: Guard | None = None,
 ) -> tuple[Runtime, Optimizer]:
-    """Turn a model on the meta device into the model of one rank of the plan, with fake weights and AdamW.
+    """Turn a model on the meta device into the model of one rank of the plan, with fake weights on a device.
 
     Args:
         model: the model, which is changed.
         plan: the plan.
+        make_optimizer: a function that makes the optimizer from the model's parameters.
         fake: the mode of the fake tensors.
         config: the options of ``to_distributed``.
         device: the device of the weights.
         guard: stands in for the guard; None to leave out what the ranks compare.
     """
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = make_optimizer(model.parameters())
 
     def empty_shard(parameter: nn.Parameter, layout: TensorLayout) -> Tensor:
         with fake:

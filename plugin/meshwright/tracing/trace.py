@@ -19,7 +19,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.fake_passes.known_values import KnownValues
 from meshwright.parallel.fake_passes.live_bytes import LiveBytes
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
-from meshwright.tracing.fake_rank import foresee, install, traceable
+from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, traceable
 from meshwright.tracing.fake_world import fake_world
 from meshwright.tracing.traced_traffic import TracedAxis, Traffic
 
@@ -55,17 +55,19 @@ def trace_step(
     *,
     rows: int,
     length: int,
+    make_optimizer: OptimizerFactory = torch.optim.AdamW,
     rank: int = 0,
     config: ToDistributedConfig | None = None,
     batch: Mapping[str, object] | None = None,
 ) -> Trace:
-    """Trace the second training step of one rank, when AdamW has its state.
+    """Trace the second training step of one rank, when the optimizer has its state.
 
     Args:
         model: a causal LM on the meta device; the call shards it.
         plan: the plan, of any size.
         rows: the number of rows per step on this rank.
         length: the number of tokens per row.
+        make_optimizer: a function that makes the optimizer from the model's parameters.
         rank: the rank of the plan to trace.
         config: the options of ``to_distributed``.
         batch: the arguments of the step on this rank, with values, such as images; by default tokens and labels.
@@ -85,7 +87,7 @@ def trace_step(
         raise ValueError("the model to trace is not on the meta device; build it under torch.device('meta')")
     with fake_world(plan.world_size, rank), traceable():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        runtime, optimizer = install(model, plan, fake, config=config)
+        runtime, optimizer = install(model, plan, make_optimizer, fake, config=config)
         with fake:
             ids = torch.zeros(rows, length, dtype=torch.int64)
             foresee(model, ids, hidden=next(model.parameters()).dtype)
