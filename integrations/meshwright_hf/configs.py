@@ -43,12 +43,7 @@ from meshwright_hf.versions import warn_outside_range
 
 TakeOver = Literal["sequence_parallel", "all"]
 
-_METHODS = (
-    "prepare_distribute_model",
-    "maybe_distribute_model",
-    "_load_pretrained_model",
-    "_finalize_model_loading",
-)
+_METHODS = ("prepare_distribute_model", "maybe_distribute_model", "_load_pretrained_model", "_finalize_model_loading")
 _NEWER = "_load_and_finalize_distributed_pretrained_model"
 
 

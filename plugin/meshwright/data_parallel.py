@@ -137,12 +137,7 @@ class DataParallel(nn.Module):
             if guard is not None:
                 tensors = ModuleTensors(model, written_apart=True)
                 runtime.comparison = ReplicaComparison(
-                    model,
-                    mesh=runtime.mesh,
-                    guard=guard,
-                    every=CHECK_EVERY,
-                    has_weights=True,
-                    tensors=tensors,
+                    model, mesh=runtime.mesh, guard=guard, every=CHECK_EVERY, has_weights=True, tensors=tensors
                 )
             buckets = make_buckets(
                 self._trainable,
@@ -151,10 +146,7 @@ class DataParallel(nn.Module):
                 accumulate_in_float32=False,
             )
             self._sync = GradientSync(
-                buckets,
-                tp=Axis("tp"),
-                reduction=AllReduce(axis),
-                meet=functools.partial(runtime.meet_over, axis),
+                buckets, tp=Axis("tp"), reduction=AllReduce(axis), meet=functools.partial(runtime.meet_over, axis)
             )
         syncs = runtime.gradients.syncs = [] if self._sync is None else [self._sync]
         # The model keeps the syncs alive, so that gradients are averaged even if only the model is kept.

@@ -113,6 +113,12 @@ def test_a_precision_that_cannot_train_is_said_and_no_plan_is_saved(
     assert not (tmp_path / "plan.yaml").exists()
 
 
+def test_cpus_train_in_32_bits(config: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", "--model", str(config), "--gpu", "cpu", "--gpus", "2", "--json"])
+    job = json.loads(done.output)["job"]
+    assert job["on_cpu"] and (job["dtype"], job["weight_bytes"], job["activation_bytes"]) == ("float32", 4, 4)
+
+
 def test_a_run_has_a_bill(config: Path) -> None:
     done = run(config, "--gpus 8 --tokens 1B --price 2 --json")
     run_of = json.loads(done.output)["plans"][0]["run"]

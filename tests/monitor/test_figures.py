@@ -213,7 +213,7 @@ def test_the_state_is_that_of_the_optimizer(make: Any, tensors: int, monkeypatch
 
 def test_a_profile_of_other_processes_leaves_the_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "machine.json"
-    measured = dataclasses.replace(device("cpu"), shares_host=True)
+    measured = device("cpu")
     HardwareProfile(name="AMD EPYC, 1 node(s) x 2", device=measured, dtype="float32", processes=2, rows=9).save(path)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -232,7 +232,7 @@ def test_a_profile_of_other_processes_leaves_the_estimates(tmp_path: Path, monke
 
 
 def shown(found: Machine, *, is_cpu: bool) -> str:
-    plan = ParallelPlan(dp=found.per_node)
+    plan = ParallelPlan(dp=found.cluster.per_node)
     card = Card(
         model="LlamaForCausalLM", parameters=22176, plan=plan, source="given in the call", device="cpu",
         batch=(4, LENGTH), estimate=estimate(found, plan, torch.float32, (4, LENGTH), 1), basis=found.basis,

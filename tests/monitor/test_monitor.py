@@ -18,7 +18,7 @@ import torch.distributed as dist
 import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.faults.guard import active_guard
-from meshwright.faults.posted import Posted
+from meshwright.faults.referee_server import Posted
 from meshwright.monitor.monitor import monitor_of
 from meshwright.monitor.records import read_records
 from meshwright.optim.runtime import runtime_of

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.optim import thawing
-from meshwright.optim.zero.ownership import EqualSlices, Ownership
+from meshwright.optim.zero.ownership import EqualSlices
 from meshwright.plan.flat_offsets import flat_offsets
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
@@ -330,7 +330,7 @@ def test_any_optimizer_works_where_nothing_is_sharded(pool2: Any) -> None:
     pool2.run(use_unknown_optimizer, {"dp": 2}, OfOneNorm)
 
 
-class WholeParameters(Ownership):
+class WholeParameters(EqualSlices):
     """Each rank steps as many consecutive parameters of a bucket, none of which another rank steps."""
 
     def pack(self, sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -341,7 +341,7 @@ class WholeParameters(Ownership):
         return [*offsets, (len(groups) - 1) * length + groups[-1][-1]], length * self.axis.size
 
 
-def train_with(ownership: type[Ownership], plan: dict[str, Any]) -> dict[str, torch.Tensor]:
+def train_with(ownership: type[EqualSlices], plan: dict[str, Any]) -> dict[str, torch.Tensor]:
     with mock.patch.object(thawing, "EqualSlices", ownership):
         return train(plan, TrustRatio, config={"optimizer_is_elementwise": True, "bucket_size_mb": 0.03})
 

@@ -19,7 +19,6 @@ from meshwright.plan.schedule import (
     Operation,
     check,
     chunks_of,
-    in_flight,
     most_held,
     rank_of_stage,
     rank_operations,
@@ -185,6 +184,20 @@ def test_receives_in_the_order_of_the_sends_always_end(size: tuple[str, int, int
             running.remove(rank)
     assert received == sent == {pair: len(made) for pair, made in listed.items()}
     assert not any(ready)
+
+
+def in_flight(operations: tuple[Operation, ...], until: Kind) -> dict[int, int]:
+    """Return how many micro-batches each stage of a rank holds at most, by stage, from their forward to ``until``."""
+    held: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for operation in operations:
+        stage = operation.stage
+        if operation.kind is Kind.FORWARD:
+            held[stage] = held.get(stage, 0) + 1
+            most[stage] = max(most.get(stage, 0), held[stage])
+        elif operation.kind in (Kind.BACKWARD, until):
+            held[stage] -= 1
+    return most
 
 
 @pytest.mark.parametrize("m", [1, 3, 8, 21])

@@ -27,12 +27,13 @@ from meshwright.planner.page.draw import PALETTE, PART_OF_AXIS
 from meshwright.planner.page.every_setting import Elsewhere, with_each_length, with_every_setting
 from meshwright.planner.page.front import pareto
 from meshwright.planner.page.listing import Listed, listed_plans
+from meshwright.planner.page.render import style
 from meshwright.planner.page.settings import PageSettings, Ranges, ranges
-from meshwright.planner.page.style import style
 from meshwright.planner.search.search import Search, search
 from meshwright.planner.search.simplicity import TIE
-from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_events, pipeline_time
+from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_time
 from meshwright.planner.time.step import StepModel
+from support.pipeline_events import pipeline_events
 from support.plan_pages import HUGE, SEVEN, SEVENTY, SMALL, answer, find, held, listed, tree
 from support.shapes import changed
 from support.tiers import crossings

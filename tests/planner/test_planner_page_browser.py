@@ -23,7 +23,8 @@ from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.job.candidate import Precision
 from meshwright.planner.page import Answer, write_page
 from meshwright.planner.page.settings import PageSettings, ranges
-from meshwright.planner.time.simulate import SimulatedPipeline, pipeline_events
+from meshwright.planner.time.simulate import SimulatedPipeline
+from support.pipeline_events import pipeline_events
 from support.plan_pages import SEVEN, SEVENTY, SMALL, answer, find, listed
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

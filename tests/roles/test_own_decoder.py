@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
-from meshwright.parallel.fake_passes.model_shape import shape_of
+from meshwright.choose.model_sizes import shape_of
 from meshwright.planner.job.shapes import describe
 from meshwright.roles import plan_for
 from support.decoder import HEADS, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, VOCAB, make_decoder

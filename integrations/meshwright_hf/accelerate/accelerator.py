@@ -94,7 +94,7 @@ class PlannedAccelerator(Accelerator):
         """Return a loader on the mesh of the last planned model; without one, prepare it as accelerate does."""
         is_plain = isinstance(data_loader, DataLoader) and not getattr(data_loader, "_is_accelerate_prepared", False)
         if not (is_plain and state.planned_models(self)):
-            with self._counting_all():
+            with temporarily(self, _counts_all=True):  # as accelerate's own loaders need it
                 return super().prepare_data_loader(data_loader, *args, **kwargs)
         model = state.planned_models(self)[-1]
         loader = plan_loader(data_loader, model, self._loader_options, is_global=self.split_batches, accelerator=self)
@@ -245,7 +245,8 @@ class PlannedAccelerator(Accelerator):
             hook = self.register_save_state_pre_hook(state.take_weights)
             self._is_saving = True
             try:
-                with state.without_planned_optimizers(self), self._naming_nothing():
+                named = temporarily(self.project_configuration, automatic_checkpoint_naming=False)  # by ``target``
+                with state.without_planned_optimizers(self), named:
                     super().save_state(str(folder), safe_serialization, **kwargs)
             finally:
                 self._is_saving = False
@@ -283,11 +284,6 @@ class PlannedAccelerator(Accelerator):
             state.load_progress(self, folder)
         Lineage.of(state.planned_models(self)[0]).go_on_from(Mark.of(folder / SEAL))
 
-    def _naming_nothing(self) -> contextlib.AbstractContextManager[None]:
-        """Make accelerate save to the folder that it is given."""
-        project = self.project_configuration
-        return temporarily(project, automatic_checkpoint_naming=False)
-
     def _dp(self) -> Axis | None:
         """Return the dp axis of the active loader or, without one, of the last prepared model; None without either."""
         loader = self.gradient_state.active_dataloader
@@ -295,10 +291,6 @@ class PlannedAccelerator(Accelerator):
             return loader.dp
         models = state.planned_models(self)
         return runtime_of(models[-1]).mesh.dp if models else None
-
-    def _counting_all(self) -> contextlib.AbstractContextManager[None]:
-        """Make num_processes count all processes inside the context, as accelerate's own loaders need it."""
-        return temporarily(self, _counts_all=True)
 
     def _model_of(self, parameters: Iterable[Tensor]) -> nn.Module | None:
         """Return the planned model that has these parameters; None if no planned model has them.

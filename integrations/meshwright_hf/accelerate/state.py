@@ -111,10 +111,6 @@ def _check_random_state(path: Path) -> None:
         )
 
 
-def _watches(accelerator: Accelerator) -> list[Watch | None]:
-    return [runtime_of(model).features.find(Watch) for model in planned_models(accelerator)]
-
-
 def _check_stock(accelerator: Accelerator, folder: Path) -> None:
     """Raise if a checkpoint of accelerate's own class numbers models or counts steps of schedules differently."""
     if len(planned_models(accelerator)) != len(accelerator._models):
@@ -154,13 +150,14 @@ def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
     """Write the optimizers' states, and the positions of the loaders and of the dropout streams."""
     for model, optimizer in _pairs(accelerator):
         mw.save_optimizer(model, optimizer, os.path.join(_folder(accelerator._models, model, directory), "optimizer"))
+    watches = [runtime_of(model).features.find(Watch) for model in planned_models(accelerator)]
     said = {
         "loaders": [loader.place() for loader in _loaders(accelerator)],
         "dropout": [_streams(model).state_dict() for model in planned_models(accelerator)],
         "step": accelerator.step,
         "rows": _rows_of_step(accelerator),
         "batches": [scheduler.batches for scheduler in _schedulers(accelerator)],
-        "shown_steps": [None if watch is None else watch.step for watch in _watches(accelerator)],
+        "shown_steps": [None if watch is None else watch.step for watch in watches],
         "plan": None if (plan := runtime_of(planned_models(accelerator)[0]).plan) is None else asdict(plan),
     }
 

@@ -32,22 +32,14 @@ class ClusterJob:
     model: str
 
     @property
-    def nodes(self) -> int:
-        return self.cluster.nodes
-
-    @property
-    def per_node(self) -> int:
-        """The number of processes on each node."""
-        return min(self.cluster.gpus, self.cluster.gpus_per_node)
-
-    @property
     def is_cpu(self) -> bool:
-        return self.cluster.device.shares_host or self.cluster.device.name == "cpu"
+        return self.cluster.device.shares_host
 
     @property
     def head(self) -> str:
         """One line that says what the file starts."""
-        return f"{self.model} under {self.plan.label} on {self.nodes} x {self.per_node} {self.cluster.device.name}"
+        of = self.cluster
+        return f"{self.model} under {self.plan.label} on {of.nodes} x {of.per_node} {of.device.name}"
 
     @property
     def environment(self) -> dict[str, str]:

@@ -76,10 +76,10 @@ _FIRST = "train-nodes-0-0.train"  # <JobSet>-<replicated job>-<job>-<pod>.<subdo
 def text(job: ClusterJob) -> str:
     """Return the manifest that ``kubectl apply`` takes."""
     launch = job.launch(
-        num_processes=str(job.nodes * job.per_node),
-        num_machines=str(job.nodes),
+        num_processes=str(job.cluster.nodes * job.cluster.per_node),
+        num_machines=str(job.cluster.nodes),
         machine_rank="$JOB_COMPLETION_INDEX",
-        main_process_ip=_FIRST if job.nodes > 1 else "127.0.0.1",
+        main_process_ip=_FIRST if job.cluster.nodes > 1 else "127.0.0.1",
         job_id="$JOBSET_UID",
     )
     environment = [
@@ -92,10 +92,10 @@ def text(job: ClusterJob) -> str:
         head=job.head,
         page=PAGE,
         outside=OUTSIDE,
-        nodes=job.nodes,
+        nodes=job.cluster.nodes,
         preempted=PREEMPTED,
         grace=GRACE,
         launch=launch.replace("\n", "\n" + " " * 16),
         environment="\n".join(environment),
-        resources="" if job.is_cpu else _RESOURCES.format(name=resource, count=job.per_node),
+        resources="" if job.is_cpu else _RESOURCES.format(name=resource, count=job.cluster.per_node),
     )

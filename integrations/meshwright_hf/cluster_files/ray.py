@@ -71,7 +71,7 @@ def text(job: ClusterJob) -> str:
         environment="{\n" + listed + "}",
         preempted=PREEMPTED,
         backend="gloo" if job.is_cpu else "nccl",
-        workers=job.nodes * job.per_node,
+        workers=job.cluster.nodes * job.cluster.per_node,
         use_gpu=not job.is_cpu,
         outside=OUTSIDE,
     )

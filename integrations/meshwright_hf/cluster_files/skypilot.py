@@ -37,7 +37,7 @@ _NAMES = {"a100-80": "A100-80GB"}
 def text(job: ClusterJob) -> str:
     """Return the YAML that ``sky jobs launch`` takes."""
     launch = job.launch(
-        num_processes=f"$((SKYPILOT_NUM_NODES * {job.per_node}))",
+        num_processes=f"$((SKYPILOT_NUM_NODES * {job.cluster.per_node}))",
         num_machines='"$SKYPILOT_NUM_NODES"',
         machine_rank='"$SKYPILOT_NODE_RANK"',
         main_process_ip='"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"',
@@ -48,8 +48,8 @@ def text(job: ClusterJob) -> str:
     return _TEXT.format(
         head=job.head,
         page=PAGE,
-        nodes=job.nodes,
-        accelerators="" if job.is_cpu else f"  accelerators: {accelerator}:{job.per_node}\n",
+        nodes=job.cluster.nodes,
+        accelerators="" if job.is_cpu else f"  accelerators: {accelerator}:{job.cluster.per_node}\n",
         outside=OUTSIDE,
         preempted=PREEMPTED,
         environment="\n".join(f"  {name}: {json.dumps(value)}" for name, value in job.environment.items()),

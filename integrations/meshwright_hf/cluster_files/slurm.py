@@ -54,7 +54,7 @@ exit "$code"
 def text(job: ClusterJob) -> str:
     """Return the file that ``sbatch`` takes."""
     launch = job.launch(
-        num_processes=f"$((SLURM_JOB_NUM_NODES * {job.per_node}))",
+        num_processes=f"$((SLURM_JOB_NUM_NODES * {job.cluster.per_node}))",
         num_machines='"$SLURM_JOB_NUM_NODES"',
         machine_rank='"$SLURM_NODEID"',
         main_process_ip='"$FIRST"',
@@ -64,8 +64,8 @@ def text(job: ClusterJob) -> str:
     return _TEXT.format(
         head=job.head,
         page=PAGE,
-        nodes=job.nodes,
-        gpus="" if job.is_cpu else f"#SBATCH --gpus-per-node={job.per_node}\n",
+        nodes=job.cluster.nodes,
+        gpus="" if job.is_cpu else f"#SBATCH --gpus-per-node={job.cluster.per_node}\n",
         grace=GRACE,
         preempted=PREEMPTED,
         outside=OUTSIDE,

@@ -104,7 +104,8 @@ def initialize(
     check_launch(plan)
     device = device_of_engine()
     _check_model(model)
-    _check_data(training_data, dataloader)
+    if training_data is not None and dataloader is not None:
+        raise PlanError("training_data and dataloader were given; pass the dataset, or the loader of global batches")
     if isinstance(optimizer, Optimizer) and plan.tp > 1:
         check_elementwise(optimizer, is_trusted=_is_trusted(optimizer, options))
     complete_config(
@@ -173,11 +174,6 @@ def _check_model(model: object) -> None:
                 "outside zero.Init (with the Trainer: before TrainingArguments(deepspeed=...)), or under "
                 "meshwright.deferred_init(), which allocates nothing"
             )
-
-
-def _check_data(training_data: object, dataloader: object) -> None:
-    if training_data is not None and dataloader is not None:
-        raise PlanError("training_data and dataloader were given; pass the dataset, or the loader of global batches")
 
 
 def _rows(dataloader: object, plan: ParallelPlan) -> int | None:

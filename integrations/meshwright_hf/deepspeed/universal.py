@@ -35,7 +35,8 @@ _STORED = (ZeroStageEnum, LossScaler, DynamicLossScaler)
 
 def describe_for_universal(model: nn.Module, tp: Axis) -> None:
     """Store the layouts as attributes of the model and its parameters; DeepSpeed reads them to save and load."""
-    vocabulary = {id(module.weight) for module in _vocabulary(model)}
+    found = (ask(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings"))
+    vocabulary = {id(module.weight) for module in found if module is not None}
     maps: dict[str, Any] = {}
     padded: list[str] = []
     unsupported: dict[str, str] = {}
@@ -61,11 +62,6 @@ def describe_for_universal(model: nn.Module, tp: Axis) -> None:
         keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: unsupported,
         keys.AFFINE_MAP: {keys.AFFINE_MAP_VERSION: AFFINE_MAP_FORMAT_VERSION, keys.AFFINE_MAP_PARAMS: maps},
     }
-
-
-def _vocabulary(model: nn.Module) -> list[nn.Module]:
-    found = (ask(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings"))
-    return [module for module in found if module is not None]
 
 
 def affine_map(layout: TensorLayout) -> ParamAffineMap:

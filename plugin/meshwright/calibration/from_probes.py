@@ -174,13 +174,10 @@ def _flops(point: Measurement) -> float:
     return (2 if point.kind == "matmul" else 4) * sizes["rows"] * sizes["inner"] * sizes["columns"]
 
 
-def _tail(point: Measurement) -> float:
-    return _TILE * sum(1 / point.sizes[name] for name in ("rows", "inner", "columns"))
-
-
 def _matmul(points: Sequence[Measurement], flops: float) -> tuple[float, float]:
     ideal = np.array([_flops(point) / flops for point in points])
-    columns = np.stack([ideal, ideal * np.array([_tail(point) for point in points])], axis=1)
+    tails = [_TILE * sum(1 / point.sizes[name] for name in ("rows", "inner", "columns")) for point in points]
+    columns = np.stack([ideal, ideal * np.array(tails)], axis=1)
     full, tail = nonnegative(columns, _seconds(points))
     if not full:  # all sizes are small, so the best of them counts as large
         return 1.0, max(_LEAST, float(tail))
@@ -211,7 +208,7 @@ def _loss(points: Sequence[Measurement], device: Device, coefficients: Coefficie
             _head(point, device, replace(coefficients, loss=loss), itemsize) for loss in (1.0, _NO_LOSS)
         )
         found.append(max(_LEAST, (point.seconds - without) / (with_loss - without)))
-    return _mean(found)
+    return statistics.geometric_mean(found)
 
 
 def _multiple(
@@ -231,7 +228,7 @@ def _multiple(
         sizes = together[0].sizes
         seconds = sum(count * point.seconds for count, point in zip(times.values(), together, strict=True))
         found.append(seconds * bandwidth / (itemsize * moved * sizes["rows"] * sizes["width"]))
-    return _mean(found)
+    return statistics.geometric_mean(found)
 
 
 def _optimizer(
@@ -352,10 +349,6 @@ def _layer_shape(hidden: int, ffn: int) -> ModelShape:
 
 def _seconds(points: Sequence[Measurement]) -> Array:
     return np.array([point.seconds for point in points])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.geometric_mean(values)
 
 
 def _rms(values: Sequence[float]) -> float:

@@ -16,9 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.calibration.communication import communication_probes
-from meshwright.calibration.compute import compute_probes, rough_rate
+from meshwright.calibration.compute import compute_probes, copy_probes, rough_rate
 from meshwright.calibration.from_probes import fit
-from meshwright.calibration.host_copies import copy_probes
 from meshwright.calibration.timing import Probe, measure, sample_seconds
 from meshwright.errors import PlanError
 from meshwright.mesh.cores import core_count, crowding
@@ -109,10 +108,7 @@ def _measured(dtype: str, seconds: float) -> HardwareProfile | None:
     points: list[Measurement] = []
     is_crowded = device.type == "cpu" and bool(crowding(per_node, cores=core_count(), threads=torch.get_num_threads()))
     with _bar() as tick:
-        compute = [
-            *compute_probes(device, DTYPES[dtype], rate=rate, longest=_SHARE * seconds),
-            *copy_probes(device),
-        ]
+        compute = [*compute_probes(device, DTYPES[dtype], rate=rate, longest=_SHARE * seconds), *copy_probes(device)]
         budget = seconds * (_COMPUTE if world > 1 else 1.0)
         sample = sample_seconds(len(compute), seconds=budget, is_crowded=is_crowded)
         points += measure(compute, device, seconds=budget, sample=sample, tick=tick)

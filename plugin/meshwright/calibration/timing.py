@@ -107,7 +107,7 @@ def measure(
             if not repeats[index]:
                 once = _agreed(seconds_of(run, device))
                 repeats[index] = max(1, int(sample / max(once, _SHORTEST)))
-            _meet()
+            _agreed(0.0)  # all processes begin at the same time
             samples[index].append(seconds_of(run, device, repeats[index]))
             del run
         rounds += 1
@@ -117,11 +117,7 @@ def measure(
 def _measurement(probe: Probe, samples: Sequence[float]) -> Measurement:
     low, middle, high = statistics.quantiles(samples, n=4)
     return Measurement(
-        kind=probe.kind,
-        sizes=probe.sizes,
-        seconds=middle,
-        fastest=min(samples),
-        spread=(high - low) / 2 / middle,
+        kind=probe.kind, sizes=probe.sizes, seconds=middle, fastest=min(samples), spread=(high - low) / 2 / middle
     )
 
 
@@ -137,11 +133,6 @@ def _agreed(value: float) -> float:
     largest = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
-
-
-def _meet() -> None:
-    if dist.is_initialized():
-        _agreed(0.0)
 
 
 def _pooled(samples: list[list[float]]) -> list[list[float]]:

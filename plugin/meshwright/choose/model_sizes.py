@@ -9,7 +9,6 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.parallel.fake_passes.measured_shape import needs_measuring
-from meshwright.parallel.fake_passes.model_shape import shape_of
 from meshwright.parallel.fake_passes.routed_shape import on_meta, routed_shape
 from meshwright.parallel.tensor_parallel.structure import describe as describe_structure
 from meshwright.plan.config import ToDistributedConfig
@@ -19,6 +18,7 @@ from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks import Mixer
 from meshwright.roles.blocks.experts import experts_of_own_code, has_experts
 from meshwright.roles.decoder import load_of_towers
+from meshwright.roles.projection import in_features, out_features, weight_of
 
 
 def describe_model(model: nn.Module, config: ToDistributedConfig) -> ModelShape:
@@ -73,3 +73,48 @@ def against_tensor(model: nn.Module, sharding_plan: ShardingPlan | None = None) 
     if mixer := next((block for block in found.blocks if isinstance(block, Mixer)), None):
         return f"{mixer.name} is cut by heads under tp, which the planner does not estimate beside experts"
     return next((f"{name} stays whole under tp, which the planner does not estimate" for name in found.whole), None)
+
+
+def shape_of(model: nn.Module, plan: ShardingPlan) -> ModelShape:
+    """Return the sizes of a decoder, read from its modules; each parameter counts once.
+
+    Args:
+        model: a decoder.
+        plan: the roles of its modules.
+
+    Raises:
+        PlanError: if the model's structure is not a decoder's.
+    """
+    structure = describe_structure(model, plan, tp=1, sequence_parallel=False)
+    attention = next((block for block in structure.blocks if block.heads is not None), None)
+    mlp = next((block for block in structure.blocks if block.heads is None), None)
+    if attention is None or mlp is None or attention.heads is None:
+        lacking = "attention" if attention is None else "MLP"
+        raise PlanError(f"{plan.source} finds no {lacking} block in {type(model).__name__}")
+    hidden, ffn, heads = out_features(mlp.row), in_features(mlp.row), attention.heads
+    layers, vocab = len(structure.layers), structure.embedding.num_embeddings
+    inside = {id(p): p for layer in structure.layers for p in layer.parameters()}
+    projections = [m for block in (attention, mlp) for m in (*block.columns, block.row)]
+    biases = sum(p.numel() for m in projections for p in m.parameters() if p.ndim == 1)
+    matrices = sum(p.numel() for p in inside.values()) // layers - biases
+    outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    others = outside - weight_of(structure.embedding).numel() - hidden  # without the embedding and the final norm
+    is_tied = structure.head is not None and weight_of(structure.head) is weight_of(structure.embedding)
+    head = 0 if is_tied or others < vocab * hidden else vocab * hidden
+    query, kv = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+    gated = sum(out_features(column) for column in mlp.columns) == 2 * ffn
+    return ModelShape.of(
+        name=type(model).__name__,
+        layers=layers,
+        hidden=hidden,
+        heads=heads.heads,
+        kv_heads=heads.kv_heads,
+        head_dim=heads.head_dim,
+        ffn=ffn,
+        vocab=vocab,
+        gated=gated,
+        tied=not head,
+        biases=biases,
+        norms=max(0, matrices - hidden * (2 * query + 2 * kv) - hidden * ffn * (3 if gated else 2)),
+        positions=max(0, others - head) // hidden,
+    )

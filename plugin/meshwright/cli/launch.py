@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -28,58 +28,46 @@ class MixedPrecision(StrEnum):
     fp8 = "fp8"
 
 
-def _option(help: str, name: str, **about: object) -> Any:
-    """Return an option of accelerate's launcher, whose names have underscores."""
-    return option(help, f"--{name.replace('_', '-')}", **about)  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
     """The processes to start, and what happens if one fails."""
 
-    num_processes: int | None = _option(
-        "Number of processes over all machines (default: what the plan needs; without a plan, one per GPU).",
-        "num_processes",
+    num_processes: int | None = option(
+        "Number of processes over all machines (default: what the plan needs; without a plan, one per GPU)."
     )
-    num_machines: str = _option(
+    num_machines: str = option(
         "Number of machines, this one included (default: 1). With MIN:MAX, a restart goes on if at least MIN machines "
         "are left, and the planner then picks another plan.",
-        "num_machines",
         metavar="N|MIN:MAX",
         default="1",
     )
     max_restarts: int = option(
         "Number of times that the script is started again after a process has failed (default: 0). The script must "
         "load its last checkpoint; MeshwrightTrainer does so by itself.",
-        "--max-restarts",
         default=0,
     )
-    machine_rank: int = _option("Number of this machine, from 0.", "machine_rank", default=0)
-    main_process_ip: str | None = _option(
-        "Address at which all machines reach machine 0; required with several machines.", "main_process_ip"
+    machine_rank: int = option("Number of this machine, from 0.", default=0)
+    main_process_ip: str | None = option(
+        "Address at which all machines reach machine 0; required with several machines."
     )
-    main_process_port: int | None = _option(
-        "Port of machine 0 (default: a free one, or 29500 with several machines).", "main_process_port"
+    main_process_port: int | None = option("Port of machine 0 (default: a free one, or 29500 with several machines).")
+    cpu: bool = option("Run on CPU even if there are GPUs.", "--cpu", default=False)
+    mixed_precision: MixedPrecision | None = option(
+        "Precision of accelerate's autocast (default: what accelerate config wrote, otherwise no)."
     )
-    cpu: bool = _option("Run on CPU even if there are GPUs.", "cpu", default=False)
-    mixed_precision: MixedPrecision | None = _option(
-        "Precision of accelerate's autocast (default: what accelerate config wrote, otherwise no).", "mixed_precision"
-    )
-    start_timeout: int = _option("Seconds that the machines wait for each other.", "start_timeout", default=300)
-    resume: str | None = _option(
+    start_timeout: int = option("Seconds that the machines wait for each other.", default=300)
+    resume: str | None = option(
         "Checkpoint of a Trainer to go on from, for a script whose MeshwrightTrainer.train() names none. A script that "
-        "calls load_checkpoint needs no option.",
-        "resume",
+        "calls load_checkpoint needs no option."
     )
-    job_id: str | None = _option(
+    job_id: str | None = option(
         "Name of a job that a scheduler starts again, the same each time. SIGTERM and SIGUSR1 then reach the script, "
         "which saves on all ranks and ends with exit code 75, and the job started again goes on from there. "
-        "MeshwrightTrainer does both by itself; another script uses meshwright.Preemption and load_checkpoint.",
-        "job_id",
+        "MeshwrightTrainer does both by itself; another script uses meshwright.Preemption and load_checkpoint."
     )
-    oversubscribe: bool = _option(
+    oversubscribe: bool = option(
         "Allow more CPU processes on this machine than the limit: 8, or two per core if that is more.",
-        "oversubscribe",
+        "--oversubscribe",
         default=False,
     )
 

@@ -48,6 +48,12 @@ class NewTensors:
             vars(parameter).pop(_SOURCE, None)
 
 
+def tensors_beside_parameters(model: nn.Module) -> list[Attribute]:
+    """Return the buffers of a model's modules, and the tensors that are plain attributes of these."""
+    owners = [owner for module in model.modules() for owner in (module._buffers, vars(module))]
+    return [(owner, name, x) for owner in owners for name, x in owner.items() if isinstance(x, Tensor)]
+
+
 @dataclass
 class InitialWeights:
     """The sources of tensors that have no values in the model or get new ones; the dicts are keyed by ``id``.
@@ -116,13 +122,9 @@ class InitialWeights:
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) in self.names:
                 vars(tensor)[_SOURCE] = self.files, self.names[id(tensor)]
-        for module in model.modules():
-            for owner in (module._buffers, vars(module)):
-                owner |= {
-                    name: self.values[id(x)].to(x.dtype)
-                    for name, x in owner.items()
-                    if isinstance(x, Tensor) and id(x) in self.values
-                }
+        for owner, name, tensor in tensors_beside_parameters(model):
+            if id(tensor) in self.values:
+                owner[name] = self.values[id(tensor)].to(tensor.dtype)
 
     def make(
         self,
@@ -162,16 +164,11 @@ class InitialWeights:
 
     def _buffers(self, model: nn.Module) -> list[Attribute]:
         found: list[Attribute] = []
-        for module in model.modules():
-            for owner in (module._buffers, vars(module)):
-                for name, tensor in owner.items():
-                    if not isinstance(tensor, Tensor):
-                        continue
-                    if self.files is not None and id(tensor) in self.names:
-                        buffer = self.files.read(self.names[id(tensor)], tensor.dtype)
-                        found.append((owner, name, buffer))
-                    elif tensor.is_meta:
-                        found.append((owner, name, self.values[id(tensor)].to(tensor.dtype)))
+        for owner, name, tensor in tensors_beside_parameters(model):
+            if self.files is not None and id(tensor) in self.names:
+                found.append((owner, name, self.files.read(self.names[id(tensor)], tensor.dtype)))
+            elif tensor.is_meta:
+                found.append((owner, name, self.values[id(tensor)].to(tensor.dtype)))
         return found
 
     def _bytes_to_read(self, model: nn.Module, layouts: Mapping[str, TensorLayout], mesh: Mesh) -> int:

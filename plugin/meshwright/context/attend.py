@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -238,18 +238,11 @@ class _AttendInBlocks(torch.autograd.Function):
         return None, None, None, d_q, d_k.to(k.dtype), d_v.to(v.dtype), *d_trained
 
 
-@contextlib.contextmanager
-def _key_heads(module: nn.Module, heads: int, key_heads: int) -> Iterator[None]:
+def _key_heads(module: nn.Module, heads: int, key_heads: int) -> contextlib.AbstractContextManager[None]:
     """Let a module's attention function see the number of queries for each key that it is given."""
-    before = vars(module).get("num_key_value_groups")
-    if before is None or before * key_heads == heads:
-        yield
-        return
-    module.num_key_value_groups = heads // key_heads  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        module.num_key_value_groups = before
+    own = vars(module).get("num_key_value_groups")
+    is_right = own is None or own * key_heads == heads
+    return contextlib.nullcontext() if is_right else temporarily(module, num_key_value_groups=heads // key_heads)
 
 
 class _Replay:

@@ -30,12 +30,7 @@ class ContextForward(BatchStep):
     has_whole_cache = False
 
     def __init__(
-        self,
-        decoder: nn.Module,
-        region: ContextRegion,
-        *,
-        has_token_loss: bool,
-        joins_logits: Callable[[bool], bool],
+        self, decoder: nn.Module, region: ContextRegion, *, has_token_loss: bool, joins_logits: Callable[[bool], bool]
     ):
         super().__init__(decoder)
         self.region, self.has_token_loss, self.joins_logits = region, has_token_loss, joins_logits

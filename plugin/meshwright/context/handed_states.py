@@ -46,12 +46,7 @@ class HandedStates(GatheredTokens):
     """
 
     def __init__(
-        self,
-        name: str,
-        parts: SequenceParts,
-        streams: DropoutStreams,
-        mixer: nn.Module,
-        documents: RowDocuments | None,
+        self, name: str, parts: SequenceParts, streams: DropoutStreams, mixer: nn.Module, documents: RowDocuments | None
     ):
         super().__init__(name, parts, streams)
         self.mixer, self.documents = mixer, documents
@@ -82,7 +77,7 @@ class HandedStates(GatheredTokens):
 
         file = sys.modules[_forward_of(self.mixer).__module__]
         stock = {name: getattr(file, name) for name in self.functions}
-        # As parallel/tensor_parallel/mixer_kernels.py says.
+        # As WithoutTrainingKernel of parallel/tensor_parallel/apply.py says.
         mode = {"training": False} if self._has_training_kernel else {}
         replaced = {name: functools.partial(exchanging, name) for name in self.functions}
         with temporarily(self.mixer, **mode), temporarily(file, **replaced):

@@ -34,7 +34,7 @@ class HeadExchange:
             v: its values.
         """
         size = self.axis.size
-        sent = [self._by_rank(x) for x in (q, self._enough(k), self._enough(v))]
+        sent = [torch.stack(x.chunk(size, 1)) for x in (q, self._enough(k), self._enough(v))]
         received = exchange_rows(torch.cat([x.flatten(1) for x in sent], 1), self.axis)
         found = received.split([x[0].numel() for x in sent], 1)
         stacked = (x.view(size, *like.shape[1:]) for x, like in zip(found, sent, strict=True))
@@ -46,9 +46,6 @@ class HeadExchange:
         sent = parts.parted(output, 1, self.first, self.axis.size)
         received = exchange_rows(sent, self.axis)  # [ranks, B, tokens, some heads, d]
         return torch.cat(received.unbind(), 2)
-
-    def _by_rank(self, x: Tensor) -> Tensor:
-        return torch.stack(x.chunk(self.axis.size, 1))
 
     def _enough(self, x: Tensor) -> Tensor:
         """Repeat the heads of keys or values, so that each rank gets one."""

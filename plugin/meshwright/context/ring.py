@@ -43,12 +43,7 @@ class RingCall:
     @classmethod
     def of(cls, call: AttentionCall, keys: RingKeys, *, width: int) -> RingCall:
         """Return a call of a model's attention function as one over the ring; queries have ``width`` channels."""
-        return cls(
-            keys=keys,
-            mask=call.mask,
-            scale=call.scale(width),
-            softcap=call.options.get("softcap"),
-        )
+        return cls(keys=keys, mask=call.mask, scale=call.scale(width), softcap=call.options.get("softcap"))
 
     @property
     def runs(self) -> tuple[TokenRun, ...]:

@@ -98,11 +98,7 @@ def plan_to_complete(
 
 
 def complete(
-    runtime: Runtime,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    plan: ParallelPlan,
-    config: ToDistributedConfig,
+    runtime: Runtime, model: nn.Module, optimizer: Optimizer | None, plan: ParallelPlan, config: ToDistributedConfig
 ) -> None:
     """Bind the optimizer to a distributed model's gradients, and install the plan's additions, without communication.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ from meshwright.distribute.check_quantised import check_quantised
 from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import Cuts
 from meshwright.distribute.installation import distribute
-from meshwright.distribute.returned_tuple import ReturnedTuple
 from meshwright.errors import PlanError
 from meshwright.faults.equal_errors import say_equal_texts_once
 from meshwright.faults.group_timeouts import set_timeouts
@@ -362,3 +361,18 @@ def _starting_device(model: nn.Module) -> torch.device:
     if any(parameter.is_meta for parameter in model.parameters()):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return device_of(model)
+
+
+_WRITE = "write model, optimizer, loader = to_distributed(model, optimizer, loader)"
+
+
+class ReturnedTuple(tuple[Any, Any, Any]):
+    """The model, the optimizer and the loader."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(f"this is the tuple that to_distributed returned, not the model; {_WRITE}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"the tuple that to_distributed returned has no attribute {name!r}; {_WRITE}")

@@ -78,12 +78,7 @@ def to_static(
     options = {} if compile_options is None else compile_options
     check_compile_options(options)
     return StaticStep(
-        model,
-        _compiled(model, dict(options)),
-        loader=loader,
-        loss=loss,
-        optimizer=optimizer,
-        max_norm=max_norm,
+        model, _compiled(model, dict(options)), loader=loader, loss=loss, optimizer=optimizer, max_norm=max_norm
     )
 
 

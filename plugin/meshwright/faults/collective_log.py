@@ -89,7 +89,8 @@ def first_difference(logs: dict[str, dict[str, str]]) -> str | None:
     for number in numbers:
         said = {name: log.get(str(number), "nothing") for name, log in logs.items()}
         if number >= known_from and len(set(said.values())) > 1:
-            return f"first difference at collective {number}:\n" + _lines(said)
+            lines = "\n".join(f"  {name}: {what}" for name, what in said.items())
+            return f"first difference at collective {number}:\n{lines}"
     return None
 
 
@@ -133,7 +134,7 @@ def _text(
 ) -> str:
     shapes: dict[str, int] = {}
     for dtype, size in tensors:
-        shape = "" if operation.startswith("all_to_all") or operation.startswith("alltoall") else tuple(size)
+        shape = "" if operation.startswith(("all_to_all", "alltoall")) else tuple(size)
         text = f"{str(dtype).removeprefix('torch.')} {shape}".rstrip()
         shapes[text] = shapes.get(text, 0) + 1
     settings = ([] if reduction is None else [reduction]) + ([] if root is None else [f"root {root}"])
@@ -159,7 +160,3 @@ def _tensors(value: object) -> list[torch.Tensor]:
         elif isinstance(item, (list, tuple)):
             found += _tensors(item)
     return found
-
-
-def _lines(said: dict[str, str]) -> str:
-    return "\n".join(f"  {name}: {what}" for name, what in said.items())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 
-import torch
 import torch.distributed as dist
 
 WATCHDOG_WAITS = 30.0  # seconds that NCCL's watchdog waits longer than the guard
@@ -30,14 +29,10 @@ def set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
         group: the process group.
         timeout: the seconds.
     """
-    for backend in {group._get_backend(device) for device in _devices(group)}:
+    for backend in {group._get_backend(device) for device in group._device_types if device.type in ("cpu", "cuda")}:
         if backend.name() != "nccl":
             backend._set_default_timeout(datetime.timedelta(seconds=timeout))
             continue
         watchdog = datetime.timedelta(seconds=timeout + WATCHDOG_WAITS)
         if backend.options._timeout < watchdog:
             backend._set_default_timeout(watchdog)
-
-
-def _devices(group: dist.ProcessGroup) -> list[torch.device]:
-    return [device for device in group._device_types if device.type in ("cpu", "cuda")]

@@ -67,7 +67,7 @@ class Guard:
         self._agreed: dict[tuple[str, tuple[int, ...]], int] = {}  # the step of the ranks' last meeting at each place
         self._world = weakref.ref(dist.group.WORLD)  # weak, so that the guard does not keep the group alive
         self._process = os.getpid()
-        self._cause: str | None = None
+        self.cause: str | None = None  # why another rank has failed, also after the program has left the process group
         self._failed = threading.Event()  # set when another rank has failed
         self._is_failing = False  # set when this rank has raised an error, which it reports itself
         self._follows = False  # set when the program ends because another rank has failed
@@ -125,11 +125,6 @@ class Guard:
         if self.is_current and not self._coordinates:
             self._coordinates = coordinates
             self._link.tell({"kind": "name", "name": self.name})
-
-    @property
-    def cause(self) -> str | None:
-        """Why another rank has failed, also after the program has left the process group; None if none has."""
-        return self._cause
 
     def begin_step(self, group: ProcessGroup | None = None) -> None:
         """Count a step, which begins with a forward pass in training.
@@ -297,7 +292,7 @@ class Guard:
             return error
         # A connection to an ended process may break before the hub knows of the end.
         self._failed.wait(GRACE / 2)
-        cause, details = self._cause, []
+        cause, details = self.cause, []
         waited_for = self.trace.ranks if _TIMEOUT.search(str(error)) else ()
         question = {"kind": "report", "waited_for": waited_for}
         if cause is None and (report := self._link.ask(question, patience=GRACE)) is not None:
@@ -384,9 +379,9 @@ class Guard:
             answer = self._link.ask(message, patience=self.timeout + GRACE, ranks=ranks if of_group else None)
         if answer is None:
             self._failed.wait(GRACE / 2)
-            if self._cause is None and self._link.hub_left and 0 not in ranks:
+            if self.cause is None and self._link.hub_left and 0 not in ranks:
                 return None  # rank 0 has ended normally, and the hub with it
-            answer = {"gone": self._cause or self._link.hub_left or f"{self._link.hub_name} {HUB_SILENT}"}
+            answer = {"gone": self.cause or self._link.hub_left or f"{self._link.hub_name} {HUB_SILENT}"}
         if "gone" in answer:
             self._silent += answer.get("silent", ())
             here = f"{self.name} cannot go on with {self.trace.doing} in step {self.step}"
@@ -428,7 +423,7 @@ class Guard:
 
     def _on_notice(self, cause: str, silent: list[Any], *, from_hub: bool) -> None:
         """End this process after another rank failed, unless it ends by its own error. Runs in the listening thread."""
-        self._cause = cause
+        self.cause = cause
         self._silent += silent
         self._failed.set()
         self._note(cause)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import secrets
 import sys
 import threading
@@ -22,7 +21,6 @@ from typing import Any
 
 from meshwright.faults.hub_connection import Connection, line
 from meshwright.faults.meetings import Group
-from meshwright.faults.posted import Posted
 from meshwright.faults.referee import Post, Referee
 from meshwright.mesh.siblings import this_process
 
@@ -33,8 +31,6 @@ HELLO_TIME = 10.0  # seconds in which a connection has to send the token
 LAST_WORDS = 0.05  # seconds in which a hub that closes still passes on what the ranks have said
 STRANGERS = 64  # how many unknown connections are kept, in addition to two per rank
 NOTHING_NEW = line({})
-
-logger = logging.getLogger(__name__)
 
 
 class Hub:
@@ -222,3 +218,33 @@ def _allow_open_files(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+_KEPT = 64  # topics that wait to be taken; more mean that nobody takes them
+
+
+class Posted:
+    """Collects values by topic and rank; the hub adds, and another thread of rank 0 takes.
+
+    Args:
+        world_size: the number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._changed = threading.Condition()
+        self._values: dict[str, dict[int, Any]] = {}
+
+    def add(self, rank: int, *, topic: str, value: object) -> None:
+        """Add a rank's value."""
+        with self._changed:
+            self._values.setdefault(topic, {})[rank] = value
+            while len(self._values) > _KEPT:
+                del self._values[next(iter(self._values))]
+            self._changed.notify_all()
+
+    def take(self, topic: str, patience: float) -> dict[int, Any]:
+        """Return the values of a topic by rank, when all ranks have added theirs or the patience has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._values.get(topic, ())) == self._world_size, timeout=patience)
+            return self._values.pop(topic, {})

@@ -31,22 +31,19 @@ class Exchange(Protocol):
         """Return rank 0's text on every rank; every rank must make the call."""
 
 
-def succeed_together(step: Callable[[], T], meeting: Exchange | None = None) -> T:
+def succeed_together(step: Callable[[], T]) -> T:
     """Run a step without communication on every rank. If the step fails on any rank, raise on all ranks.
 
     Args:
         step: the step.
-        meeting: the means by which the ranks tell each other whether they failed (default: collectives of the default
-            process group).
 
     Raises:
         Exception: on a rank that failed, its own exception. On other ranks, an exception of the same class, whose
             message gives the rank that failed and its error.
     """
-    exchange = texts_of_all if meeting is None else meeting.texts_of_all
     result, error = attempt(step)
     # An empty text means success: if all texts are empty, a single collective shows it.
-    texts = exchange("" if error is None else json.dumps(_describe(error)))
+    texts = texts_of_all("" if error is None else json.dumps(_describe(error)))
     _raise_first([json.loads(text) if text else None for text in texts], error)
     assert error is None
     return result  # type: ignore[return-value]
@@ -59,7 +56,7 @@ def exchange_together(
 
     Args:
         step: the step, which returns its result and its text.
-        meeting: as for :func:`succeed_together`.
+        meeting: the means by which the ranks exchange texts (default: collectives of the default process group).
         group: without a meeting, the process group of the ranks; None for all.
 
     Returns:

@@ -95,16 +95,7 @@ def unpack(payload: Tensor) -> Any:
     start = len(payload) - 8 - length
     try:
         return _Reader(payload[:start]).decode(json.loads(bytes(payload[start:-8].numpy())))
-    except (
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-        RecursionError,
-        ImportError,
-    ) as error:
+    except (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, ImportError) as error:
         raise ValueError(f"not a packed value: {error!r}") from error
 
 

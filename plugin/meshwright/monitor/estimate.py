@@ -91,11 +91,6 @@ class Machine:
         return tuple(measured_notes(self.shape, Job(seq_len=max(1, length), global_batch=max(1, rows))))
 
     @property
-    def per_node(self) -> int:
-        """The number of processes per node."""
-        return min(self.cluster.gpus, self.cluster.gpus_per_node)
-
-    @property
     def unknown_peak(self) -> str:
         """Why the devices' peak is not known; empty if it is."""
         if self.is_known:
@@ -166,7 +161,7 @@ def estimate(machine: Machine, plan: ParallelPlan, dtype: torch.dtype, batch: tu
         seq_len=max(1, length),
         global_batch=max(1, rows * plan.dp * passes),
         own_runtime=True,
-        on_cpu=machine.cluster.device.shares_host or machine.cluster.device.name == "cpu",
+        on_cpu=machine.cluster.device.shares_host,
         logits=machine.logits,
         optimizer=machine.optimizer,
     )

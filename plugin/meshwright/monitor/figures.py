@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from meshwright.monitor.expert_load import fullest_loads
 
@@ -37,10 +36,6 @@ class RankFigures:
     read: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
-
-    def as_message(self) -> dict[str, Any]:
-        """Return the figures as plain data, which ``RankFigures(**message)`` accepts."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +143,8 @@ def together(
         (400.0, 0.5)
     """
     of_all = list(ranks.values())
-    seconds = max(max(own.seconds for own in of_all), 1e-9)
-    steps = max(1, max(own.steps for own in of_all))
+    seconds = max(1e-9, *(own.seconds for own in of_all))
+    steps = max(1, *(own.steps for own in of_all))
     tokens = sum(own.tokens for own in of_all) / row_copies
     flops = sum(own.flops for own in of_all) / row_copies
     slowest, behind = _straggler(ranks, steps)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,7 +110,8 @@ def held_memory(model: nn.Module, optimizer: Optimizer | None, runtime: Runtime)
     weights = _bytes([*own, *flats], seen)
     shards = [piece.shard for bucket in sharded for piece in bucket.slices]
     gradients = _bytes((p.grad for p in [*own, *shards] if isinstance(p.grad, Tensor)), seen)
-    state: list[Any] = [] if optimizer is None else [x for s in optimizer.state.values() for x in _leaves(s)]
+    states = [] if optimizer is None else [one for one in optimizer.state.values() if isinstance(one, dict)]
+    state = [x for one in states for x in one.values()]
     stepped = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
     device = device_of(model)
     on_device = (x for x in [*state, *stepped] if isinstance(x, Tensor) and x.device.type == device.type)
@@ -119,10 +119,6 @@ def held_memory(model: nn.Module, optimizer: Optimizer | None, runtime: Runtime)
     peak = peak_memory(device)
     rest = max(0.0, peak - weights - gradients - kept)
     return HeldMemory(weights=weights, gradients=gradients, optimizer=kept, rest=rest, peak=peak)
-
-
-def _leaves(state: Mapping[str, object]) -> Iterable[Any]:
-    return state.values() if isinstance(state, dict) else ()
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> float:

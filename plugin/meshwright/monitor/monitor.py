@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 import weakref
@@ -21,7 +22,7 @@ from meshwright.mesh.cores import core_count
 from meshwright.monitor.card import Card, Comparison
 from meshwright.monitor.estimate import Estimate, Machine, estimate
 from meshwright.monitor.expert_load import ExpertLoad
-from meshwright.monitor.figures import Figures
+from meshwright.monitor.figures import Figures, together
 from meshwright.monitor.host_values import HostValues
 from meshwright.monitor.line import line, say
 from meshwright.monitor.provenance import provenance
@@ -117,7 +118,8 @@ class Monitor(Watch):
         self.latest: Figures | None = None
         self._number = next(_MONITORS)
         self._sent: tuple[int, PendingRecord | None] | None = None  # the steps before the last line, and that line
-        self._max_steps, self._has_log_folder = config.max_steps, config.logging_dir is not None
+        self._max_steps = config.max_steps
+        self.has_log_folder = config.logging_dir is not None  # in which rank 0 writes a log; every rank knows
         self._prepared, self._runtime = prepared, runtime
         self._device = device_of(model)
         self._model_name = type(without_wrappers(model)[1]).__name__
@@ -137,9 +139,12 @@ class Monitor(Watch):
         self.steps.on_batch, self.steps.on_due = self._begin, self._end_interval
         self.reporter = Reporter(
             runtime.guard,
-            row_copies=runtime.mesh.row_copies,
-            peak_flops=None if machine is None else machine.peak_flops,
-            ep=runtime.mesh.ep.size,
+            functools.partial(
+                together,
+                row_copies=runtime.mesh.row_copies,
+                peak_flops=None if machine is None else machine.peak_flops,
+                ep=runtime.mesh.ep.size,
+            ),
         )
         counts = None if config.compile else runtime.features.find(ExpertCounts)  # a compiled layer has no more steps
         self._experts = None if counts is None else ExpertLoad(model, counts, self._device)
@@ -209,11 +214,6 @@ class Monitor(Watch):
         pending.done.wait(_SOON)
         return pending.figures
 
-    @property
-    def has_log_folder(self) -> bool:
-        """Whether rank 0 writes a log; every rank knows."""
-        return self._has_log_folder
-
     def note_values(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
         """Write numbers of the program, such as an evaluation's loss, to the log, which rank 0 has.
 
@@ -251,7 +251,7 @@ class Monitor(Watch):
             own = dataclasses.replace(own, experts=self._experts.take())
         topic = f"figures {self._number}.{count}"
         if self._runtime.guard is not None:
-            self._runtime.guard.post(topic, own.as_message())
+            self._runtime.guard.post(topic, dataclasses.asdict(own))
         pending = None
         if is_first_rank():
             pending = PendingRecord(
@@ -380,7 +380,7 @@ class Monitor(Watch):
             has_profile=machine.profile.rows > 0,
             is_cpu=self._device.type == "cpu",
             command=machine.command,
-            processes=machine.per_node,
+            processes=machine.cluster.per_node,
             cores=core_count(),
         )
         say(str(compared))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meshwright.faults.guard import Guard
-from meshwright.monitor.figures import Figures, RankFigures, StepFigures, together
+from meshwright.monitor.figures import Figures, RankFigures, StepFigures
 from meshwright.monitor.host_values import HostValues
 
 logger = logging.getLogger(__name__)
@@ -57,21 +57,11 @@ class Reporter:
 
     Args:
         guard: the guard, over which the ranks send their figures; None on one process.
-        row_copies: number of ranks that have the same rows.
-        peak_flops: the peak of one device, or None.
-        ep: the number of ranks that share the experts of a layer.
+        together: :func:`~meshwright.monitor.figures.together`, given what is the same for all lines.
     """
 
-    def __init__(
-        self,
-        guard: Guard | None,
-        *,
-        row_copies: int,
-        peak_flops: float | None,
-        ep: int,
-    ) -> None:
-        self._guard = guard
-        self._row_copies, self._peak_flops, self._ep = row_copies, peak_flops, ep
+    def __init__(self, guard: Guard | None, together: Callable[..., Figures]) -> None:
+        self._guard, self._together = guard, together
         self._queue: queue.SimpleQueue[tuple[PendingRecord, Show] | None] = queue.SimpleQueue()
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
@@ -118,11 +108,5 @@ class Reporter:
         until = time.monotonic() + PATIENCE
         while not pending.values.is_ready and time.monotonic() < until:
             time.sleep(_LOOK)
-        return together(
-            StepFigures(step=pending.step, **pending.values.numbers()),
-            ranks,
-            row_copies=self._row_copies,
-            peak_flops=self._peak_flops,
-            ep=self._ep,
-            max_steps=pending.max_steps,
-        )
+        last = StepFigures(step=pending.step, **pending.values.numbers())
+        return self._together(last, ranks, max_steps=pending.max_steps)

@@ -201,10 +201,8 @@ class StepObserver:
             return False
         if self._lead is not None and (lead := self._lead()) is not None:
             return lead is optimizer
-        is_own = find_runtime(optimizer) is self._runtime
-        if not is_own and not self._runtime.gradients.has_optimizer:
-            own = {id(p) for p in self._runtime.gradients.parameters}
-            is_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        gradients, is_own = self._runtime.gradients, find_runtime(optimizer) is self._runtime
+        is_own = is_own or (not gradients.has_optimizer and gradients.are_stepped_by(optimizer))
         if is_own:
             self._lead = weakref.ref(optimizer)
         return is_own

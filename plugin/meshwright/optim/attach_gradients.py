@@ -181,13 +181,7 @@ def shard_optimizer(
     if guard is not None:
         # No forward pass of ours counts steps, so what is compared at each meeting is all.
         runtime.comparison = ReplicaComparison(model, mesh=runtime.mesh, guard=guard, every=0, has_weights=True)
-    install_gradient_sync(
-        runtime,
-        model,
-        optimizer,
-        zero_stage=stage,
-        bucket_bytes=int(bucket_size_mb * 2**20),
-    )
+    install_gradient_sync(runtime, model, optimizer, zero_stage=stage, bucket_bytes=int(bucket_size_mb * 2**20))
     return optimizer
 
 

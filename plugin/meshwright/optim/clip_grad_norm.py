@@ -11,10 +11,7 @@ from meshwright.optim.runtime import Watch, find_runtime
 
 
 def clip_grad_norm_(
-    model: nn.Module | Optimizer,
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
+    model: nn.Module | Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Clip the gradients of a model by their global norm, as one device would.
 

@@ -56,7 +56,7 @@ class HostSteps:
 
     def hook_end(self) -> None:
         """Add the hook that ends a step, before those that publish what was stepped."""
-        self._optimizer.register_step_post_hook(self._close)
+        self._optimizer.register_step_post_hook(lambda *_: self.return_all())
 
     def lend(self) -> None:
         """Let the optimizer have the copies, in which :meth:`ReduceScatter.take_over` has put the newest values."""
@@ -112,9 +112,6 @@ class HostSteps:
         done = {id(p.stepped) for s in self._reduction.sharded if id(s) in self._sent for p in s.slices}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in done]
-
-    def _close(self, *_: object) -> None:
-        self.return_all()
 
     def _fetch(self, sharded: ShardedBucket) -> Callable[[], None]:
         """Start to copy a bucket's weights and gradients to the host; return a function that waits for them."""

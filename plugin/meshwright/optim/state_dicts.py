@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from meshwright.layout.tensor_layout import TensorLayout, layout_if_any, layout_
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.shards.guard_windows import Window
 from meshwright.parallel.shards.reads import reading_shards
+from meshwright.temporarily import temporarily
 
 
 def guard_model(model: nn.Module, runtime: Runtime) -> None:
@@ -59,14 +59,9 @@ class StateDictCalls:
 
     names_only: bool = False
 
-    @contextlib.contextmanager
-    def reading_names(self) -> Iterator[None]:
+    def reading_names(self) -> contextlib.AbstractContextManager[None]:
         """Make ``state_dict()`` return shards inside this context, instead of raising."""
-        before, self.names_only = self.names_only, True
-        try:
-            yield
-        finally:
-            self.names_only = before
+        return temporarily(self, names_only=True)
 
 
 class _ModuleState:

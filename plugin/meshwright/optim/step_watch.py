@@ -46,7 +46,7 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
             has_told = _warn_of_unused_zero(optimizer, of)
         if not has_warned and of.mesh.tokens.size > 1 and find_runtime(optimizer) is None:
             has_warned = _warn_of_strangers(optimizer)
-        if of.mesh.pp.size > 1 and find_runtime(optimizer) is None and _has_any(optimizer, of):
+        if of.mesh.pp.size > 1 and find_runtime(optimizer) is None and of.gradients.are_stepped_by(optimizer):
             window.open(optimizer)
 
     weakref.finalize(runtime, register_optimizer_step_pre_hook(look).remove)
@@ -89,7 +89,7 @@ def _warn_of_unused_zero(optimizer: Optimizer, runtime: Runtime) -> bool:
     stage = 0 if runtime.plan is None else runtime.plan.zero_stage
     if runtime.gradients.has_optimizer or runtime.mesh.tokens.size == 1 or stage not in (1, 2):
         return False
-    found = _has_any(optimizer, runtime)
+    found = runtime.gradients.are_stepped_by(optimizer)
     if found and dist.get_rank() == 0:
         logger.warning(
             "this %s was made after the call and not passed to it, so zero_stage=%d shards nothing: each of the %d "
@@ -98,12 +98,6 @@ def _warn_of_unused_zero(optimizer: Optimizer, runtime: Runtime) -> bool:
             type(optimizer).__name__, stage, runtime.mesh.tokens.size,
         )  # fmt: skip
     return found
-
-
-def _has_any(optimizer: Optimizer, runtime: Runtime) -> bool:
-    """Return whether an optimizer has any of a distributed model's parameters."""
-    own = {id(p) for p in runtime.gradients.parameters}
-    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def _warn_of_strangers(optimizer: Optimizer) -> bool:

@@ -40,13 +40,7 @@ class TrainedParameters:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        runtime: Runtime,
-        *,
-        zero_stage: int,
-        bucket_bytes: int,
+        self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime, *, zero_stage: int, bucket_bytes: int
     ):
         tp, dp, weights, syncs = runtime.mesh.tp, runtime.mesh.tokens, runtime.weights, runtime.gradients.syncs
         self.tp, self.dp, self.optimizer, self.weights = tp, dp, optimizer, weights

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,6 @@ GLOO_BROADCASTS_FROM = 1 << 19  # bytes
 
 
 Operation = Callable[[Tensor, Axis], Tensor]
-
-
-class _Options(Protocol):
-    """The options of a collective."""
-
-    asyncOp: bool
 
 
 class _Work(Protocol):
@@ -119,7 +113,7 @@ def _all_reduce(x: Tensor, axis: Axis, *, is_async: bool = False) -> _Work:
 
 
 @functools.cache
-def _options(kind: Callable[[], _Options], is_async: bool) -> _Options:
+def _options(kind: Callable[[], Any], is_async: bool) -> Any:
     options = kind()
     options.asyncOp = is_async
     return options

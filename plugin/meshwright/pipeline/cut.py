@@ -78,9 +78,7 @@ class Cut:
         return frozenset(i for stage in self.own for i in self.spans[stage])
 
 
-def cut_decoder(
-    decoder: nn.Module, structure: Decoder, plan: ParallelPlan, *, rank: int, order: LayerOrder | None = None
-) -> Cut:
+def cut_decoder(decoder: nn.Module, structure: Decoder, plan: ParallelPlan, *, rank: int) -> Cut:
     """Cut a decoder into the virtual stages of a plan, without changing it.
 
     Args:
@@ -88,7 +86,6 @@ def cut_decoder(
         structure: its structure.
         plan: the plan; its ``pp``, ``schedule``, ``chunks`` and ``stages`` say how to cut.
         rank: this rank's place in the pipeline.
-        order: the decoder's layer order; None to record it.
 
     Raises:
         PlanError: if the decoder cannot be cut, or has fewer layers than the plan has virtual stages.
@@ -97,7 +94,7 @@ def cut_decoder(
     sizes = _sizes(plan, structure, count)
     ends = [0, *accumulate(sizes)]
     spans = tuple(range(low, high) for low, high in pairwise(ends))
-    order = record_order(decoder, structure.layers) if order is None else order
+    order = record_order(decoder, structure.layers)
     _check_tokens(order, plan)
     _check_mixed(order, [span.start for span in spans[1:]])
     cut = Cut(

@@ -194,7 +194,7 @@ class _Recorder:
     def check_result(self, output: Any) -> None:
         """Raise if the model computes its loss from more than the result of the last layer."""
         last = len(self.layers) - 1
-        result = next((x for name in ("loss", "logits") if isinstance(x := _entry(output, name), Tensor)), None)
+        result = next((x for name in ("loss", "logits") if isinstance(x := output.get(name), Tensor)), None)
         if result is not None and (others := self.sources.of(result) - {last}):
             what = "what it computes before them" if min(others) < 0 else f"the result of layer {min(others)}"
             raise PlanError(
@@ -240,7 +240,3 @@ class _Recorder:
         shapes = set(self._shapes)
         shape = shapes.pop()
         return shape[-1] if not shapes and shape[:-1] == (_ROWS, _LENGTH) else None
-
-
-def _entry(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, MutableMapping) else None

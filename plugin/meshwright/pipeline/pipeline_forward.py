@@ -120,12 +120,7 @@ class PipelineForward(BatchStep):
     has_whole_cache = False
 
     def __init__(
-        self,
-        decoder: nn.Module,
-        pipeline: Pipeline,
-        runtime: Any,
-        outputs: StageOutputs,
-        region: SequenceRegion | None,
+        self, decoder: nn.Module, pipeline: Pipeline, runtime: Any, outputs: StageOutputs, region: SequenceRegion | None
     ):
         super().__init__(decoder)
         self.pipeline, self.runtime, self.outputs = pipeline, runtime, outputs

@@ -111,7 +111,8 @@ class Stages:
         """
         schema = BatchSchema(batch)
         numbers = received[-1] if received is not None and len(received) > 1 + self.beside.count(stage) else None
-        with self.active(stage, received), self._after(numbers), running_stage():
+        after = contextlib.nullcontext() if self.balancing is None else self.balancing.after(numbers)
+        with self.active(stage, received), after, running_stage():
             self._hidden = None if received is None else received[0]
             # Where nothing but hidden states crosses, features of images are in the embeddings of the first stage.
             beside = [name for name in schema.of_towers if self.cut.has_towers or kind_of(name) is not None]
@@ -124,9 +125,6 @@ class Stages:
                 return end.crossing
             finally:
                 self._hidden = None
-
-    def _after(self, numbers: Tensor | None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.balancing is None else self.balancing.after(numbers)
 
     @contextlib.contextmanager
     def active(self, stage: int, received: Crossing | None) -> Iterator[None]:

@@ -36,7 +36,7 @@ class WeightGradients:
 
     def __init__(self, modules: Iterable[nn.Module]):
         self._waiting: dict[tuple[int, int], list[_Waiting]] = {}
-        self._now: list[_Waiting] | None = None
+        self.now: list[_Waiting] | None = None  # those of the running backward, if they are to wait
         for module in modules:
             if kernel_of(module) is not None:
                 _DelayedLinear(module, self)
@@ -46,17 +46,7 @@ class WeightGradients:
         if operation.kind is not Kind.INPUT_GRAD:
             return contextlib.nullcontext()
         now = self._waiting[operation.stage, operation.micro_batch] = []
-        return temporarily(self, _now=now)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the gradients of linear weights are to wait now."""
-        return self._now is not None
-
-    def wait(self, entry: _Waiting) -> None:
-        """Keep one weight's gradient for later."""
-        assert self._now is not None
-        self._now.append(entry)
+        return temporarily(self, now=now)
 
     def add_to(self, sums: SummedGradients, stage: int, micro_batch: int) -> None:
         """Compute the gradients that wait for a stage and a micro-batch, and add them to the sums."""
@@ -77,7 +67,7 @@ class _DelayedLinear(LinearForward):
     def weight_gradient(
         self, weight: nn.Parameter, read_input: Callable[[], Tensor], gradient: Tensor
     ) -> Tensor | None:
-        if not self.later.is_open:
+        if self.later.now is None:
             return super().weight_gradient(weight, read_input, gradient)
-        self.later.wait((weight, self.kernel, read_input, gradient))
+        self.later.now.append((weight, self.kernel, read_input, gradient))
         return None

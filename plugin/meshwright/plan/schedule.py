@@ -176,30 +176,6 @@ def rank_operations(schedule: str, p: int, v: int, m: int) -> tuple[tuple[Operat
     return tuple(_numbered(visits(rank, p, v, m), m) for rank in range(p))
 
 
-def in_flight(operations: Sequence[Operation], *, until: Kind = Kind.INPUT_GRAD) -> dict[int, int]:
-    """Return how many micro-batches each stage of a rank holds at most, by stage.
-
-    Args:
-        operations: the operations of one rank.
-        until: ``INPUT_GRAD`` counts from a micro-batch's forward to the backward through its activations, and
-            ``WEIGHT_GRAD`` to the gradients of the weights, until which the inputs of the matmuls are held.
-
-    Example:
-        >>> [in_flight(rank) for rank in rank_operations("1f1b", 2, 1, 4)]
-        [{0: 2}, {1: 1}]
-    """
-    held: dict[int, int] = {}
-    most: dict[int, int] = {}
-    for operation in operations:
-        stage = operation.stage
-        if operation.kind is Kind.FORWARD:
-            held[stage] = held.get(stage, 0) + 1
-            most[stage] = max(most.get(stage, 0), held[stage])
-        elif operation.kind in (Kind.BACKWARD, until):
-            held[stage] -= 1
-    return most
-
-
 @lru_cache(maxsize=1024)
 def most_held(schedule: str, p: int, v: int, m: int) -> tuple[tuple[_Moment, ...], ...]:
     """Return what each rank holds at its fullest moments: for each of its stages, two numbers of micro-batches.

@@ -58,7 +58,7 @@ class PlainOperands:
     ) -> object:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name.startswith("_foreach_") and len({_kind(x) for x in _leaves(args[0])}) > 1:
+        if name.startswith("_foreach_") and len({getattr(x, "device_mesh", None) for x in _leaves(args[0])}) > 1:
             return _one_by_one(func, args, kwargs)
         if name not in _ATTRIBUTES:
             args, kwargs = self._matched(name, args, kwargs)
@@ -93,10 +93,6 @@ def _is_placed(x: object) -> TypeGuard[Tensor]:
     """Return whether a plain tensor is placed on the mesh of the DTensors beside it."""
     # torch itself replicates a scalar. This is right if no gradient flows back to the scalar.
     return isinstance(x, Tensor) and type(x) in _PLAIN and (x.ndim > 0 or (x.requires_grad and torch.is_grad_enabled()))
-
-
-def _kind(x: object) -> object:
-    return x.device_mesh if isinstance(x, DTensor) else None
 
 
 def _one_by_one(func: Callable[..., Any], args: Arguments, kwargs: Options) -> list[object] | None:

@@ -125,7 +125,7 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
         if block is None and is_norm(module, hidden):
             roles[name] = Role.NORM
         # It may norm each head, or the whole width, of which a rank would have a part.
-        elif block is not None and _is_weightless_norm(module):
+        elif block is not None and "norm" in type(module).__name__.lower() and not list(module.parameters()):
             roles = {n: role for n, role in roles.items() if not n.startswith(f"{block}.")} | {block: Role.WHOLE}
     return roles
 
@@ -160,7 +160,3 @@ def _block_roles(name: str, module: nn.Module, hidden: int, hinted: Mapping[str,
 def _is_in(name: str, roles: Mapping[str, Role], *of: Role) -> bool:
     """Return whether a module is inside of one with one of these roles."""
     return any(role in of and name.startswith(f"{owner}.") for owner, role in roles.items())
-
-
-def _is_weightless_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() and not list(module.parameters())

@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.roles import llama
 from meshwright.roles.family_hints import hints_of
 from meshwright.roles.infer import infer_plan
-from meshwright.roles.sharding_plan import Role, ShardingPlan
+from meshwright.roles.sharding_plan import Role, ShardingPlan, decoder_roles
 from meshwright.roles.task_heads import fitted
 from meshwright.roles.whole_modules import leave_whole
 
-_PLANS: dict[str, ShardingPlan] = {"llama": llama.PLAN}
+# An example of a written plan; other families' plans are inferred from structure.
+_PLANS = {"llama": ShardingPlan(roles=decoder_roles(), source="the llama plan")}
 
 # What a model's config.json may hold: {"meshwright": {"tp": 2, ..., "roles": {"model.embed": "embedding", ...}}}.
 CONFIG_KEY = "meshwright"
@@ -61,14 +61,10 @@ def written_plan(model: nn.Module) -> ShardingPlan | None:
     if isinstance(saved, Mapping) and ROLES_KEY in saved:
         return _from_names(saved[ROLES_KEY], f'"{CONFIG_KEY}" in the config of {type(model).__name__}')
     model_type = getattr(config, "model_type", "")
-    if model_type in _PLANS and _has_layers(plan := fitted(_PLANS[model_type], model), model):
-        return plan
-    return None
-
-
-def _has_layers(plan: ShardingPlan, model: nn.Module) -> bool:
-    """Return whether a family's plan names layers of a model, which may be inside a program's own module."""
-    return any(plan.role_of(name) is Role.LAYER for name, _ in model.named_modules())
+    plan = fitted(_PLANS[model_type], model) if model_type in _PLANS else None
+    # The layers may be inside of a program's own module, under other names.
+    has_layers = plan is not None and any(plan.role_of(name) is Role.LAYER for name, _ in model.named_modules())
+    return plan if has_layers else None
 
 
 def _from_names(roles: Any, source: str) -> ShardingPlan:

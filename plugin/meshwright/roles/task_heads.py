@@ -22,7 +22,8 @@ def fitted(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
         model: the model, which keeps the decoder under ``base_model_prefix`` and the head beside it.
     """
     modules = dict(model.named_modules())
-    heads = {f"{name}{copy}": Role.WHOLE for name in _NAMES for copy in _COPIES if _is_layer(modules.get(name + copy))}
+    names = [name + copy for name in _NAMES for copy in _COPIES]
+    heads = {name: Role.WHOLE for name in names if name in modules and is_projection(modules[name])}
     prefix: Any = getattr(model, "base_model_prefix", "model")
     moves = prefix != "model" and prefix in modules and "model" not in modules
     if not heads and not moves:
@@ -32,7 +33,3 @@ def fitted(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
         for name, role in plan.roles.items()
     }
     return ShardingPlan(roles={**heads, **roles}, source=plan.source)
-
-
-def _is_layer(module: nn.Module | None) -> bool:
-    return module is not None and is_projection(module)

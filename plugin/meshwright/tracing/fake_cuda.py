@@ -8,24 +8,15 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 from unittest import mock
 
 import torch
 
 from meshwright.errors import PlanError
+from meshwright.tracing.host_waits import HostWaitMode
 
 DEVICE = "cuda:0"
 _SOURCE = Path(__file__).with_name("cuda_guard.cpp")
-
-
-class HostWaits(Protocol):
-    """An observer that is told when the host waits for the device."""
-
-    step: int
-
-    def host_waits(self, what: str) -> None:
-        """Record that the host waits for what the device has to do."""
 
 
 class FakeEvent:
@@ -34,7 +25,7 @@ class FakeEvent:
     The device counts as done with earlier steps, and as not having begun the current step.
     """
 
-    def __init__(self, observer: HostWaits, *_: object, **__: object) -> None:
+    def __init__(self, observer: HostWaitMode, *_: object, **__: object) -> None:
         self._observer, self._step = observer, -1
 
     def record(self, *_: object) -> None:
@@ -71,7 +62,7 @@ def why_unavailable() -> str | None:
 
 
 @contextlib.contextmanager
-def fake_cuda(observer: HostWaits) -> Iterator[None]:
+def fake_cuda(observer: HostWaitMode) -> Iterator[None]:
     """Let ``FakeTensor`` be on CUDA inside the context.
 
     Without a GPU this loads a library that stays loaded, after which torch believes that CUDA is there. So call it in a

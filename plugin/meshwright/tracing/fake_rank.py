@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
-from meshwright.construct.initial_weights import NewTensors
+from meshwright.construct.initial_weights import NewTensors, tensors_beside_parameters
 from meshwright.distribute import installation
 from meshwright.distribute.cuts import build_on_fake_rank
 from meshwright.faults.guard import Guard
 from meshwright.features import splits
+from meshwright.layout.packed_weights import Attribute
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.optim.runtime import Runtime
@@ -79,17 +80,10 @@ def install(
     return build.runtime, optimizer
 
 
-def _empty_buffers(
-    model: nn.Module, fake: FakeTensorMode, device: torch.device
-) -> list[tuple[dict[str, Any], str, Tensor]]:
-    found = []
-    for module in model.modules():
-        for owner in (module._buffers, vars(module)):
-            for name, tensor in owner.items():
-                if isinstance(tensor, Tensor) and tensor.is_meta:
-                    with fake:
-                        found.append((owner, name, torch.empty(tensor.shape, dtype=tensor.dtype, device=device)))
-    return found
+def _empty_buffers(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> list[Attribute]:
+    found = [x for x in tensors_beside_parameters(model) if x[2].is_meta]
+    with fake:
+        return [(owner, name, torch.empty(x.shape, dtype=x.dtype, device=device)) for owner, name, x in found]
 
 
 @contextlib.contextmanager

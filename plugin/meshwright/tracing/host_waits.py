@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.faults.interpose import COLLECTIVES
+from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.tracing.traced_traffic import group_in
 
 _Args = Sequence[Any]
@@ -157,8 +158,8 @@ class HostWaitMode(TorchDispatchMode):
             if name == "barrier" and not is_async:
                 self.host_waits("barrier")
             elif is_async or name in _MESSAGES:  # the device waits for others
-                read = _tensors_in((args, kwargs))
-                written = [] if name == "send" else _tensors_in(args[:1])
+                read = list(tensors_in((args, kwargs)))
+                written = [] if name == "send" else list(tensors_in(args[:1]))
                 self._pending[id(work)] = _Pending(work=work, written=written, read=read)
             return work
 
@@ -175,7 +176,7 @@ class HostWaitMode(TorchDispatchMode):
         self, func: OpOverload, types: object, args: _Args = (), kwargs: _Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        name, given = func._schema.name, _tensors_in((args, kwargs))
+        name, given = func._schema.name, list(tensors_in((args, kwargs)))
         if func.namespace == "c10d":
             self._collective(func, args, kwargs, given)
             return func(*args, **kwargs)
@@ -252,15 +253,11 @@ def _value_of(dtype: torch.dtype) -> bool | float | int:
     return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
-def _tensors_in(tree: object) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
 def _changed_by(func: OpOverload, args: _Args, kwargs: _Kwargs) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
     named = {**dict(zip((x.name for x in func._schema.arguments), args, strict=False)), **kwargs}
     written = [x.name for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
-    return _tensors_in([named.get(name) for name in written])
+    return list(tensors_in([named.get(name) for name in written]))
 
 
 def _is_view(func: OpOverload) -> bool:

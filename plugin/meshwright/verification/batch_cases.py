@@ -135,9 +135,6 @@ def _padded(batch: dict[str, Tensor], *, left: bool) -> dict[str, Tensor]:
 def _packed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Pack two documents into each row; the positions restart at the second document."""
     count, length = batch["input_ids"].shape
-    positions = [torch.cat([torch.arange(first), torch.arange(length - first)]) for first in _borders(count, length)]
+    borders = [2 + row % (length - 4) for row in range(count)]
+    positions = [torch.cat([torch.arange(first), torch.arange(length - first)]) for first in borders]
     return {**batch, "position_ids": torch.stack(positions)}
-
-
-def _borders(count: int, length: int) -> list[int]:
-    return [2 + row % (length - 4) for row in range(count)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -25,10 +25,6 @@ def _keep_float64(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return function(x, *args, **kwargs)
 
     return keep
-
-
-class _ExpertsConfig(Protocol):
-    _experts_implementation: str
 
 
 class Float64:
@@ -84,7 +80,7 @@ def run_experts_in_float64(model: nn.Module) -> tuple[str, ...]:
 
     Their default is torch's grouped matrix multiplication, which has no float64 on a CPU.
     """
-    found = [cast(_ExpertsConfig, module.config) for module in model.modules() if is_experts(module)]
+    found: list[Any] = [module.config for module in model.modules() if is_experts(module)]
     configs = {id(config): config for config in found}
     others = {config._experts_implementation for config in configs.values()}.difference(_IN_FLOAT64)
     if not others:

@@ -320,17 +320,13 @@ def _check_start(start: Start, model: nn.Module) -> None:
     weights = full_state_dict(model)
     if not is_first_rank():
         return
-    other = [n for n, value in start.weights.items() if n not in weights or not _is_same(weights[n], value)]
+    other = [n for n, value in start.weights.items() if n not in weights or not torch.equal(weights[n], value)]
     if other:
         raise PlanError(
             f"model_factory made a different {other[0]} in another process ({len(other)} of {len(start.weights)} "
             "weights differ), so the two programs cannot be compared; draw all weights from torch's global generator, "
             "which verify seeds, or from one that the factory seeds"
         )
-
-
-def _is_same(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and torch.equal(x, y)
 
 
 def _evaluation(program: Program, training: Distributed, start: Start, tell: Tell) -> Iterator[Difference]:

@@ -13,13 +13,13 @@ import time
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.format.save_job import SaveJob
 from meshwright.checkpoint.format.snapshot import HostMemory
 from meshwright.compiling import without_compilation
 from meshwright.errors import PeerFailedError
@@ -30,19 +30,6 @@ logger = logging.getLogger(__name__)
 
 _FIRST_POLL, _LAST_POLL = 0.001, 0.02  # seconds between two looks at the store: twice as long after each
 _PATIENCE = 120.0  # seconds that this rank, which has ended, waits for another one
-
-
-class BackgroundJob(Protocol):
-    """A save of a snapshot."""
-
-    def copy(self, meeting: Exchange | None) -> None:
-        """Copy the tensors that the snapshot shares with the model; every rank makes the call.
-
-        An error of one rank alone is raised by :meth:`run`.
-        """
-
-    def run(self, meeting: Exchange | None, on_write: Callable[[int], None]) -> None:
-        """Write and commit it."""
 
 
 class Background:
@@ -63,7 +50,7 @@ class Background:
             atexit.register(_fail_at_exit)
         return _OF_MODELS.setdefault(without_compilation(model), Background())
 
-    def start(self, save: BackgroundJob) -> None:
+    def start(self, save: SaveJob) -> None:
         """Write a save in a thread, once the one before is complete; every rank makes the call."""
         self.wait()
         meeting = StoreMeeting(f"meshwright/save/{next(_NUMBERS)}") if dist.is_initialized() else None
@@ -110,7 +97,7 @@ class Background:
         if error is not None:
             raise error
 
-    def _run(self, save: BackgroundJob, meeting: Exchange | None, is_copied: threading.Event) -> None:
+    def _run(self, save: SaveJob, meeting: Exchange | None, is_copied: threading.Event) -> None:
         try:
             save.copy(meeting)
             is_copied.set()

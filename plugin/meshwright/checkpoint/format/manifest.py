@@ -20,20 +20,7 @@ from meshwright.checkpoint.one_device.optimizer_manifest import ENCODED, OPTIMIZ
 from meshwright.checkpoint.one_device.safetensors_file import DTYPES, SHAPE
 from meshwright.errors import CheckpointError
 from meshwright.parallel.dropout_streams import STREAMS
-from meshwright.schema import (
-    LARGEST,
-    Check,
-    anything,
-    integer,
-    maybe,
-    one_of,
-    record,
-    require,
-    row,
-    table,
-    text,
-    that,
-)
+from meshwright.schema import LARGEST, Check, anything, integer, maybe, one_of, record, require, row, table, text, that
 from meshwright.schema import NAME as KEY
 
 NAME = "checkpoint.json"

@@ -21,9 +21,7 @@ def _are_words(value: object, count: int = 624) -> bool:
 
 
 def _are_python_words(value: object) -> bool:
-    return (
-        isinstance(value, list) and _are_words(value, 625) and value[-1] <= 624
-    )  # the last one is the place of the next word
+    return isinstance(value, list) and _are_words(value, 625) and value[-1] <= 624  # the last is the next word's place
 
 
 def _is_cuda_state(value: object) -> bool:

@@ -81,14 +81,7 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
         manifest = Manifest.read(folder)
     except CheckpointError as error:
         damages.append(Damage(file=NAME, problem=_without_path(error, folder / NAME)))
-        return Inspection(
-            folder=folder,
-            manifest=None,
-            random=[],
-            files=files,
-            damages=damages,
-            bytes_read=done,
-        )
+        return Inspection(folder=folder, manifest=None, random=[], files=files, damages=damages, bytes_read=done)
     surplus = sorted(files.keys() - manifest.files.keys() - {NAME} - {damage.file for damage in damages})
     damages += [Damage(file=name, problem=f"is not a file of this checkpoint, according to {NAME}") for name in surplus]
     parts = []

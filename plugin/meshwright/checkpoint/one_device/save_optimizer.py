@@ -61,7 +61,7 @@ def save_optimizer(
         mw.save_optimizer(model, optimizer, "checkpoint/optimizer")
     """
     model = without_compilation(model, "save_optimizer(model, optimizer, directory)")
-    own, texts = exchange_together(lambda: _with_text(RankOptimizer.of(model, optimizer)))
+    own, texts = exchange_together(lambda: ((own := RankOptimizer.of(model, optimizer)), own.text()))
     mesh = own.found.runtime.mesh
     succeed_together(lambda: _check_writer(mesh))
     every = own.with_all(texts)
@@ -85,10 +85,6 @@ def save_optimizer(
     written = StreamedFiles(folder, files, f"writing {folder}") if is_writer else None
     stream(files, gather, written)
     on_first_rank(lambda: _finish(folder, manifest, written) if written is not None else None)
-
-
-def _with_text(own: RankOptimizer) -> tuple[RankOptimizer, str]:
-    return own, own.text()
 
 
 def _check_writer(mesh: Mesh) -> None:

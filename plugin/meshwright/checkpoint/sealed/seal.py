@@ -138,11 +138,6 @@ def _file(value: object, field: str) -> None:
 
 _NAME = that("a path inside the folder", _is_inside)
 _SEAL = record(
-    {
-        "format": equal(_FORMAT),
-        "written": integer(0, LAST_TIME),
-        "open": boolean,
-        "files": table(_file, names=_NAME),
-    },
+    {"format": equal(_FORMAT), "written": integer(0, LAST_TIME), "open": boolean, "files": table(_file, names=_NAME)},
     {**FIELDS, "launches": listed(text("[0-9a-f]{32}"))},
 )

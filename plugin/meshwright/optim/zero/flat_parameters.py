@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.layout.row_layout import Span
 from meshwright.layout.tensor_layout import layout_of
-from meshwright.optim.zero.ownership import Ownership
+from meshwright.optim.zero.ownership import EqualSlices
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.collectives import start_all_gather
 from meshwright.parallel.gradients.buckets import Bucket, flat_dtype
@@ -38,7 +38,7 @@ class FlatShard:
         self,
         parameters: list[nn.Parameter],
         shapes: list[torch.Size],
-        ownership: Ownership,
+        ownership: EqualSlices,
         device: torch.device,
         *,
         on_host: bool = False,
@@ -108,13 +108,8 @@ class FlatShard:
         if not self.is_kept:
             self.release()
 
-    def publish(self) -> None:
-        """Drop the gathered values, which are stale after the optimizer's step."""
-        self.release()
-
-    def refresh(self) -> None:
-        """Drop the gathered values, which are stale after new values were written into ``master``."""
-        self.release()
+    # The gathered values are stale after the optimizer's step, and after new values were written into ``master``.
+    publish = refresh = release
 
     def take_over(self) -> None:
         """Shard and keep the values that the program assigned with ``parameter.data = ...``, if any.

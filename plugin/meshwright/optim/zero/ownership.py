@@ -27,11 +27,15 @@ def _axis(layout: TensorLayout) -> str:
 
 
 @dataclass(frozen=True)
-class Ownership:
+class EqualSlices:
     """Decides which elements of the parameters each rank of an axis steps.
 
-    Parameters are packed into flat buckets, and each rank steps one of as many equal segments of each bucket. A
-    subclass packs the parameters, and so decides which of their elements are in the segment of a rank.
+    Parameters are packed into flat buckets, and each rank steps one of as many equal segments of each bucket. A segment
+    may begin inside of a parameter, so that all ranks step equally many elements::
+
+        [ A A A A A A A A | A A A B B B . . ]    parameters A and B over two ranks
+
+    The optimizer must update each element from that element alone (see :mod:`meshwright.optim.elementwise`).
 
     Args:
         axis: the axis whose ranks share the steps.
@@ -45,7 +49,7 @@ class Ownership:
         Args:
             sizes: the number of elements of each parameter on this rank.
         """
-        raise NotImplementedError
+        return packed(sizes, self.axis.size)
 
     def segment(self, numel: int) -> slice:
         """Return this rank's segment of a bucket of ``numel`` elements."""
@@ -61,15 +65,3 @@ class Ownership:
             numel: the length of the bucket.
         """
         return RowLayout.stretches(offset, size, numel // self.axis.size, self.axis.size)
-
-
-class EqualSlices(Ownership):
-    """ZeRO: a segment may begin inside of a parameter, so that all ranks step equally many elements::
-
-        [ A A A A A A A A | A A A B B B . . ]    parameters A and B over two ranks
-
-    The optimizer must update each element from that element alone (see :mod:`meshwright.optim.elementwise`).
-    """
-
-    def pack(self, sizes: Sequence[int]) -> tuple[list[int], int]:
-        return packed(sizes, self.axis.size)

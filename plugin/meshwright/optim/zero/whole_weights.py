@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshwright.layout.tensor_layout import layout_of
-from meshwright.optim.zero.ownership import Ownership
+from meshwright.optim.zero.ownership import EqualSlices
 from meshwright.parallel.async_numbers import is_deferred
 from meshwright.parallel.collectives import all_gather_into
 from meshwright.parallel.gradients.buckets import Bucket
@@ -23,7 +23,7 @@ class WholeWeights:
         on_host: whether the host steps it, and keeps its copy in float32 (offload).
     """
 
-    def __init__(self, bucket: Bucket, ownership: Ownership, *, on_host: bool = False):
+    def __init__(self, bucket: Bucket, ownership: EqualSlices, *, on_host: bool = False):
         self.bucket, self.dp = bucket, ownership.axis
         first = bucket.parameters[0]
         self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from meshwright.layout.tensor_layout import TensorLayout, layout_of
 from meshwright.optim.zero.host_copy import HostCopy
-from meshwright.optim.zero.ownership import Ownership, sliced
+from meshwright.optim.zero.ownership import EqualSlices, sliced
 from meshwright.optim.zero.whole_weights import WholeWeights
 from meshwright.parallel.collectives import all_gather, all_reduce, start_reduce_scatter
 from meshwright.parallel.gradients.buckets import Bucket, has_gradient, make_buckets
@@ -81,7 +81,7 @@ class ShardedBucket:
         on_host: whether the host steps the segment (offload).
     """
 
-    def __init__(self, bucket: Bucket, ownership: Ownership, weights: Weights, *, on_host: bool = False):
+    def __init__(self, bucket: Bucket, ownership: EqualSlices, weights: Weights, *, on_host: bool = False):
         self.bucket, self.ownership, self.axis, self.weights = bucket, ownership, ownership.axis, weights
         self.host = HostCopy(weights.master, bucket.dtype) if on_host else None
         self.unsynced: Tensor | None = None  # this rank's own gradients from passes under no_sync
@@ -366,7 +366,7 @@ class ReduceScatter:
 
 
 def lay_out(
-    parameters: Iterable[nn.Parameter], ownership: Ownership, bucket_bytes: int, *, on_host: bool = False
+    parameters: Iterable[nn.Parameter], ownership: EqualSlices, bucket_bytes: int, *, on_host: bool = False
 ) -> list[ShardedBucket]:
     """Put parameters that every rank holds (stages 1 and 2) into buckets of which each rank steps a share.
 

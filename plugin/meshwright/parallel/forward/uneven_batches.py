@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.autograd.graph import Node as GraphNode
 
 from meshwright.mesh.axes import Axis
 from meshwright.parallel.async_numbers import read_later
-from meshwright.parallel.backward_roots import show_roots_to
+from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.batch.mean_over_ranks import IGNORE_INDEX, valid_labels
 from meshwright.parallel.batch.schema import Batch, BatchSchema
 from meshwright.parallel.batch.share import labels_beside
@@ -50,7 +52,8 @@ class UnevenBatches:
         self._earlier: Callable[[], list[list[float]]] | None = None
         self._pairs = PairedRows(dp, is_told=dp.rank == 0 and tp.rank == 0)
         if self.is_on:
-            show_roots_to(self)
+            _observers.add(self)
+            _show_losses()
 
     def stop(self) -> None:
         """Stop comparing, because the program or its Trainer handles uneven batches."""
@@ -220,3 +223,22 @@ def _mask_of(batch: Batch) -> Tensor | None:
         return mask
     chosen = [x for x in batch.values() if isinstance(x, Tensor) and x.dtype is torch.bool and x.ndim >= 2]
     return chosen[0] if len(chosen) == 1 else None
+
+
+# torch has no hook that shows the losses of a backward pass, so its function is wrapped once, for all models.
+_observers: weakref.WeakSet[UnevenBatches] = weakref.WeakSet()
+
+
+@functools.cache
+def _show_losses() -> None:
+    backward: Any = torch.autograd.backward  # which Tensor.backward calls by this name
+
+    @functools.wraps(backward)
+    def shown(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if not in_backward():  # a pass inside of another one is of a part of the graph
+            losses = tensors if isinstance(tensors, list | tuple) else [tensors]
+            for observer in tuple(_observers):
+                observer.of_losses(losses)
+        backward(tensors, *args, **kwargs)
+
+    torch.autograd.backward = shown

@@ -30,7 +30,7 @@ class Bucket:
         parameters: the bucket's parameters, of one dtype and on one device.
         dtype: the dtype of the flat gradient; float32 for half-precision parameters under ZeRO.
         pack: function of the sizes of the parameters that returns their offsets, with the end of the last, and the
-            length of the bucket; under ZeRO that of an ``Ownership``.
+            length of the bucket; under ZeRO that of an ``EqualSlices``.
     """
 
     parameters: list[nn.Parameter]

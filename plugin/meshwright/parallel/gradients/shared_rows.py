@@ -7,6 +7,7 @@ for an engine that takes each gradient as soon as it arrives, as DeepSpeed's ZeR
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,7 @@ def sum_copies_in_backward(parameters: Iterable[nn.Parameter], tp: Axis) -> None
     """
     for parameter in parameters:
         if layout_of(parameter).has_addends:
-            _add_hook(parameter, layout_of(parameter), tp)
-
-
-def _add_hook(parameter: nn.Parameter, layout: TensorLayout, tp: Axis) -> None:
-    parameter.register_hook(lambda grad: sum_copies(grad, layout, tp))
+            parameter.register_hook(partial(sum_copies, layout=layout_of(parameter), tp=tp))
 
 
 def sum_copies(local: Tensor, layout: TensorLayout, tp: Axis) -> Tensor:

@@ -78,12 +78,7 @@ class CausalLMLoss(BatchLoss):
         return output
 
     def _of_head(
-        self,
-        deferred: Deferred,
-        targets_N: Tensor,
-        count: Tensor,
-        num_items: Tensor | float | None,
-        ignore_index: int,
+        self, deferred: Deferred, targets_N: Tensor, count: Tensor, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
         """Return the loss of logits that the head has not computed."""
         columns = deferred.columns

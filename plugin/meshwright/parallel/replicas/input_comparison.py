@@ -38,7 +38,7 @@ class ComparedInputs:
 
     def statement(self, model: nn.Module, inputs: dict[str, object]) -> Statement:
         """Return a description of this rank's inputs, which the ranks compare before the pass runs."""
-        details = {name: _describe(value) for name, value in inputs.items() if _is_compared(value)}
+        details = {name: _describe(value) for name, value in inputs.items() if isinstance(value, _COMPARED)}
         mode = "training" if model.training else "evaluation"
         texts = [mode, _precision(inputs), *(f"{name} {value}" for name, value in details.items())]
         return Statement(text=", ".join(filter(None, texts)), details=lambda: details, advice=ADVICE)
@@ -72,8 +72,7 @@ class ComparedInputs:
             )
 
 
-def _is_compared(value: object) -> bool:
-    return isinstance(value, Tensor | int | float | str)
+_COMPARED = Tensor | int | float | str
 
 
 def _is_late(x: Tensor) -> bool:

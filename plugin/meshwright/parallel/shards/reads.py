@@ -29,18 +29,14 @@ def is_stage_running() -> bool:
 reading_shards = torch._C.DisableTorchFunctionSubclass
 """A context manager in which shards behave as plain tensors, for code that handles shards."""
 
-_MODULES_NAMES = """
-    linear bilinear embedding embedding_bag matmul rmatmul mm addmm bmm einsum mv dot t
-"""
+_MODULES_NAMES = "linear bilinear embedding embedding_bag matmul rmatmul mm addmm bmm einsum mv dot t"
 MODULES = frozenset(_MODULES_NAMES.split())
 """Operations that a module applies to its weight."""
 
 ROW_READS = "_meshwright_row_reads"
 """The attribute of a weight with the object that reads one of its rows in forward, if it is cut over the vocabulary."""
 
-_DRAWS_NAMES = """
-    normal uniform bernoulli random exponential trunc_normal rand_like randn_like dropout
-"""
+_DRAWS_NAMES = "normal uniform bernoulli random exponential trunc_normal rand_like randn_like dropout"
 _DRAWS = frozenset(_DRAWS_NAMES.split())
 
 

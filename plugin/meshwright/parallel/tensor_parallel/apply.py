@@ -35,7 +35,6 @@ from meshwright.parallel.tensor_parallel.block_boundary import (
     hidden_states,
     share_output_projections,
 )
-from meshwright.parallel.tensor_parallel.mixer_kernels import WithoutTrainingKernel
 from meshwright.parallel.tensor_parallel.second_inputs import SecondInputs
 from meshwright.parallel.tensor_parallel.sequence_parallel import AllTokens, SequenceSharding
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
@@ -368,3 +367,25 @@ class SequenceRegion:
                 "them, so each rank still has its own tokens only. To make the sequence whole after the last layer, "
                 "leave the FINAL_NORM out of the plan"
             )
+
+
+class WithoutTrainingKernel:
+    """Hooks that put a mixer, but none of the modules in it, into evaluation mode while it runs.
+
+    They keep Mamba2's code from ``mamba_split_conv1d_scan_combined`` of the package mamba-ssm, which transformers calls
+    in training mode only. It takes the weights of the norm and of the output projection instead of calling their
+    modules. Under tp each rank has a part of both: the kernel would take the mean square over this rank's channels, and
+    nothing would sum its results over the ranks. In evaluation mode the same code calls the kernels of the convolution
+    and of the scan, which read local head counts, and then these two modules, which have the runtime's hooks.
+    """
+
+    def __init__(self, mixer: nn.Module):
+        self._was_training = False
+        mixer.register_forward_pre_hook(self._enter)
+        mixer.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, mixer: nn.Module, args: tuple[object, ...]) -> None:
+        self._was_training, mixer.training = mixer.training, False
+
+    def _leave(self, mixer: nn.Module, args: tuple[object, ...], output: object) -> None:
+        mixer.training = self._was_training

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import PlanError
+from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.collectives import share
 from meshwright.parallel.method_chain import arguments
 from meshwright.parallel.sequence_parts import Parted
@@ -77,7 +78,7 @@ class TowerFeatures:
         }
         if not features:
             return None
-        name, mask = _mask(given, [x for value in features.values() for x in _in(value)])
+        name, mask = _mask(given, [x for value in features.values() for x in tensors_in(value)])
         if mask is None or (self.is_staged and not all(type(value) is list for value in features.values())):
             raise PlanError(
                 f"{self._owner} is given {', '.join(features)} beside the embeddings, which it may add between its "
@@ -118,13 +119,9 @@ class _Features(list[Tensor]):
         return super().__getitem__(index)
 
 
-def _in(value: object) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-
-
 def _has_reals(value: object) -> bool:
     # A number, such as a count of labels, is no feature.
-    return any(x.is_floating_point() and x.ndim for x in _in(value))
+    return any(x.is_floating_point() and x.ndim for x in tensors_in(value))
 
 
 def _mask(given: Mapping[str, object], features: list[Tensor]) -> tuple[str, Tensor | None]:

@@ -171,7 +171,7 @@ CATALOGUE: Mapping[str, Device] = {
         ),
         Device(
             name="cpu", memory=16 * _GIB, flops=0.1 * _T, bandwidth=20 * _GB, fast_link=2 * _GB, slow_link=1 * _GB,
-            fast_domain=1024, source="a guess for one process of a generic CPU; measure yours",
+            fast_domain=1024, shares_host=True, source="a guess for one process of a generic CPU; measure yours",
         ),
     )
 }  # fmt: skip

@@ -65,6 +65,11 @@ class Cluster:
         return max(1, self.gpus // self.gpus_per_node)
 
     @property
+    def per_node(self) -> int:
+        """The number of processes on each node."""
+        return min(self.gpus, self.gpus_per_node)
+
+    @property
     def domain(self) -> int:
         """The number of devices that the fast link connects."""
         return min(self.gpus, max(self.gpus_per_node, self.device.fast_domain if self.gpus_per_node < 8 else 0))

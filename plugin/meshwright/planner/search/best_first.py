@@ -88,12 +88,7 @@ class BestFirst:
         return self._fastest(top, rounds=rounds, axes=axes, slowest=slowest)
 
     def _fastest(
-        self,
-        top: int,
-        *,
-        rounds: bool | None = None,
-        axes: Collection[str] = BESIDE_DP,
-        slowest: float = math.inf,
+        self, top: int, *, rounds: bool | None = None, axes: Collection[str] = BESIDE_DP, slowest: float = math.inf
     ) -> list[tuple[Candidate, StepTime]]:
         """Return the fastest plans, of those that the arguments leave."""
         if top < 1:

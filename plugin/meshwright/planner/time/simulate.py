@@ -5,11 +5,10 @@ The simulated lists of operations are those that the runtime executes, from ``me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.plan.schedule import Kind, Operation, rank_of_stage, rank_operations
+from meshwright.plan.schedule import Kind, rank_of_stage, rank_operations
 
 _KINDS = tuple(Kind)
 _PERIODS = 8  # the schedule is periodic after _PERIODS x ranks micro-batches, even if the last stage is slower
@@ -46,22 +45,6 @@ class SimulatedPipeline:
         return len(self.forward) // self.ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """One operation of a simulated schedule.
-
-    Args:
-        rank: the rank that runs it.
-        operation: what it runs.
-        start, end: seconds since the step began.
-    """
-
-    rank: int
-    operation: Operation
-    start: float
-    end: float
-
-
 def pipeline_time(pipeline: SimulatedPipeline, micro_batches: int) -> float:
     """Return the seconds from the first forward to the end of the last operation of a step.
 
@@ -84,31 +67,6 @@ def pipeline_time(pipeline: SimulatedPipeline, micro_batches: int) -> float:
         longer = _end(pipeline, short + rest + period)
         return base + (micro_batches - short - rest) // period * (longer - base)
     return _end(pipeline, micro_batches)
-
-
-def pipeline_events(pipeline: SimulatedPipeline, micro_batches: int) -> Iterator[Event]:
-    """Yield every operation of a step, rank by rank, in the order in which the rank runs them.
-
-    Args:
-        pipeline, micro_batches: as in ``pipeline_time``.
-
-    Example:
-        >>> ones = (1.0, 1.0)
-        >>> two = SimulatedPipeline(schedule="1f1b", ranks=2, forward=ones, input_grad=ones, weight_grad=ones)
-        >>> events = list(pipeline_events(two, 4))
-        >>> len(events), max(event.end for event in events)
-        (16, 15.0)
-    """
-    steps = _steps(pipeline.schedule, pipeline.ranks, pipeline.chunks, micro_batches)
-    ends = _ends(pipeline, micro_batches)
-    seconds = _seconds(pipeline)
-    by_rank: list[list[tuple[float, float]]] = [[] for _ in range(pipeline.ranks)]
-    for (rank, kind, stage, _, _), end in zip(steps, ends, strict=True):
-        by_rank[rank].append((end - seconds[kind][stage], end))
-    lists = rank_operations(pipeline.schedule, pipeline.ranks, pipeline.chunks, micro_batches)
-    for rank, operations in enumerate(lists):
-        for operation, (start, end) in zip(operations, by_rank[rank], strict=True):
-            yield Event(rank=rank, operation=operation, start=start, end=end)
 
 
 @lru_cache(maxsize=4096)  # plans that differ in dp or ZeRO alone have equal pipelines

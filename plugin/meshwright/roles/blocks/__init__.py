@@ -25,12 +25,7 @@ __all__ = [
 ]
 
 # By the role of the module that owns a block. A layer may own the projections of an MLP directly.
-BLOCKS: dict[Role, type[Block]] = {
-    Role.ATTENTION: Attention,
-    Role.MLP: Mlp,
-    Role.MIXER: Mixer,
-    Role.LAYER: Mlp,
-}
+BLOCKS: dict[Role, type[Block]] = {Role.ATTENTION: Attention, Role.MLP: Mlp, Role.MIXER: Mixer, Role.LAYER: Mlp}
 
 # In the order in which they are asked what they claim.
 KINDS: tuple[type[BlockKind], ...] = (Mixer, Attention, Mlp, Experts)
