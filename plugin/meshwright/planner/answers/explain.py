@@ -14,6 +14,7 @@ from meshwright.planner.answers.trainings import TrainingWay, training_dict, tra
 from meshwright.planner.formatting import gib, grid, seconds
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.devices import PUBLISHED_TIMES
 from meshwright.planner.machine.hardware import Cluster
 from meshwright.planner.search.method_choice import method_reasons
 from meshwright.planner.search.search import Choice, Search, search
@@ -182,7 +183,19 @@ def error_band(found: Search) -> str:
     low, high = first / (1 + profile.band), first * (1 + profile.band)
     return (
         f"Error band: nine of ten runs should take {seconds(low)} to {seconds(high)} (±{profile.band:.0%}; "
-        f"{source}). Plans within {TIE:.0%} of each other are ties."
+        f"{source}). {_published(found)}Plans within {TIE:.0%} of each other are ties."
+    )
+
+
+def _published(found: Search) -> str:
+    """Return the sentence about published runs that the catalogue's band does not cover, or nothing."""
+    name = found.cluster.device.name
+    if found.profile.rows or name not in PUBLISHED_TIMES:
+        return ""
+    runs, least, most = PUBLISHED_TIMES[name]
+    return (
+        f"The {runs} published runs on {name} that were compared took {least:g} to {most:g} times as long as "
+        "estimated: run meshwright calibrate on the cluster. "
     )
 
 

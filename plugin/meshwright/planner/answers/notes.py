@@ -120,6 +120,10 @@ def notes(found: Search) -> Iterator[str]:
             "to train in fp8, convert the model before to_distributed, by torchao's convert_to_float8_training, or "
             "launch a script of accelerate with --mixed_precision fp8; otherwise these plans run in bf16, and slower"
         )
+        yield (
+            "the times are for one scale per tensor (tensorwise); with one per row (rowwise), published runs were 0.8 "
+            "to 1.1 times as fast as in 16 bits"
+        )
     for number, (choice, rest) in enumerate(zip(found.choices, found.repetitions, strict=False), 1):
         if rest:
             stages = " and ".join(f"zero{plan.zero_stage}" for plan in rest)
