@@ -106,18 +106,18 @@ def recompute_of(text: str, source: str = "") -> Recompute:
     return next(kind for kind in most if kind in found)
 
 
-def stops_early(source: str, precision: str) -> bool:
-    """Return whether recompute of a layer ended with the last tensor that backward reads.
+def recomputes_whole(source: str, precision: str) -> bool:
+    """Return whether recompute repeated whole layers, instead of ending with the last tensor that backward reads.
 
-    PyTorch's checkpoint does so since 2.1, unless it is reentrant, and so do compiled layers. torchtitan ran later
-    versions. llm-foundry measured its rows in amp with 2.1.0 and the others with 1.13.1 (the images in ``sweep.sh``).
+    Megatron's does. PyTorch's has not since 2.1, unless it is reentrant, and neither do compiled layers. torchtitan ran
+    later versions; llm-foundry measured its rows in amp with 2.1.0 and the others with 1.13.1 (images in ``sweep.sh``).
 
     Example:
-        >>> stops_early("llm-foundry", "amp_bf16"), stops_early("llm-foundry", "bf16"), stops_early("vTrain", "fp16")
-        (True, False, False)
+        >>> [recomputes_whole("llm-foundry", precision) for precision in ("bf16", "amp_bf16")]
+        [True, False]
     """
     name = source.lower()
-    return "torchtitan" in name or ("llm-foundry" in name and precision.startswith("amp"))
+    return not ("torchtitan" in name or ("llm-foundry" in name and precision.startswith("amp")))
 
 
 def zero_stage_of(text: str) -> int:

@@ -197,7 +197,7 @@ class LayerModel:
         return sum(self.matmul(rows, inner, columns, precision=job.precision) for inner, columns in sizes[1::2])
 
     def _unread(self, layer: LayerShape, rows: float, reduce: float, plan: Candidate, job: Job) -> float:
-        """Return the seconds of what forward does after the last tensor that backward reads, if recompute omits it.
+        """Return the seconds of what forward does after the last tensor that backward reads; 0 if recompute repeats it.
 
         Args:
             layer: the layer, whose last product is that of the MLP.
@@ -205,7 +205,7 @@ class LayerModel:
             reduce: seconds of an all-reduce over tp, of which a reduce-scatter takes half.
             plan, job: the plan and the job.
         """
-        if layer.traits.norms_outputs or not (job.own_runtime or job.stops_early):
+        if layer.traits.norms_outputs or job.whole_recompute:
             return 0.0
         summed = reduce / 2 if plan.sp > 1 else reduce
         if layer.experts is not None:  # the gradients of the router read the results of the experts
