@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.published_runs.fit import estimate
 from benchmarks.published_runs.table import read_runs
-from meshwright.planner.answers.explain import error_band
+from meshwright.planner.answers.explain import warnings
 from meshwright.planner.answers.notes import notes
 from meshwright.planner.answers.own_plan import weigh
 from meshwright.planner.job.candidate import Candidate, Job
@@ -24,11 +24,11 @@ SHAPE = ModelShape.of(name="1B", layers=16, hidden=2048, heads=16, kv_heads=8, h
 
 
 def answer(gpu: str, profile: HardwareProfile | None = None, precision: str = "fp8") -> tuple[str, str]:
-    """What a plan for a device prints: the line about the error band, and the notes."""
+    """What a plan for a device prints: the warnings, and the notes."""
     job = Job(seq_len=2048, global_batch=8, precision=precision, own_runtime=True)  # type: ignore[arg-type]
     space = Space(shape=SHAPE, cluster=Cluster(device=device(gpu), gpus=8), job=job)
     found = weigh(space, profile, [Candidate(shard=8, zero_stage=1)])
-    return error_band(found), " ".join(notes(found))
+    return " ".join(warnings(found)), " ".join(notes(found))
 
 
 def test_later_runs_of_a_known_card_are_close_without_any_calibration() -> None:
@@ -73,7 +73,7 @@ def test_a_device_whose_published_runs_leave_the_band_says_so() -> None:
         if len(values) >= 4 and sum(1 / edge <= value <= edge for value in values) < len(values) / 2
     }
     assert len(ratios) > 8 and found == PUBLISHED_TIMES
-    assert "The 9 published runs on b200 that were compared took 1.6 to 2.9 times as long" in answer("b200")[0]
+    assert "the 9 published runs on b200 that were compared took 1.6 to 2.9 times as long" in answer("b200")[0]
     assert "published" not in answer("h100")[0]
     measured = HardwareProfile(name="measured", rows=40, band=0.1)
     assert "published" not in answer("b200", measured)[0]

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.planner.answers.cost import Budget, bill_dict, bill_line, bill_of
-from meshwright.planner.answers.notes import batch_warning, expert_line, notes
+from meshwright.planner.answers.notes import band_warning, batch_warning, expert_line, notes
 from meshwright.planner.answers.remedies import masters_line, no_fit
 from meshwright.planner.answers.trainings import TrainingWay, training_dict, training_text
 from meshwright.planner.formatting import gib, grid, seconds
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.machine.devices import PUBLISHED_TIMES
 from meshwright.planner.machine.hardware import Cluster
 from meshwright.planner.search.method_choice import method_reasons
 from meshwright.planner.search.search import Choice, Search, search
@@ -168,9 +167,12 @@ def reasons(found: Search) -> Iterator[tuple[str, str]]:
 
 
 def warnings(found: Search) -> list[str]:
-    """Return the warnings about the job, each after an empty line."""
-    warning = batch_warning(found.job)
-    return ["", f"Warning: {warning}."] if warning else []
+    """Return the warnings about the job and the device, each after an empty line."""
+    return [line for warning in _warnings(found) for line in ("", f"Warning: {warning}.")]
+
+
+def _warnings(found: Search) -> list[str]:
+    return [warning for warning in (batch_warning(found.job), band_warning(found)) if warning is not None]
 
 
 def error_band(found: Search) -> str:
@@ -183,19 +185,7 @@ def error_band(found: Search) -> str:
     low, high = first / (1 + profile.band), first * (1 + profile.band)
     return (
         f"Error band: nine of ten runs should take {seconds(low)} to {seconds(high)} (±{profile.band:.0%}; "
-        f"{source}). {_published(found)}Plans within {TIE:.0%} of each other are ties."
-    )
-
-
-def _published(found: Search) -> str:
-    """Return the sentence about published runs that the catalogue's band does not cover, or nothing."""
-    name = found.cluster.device.name
-    if found.profile.rows or name not in PUBLISHED_TIMES:
-        return ""
-    runs, least, most = PUBLISHED_TIMES[name]
-    return (
-        f"The {runs} published runs on {name} that were compared took {least:g} to {most:g} times as long as "
-        "estimated: run meshwright calibrate on the cluster. "
+        f"{source}). Plans within {TIE:.0%} of each other are ties."
     )
 
 
@@ -248,7 +238,7 @@ def as_dict(
             for change in changed
         ],
         "notes": list(notes(found)),
-        "warnings": list(filter(None, [batch_warning(found.job)])),
+        "warnings": _warnings(found),
         "band": found.profile.band,
         "profile": {"name": found.profile.name, "rows": found.profile.rows},
     }
