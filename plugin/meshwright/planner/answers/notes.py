@@ -44,8 +44,8 @@ def band_warning(found: Search) -> str | None:
     runs, least, most = PUBLISHED_TIMES[name]
     return (
         f"the {runs} published runs on {name} that were compared took {least:g} to {most:g} times as long as "
-        "estimated. The error band does not cover that. Times and costs of a run may be off as much. Run meshwright calibrate "
-        "--output profile.json on the cluster and pass --profile profile.json"
+        "estimated. The error band does not cover that. Times and costs of a run may be off as much. Run meshwright "
+        "calibrate --output profile.json on the cluster and pass --profile profile.json"
     )
 
 
