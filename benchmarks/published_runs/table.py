@@ -15,6 +15,7 @@ from benchmarks.published_runs.table_words import (
     device_of,
     precision_of,
     recompute_of,
+    recomputes_whole,
     why_not_trained_whole,
     yes_or_no,
     zero_stage_of,
@@ -240,6 +241,7 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
                 fused_attention=not (
                     row["precision"] == "fp16" or "Megatron-DeepSpeed" in words or "bigscience" in words
                 ),
+                whole_recompute=recomputes_whole(row["source"], row["precision"]),
                 gradient_bytes=4 if "fp32 grad" in row["precision"] else 2,
             ),
             seconds=number("step_time_s", float, 0.0) or None,

@@ -106,6 +106,20 @@ def recompute_of(text: str, source: str = "") -> Recompute:
     return next(kind for kind in most if kind in found)
 
 
+def recomputes_whole(source: str, precision: str) -> bool:
+    """Return whether recompute repeated whole layers, instead of ending with the last tensor that backward reads.
+
+    Megatron's does. PyTorch's has not since 2.1, unless it is reentrant, and neither do compiled layers. torchtitan ran
+    later versions; llm-foundry measured its rows in amp with 2.1.0 and the others with 1.13.1 (images in ``sweep.sh``).
+
+    Example:
+        >>> [recomputes_whole("llm-foundry", precision) for precision in ("bf16", "amp_bf16")]
+        [True, False]
+    """
+    name = source.lower()
+    return not ("torchtitan" in name or ("llm-foundry" in name and precision.startswith("amp")))
+
+
 def zero_stage_of(text: str) -> int:
     """Return the ZeRO stage, by its number or by another project's name for it.
 

@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright as mw
 from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import describe
+from meshwright.planner.machine.hardware import Cluster, Coefficients, device
 from meshwright.planner.memory.activations import saved_activations
 from meshwright.planner.memory.footprint import footprint
 from meshwright.planner.memory.peak import peak_memory
+from meshwright.planner.time.layer import LayerModel
 from meshwright.tracing.trace import Trace, trace_step
 from support.models import FAMILIES, SIZES
 from support.parity import crossed
@@ -244,3 +247,23 @@ def test_a_plan_of_this_runtime_is_weighed_by_its_own_formulas() -> None:
     held = footprint(shape, Candidate(micro_batch=ROWS), seq_len=LENGTH, element_bytes=4, cpu=True)
     assert memory.total - memory.slack == pytest.approx(held.peak)
     assert min(memory.parts.values()) >= 0
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_recompute_repeats_the_products_that_backward_reads(family: str) -> None:
+    """torch's own count: all of a layer's but the last, unless a norm reads the last one's result."""
+    model = FAMILIES[family][1](config_of(family)).train()
+    ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 97
+    counted = []
+    for again in (False, True):
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=ids, labels=ids).loss.backward()
+        counted.append(sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op)))
+    shape, cluster = describe(model.config), Cluster(device=device("h100-sxm"), gpus=1)
+    free = Coefficients(saturation=1e-12, attention=1e12, elementwise=1e-12, launch=1e-15)  # but for products
+    job = Job(seq_len=LENGTH, global_batch=ROWS, own_runtime=True)
+    layer = LayerModel(shape, cluster, free).layer(Candidate(micro_batch=ROWS, recompute="full"), job)
+    rate = cluster.device.flops * cluster.device.sustained * free.matmul
+    assert shape.layers * layer.recompute * rate == pytest.approx(counted[1] - counted[0], rel=1e-6)

@@ -138,6 +138,8 @@ def test_laws() -> None:
     assert step(plain).total < step(dataclasses.replace(plain, recompute="selective")).total
     again = [step(dataclasses.replace(plain, recompute=kind)).total for kind in ("selective", "per-op", "full")]
     assert again == sorted(again)
+    whole = step(dataclasses.replace(plain, recompute="full"), dataclasses.replace(job, whole_recompute=True)).total
+    assert whole > 1.02 * again[2]
     kept = [peak_memory(SHAPE, dataclasses.replace(plain, recompute=kind), job) for kind in ("full", "per-op", "none")]
     assert kept[0].total < kept[1].total < kept[2].total
     assert step(plain, dataclasses.replace(job, precision="fp8")).total < step(plain).total
@@ -199,6 +201,28 @@ def test_the_time_counts_the_bytes_that_the_runtime_sends(zero_stage: int, eleme
         for axes in step_traffic(shape, plan, seq_len=64, element_bytes=element_bytes).values():
             sent += axes["dp"].bytes * (2 if axes["dp"].counts["all-reduce"] > 1 else 1)  # an all-reduce goes twice
         assert seconds * cluster.fast * ranks / (ranks - 1) == pytest.approx(sent, rel=1e-3)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("norms", [2, 4])
+def test_recompute_sends_over_tp_what_the_runtime_sends(norms: int, sequence_parallel: bool) -> None:
+    """Two depths differ by whole layers. 2e-3 is for the gradients of norms, which no layer of the time counts."""
+    plan = Candidate(tp=4, sequence_parallel=sequence_parallel, recompute="full")
+    job, rate = Job(seq_len=4096, global_batch=1, own_runtime=True), 1e-3  # nothing but links is slow
+
+    def shape(layers: int) -> ModelShape:
+        return changed(SHAPE, layers=layers, traits=dataclasses.replace(SHAPE.traits, norms=norms))
+
+    def backward(share: float) -> float:
+        cluster = Cluster(device=device("h100-sxm"), gpus=4, fast_link=rate)
+        k = Coefficients(fast_link=share, latency=1e-30, launch=1e-12)
+        return StepModel(shape(2), cluster, k).layer(plan, job).backward
+
+    few, many = (
+        step_traffic(shape(layers), plan, seq_len=4096, element_bytes=2)["backward"]["tp"] for layers in (2, 4)
+    )
+    sent = (many.bytes - few.bytes) / 2 * (1 if sequence_parallel else 2)  # an all-reduce goes twice
+    assert (backward(0.5) - backward(1.0)) * rate * 4 / 3 == pytest.approx(sent, rel=2e-3)
 
 
 def test_twice_the_devices_never_halve_the_time_entirely() -> None:

@@ -1,4 +1,4 @@
-"""Notes below a table of plans: equal plans, weights without 32-bit masters, experts, and too large batches."""
+"""Notes and warnings below a table of plans: what it leaves out, what must be called first, and what may be wrong."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from meshwright.planner.answers.cost import tokens_text
 from meshwright.planner.context_cost import shares_keys
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import ModelShape
+from meshwright.planner.machine.devices import PUBLISHED_TIMES
 from meshwright.planner.search.search import Choice, Search
 
 # Tokens per step of the largest batches of published training runs of dense models (Llama 3: 4 M, later 16 M).
@@ -32,6 +33,19 @@ def batch_warning(job: Job) -> str | None:
         f"a batch of {job.global_batch:,} sequences of {job.seq_len:,} tokens is {tokens_text(job.tokens)} tokens per "
         f"step, but published runs of dense models use at most {tokens_text(LARGEST_BATCH)}. A larger batch needs more "
         f"tokens for the same loss, so the time and cost of a run are higher than here. Write --global-batch {most}"
+    )
+
+
+def band_warning(found: Search) -> str | None:
+    """Return a warning if published runs on the device left the band of the catalogue, which is all that is known."""
+    name = found.cluster.device.name
+    if found.profile.rows or name not in PUBLISHED_TIMES:
+        return None
+    runs, least, most = PUBLISHED_TIMES[name]
+    return (
+        f"the {runs} published runs on {name} that were compared took {least:g} to {most:g} times as long as "
+        "estimated. The error band does not cover that. Times and costs of a run may be off as much. Run meshwright "
+        "calibrate --output profile.json on the cluster and pass --profile profile.json"
     )
 
 
@@ -119,6 +133,10 @@ def notes(found: Search) -> Iterator[str]:
         yield (
             "to train in fp8, convert the model before to_distributed, by torchao's convert_to_float8_training, or "
             "launch a script of accelerate with --mixed_precision fp8; otherwise these plans run in bf16, and slower"
+        )
+        yield (
+            "the times are for one scale per tensor (tensorwise); with one per row (rowwise), published runs were 0.8 "
+            "to 1.1 times as fast as in 16 bits"
         )
     for number, (choice, rest) in enumerate(zip(found.choices, found.repetitions, strict=False), 1):
         if rest:

@@ -39,6 +39,8 @@ class Job:
             CUDA, even if other attention is fused.
         own_runtime: whether the job runs on this library, whose memory is known tensor by tensor; if not, the job runs
             on a library like Megatron-LM.
+        whole_recompute: whether recompute repeats whole layers, as Megatron-LM's reentrant checkpoint does. That of
+            this library, and of PyTorch since 2.1, stops after the last tensor that backward reads.
         on_cpu: whether the job runs on CPU with gloo.
         expert_load: rows that the experts of the fullest rank get, relative to the mean over the ranks that share the
             experts; 1 for balanced routing.
@@ -67,6 +69,7 @@ class Job:
     fused_attention: bool = True
     plain_attention: bool = False
     own_runtime: bool = False
+    whole_recompute: bool = False
     on_cpu: bool = False
     expert_load: float = 1.0
     prefers_masters: bool = False

@@ -215,8 +215,8 @@ def _answer_data(
         "why": list(explain.reasons(found)) or [("nothing", "no option was ruled out")],
         "compared": list(answer.compared[1:]),
         "isComplete": is_complete,
-        "footer": f"{explain.error_band(found)} {found.considered:,} legal plans, {found.weighed:,} weighed, "
-        f"{found.simulated:,} simulated.",
+        "footer": " ".join((explain.error_band(found), *filter(None, explain.warnings(found))))
+        + f" {found.considered:,} legal plans, {found.weighed:,} weighed, {found.simulated:,} simulated.",
     }
     return data, [each for each in plans if isinstance(each, Listed)]
 

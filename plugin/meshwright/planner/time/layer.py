@@ -151,7 +151,8 @@ class LayerModel:
         busy = matmul + attended + elementwise
         launch = k.launch * (1 + ROUTED_LAUNCHES * (layer.experts is not None) + added.launches)
         busy += added.matmul + added.forward
-        forward = self._launched(busy + 2 * reduce + exchange + 2 * to_experts, launch)
+        busy += 2 * reduce + exchange + 2 * to_experts
+        forward = self._launched(busy, launch)
         # A frozen base has no gradients of weights.
         both = matmul * (1 if is_frozen else 2) + 2 * added.matmul
         back = both + attended_back + 2 * elementwise + added.backward
@@ -164,7 +165,7 @@ class LayerModel:
             again = self._launched(self._per_op(layer, rows, plan, job) + elementwise, launch)
             again += reduce if plan.sp > 1 else 0.0
         elif plan.recompute == "full":
-            again = forward
+            again = self._launched(busy - self._unread(layer, rows, reduce, plan, job), launch)
         # Weight gradients that wait do not keep the whole sequence, and gather it again.
         regathered = reduce if plan.splits_backward and plan.sequence_parallel else 0.0
         backward += regathered
@@ -194,6 +195,24 @@ class LayerModel:
         h, q, kv = layer.hidden, layer.query_width / plan.tp, layer.local_kv_width(plan.tp)
         sizes = [(h, q), (h, kv), (h, kv), (q, h)] + [(h, layer.ffn / plan.tp)] * layer.mlp_inputs * bool(layer.ffn)
         return sum(self.matmul(rows, inner, columns, precision=job.precision) for inner, columns in sizes[1::2])
+
+    def _unread(self, layer: LayerShape, rows: float, reduce: float, plan: Candidate, job: Job) -> float:
+        """Return the seconds of what forward does after the last tensor that backward reads; 0 if recompute repeats it.
+
+        Args:
+            layer: the layer, whose last product is that of the MLP.
+            rows: tokens of a micro-batch on this rank.
+            reduce: seconds of an all-reduce over tp, of which a reduce-scatter takes half.
+            plan, job: the plan and the job.
+        """
+        if layer.traits.norms_outputs or job.whole_recompute:
+            return 0.0
+        summed = reduce / 2 if plan.sp > 1 else reduce
+        if layer.experts is not None:  # the gradients of the router read the results of the experts
+            return summed
+        width, h = (layer.ffn or layer.query_width) / plan.tp, layer.hidden
+        traffic = self.k.norms * 6 * h / plan.sp * job.activation_bytes / 2 + _CAST_BYTES[job.precision] * width
+        return summed + self._passes(rows * traffic) + self.matmul(rows, width, h, precision=job.precision)
 
     def _adapters(self, layer: LayerShape, plan: Candidate, job: Job) -> _Added:
         """Return what adapters add to a layer, and what a quantised base costs, which is unpacked for each product.
