@@ -12,6 +12,7 @@ from meshwright.planner.context_cost import exchanges
 from meshwright.planner.job.candidate import Candidate, count_recomputed
 from meshwright.planner.job.shapes import ModelShape
 from meshwright.planner.memory.bucket_sizes import Parameter, buckets, parameters, units
+from meshwright.planner.memory.head_memory import logit_bytes
 
 
 @dataclass(kw_only=True)
@@ -93,7 +94,7 @@ def _tensor(
     recomputed = count_recomputed(plan, shape.layers)
     again = (2 if traits.norms_outputs else 1) * recomputed
     forward.add("all-reduce", micro, plan.micro_batch * seq_len * shape.hidden * b)  # the embedding's output
-    chunk = head_chunk(rows, shape.hidden, element_bytes=b, cpu=gloo)
+    chunk = head_chunk(rows, shape.hidden, element_bytes=logit_bytes(shape, b), cpu=gloo)
     for first in range(0, rows, chunk):  # the loss: three numbers per token
         forward.add("all-gather", micro, 3 * min(chunk, rows - first) * 4 * plan.tp)
     backward.add("all-reduce", micro, whole)  # the gradient of the head's input
