@@ -24,7 +24,11 @@ pytestmark = pytest.mark.quick
 
 CAP = (Scale(30.0, divides=True), Tanh(), Scale(30.0))
 CAST = (Cast(torch.bfloat16, torch.float32),)
-STEPS = [((), {}), (CAP, {"caps_logits": True}), (CAST, {"casts_logits": True})]
+STEPS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((), {}),
+    (CAP, {"caps_logits": True}),
+    (CAST, {"casts_logits": True}),
+]
 STEPS.append(((*CAST, *CAP), {"caps_logits": True, "casts_logits": True}))
 
 
@@ -32,9 +36,9 @@ STEPS.append(((*CAST, *CAP), {"caps_logits": True, "casts_logits": True}))
 @pytest.mark.parametrize(("steps", "traits"), STEPS, ids=["plain", "capped", "cast", "cast and capped"])
 @pytest.mark.parametrize("tokens", [200, 4096], ids=["one chunk", "several chunks"])
 def test_the_estimate_is_what_the_head_holds(
-    tokens: int, steps: tuple[Any, ...], traits: dict[str, bool], frozen: bool
+    tokens: int, steps: tuple[Any, ...], traits: dict[str, Any], frozen: bool
 ) -> None:
-    """Within half a percent: a few numbers per token are not counted. Without the copy of a cast it is 10% less or more."""
+    """Within half a percent: a few numbers per token are not counted. Without the copy of a cast it is 10% too low."""
     hidden, vocabulary = 64, 2000
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocabulary, hidden, dtype=torch.bfloat16, requires_grad=not frozen)
