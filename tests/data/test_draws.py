@@ -1,0 +1,138 @@
+"""Random draws of datasets and collate functions are those of one device: late ones, and in an epoch that resumes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+import meshwright as mw
+from meshwright.data.common_states import CommonStates
+from meshwright.data.global_batches import even_share
+from meshwright.data.peers import Peers
+from meshwright.data.readers.choose import make_reader
+from meshwright.mesh.axes import Axis
+from meshwright.plan.config import LoaderOptions
+
+ROWS = 24
+
+
+class Rows(IterableDataset[Tensor]):
+    """Rows in order; the batches of others are drawn by torch, or by numpy and Python."""
+
+    def __init__(self, kind: str = "in order"):
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order: Any = range(ROWS)
+        if self.kind == "shuffled":
+            order = torch.randperm(ROWS).tolist()
+        elif self.kind == "by numpy":
+            order = np.random.permutation(ROWS).tolist()
+        for index in order:
+            yield torch.tensor([index + random.random() / 10 if self.kind == "by numpy" else float(index)])
+
+
+def noisy(rows: list[Tensor]) -> Tensor:
+    x = default_collate(rows)
+    return x + torch.rand_like(x) / 10
+
+
+def some_noisy(rows: list[Tensor]) -> Tensor:
+    """Draws for a few rows alone, as a crop of long ones does: at first for none, then for one of a batch."""
+    return torch.stack([x + torch.rand(1) / 10 if int(x) % 10 == 7 or int(x) > 17 else x for x in rows])
+
+
+class LateNoise:
+    """Draws from its third batch on."""
+
+    calls = 0
+
+    def __call__(self, rows: list[Tensor]) -> Tensor:
+        self.calls += 1
+        return noisy(rows) if self.calls > 2 else default_collate(rows)
+
+
+def seeded() -> None:
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(0)
+
+
+def cases() -> dict[str, tuple[Any, Any]]:
+    in_order = list(torch.arange(float(ROWS)).unsqueeze(1))
+    return {
+        "shuffled": (Rows("shuffled"), None),
+        "by numpy": (Rows("by numpy"), None),
+        "collated": (Rows("shuffled"), noisy),
+        "some": (Rows(), some_noisy),
+        "late": (Rows(), LateNoise()),
+        "mapped": (in_order, noisy),
+        "mapped, some": (in_order, some_noisy),
+        "mapped, late": (in_order, LateNoise()),
+    }
+
+
+def loader_of(case: str, workers: int, *, persistent: bool = False) -> Any:
+    dataset, collate = cases()[case]
+    return DataLoader(dataset, 4, collate_fn=collate, num_workers=workers, persistent_workers=persistent)
+
+
+def reader_of(case: str, workers: int, dp: int, rank: int) -> Any:
+    return make_reader(loader_of(case, workers), Axis("dp", size=dp, rank=rank), even_share, Peers(), LoaderOptions())
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("case", ["shuffled", "by numpy", "collated"])
+def test_a_resumed_epoch_goes_on_with_its_rows_and_draws(case: str, workers: int) -> None:
+    """Bitwise; one that reads the dataset again in the states of the save has other rows, and repeats some."""
+    seeded()
+    expected = [*loader_of(case, workers), *loader_of(case, workers)]
+    parts: list[list[Tensor]] = []
+    for rank in (0, 1):
+        seeded()
+        reader, found = reader_of(case, workers, 2, rank), list[Tensor]()
+        for portion in reader.read(reader.draw()):
+            found.append(portion.batch)
+            if len(found) == 2:
+                break
+        state, states = reader.state_dict(), CommonStates.now()
+        reader = reader_of(case, workers, 2, rank)
+        seeded()
+        states.restore()
+        reader.check_state(state)
+        reader.load_state_dict(state)
+        for _ in range(2):
+            found += [portion.batch for portion in reader.read(reader.draw())]
+        parts.append(found)
+    assert all(torch.equal(torch.cat(own), x) for *own, x in zip(*parts, expected, strict=True))
+
+
+def two_epochs(case: str, workers: int, persistent: bool) -> list[Tensor]:
+    seeded()
+    loader = loader_of(case, workers, persistent=persistent)
+    if dist.is_initialized():
+        loader = mw.shard_dataloader(loader, mw.ProcessMesh([0, 1], ["dp"]), shard_dims="dp", output="local")
+    return [*loader, *loader]
+
+
+@pytest.mark.parametrize(
+    ("case", "workers", "persistent"),
+    [
+        *((case, 0, False) for case in ("some", "late", "mapped", "mapped, some", "mapped, late")),
+        *((case, 2, False) for case in ("some", "late", "mapped, some", "mapped, late")),
+        ("mapped, late", 1, True),
+    ],
+)
+def test_draws_that_begin_late_are_those_of_one_device(case: str, workers: int, persistent: bool, pool2: Any) -> None:
+    """Bitwise. Where the first batch has none, or one rank alone draws, ranks that read their own rows draw others."""
+    expected = two_epochs(case, workers, persistent)
+    ranks = pool2.run(two_epochs, case, workers, persistent)
+    assert len(ranks[0]) == len(expected) == 2 * ROWS // 4
+    assert all(torch.equal(torch.cat(own), x) for *own, x in zip(*ranks, expected, strict=True))
