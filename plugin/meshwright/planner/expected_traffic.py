@@ -1,4 +1,7 @@
-"""The collectives of a training step on this version's runtime: number and bytes of each kind, by phase and axis."""
+"""The collectives of a step that trains all weights, on this version's runtime: by kind, phase and axis.
+
+Frozen weights, as of adapters' base, send no gradients, so that a step sends less than this: ``--trace`` refuses it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class AxisTraffic:
 def step_traffic(
     shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, gloo: bool = False
 ) -> dict[str, dict[str, AxisTraffic]]:
-    """Return the collectives of one step, as phase -> axis -> ``AxisTraffic``.
+    """Return the collectives of one step that trains all weights, as phase -> axis -> ``AxisTraffic``.
 
     Args:
         shape: the model.
