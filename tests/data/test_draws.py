@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from meshwright.data.peers import Peers
 from meshwright.data.readers.choose import make_reader
 from meshwright.mesh.axes import Axis
 from meshwright.plan.config import LoaderOptions
+from support.logs import logged
 
 ROWS = 24
 
@@ -136,3 +138,23 @@ def test_draws_that_begin_late_are_those_of_one_device(case: str, workers: int, 
     ranks = pool2.run(two_epochs, case, workers, persistent)
     assert len(ranks[0]) == len(expected)  # two workers each read all of an iterable dataset
     assert all(torch.equal(torch.cat(own), x) for *own, x in zip(*ranks, expected, strict=True))
+
+
+class Shards(Rows):
+    num_shards = 2
+
+    def open(self, shard: int, start: int) -> Iterator[Tensor]:
+        return iter(torch.arange(float(ROWS)).unsqueeze(1)[shard::2][start:])
+
+
+def warnings_of_shards() -> list[str]:
+    with logged(level=logging.WARNING) as said:
+        loader: Any = DataLoader(Shards(), 4, collate_fn=LateNoise())
+        mesh = mw.ProcessMesh([0, 1], ["dp"])
+        list(mw.shard_dataloader(loader, mesh, shard_dims="dp", output="local"))
+    return [text for text in said if "collates its own rows of a dataset with shards" in text]
+
+
+def test_draws_of_a_dataset_with_shards_are_told_of_once(pool2: Any) -> None:
+    first, second = pool2.run(warnings_of_shards)
+    assert len(first) == 1 and not second
