@@ -147,7 +147,8 @@ def train_ctc(plan: str | None) -> list[float]:
     """The losses and the norm of three rows of unlike lengths, which two ranks cannot share evenly."""
     layers: dict[str, Any] = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    rates = dict.fromkeys(("hidden_dropout", "attention_dropout", "feat_proj_dropout", "final_dropout", "layerdrop"), 0)
+    kinds = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
+    rates = dict.fromkeys((*kinds, "layerdrop"), 0)
     config = transformers.Wav2Vec2Config(
         **layers, **sizes, **rates, num_feat_extract_layers=2, num_conv_pos_embeddings=4, mask_time_prob=0,
         num_conv_pos_embedding_groups=2, vocab_size=12, feat_extract_norm="layer", ctc_loss_reduction="mean",
