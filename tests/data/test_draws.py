@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ def test_a_resumed_epoch_goes_on_with_its_rows_and_draws(case: str, workers: int
             found.append(portion.batch)
             if len(found) == 2:
                 break
-        state, states = reader.state_dict(), CommonStates.now()
+        state, states = json.loads(json.dumps(reader.state_dict())), CommonStates.now()
         reader = reader_of(case, workers, 2, rank)
         seeded()
         states.restore()
