@@ -184,7 +184,7 @@ def race(contest: Contest, ways: tuple[str, ...], kind: str, sleep: float = 0.0)
 
 @contextlib.contextmanager
 def _names_of_transformers() -> Iterator[None]:
-    """Give back, at the end, what a package has replaced in the modules that a Llama runs by, and drop what it added."""
+    """Give back what a package has replaced in the modules that a Llama runs by and its classes; drop what it added."""
     owners: list[Any] = [modeling_llama, loss_utils, torch.nn.functional, LlamaForCausalLM]
     before = [dict(vars(owner)) for owner in owners]
     try:
