@@ -117,6 +117,17 @@ def test_a_resumed_epoch_goes_on_with_its_rows_and_draws(case: str, workers: int
     assert all(torch.equal(torch.cat(own), x) for *own, x in zip(*parts, expected, strict=True))
 
 
+@pytest.mark.parametrize(("name", "value"), [("torch", "x"), ("numpy", ["MT19937", [1], 0, 0, 0.0]), ("python", None)])
+def test_damaged_states_of_an_epochs_start_are_refused(name: str, value: object) -> None:
+    reader = reader_of("shuffled", 0, 1, 0)
+    next(iter(reader.read(reader.draw())))
+    state = json.loads(json.dumps(reader.state_dict()))
+    reader.check_state({key: x for key, x in state.items() if key != "start"})  # of an earlier version
+    state["start"][name] = value
+    with pytest.raises(mw.CheckpointError, match=rf"'start'\['{name}'\]"):
+        reader.check_state(state)
+
+
 def two_epochs(case: str, workers: int, persistent: bool) -> list[Tensor]:
     seeded()
     loader = loader_of(case, workers, persistent=persistent)
