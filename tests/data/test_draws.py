@@ -63,6 +63,11 @@ class LateNoise:
         return noisy(rows) if self.calls > 2 else default_collate(rows)
 
 
+class SumsWithNoise(LateNoise):
+    def __call__(self, rows: list[Tensor]) -> Tensor:
+        return super().__call__(rows).sum().reshape(1)
+
+
 def seeded() -> None:
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(0)
@@ -126,6 +131,21 @@ def test_damaged_states_of_an_epochs_start_are_refused(name: str, value: object)
     state["start"][name] = value
     with pytest.raises(mw.CheckpointError, match=rf"'start'\['{name}'\]"):
         reader.check_state(state)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_what_is_drawn_late_and_cannot_be_cut_is_told_of(is_mapped: bool, workers: int) -> None:
+    """A sum of the rows: each rank goes on with its own, in the states that the batch had."""
+    collate: Any = SumsWithNoise()
+    rows: Any = list(torch.arange(float(ROWS))) if is_mapped else Rows()
+    with logged(level=logging.WARNING) as said:
+        seeded()
+        loader = DataLoader(rows, 4, collate_fn=collate, num_workers=workers)
+        reader = make_reader(loader, Axis("dp", size=2), even_share, Peers(), LoaderOptions())
+        found = [portion.batch for portion in reader.read(reader.draw())]
+    assert [text for text in said if "cannot be cut into rows" in text] and len(found) == ROWS // 4
+    assert [int(x) for x in found] == [1, 9, 17, 25, 33, 41] and found[1] == 9 and found[-1] != 41
 
 
 def two_epochs(case: str, workers: int, persistent: bool) -> list[Tensor]:

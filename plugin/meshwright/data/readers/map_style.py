@@ -18,7 +18,7 @@ from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Share, Sharing
 from meshwright.data.one_length import KeepingSamples, portion_of
 from meshwright.data.own_rows import NOT_CUT, READS_WHOLE, cut_rows, has_drawn_on_any, own_rows
-from meshwright.data.random_states import Watched, WorkerStart
+from meshwright.data.random_states import RandomStates, Watched, WorkerStart
 from meshwright.data.read_errors import first_failing, name_of, reading
 from meshwright.data.readers.base import (
     NAMED,
@@ -142,11 +142,12 @@ class MapReader(Reader):
             with reading(partial(self._where, start, share)):
                 batch, has_drawn = next(batches_read)
                 if self._reads_whole is None and self._is_drawn(has_drawn):
-                    batches_read = self._begin_again(number, start, whole=True)
+                    before = self._watched.before  # None if workers read
+                    batches_read = self._begin_again(number, start, before, whole=True)
                     batch, _ = next(batches_read)
                     if own_rows(batch, share, rows, self._format) is None:
                         logger.warning(NOT_CUT, type(batch).__name__)
-                        batches_read = self._begin_again(number, start, whole=False)
+                        batches_read = self._begin_again(number, start, before, whole=False)
                         batch, _ = next(batches_read)
                 if self._reads_whole:
                     batch = cut_rows(batch, share, rows, self._format)
@@ -250,13 +251,21 @@ class MapReader(Reader):
         self._start.seed = self._worker_seed + (0 if self._reads_whole else self._dp.rank)
         return iter(loader)
 
-    def _begin_again(self, number: int, start: int, *, whole: bool) -> Iterator[tuple[Any, bool]]:
-        """Read on from a batch, given by its number in this iteration and its first sample, in its random states."""
+    def _begin_again(
+        self, number: int, start: int, before: RandomStates | None, *, whole: bool
+    ) -> Iterator[tuple[Any, bool]]:
+        """Read on from a batch.
+
+        Args:
+            number: its number in this iteration.
+            start: its first sample.
+            before: the random states that it had in this process; None if workers read.
+            whole: whether to read batches whole from now on.
+        """
         self._reads_whole, self._inner = whole, None
-        if self._user_loader.num_workers:
+        if before is None:
             return islice(self._begin(), number, None)
-        assert self._watched.before is not None
-        self._watched.before.restore()
+        before.restore()
         self._indices.begin_at(start)
         return self._begin()
 

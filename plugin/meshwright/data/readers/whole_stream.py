@@ -192,7 +192,8 @@ class WholeReader(Reader):
         elif self._num_workers:
             yield from self._by_workers(skipped)
         else:
-            samples, collate = self.position.samples, self._loader.collate_fn if self._may_draw else None  # type: ignore[attr-defined]
+            samples = self.position.samples
+            collate = getattr(self._loader, "collate_fn", None) if self._may_draw else None
             rest = _After(self._dataset, samples, samples // max(skipped, 1), collate, self._start)
             for code, portion, found in self._read(self._sharing(rest)):
                 self._take_note(found)
