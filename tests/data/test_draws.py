@@ -63,6 +63,18 @@ class LateNoise:
         return noisy(rows) if self.calls > 2 else default_collate(rows)
 
 
+class OwnGenerator:
+    """Makes its generator in its first call, as transformers' collators of masks with a seed do."""
+
+    generator: torch.Generator | None = None
+
+    def __call__(self, rows: list[Tensor]) -> Tensor:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(5)
+        x = default_collate(rows)
+        return x + torch.rand(x.shape, generator=self.generator) / 10
+
+
 class SumsWithNoise(LateNoise):
     def __call__(self, rows: list[Tensor]) -> Tensor:
         return super().__call__(rows).sum().reshape(1)
@@ -81,7 +93,9 @@ def cases() -> dict[str, tuple[Any, Any]]:
         "collated": (Rows("shuffled"), noisy),
         "some": (Rows(), some_noisy),
         "late": (Rows(), LateNoise()),
+        "own": (Rows(), OwnGenerator()),
         "mapped": (in_order, noisy),
+        "mapped, own": (in_order, OwnGenerator()),
         "mapped, some": (in_order, some_noisy),
         "mapped, late": (in_order, LateNoise()),
     }
@@ -159,7 +173,10 @@ def two_epochs(case: str, workers: int, persistent: bool) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("case", "workers", "persistent"),
     [
-        *((case, 0, False) for case in ("some", "late", "mapped", "mapped, some", "mapped, late")),
+        *(
+            (case, 0, False)
+            for case in ("some", "late", "own", "mapped", "mapped, some", "mapped, late", "mapped, own")
+        ),
         *((case, 2, False) for case in ("some", "late", "mapped, some", "mapped, late")),
         ("mapped, late", 1, True),
     ],

@@ -31,14 +31,16 @@ class RandomStates:
 
     def __init__(self, *holders: object):
         self._holders = holders
-        self._held = [(x, _state_of(x)) for x in _generators(self._holders)]
+        found, owners = _generators(self._holders)
+        self._held = [(x, _state_of(x)) for x in found]
+        self._attributes = [(owner, dict(owner)) for owner in owners]
         self._common = CommonStates.now()
 
     @property
     def are_unchanged(self) -> bool:
         """Whether nothing was drawn since, and no generator was made."""
         return (
-            len(_generators(self._holders)) == len(self._held)
+            len(_generators(self._holders)[0]) == len(self._held)
             and self._common_are_unchanged()
             and all(_is_same(_state_of(x), state) for x, state in self._held)
         )
@@ -48,8 +50,13 @@ class RandomStates:
         return torch.equal(now.torch, then.torch) and now.python == then.python and _is_same(now.numpy, then.numpy)
 
     def restore(self) -> None:
-        """Set all states to those of the time when this was made."""
+        """Set all states to those of the time when this was made; a generator that was made since is made again."""
         self._common.restore()
+        for owner, before in self._attributes:
+            for name, value in list(owner.items()):
+                if isinstance(value, _GENERATORS) and before.get(name) is not value:
+                    del owner[name]
+                    owner.update({name: before[name]} if name in before else {})
         for x, state in self._held:
             if isinstance(x, Generator):
                 x.set_state(state)
@@ -146,9 +153,10 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _generators(holders: Iterable[object]) -> list[Any]:
-    """Return the random generators inside of some objects, down to a depth."""
+def _generators(holders: Iterable[object]) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Return the random generators inside of some objects, down to a depth, and the attributes of all objects there."""
     found: dict[int, Any] = {}
+    owners: list[dict[str, Any]] = []
     seen: set[int] = set()
     level = list(holders)
     for _ in range(DEEPEST + 1):
@@ -159,8 +167,10 @@ def _generators(holders: Iterable[object]) -> list[Any]:
             elif id(value) not in seen and not isinstance(value, type | ModuleType | str | int | float):
                 seen.add(id(value))
                 parts += _parts(value)
+                if isinstance(own := getattr(value, "__dict__", None), dict):
+                    owners.append(own)
         level = parts
-    return list(found.values())
+    return list(found.values()), owners
 
 
 def _parts(value: object) -> Iterator[object]:
