@@ -184,13 +184,15 @@ def race(contest: Contest, ways: tuple[str, ...], kind: str, sleep: float = 0.0)
 
 @contextlib.contextmanager
 def _names_of_transformers() -> Iterator[None]:
-    """Give back, at the end, what a package has replaced in the modules that a Llama runs by, and in its classes."""
+    """Give back what a package has replaced in the modules that a Llama runs by and its classes; drop what it added."""
     owners: list[Any] = [modeling_llama, loss_utils, torch.nn.functional, LlamaForCausalLM]
     before = [dict(vars(owner)) for owner in owners]
     try:
         yield
     finally:
         for owner, names in zip(owners, before, strict=True):
+            for name in [name for name in vars(owner) if name not in names and not name.startswith("__")]:
+                delattr(owner, name)
             for name, value in names.items():
                 if vars(owner).get(name) is not value:
                     setattr(owner, name, value)

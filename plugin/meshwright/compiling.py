@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
@@ -14,7 +15,8 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_sharing: dict[CodeType, set[object]] = {}  # the functions that have a code in common
+# The living functions that have a code in common: of all models of the process, as dynamo's counts of variants are.
+_sharing: WeakKeyDictionary[CodeType, WeakSet[Any]] = WeakKeyDictionary()
 
 
 def leave_out_of_graphs(module: str = __name__) -> None:
@@ -43,7 +45,7 @@ def allow_variants(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         function: Any = type(module).forward
         while (code := getattr(function, "__code__", None)) is not None:
-            _sharing.setdefault(code, set()).add(function)
+            _sharing.setdefault(code, WeakSet()).add(function)
             function = getattr(function, "__wrapped__", None)
     most = max(map(len, _sharing.values()), default=1)
     if most > 1:

@@ -14,9 +14,12 @@ def temporarily(owner: object, **values: object) -> Iterator[None]:
         >>> with temporarily(sync, _paused=True):  # doctest: +SKIP
         ...     loss.backward()
     """
-    before = {name: getattr(owner, name) for name in values}
-    vars(owner).update(values)
+    own = vars(owner)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
     try:
         yield
     finally:
-        vars(owner).update(before)
+        own.update(before)
+        for name in values.keys() - before.keys():
+            del own[name]  # the class's value counts again

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from accelerate import DataLoaderConfiguration
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 
 import meshwright as mw
 from meshwright_hf.accelerate import prepare
@@ -36,6 +36,19 @@ def quiet() -> Any:
     logger.setLevel(logging.ERROR)
     yield
     logger.setLevel(logging.NOTSET)
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches in an order that is drawn where the iterator is made, since this method is no generator."""
+
+    def __init__(self, size: int, batch_size: int):
+        self.batches = [list(range(size))[i : i + batch_size] for i in range(0, size, batch_size)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([self.batches[i] for i in torch.randperm(len(self.batches))])
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
 
 @dataclass(frozen=True)
@@ -59,18 +72,13 @@ class Program:
     def loaders(self, *, resumes: bool = False) -> tuple[DataLoader[Any], DataLoader[Any]]:
         """As the script makes them; one that resumes may be seeded otherwise where the state says the order."""
         torch.manual_seed(SEED + resumes)
-        generator = None if self.kind in ("torch", "weighted") else torch.Generator().manual_seed(SEED)
-        order: dict[str, Any] = {"shuffle": True}
+        generator = None if self.kind in ("torch", "weighted", "buckets") else torch.Generator().manual_seed(SEED)
+        order: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": True, **dict(self.options)}
         if self.kind == "weighted":
-            order = {"sampler": WeightedRandomSampler([1.0] * self.size, self.size)}
-        train = DataLoader(
-            Numbers(self.size),
-            self.batch_size,
-            generator=generator,
-            collate_fn=as_list,
-            **order,
-            **dict(self.options),
-        )
+            order |= {"sampler": WeightedRandomSampler([1.0] * self.size, self.size), "shuffle": False}
+        elif self.kind == "buckets":
+            order = {"batch_sampler": Buckets(self.size, self.batch_size)}
+        train = DataLoader(Numbers(self.size), generator=generator, collate_fn=as_list, **order)
         shared = generator if self.kind == "shared generator" else None
         return train, DataLoader(Numbers(5), 2, generator=shared, collate_fn=as_list)
 
@@ -100,7 +108,7 @@ programs = st.builds(
     Program,
     size=st.integers(1, 40),
     batch_size=st.integers(1, 9),
-    kind=st.sampled_from(["generator", "shared generator", "torch", "weighted"]),
+    kind=st.sampled_from(["generator", "shared generator", "torch", "weighted", "buckets"]),
     steps=st.lists(st.one_of(st.none(), st.integers(1, 6)), min_size=1, max_size=4),
     options=st.sampled_from([(), (("drop_last", False),)]),
 )

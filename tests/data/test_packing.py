@@ -26,7 +26,7 @@ from meshwright.data.packing import DocumentPiece, Packing, best_fit
 from meshwright.data.shards import ListedShards
 from meshwright.data.stream import ShardedStream
 from meshwright.mesh.axes import Axis
-from support import models
+from support import models, vision_models
 from support.exact import Float64, relative_difference
 from support.tiers import crossings
 
@@ -299,3 +299,28 @@ def test_bad_input() -> None:
         Packing(8, strategy="first")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"padding=False"):
         PackedDataset([{"input_ids": [1, 0], "attention_mask": [1, 0]}], Packing(8))[0]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "mistral3"])
+def test_documents_of_a_decoder_inside_a_model_are_kept_apart(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of the first two only passes use_cache on; the config of all has one for the decoder alone."""
+    looks: list[torch.Size] = []
+    check = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda x: looks.append(x.shape) or check(x))
+    with Float64():
+        model = vision_models.build(family).double()
+        documents = [torch.randint(5, 20, (1, n), generator=torch.Generator().manual_seed(n)) for n in (6, 5)]
+        losses = [model(input_ids=x, labels=x).loss.item() * (x.shape[1] - 1) for x in documents]
+        ids = torch.cat(documents, dim=1)
+        packed = {
+            "input_ids": ids,
+            "labels": ids.clone().index_fill_(1, torch.tensor(6), -100),
+            "position_ids": torch.cat([torch.arange(6), torch.arange(5)])[None],
+        }
+        assert abs(model(**packed).loss.item() - sum(losses) / 9) > 1e-4, "a cache hides no documents"
+        model, _, _ = mw.to_distributed(model, plan="tp1")
+        looks.clear()
+        model(input_ids=ids, labels=ids)
+        assert not looks
+        for trains in (True, False):  # in float64 only the order of the sums differs
+            assert model.train(trains)(**packed).loss.item() == pytest.approx(sum(losses) / 9, rel=1e-12)

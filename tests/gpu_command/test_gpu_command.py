@@ -69,15 +69,17 @@ def check(figure: float, **fields: Any) -> Check:
 
 
 def test_a_way_to_train_changes_nothing_for_those_after_it() -> None:
-    """As Liger's function does, one replaces names in transformers' module; and one that fails is named."""
+    """As Liger's function does, one replaces and adds names in transformers' module; and one that fails is named."""
     before, met = modeling_llama.LlamaRMSNorm, []
 
     def replacing(contest: Any, device: Any) -> Any:
         modeling_llama.LlamaRMSNorm = torch.nn.LayerNorm
+        modeling_llama.liger_rope = modeling_llama.LlamaForCausalLM._liger = None
         raise ValueError("no kernel")
 
     def stock(contest: Any, device: Any) -> Any:
         met.append(modeling_llama.LlamaRMSNorm)
+        assert not hasattr(modeling_llama, "liger_rope") and not hasattr(modeling_llama.LlamaForCausalLM, "_liger")
         return races.stock(contest, device)
 
     with mock.patch.dict(races.WAYS, {"stock": stock, "compiled": replacing}):

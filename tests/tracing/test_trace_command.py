@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -12,9 +13,10 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import PlanError
+from meshwright.planner.job.adapters import Lora
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import describe
-from meshwright.tracing.compare import model_on_meta, trace_and_compare
+from meshwright.tracing.compare import adapted, model_on_meta, trace_and_compare
 from support.tiers import crossing
 
 CONFIG = {
@@ -45,18 +47,23 @@ def test_the_command_prints_both(config: Path) -> None:
     assert re.search(r"peak .* (0\.9[5-9]|1\.0[0-4])\d\n", table)
 
 
+SHARDED = Candidate(shard=2, tp=2, sequence_parallel=True, zero_stage=1, micro_batch=4)
+
+
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "lora"),
     [
-        Candidate(micro_batch=8),
-        Candidate(shard=2, tp=2, sequence_parallel=True, zero_stage=1, micro_batch=4),
-        Candidate(replicate=2, micro_batch=1, accumulation=4),
+        (Candidate(micro_batch=8), None),
+        (SHARDED, None),
+        (Candidate(replicate=2, micro_batch=1, accumulation=4), None),
+        (SHARDED, Lora(rank=8)),
     ],
 )
-def test_every_line_agrees(config: Path, plan: Candidate) -> None:
+def test_every_line_agrees(config: Path, plan: Candidate, lora: Lora | None) -> None:
     """Sizes to 5 %, collectives to the byte; of four micro-batches two are traced."""
     model = model_on_meta(config, torch.float32)
-    text = trace_and_compare(model, describe(config), plan, JOB)
+    model = model if lora is None else adapted(model, lora)
+    text = trace_and_compare(model, describe(config), plan, dataclasses.replace(JOB, lora=lora))
     assert f"on {plan.world_size} fake ranks, {min(plan.accumulation, 2)} of its micro-batches" in text
     sizes, _, traffic = text.partition("ratio\n")[2].partition("\n\n")
     ratios = [float(line.split()[-1]) for line in sizes.splitlines()]

@@ -349,11 +349,14 @@ def _trace(found: Search, model: str, stage: int | None) -> None:
     import torch
 
     from meshwright.planner.job.config_file import config_path
-    from meshwright.tracing.compare import model_on_meta, trace_and_compare
+    from meshwright.tracing.compare import adapted, model_on_meta, trace_and_compare
 
     plan = found.choices[0].plan
-    if found.job.lora is not None or found.job.optimizer != "adamw":
-        raise PlanError("--trace trains all weights with AdamW; leave out --trace, or --lora and --optimizer")
+    lora = found.job.lora
+    if found.job.optimizer != "adamw":
+        raise PlanError("--trace trains with AdamW; leave out --trace or --optimizer")
+    if lora is not None and lora.quantised is not None:
+        raise PlanError("--trace runs no kernels of a quantised base; leave out --trace or --quantised")
     if found.shape.experts:
         raise PlanError(
             f"--trace: how many tokens of {found.shape.name} go to each expert depends on their values, which a trace "
@@ -361,4 +364,5 @@ def _trace(found: Search, model: str, stage: int | None) -> None:
         )
     typer.echo(f"\nTracing a step of {found.shape.name} on {plan.world_size} fake ranks...", err=True)
     on_meta = model_on_meta(config_path(model), getattr(torch, found.job.dtype))
+    on_meta = on_meta if lora is None else adapted(on_meta, lora)
     typer.echo("\n" + trace_and_compare(on_meta, found.shape, plan, found.job, stage))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -63,6 +63,7 @@ class Sampling:
         self._shuffle = None if generator is None else GeneratorShuffle(self.length, generator, self._worker_seeds)
         self._order_seed: int | None = None  # the current epoch's seed, drawn from torch's random state
         self._drawn_from: RandomState | None = None  # the state from which the user's sampler drew the current epoch
+        self._has_seed = False  # whether the workers' seed is among the numbers drawn from that state
         self._is_begun = False  # whether an epoch is under way, or was when the loaded state was saved
         self._is_loaded = False
 
@@ -116,13 +117,15 @@ class Sampling:
             return self._shuffle.draw(epoch)
         if goes_on:
             return Draws(worker_seed=self._worker_seeds.go_on(samples), order=self._listed_again())
+        if self.kind == "listed":
+            self._drawn_from = RandomState(self._source.get_state())
+            rest = self._iterated()
+            before = self._source.get_state()
+            worker_seed = self._worker_seeds.draw()
+            self._has_seed = not torch.equal(before, self._source.get_state())
+            return Draws(worker_seed=worker_seed, order=self._listed(rest))
         worker_seed = self._worker_seeds.draw()
-        if self.kind == "sequential":
-            return Draws(worker_seed=worker_seed)
-        if self.kind == "shuffled":
-            return Draws(worker_seed=worker_seed, order=[random_number(None)])
-        self._drawn_from = RandomState(self._source.get_state())
-        return Draws(worker_seed=worker_seed, order=self._listed())
+        return Draws(worker_seed=worker_seed, order=[] if self.kind == "sequential" else [random_number(None)])
 
     def begin(self, numbers: list[Any], epoch: int) -> tuple[Order, Batches]:
         """Return the order and the batches of an epoch, from the numbers for its order that some rank drew."""
@@ -161,7 +164,7 @@ class Sampling:
         elif self._is_begun and self.kind == "shuffled":
             state["order_seed"] = self._order_seed
         elif self._is_begun and self._drawn_from is not None:
-            state["drawn_from"] = self._drawn_from.text
+            state |= {"drawn_from": self._drawn_from.text, "has_seed": self._has_seed}
         return state
 
     def fields(self, state: Mapping[str, Any]) -> tuple[dict[str, Check], dict[str, Check]]:
@@ -175,7 +178,7 @@ class Sampling:
         elif self.kind == "shuffled":
             (required if is_begun else optional)["order_seed"] = maybe(SEED)
         else:
-            optional["drawn_from"] = maybe(GENERATOR)
+            optional |= {"drawn_from": maybe(GENERATOR), "has_seed": boolean}
         return required, optional
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -186,6 +189,7 @@ class Sampling:
             self._shuffle.load(state, is_begun=self._is_begun)
         self._order_seed, drawn_from = state.get("order_seed"), state.get("drawn_from")
         self._drawn_from = None if drawn_from is None else RandomState(decoded(drawn_from))
+        self._has_seed = state.get("has_seed", False)  # not in a state of an earlier version
 
     def leave(self) -> None:
         """Record that the next epoch to be read is neither the current nor the loaded one."""
@@ -196,18 +200,26 @@ class Sampling:
         if self._worker_seeds.generator is None:
             self._worker_seeds.forget(has_drawn=False)
 
-    def _listed(self) -> list[Any]:
-        """Draw an epoch from the user's sampler, and return the number of batches, their sizes and the indices.
+    def _iterated(self) -> Iterator[Any]:
+        """Return an iterator of the user's sampler.
+
+        A DataLoader makes that of its batch sampler before it draws a seed for its workers, and a method that is no
+        generator draws then. torch's BatchSampler begins its own sampler with the first batch.
+        """
+        return chain.from_iterable((self._sampler,)) if self.has_equal_batches else iter(self._batch_sampler)
+
+    def _listed(self, rest: Iterator[Any]) -> list[Any]:
+        """Take an epoch from the user's sampler, and return the number of batches, their sizes and the indices.
 
         For batches of equal size, return 0 and the indices.
         """
         if self.has_equal_batches:
-            indices = list(islice(self._sampler, MOST_DRAWN))
+            indices = list(islice(rest, MOST_DRAWN))
             self._check_drawn(len(indices))
             return [0, *indices]
         batches: list[list[Any]] = []
         drawn = 0
-        for batch in self._batch_sampler:
+        for batch in rest:
             if not batch:
                 raise ValueError(f"batch {len(batches)} of the {type(self._batch_sampler).__name__} is empty")
             batches.append(batch)
@@ -216,7 +228,7 @@ class Sampling:
         return [len(batches), *map(len, batches), *chain.from_iterable(batches)]
 
     def _listed_again(self) -> list[Any]:
-        """Call ``_listed`` again with the generator reset to the state before the sampler's first draw.
+        """Call ``_listed`` again with the generator in the state that it had before the epoch.
 
         torch's default generator is restored afterwards.
         """
@@ -225,7 +237,10 @@ class Sampling:
         if self._drawn_from is not None:
             source.set_state(self._drawn_from.state)
         try:
-            return self._listed()
+            rest = self._iterated()
+            if self._has_seed:
+                random_number(source)
+            return self._listed(rest)
         finally:
             if source is torch.default_generator:
                 source.set_state(now)

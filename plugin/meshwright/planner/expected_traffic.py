@@ -9,9 +9,12 @@ from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.flat_offsets import flat_offsets, sharded_length
 from meshwright.plan.head_chunks import head_chunk
 from meshwright.planner.context_cost import exchanges
+from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora, trained_bytes
 from meshwright.planner.job.candidate import Candidate, count_recomputed
 from meshwright.planner.job.shapes import ModelShape
-from meshwright.planner.memory.bucket_sizes import Parameter, buckets, parameters, units
+from meshwright.planner.memory.activations import keeps_inputs
+from meshwright.planner.memory.bucket_sizes import Parameter, buckets, parameters, trained_members, units
+from meshwright.planner.memory.head_memory import logit_bytes
 
 
 @dataclass(kw_only=True)
@@ -34,7 +37,13 @@ class AxisTraffic:
 
 
 def step_traffic(
-    shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, gloo: bool = False
+    shape: ModelShape,
+    plan: Candidate,
+    *,
+    seq_len: int,
+    element_bytes: int,
+    gloo: bool = False,
+    lora: Lora | None = None,
 ) -> dict[str, dict[str, AxisTraffic]]:
     """Return the collectives of one step, as phase -> axis -> ``AxisTraffic``.
 
@@ -44,6 +53,7 @@ def step_traffic(
         seq_len: tokens per sequence.
         element_bytes: bytes per element of the model's dtype.
         gloo: whether the plan runs on CPU, where a reduce-scatter is an all-to-all and a sum.
+        lora: the adapters that alone are trained, on a base that is not quantised; None if all weights are.
 
     Example:
         >>> shape = ModelShape.of(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
@@ -53,11 +63,11 @@ def step_traffic(
     """
     phases = {name: {axis: AxisTraffic() for axis in _axes(plan)} for name in ("forward", "backward", "optimizer")}
     if plan.tp > 1:
-        _tensor(shape, plan, seq_len, element_bytes, gloo, phases)
+        _tensor(shape, plan, seq_len, element_bytes, gloo, lora, phases)
     if plan.cp > 1:
         _context(shape, plan, seq_len, element_bytes, gloo, phases)
     if plan.data_ranks > 1:
-        _data(shape, plan, element_bytes, gloo, phases)
+        _data(shape, plan, element_bytes, gloo, lora, phases)
     return phases
 
 
@@ -82,8 +92,9 @@ def _context(
 
 
 def _tensor(
-    shape: ModelShape, plan: Candidate, seq_len: int, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]
-) -> None:
+    shape: ModelShape, plan: Candidate, seq_len: int, b: int, gloo: bool, lora: Lora | None,
+    phases: dict[str, dict[str, AxisTraffic]],
+) -> None:  # fmt: skip
     forward, backward = phases["forward"]["tp"], phases["backward"]["tp"]
     traits, micro, blocks = shape.traits, plan.accumulation, 2 * shape.layers
     tokens = local_tokens(seq_len, plan.cp)
@@ -92,8 +103,10 @@ def _tensor(
     # Recompute reduces the outputs of blocks again, except a layer's last output if no norm reads that output.
     recomputed = count_recomputed(plan, shape.layers)
     again = (2 if traits.norms_outputs else 1) * recomputed
+    # Below a frozen embedding nothing has a gradient, except where recompute asks for that of a layer's input.
+    ends = int(lora is not None and not recomputed)
     forward.add("all-reduce", micro, plan.micro_batch * seq_len * shape.hidden * b)  # the embedding's output
-    chunk = head_chunk(rows, shape.hidden, element_bytes=b, cpu=gloo)
+    chunk = head_chunk(rows, shape.hidden, element_bytes=logit_bytes(shape, b), cpu=gloo, frozen=lora is not None)
     for first in range(0, rows, chunk):  # the loss: three numbers per token
         forward.add("all-gather", micro, 3 * min(chunk, rows - first) * 4 * plan.tp)
     backward.add("all-reduce", micro, whole)  # the gradient of the head's input
@@ -102,19 +115,21 @@ def _tensor(
         scatter = "all-to-all" if gloo else "reduce-scatter"
         forward.add("all-gather", micro * (blocks + 1), padded)
         forward.add(scatter, micro * blocks, padded)
-        backward.add("all-gather", micro * (2 * blocks + 1), padded)  # regathered inputs, and gradients of outputs
-        backward.add(scatter, micro * (blocks + again), padded)
+        # Inputs that weights read are gathered again, and so are gradients of outputs.
+        inputs = blocks if keeps_inputs(lora, b) else 2 * recomputed
+        backward.add("all-gather", micro * (inputs + blocks + 1 - ends), padded)
+        backward.add(scatter, micro * (blocks + again - ends), padded)
     else:
         forward.add("all-reduce", micro * blocks, whole)
-        backward.add("all-reduce", micro * (blocks + again), whole)
+        backward.add("all-reduce", micro * (blocks + again - ends), whole)
     if traits.query_norm == "whole":
         forward.add("all-reduce", micro * blocks, rows * 4)
         backward.add("all-reduce", micro * (blocks + 2 * recomputed), rows * 4)
-    members = list(parameters(shape, plan))
+    members, b = list(trained_members(shape, plan, lora)), trained_bytes(lora, b)
     is_gathered = plan.zero_stage == 3 and plan.data_ranks > 1
     # Stages 2 and 3 reduce the gradients of every micro-batch.
     times = micro if plan.zero_stage > 1 and plan.data_ranks > 1 else 1
-    for bucket in units(members) if is_gathered else buckets(members, b):
+    for bucket in units(members, shape.layers) if is_gathered else buckets(members, b):
         partial = [members[index] for index in bucket if members[index].is_grad_partial]
         backward.add("all-reduce", times * bool(partial), _summed(partial, len(bucket)) * plan.summed_bytes(b))
 
@@ -126,16 +141,21 @@ def _summed(partial: list[Parameter], count: int) -> int:
     return sum(member.full for member in partial)
 
 
-def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]) -> None:
+def _data(
+    shape: ModelShape, plan: Candidate, b: int, gloo: bool, lora: Lora | None, phases: dict[str, dict[str, AxisTraffic]]
+) -> None:
     phases["forward"]["dp"].add("all-gather", 1, 8 * plan.data_ranks)  # the count of the batch's tokens
     numbers = 1 if plan.accumulation == 1 else 2  # the sums of the losses, and with micro-batches what they count
     phases["forward"]["dp"].add("all-gather", plan.accumulation, 8 * numbers * plan.data_ranks)
     if plan.accumulation > 1:
         phases["forward"]["dp"].add("all-reduce", 1, 8)  # the number of micro-batches
-    members = list(parameters(shape, plan))
+    members = list(trained_members(shape, plan, lora))
     if plan.zero_stage == 3:
-        _gathered_weights(members, shape, plan, b, gloo, phases)
+        _gathered_weights(list(parameters(shape, plan)), shape, plan, b, gloo, phases, is_frozen=lora is not None)
+        if lora is not None:
+            _gathered_adapters(members, shape.layers, plan, gloo, phases)
         return
+    b = trained_bytes(lora, b)
     for bucket in buckets(members, b):
         sizes = [members[index].numel for index in bucket]
         if plan.zero_stage:
@@ -150,12 +170,12 @@ def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[s
 
 def _gathered_weights(
     members: list[Parameter], shape: ModelShape, plan: Candidate, b: int, gloo: bool,
-    phases: dict[str, dict[str, AxisTraffic]],
+    phases: dict[str, dict[str, AxisTraffic]], *, is_frozen: bool,
 ) -> None:  # fmt: skip
     """Add ZeRO-3's collectives: all-gathers of each unit's weights, and reduce-scatters of its gradients."""
     forward, backward = phases["forward"]["dp"], phases["backward"]["dp"]
     micro = plan.accumulation
-    for unit in units(members):
+    for unit in units(members, shape.layers):
         numel = sharded_length((members[index].numel for index in unit), plan.data_ranks)
         first = members[unit[0]]
         is_embedding, is_head = first.layer < 0, first.layer == shape.layers and unit[0] == len(members) - 1
@@ -166,4 +186,17 @@ def _gathered_weights(
         is_twice = shape.tied and unit[0] == 0
         forward.add("all-gather", micro * (1 + is_twice), numel * b)
         backward.add("all-gather", 0 if is_kept else micro, numel * b)
-        backward.add("all-to-all" if gloo else "reduce-scatter", micro, numel * plan.sent_bytes(b))
+        sends = 0 if is_frozen else micro
+        backward.add("all-to-all" if gloo else "reduce-scatter", sends, numel * plan.sent_bytes(b))
+
+
+def _gathered_adapters(
+    members: list[Parameter], layers: int, plan: Candidate, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]
+) -> None:
+    """Add what ZeRO-3 sends of the adapters of each layer, beside its frozen weights."""
+    for unit in units(members, layers):
+        numel = sharded_length((members[index].numel for index in unit), plan.data_ranks)
+        for phase in ("forward", "backward"):
+            phases[phase]["dp"].add("all-gather", plan.accumulation, numel * ADAPTER_BYTES)
+        kind, size = "all-to-all" if gloo else "reduce-scatter", numel * plan.sent_bytes(ADAPTER_BYTES)
+        phases["backward"]["dp"].add(kind, plan.accumulation, size)

@@ -19,6 +19,7 @@ from meshwright.parallel.fake_passes.example_images import example_images
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.formatting import grid
+from meshwright.planner.job.adapters import Lora
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.config_file import config_path
 from meshwright.planner.job.shapes import ModelShape
@@ -82,6 +83,21 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
     )
 
 
+@_without_logs()
+def adapted(model: nn.Module, lora: Lora) -> nn.Module:
+    """Return a model of transformers with PEFT's adapters on all linear layers but the head.
+
+    Raises:
+        PlanError: if PEFT is not installed.
+    """
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError:
+        raise PlanError("tracing a step with adapters needs PEFT: pip install peft") from None
+    found: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=lora.rank, target_modules="all-linear"))
+    return found
+
+
 def has_towers(model: nn.Module) -> bool:
     """Return whether a model has towers, which rows of text do not run."""
     try:
@@ -111,10 +127,11 @@ def trace_and_compare(model: nn.Module, shape: ModelShape, plan: Candidate, job:
     rows_per_step, config = plan.micro_batch * count, ToDistributedConfig(gather_logits=job.logits == "gathered")
     run, batch = ParallelPlan(**plan.runnable_fields()), _images(model, shape, job, rows_per_step)
     trace = trace_step(model, run, rows=rows_per_step, length=job.seq_len, config=config, batch=batch)
-    sizes = {"seq_len": job.seq_len, "element_bytes": job.weight_bytes}
+    sizes: dict[str, Any] = {"seq_len": job.seq_len, "element_bytes": job.weight_bytes, "lora": job.lora}
     held = footprint(
-        shape, plan, cpu=True, logits=job.logits, images=job.images, seq_len=job.seq_len, element_bytes=job.weight_bytes
-    )
+        shape, plan, cpu=True, logits=job.logits, images=job.images, seq_len=job.seq_len,
+        element_bytes=job.weight_bytes, lora=job.lora,
+    )  # fmt: skip
     rows: list[tuple[str, ...]] = [("bytes of rank 0", "estimated", "traced", "ratio")]
     for name in ("parameters", "activations", "gradients", "optimizer", "peak"):
         if name != "activations" or count == 1:
@@ -173,7 +190,7 @@ def _row(name: str, estimated: float, traced: float) -> tuple[str, ...]:
     return name, f"{estimated:,.0f}", f"{traced:,.0f}", f"{estimated / traced:.3f}" if traced else "-"
 
 
-def _traffic_rows(shape: ModelShape, plan: Candidate, trace: Trace, sizes: dict[str, int]) -> list[tuple[str, ...]]:
+def _traffic_rows(shape: ModelShape, plan: Candidate, trace: Trace, sizes: dict[str, Any]) -> list[tuple[str, ...]]:
     estimated = step_traffic(shape, plan, gloo=True, **sizes)
     rows: list[tuple[str, ...]] = [("axis", "collective", "", "estimated", "traced")]
     for axis in estimated["forward"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,24 @@ def keep_documents_apart(model: nn.Module) -> None:
 
     Without a cache transformers looks for documents in the positions, also in those that the model makes itself, and
     the host waits for the device. Of a batch without positions that pass does not look, as it does not with the cache.
+    A model whose forward only passes ``use_cache`` on, as many that see images do, has a decoder inside that makes the
+    cache.
     """
-    signature = inspect.signature(model.forward)
-    if "use_cache" in signature.parameters:
-        hook = _WithoutCache(signature, _twice_in_cache(model))
-        model.register_forward_pre_hook(hook, with_kwargs=True)
-        model.register_forward_hook(hook.look_again, always_call=True)
+    for module in model.modules():
+        signature = inspect.signature(module.forward)
+        if "use_cache" in signature.parameters and (module is model or _embeds(module, model)):
+            hook = _WithoutCache(signature, _twice_in_cache(module))
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+            module.register_forward_hook(hook.look_again, always_call=True)
+            return
+
+
+def _embeds(module: nn.Module, model: nn.Module) -> bool:
+    """Return whether a module has the embedding of a model's tokens."""
+    with suppress(AttributeError, NotImplementedError):  # a module of no library, or a model that has none
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+        return any(inside is embedding for inside in module.modules())
+    return False
 
 
 class _WithoutCache:
@@ -67,7 +80,10 @@ class _WithoutCache:
 
 def _is_cached(model: nn.Module) -> bool:
     """Return whether the model makes a cache on one device, if the call does not say."""
-    is_cached = getattr(getattr(model, "config", None), "use_cache", False)
+    config = getattr(model, "config", None)
+    if not hasattr(config, "use_cache") and callable(of_text := getattr(config, "get_text_config", None)):
+        config = of_text(decoder=True)  # that of a model that sees images has one for the decoder inside
+    is_cached = getattr(config, "use_cache", False)
     recomputes = getattr(model, "is_activation_checkpointing", None)
     if recomputes is None:  # the name in older versions of transformers; newer ones warn of it
         recomputes = getattr(model, "is_gradient_checkpointing", False)

@@ -44,7 +44,11 @@ def has_stock_loss(model: nn.Module) -> bool:
 
 
 # Why a loss grows with the rows of a batch, and what to write instead.
-_SUM = ("is a sum over rows", "let the model return a mean, for a CTC head by model.config.ctc_loss_reduction = 'mean'")
+_SUM = (
+    "is a sum over rows",
+    "let the model return a mean, for a CTC head by model.config.ctc_loss_reduction = 'mean', and pass "
+    "ToDistributedConfig(loss_averages_over='rows')",
+)
 _COMPARED = (
     "compares rows with each other, or is a sum",
     "compute the loss in the program, from the rows of all ranks: meshwright.gather_rows(features)",

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class UnevenBatches:
         self.dp, self.tp = dp, tp
         self.is_on = dp.size > 1
         self._batch: Batch | None = None
-        self._oldest = 0  # the sequence number of the oldest autograd node of the last pass's output
+        self._outputs = frozenset[int]()  # the sequence numbers of the autograd nodes of the last pass's output
         self._divisor: Tensor | None = None  # what torch's cross-entropies of the loss divide by, if it has any
         self._has_weights = False  # whether that is a sum of weights
         self._is_left_out = False  # whether the loss of the last pass is of all rows
@@ -71,21 +71,29 @@ class UnevenBatches:
         return temporarily(self, _batch=batch if isinstance(batch, Mapping) else None)
 
     def of_losses(self, losses: Sequence[object]) -> None:
-        """Look for torch's cross-entropies in losses whose backward follows."""
+        """Look for torch's cross-entropies of this model's outputs in losses whose backward follows."""
         self._divisor, self._has_weights = None, False
-        if not self.is_on:
+        if not self.is_on or not self._outputs:
             return
-        nodes, seen = [loss.grad_fn for loss in losses if isinstance(loss, Tensor)], set[GraphNode]()
-        while nodes:
-            node: Any = nodes.pop()
-            if node is None or node in seen or node._sequence_nr() < self._oldest:
-                continue
-            seen.add(node)
-            if node.name().startswith("NllLoss"):
+        for node in self._nodes_from([loss.grad_fn for loss in losses if isinstance(loss, Tensor)]):
+            # Another model's loss is none of this one's.
+            if node.name().startswith("NllLoss") and any(
+                below._sequence_nr() in self._outputs for below in self._nodes_from([node])
+            ):
                 with contextlib.suppress(RuntimeError):  # a graph that was freed, of which torch itself tells
                     # The program's hooks on saved tensors, such as those that offload, may unpack a tensor only once.
                     if node._raw_saved_target.unpack_hook is None:
                         self._see_cross_entropy(node)
+
+    def _nodes_from(self, nodes: list[Any]) -> Iterator[Any]:
+        """Yield the autograd nodes that some nodes lead to, and that are not older than this model's output."""
+        seen, oldest = set[GraphNode](), min(self._outputs)
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen or node._sequence_nr() < oldest:
+                continue
+            seen.add(node)
+            yield node
             nodes += [following for following, _ in node.next_functions]
 
     def _see_cross_entropy(self, node: Any) -> None:
@@ -111,7 +119,7 @@ class UnevenBatches:
         tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known and type(x) in kinds]
         if not tensors:
             return
-        self._oldest = min(x.grad_fn._sequence_nr() if x.grad_fn is not None else 0 for x in tensors)
+        self._outputs = frozenset(x.grad_fn._sequence_nr() for x in tensors if x.grad_fn is not None)
         batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)
         kept = labels_beside(inputs.values()) if is_pass and "labels" not in inputs else None
         has_mask = _mask_of(inputs) is not None

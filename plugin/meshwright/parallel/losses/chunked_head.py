@@ -130,15 +130,16 @@ class _Head:
             wide = at_least_float32(final)
             losses_N, softmax = exponentials_(wide, targets_N[rows], what.words)
             losses.append(losses_N.sum())
-            if any(self.needs):
-                gradient_(wide, softmax, what.words, factor)
-                grad = final if wide is final else final.copy_(wide)
-                del wide
-                grad = run_backward(what.steps, grad, kept)
-                del kept
-                self.add(rows, grad, hidden)
-                del grad
-            del final
+            if not any(self.needs):
+                del wide, final
+                continue
+            gradient_(wide, softmax, what.words, factor)
+            grad = final if wide is final else final.copy_(wide)
+            del wide, final  # of logits that were cast, the gradient is cast back
+            grad = run_backward(what.steps, grad, kept)
+            del kept
+            self.add(rows, grad, hidden)
+            del grad
         return torch.stack(losses).sum() if losses else hidden_ND.new_zeros((), dtype=_wide(what.dtype))
 
     def add(self, rows: slice, grad: Tensor, hidden: Tensor) -> None:

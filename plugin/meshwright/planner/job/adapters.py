@@ -132,6 +132,11 @@ class Lora:
         return element_bytes * max((each.elements for each in projections(layer)), default=0) / tp
 
 
+def trained_bytes(lora: Lora | None, element_bytes: int) -> int:
+    """Return the bytes per trained element of a model of ``element_bytes``."""
+    return element_bytes if lora is None else ADAPTER_BYTES
+
+
 def projections(layer: LayerShape) -> Iterator[Projection]:
     """Yield the linear projections of one layer, in the order of the model."""
     if layer.linears:

@@ -12,7 +12,7 @@ from meshwright.errors import PlanError
 from meshwright.mesh.axis_sizes import OPTIONS, PLAN_AXES, AxisSizes
 from meshwright.plan.schedule import SPLIT_BACKWARD, check, chunks_of, stages_of_rank
 from meshwright.plan.text import format_plan
-from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora
+from meshwright.planner.job.adapters import Lora, trained_bytes
 from meshwright.planner.job.optimizers import OptimizerKind, optimizer_kind
 from meshwright.planner.job.shapes import ModelShape
 
@@ -127,7 +127,7 @@ class Job:
     @property
     def trained_bytes(self) -> int:
         """Bytes per trained weight as the layers read it."""
-        return self.weight_bytes if self.lora is None else ADAPTER_BYTES
+        return trained_bytes(self.lora, self.weight_bytes)
 
     @property
     def method(self) -> str:

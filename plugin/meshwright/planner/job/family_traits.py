@@ -44,6 +44,12 @@ _OWN_ATTENTION = frozenset(
 )
 _READS_ALL_HEADS = frozenset({"granite_swa"})  # their attention cannot run on a part of the heads
 
+# Causal LMs whose forward casts the logits to 32 bits, and those that do so only to cap them.
+CASTS_LOGITS = frozenset(
+    {"blt", "falcon_mamba", "inkling2", "mamba", "mamba2", "mllama", "mllama_text_model", "nemotron_h", "xlstm"}
+)
+CASTS_CAPPED_LOGITS = frozenset({"beam"})
+
 
 def is_tied(family: str, config: Mapping[str, object]) -> bool:
     """Return whether embedding and head are one matrix."""
@@ -78,6 +84,7 @@ class Traits:
         fused_qkv: whether one projection makes q, k and v, so that its whole output stays alive as long as v.
         keeps_scores: whether attention stores its scores, as eager attention does, for example to cap them.
         caps_logits: whether the head's logits are capped.
+        casts_logits: whether the model casts the head's logits to 32 bits before its loss.
         qkv_bias, output_bias, mlp_bias: whether these projections have biases.
         context: the methods of context parallelism that the attention can use.
 
@@ -94,6 +101,7 @@ class Traits:
     fused_qkv: bool = False
     keeps_scores: bool = False
     caps_logits: bool = False
+    casts_logits: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -122,12 +130,15 @@ def traits_of(family: str, config: Mapping[str, object]) -> Traits:
         >>> traits_of("qwen3", {}).query_norm
         'head'
     """
+    caps = config.get("final_logit_softcapping") is not None
     common: dict[str, Any] = {
         "keeps_scores": config.get("_attn_implementation") == "eager",
         "qkv_bias": bool(config.get("attention_bias", family == "qwen2")),
         "output_bias": bool(config.get("attention_bias")) and family != "qwen2",
         "mlp_bias": bool(config.get("mlp_bias")),
         "context": _context_methods(family),
+        "caps_logits": caps,
+        "casts_logits": family in CASTS_LOGITS or (family in CASTS_CAPPED_LOGITS and caps),
     }
     if family == "qwen3":
         return Traits(query_norm="head", **common)
@@ -141,7 +152,6 @@ def traits_of(family: str, config: Mapping[str, object]) -> Traits:
             norms_in_float32=True,
             norm_copies_weight=True,
             query_norm="head" if family.startswith("gemma3") else None,
-            caps_logits=config.get("final_logit_softcapping") is not None,
             **common,
         )
     return Traits(**common)

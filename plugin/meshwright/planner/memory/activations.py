@@ -155,11 +155,11 @@ def _saved_by_layer(
     is_frozen = lora is not None
     # Inputs of the attention's and the MLP's first projections. A frozen 16-bit projection keeps none, but sequence
     # parallelism keeps a rank's part of what it gathers.
-    inputs = 2 * n * hidden * b * (_keeps_inputs(lora, b) or plan.sp > 1)
+    inputs = 2 * n * hidden * b * (keeps_inputs(lora, b) or plan.sp > 1)
     block = (traits.norms * _norm(layer, n, share, b, frozen=is_frozen) + inputs) / 2
-    of_attention = _attention(layer, plan, seq_len, b, keeps_input=_keeps_inputs(lora, b), plain=plain_attention)
+    of_attention = _attention(layer, plan, seq_len, b, keeps_input=keeps_inputs(lora, b), plain=plain_attention)
     attention = block + n * of_attention + _query_norm(layer, n, b, tp, frozen=is_frozen)
-    inside = 2 * layer.mlp_inputs - (not _keeps_inputs(lora, b))  # the input of the last projection is one of these
+    inside = 2 * layer.mlp_inputs - (not keeps_inputs(lora, b))  # the input of the last projection is one of these
     mlp = block + n * b * (layer.ffn / tp) * inside
     if lora is not None:
         of_adapters = saved_by_adapters(layer, lora, tp, b)
@@ -171,7 +171,7 @@ def _saved_by_layer(
     return SavedByLayer(count=layer.count, layer=attention + mlp, attention=attention, kept=n * hidden * b)
 
 
-def _keeps_inputs(lora: Lora | None, b: int) -> bool:
+def keeps_inputs(lora: Lora | None, b: int) -> bool:
     """Return whether what projections read is kept in the model's dtype.
 
     A frozen projection keeps no input, but a 32-bit adapter of a 32-bit model reads the same tensor, and the 8-bit

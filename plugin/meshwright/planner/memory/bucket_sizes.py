@@ -177,16 +177,16 @@ def buckets(members: list[Parameter], element_bytes: int) -> list[list[int]]:
     return [bucket for group in (whole, partial, spread) for bucket in _fill(group, members, element_bytes)]
 
 
-def units(members: list[Parameter]) -> list[list[int]]:
+def units(members: list[Parameter], layers: int) -> list[list[int]]:
     """Return the units of ZeRO-3, as indices into ``members``, in the order of backward.
 
     ZeRO-3 gathers a unit at once: a layer, or a parameter outside the layers (see optim.zero3_layers.ShardedWeights).
 
     Args:
-        members: the parameters in the order of the model.
+        members: the parameters in the order of the model, or those that are trained.
+        layers: the number of layers.
     """
-    last = max(member.layer for member in members)
-    keys = [(m.layer, m.is_spread) if 0 <= m.layer < last else (m.layer, index) for index, m in enumerate(members)]
+    keys = [(m.layer, m.is_spread) if 0 <= m.layer < layers else (m.layer, index) for index, m in enumerate(members)]
     return [[i for i, other in enumerate(keys) if other == key] for key in sorted(set(keys), reverse=True)]
 
 

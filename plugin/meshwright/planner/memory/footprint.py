@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from meshwright.plan.context_methods import local_tokens
 from meshwright.plan.flat_offsets import IN_FLIGHT, flat_offsets, sharded_length
-from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora
+from meshwright.planner.job.adapters import ADAPTER_BYTES, Lora, trained_bytes
 from meshwright.planner.job.candidate import Candidate, Logits, count_recomputed
 from meshwright.planner.job.optimizers import OptimizerKind
 from meshwright.planner.job.shapes import LayerShape, ModelShape
@@ -81,7 +81,7 @@ def footprint(
         plain_attention=plain_attention,
     )  # fmt: skip
     is_sharded = plan.zero_stage > 0 and plan.data_ranks > 1
-    trained = b if lora is None else ADAPTER_BYTES
+    trained = trained_bytes(lora, b)
     state = 4 if is_sharded else trained
     own = counted.own if is_sharded else elements
     is_gathered = is_sharded and plan.zero_stage == 3
@@ -372,7 +372,7 @@ def _gradients(shape: ModelShape, layout: Candidate, lora: Lora | None, b: int, 
     found: list[tuple[Parameter, float, float]] = []
     is_gathered = plan.zero_stage == 3 and plan.data_ranks > 1
     in_flight = 1 if is_gathered else IN_FLIGHT
-    groups = units(members) if is_gathered else buckets(members, b)
+    groups = units(members, shape.layers) if is_gathered else buckets(members, b)
     groups = [bucket for bucket in groups if _ranks(members[bucket[0]], plan) > 1 or members[bucket[0]].is_grad_partial]
     ranks = [_ranks(members[bucket[0]], plan) for bucket in groups]
     bucket_of = {index: number for number, bucket in enumerate(groups) for index in bucket}

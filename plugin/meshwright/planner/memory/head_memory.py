@@ -59,11 +59,14 @@ def head_peak(
         # A rank's own logits are freed before the loss reads the gathered ones.
         peak = b * read + max(b * own, in_loss) if read > own else b * own + in_loss
         return tokens * shape.hidden * b + peak
-    words = _words(shape, plan, logits)
-    chunk = head_chunk(tokens, shape.hidden, element_bytes=b, cpu=cpu, frozen=frozen)
+    words, traits = _words(shape, plan, logits), shape.traits
+    chunk = head_chunk(tokens, shape.hidden, element_bytes=logit_bytes(shape, b), cpu=cpu, frozen=frozen)
     scores, weight = b * chunk * words, 0 if frozen else words * shape.hidden * b
-    # The loss overwrites logits, on CPU a copy in 32 bits; a cap keeps its result.
-    in_loss = scores * (1 + shape.traits.caps_logits) + (4 * chunk * words if b < 4 and cpu else 0)
+    if traits.casts_logits and b < 4:  # the loss overwrites the cast ones, whose gradient is cast back
+        in_loss = scores + 4 * chunk * words * (1 + traits.caps_logits) + scores
+        scores *= 2  # the logits and their gradient
+    else:  # the loss overwrites logits, on CPU a copy in 32 bits; a cap keeps its result
+        in_loss = scores * (1 + traits.caps_logits) + (4 * chunk * words if b < 4 and cpu else 0)
     if chunk == tokens or frozen:
         peak = max(in_loss, scores + weight)
     else:
@@ -84,6 +87,11 @@ def after_head(shape: ModelShape, plan: Candidate, tokens: int, b: int, logits: 
     in_loss = 8 * read if _is_whole(plan, logits) else b * read * (b < 4)
     in_head = b * (tokens * words + words * shape.hidden + tokens * shape.hidden)
     return max(in_loss, in_head - 4 * read)  # the softmax is free when the head begins
+
+
+def logit_bytes(shape: ModelShape, b: int) -> int:
+    """Return the most bytes that one of a model's logits has between the head and the loss."""
+    return max(b, 4 * shape.traits.casts_logits)
 
 
 def _words(shape: ModelShape, plan: Candidate, logits: Logits) -> int:
