@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -66,7 +67,7 @@ class KnownValues(TorchDispatchMode):
             made = func(*args, **kwargs)
             is_random = torch.Tag.nondeterministic_seeded in func.tags
             if isinstance(made, Tensor) and made.numel() <= _LARGEST and not is_random:
-                self._values[made] = self._real(func, args, kwargs)
+                self._know(made, self._real(func, args, kwargs))
             return made
         real = self._real(func, args, kwargs)
         if not any(returned.alias_info for returned in func._schema.returns):
@@ -74,7 +75,7 @@ class KnownValues(TorchDispatchMode):
         made = func(*args, **kwargs)  # a view, or what an operation in place returns
         for x, value in zip(tree_leaves(made), tree_leaves(real), strict=True):
             if isinstance(x, Tensor):
-                self._values[x] = value
+                self._know(x, value)
         return made
 
     def _of_unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -106,8 +107,18 @@ class KnownValues(TorchDispatchMode):
 
     def _fake(self, real: Tensor) -> Tensor:
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
-        self._values[fake] = real
+        self._know(fake, real)
         return fake
+
+    def _know(self, fake: Tensor, real: Tensor) -> None:
+        self._values[fake] = real
+        # FakeTensor's own runs two operations per element.
+        fake.tolist = functools.partial(_list_of, real)  # type: ignore[method-assign]
+
+
+def _list_of(real: Tensor) -> Any:
+    with _disable_current_modes():
+        return real.tolist()
 
 
 class _Lists(TorchFunctionMode):
