@@ -45,6 +45,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 IN_PARALLEL = -q -n $(WORKERS) --dist worksteal
 PYTEST = $(BIN)/python -m pytest $(IN_PARALLEL)
+OLD_HF_PYTEST = $(OLD_HF_BIN)/python -m pytest $(IN_PARALLEL) $(OLD_HF_TESTS) -m 'not crossing and not nightly'
 
 .PHONY: help setup browser slurm clusters demo test-quick test test-all test-nightly test-old-hf test-oldest test-newest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-owners bench-referee bench-host gpu families programs verify clean
 .DEFAULT_GOAL := help
@@ -101,9 +102,10 @@ test-quick: $(TESTABLE)
 test: $(TESTABLE)
 	$(PYTEST) -m 'not crossing and not nightly'
 
-test-all: test
+# The old versions are installed first: what is not to be had is said at once.
+test-all: $(OLD_HF_INSTALLED) test
 	$(PYTEST) -m crossing
-	$(MAKE) test-old-hf
+	$(OLD_HF_PYTEST)
 
 test-nightly: $(TESTABLE)
 	$(PYTEST) -m nightly
@@ -119,7 +121,7 @@ test-oldest: $(OLDEST_INSTALLED)
 	$(OLDEST_BIN)/python -m pytest -q $(OLDEST_TESTS) -k 'not test_parity or llama or qwen3'
 
 test-old-hf: $(OLD_HF_INSTALLED)
-	$(OLD_HF_BIN)/python -m pytest $(IN_PARALLEL) $(OLD_HF_TESTS) -m 'not crossing and not nightly'
+	$(OLD_HF_PYTEST)
 
 test-newest: $(NEWEST_INSTALLED)
 	$(NEWEST_BIN)/python -m pytest $(IN_PARALLEL) -m 'not crossing and not nightly'
