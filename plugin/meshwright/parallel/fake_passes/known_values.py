@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -42,7 +41,7 @@ class KnownValues(TorchDispatchMode):
         super().__init__()
         self.batch: dict[str, Any] = dict(batch)
         self._values = WeakIdKeyDictionary()
-        self._lists = _Lists()
+        self._lists = _Lists(self._values)
 
     def __enter__(self) -> Self:
         self.batch = {name: self._fake(x) if isinstance(x, Tensor) else x for name, x in self.batch.items()}
@@ -67,7 +66,7 @@ class KnownValues(TorchDispatchMode):
             made = func(*args, **kwargs)
             is_random = torch.Tag.nondeterministic_seeded in func.tags
             if isinstance(made, Tensor) and made.numel() <= _LARGEST and not is_random:
-                self._know(made, self._real(func, args, kwargs))
+                self._values[made] = self._real(func, args, kwargs)
             return made
         real = self._real(func, args, kwargs)
         if not any(returned.alias_info for returned in func._schema.returns):
@@ -75,7 +74,7 @@ class KnownValues(TorchDispatchMode):
         made = func(*args, **kwargs)  # a view, or what an operation in place returns
         for x, value in zip(tree_leaves(made), tree_leaves(real), strict=True):
             if isinstance(x, Tensor):
-                self._know(x, value)
+                self._values[x] = value
         return made
 
     def _of_unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -107,22 +106,38 @@ class KnownValues(TorchDispatchMode):
 
     def _fake(self, real: Tensor) -> Tensor:
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
-        self._know(fake, real)
-        return fake
-
-    def _know(self, fake: Tensor, real: Tensor) -> None:
         self._values[fake] = real
-        # FakeTensor's own runs two operations per element.
-        fake.tolist = functools.partial(_list_of, real)  # type: ignore[method-assign]
-
-
-def _list_of(real: Tensor) -> Any:
-    with _disable_current_modes():
-        return real.tolist()
+        return fake
 
 
 class _Lists(TorchFunctionMode):
-    """Lets torch.tensor read a list of tensors, whose memory it would read."""
+    """Lets torch.tensor read a list of tensors, whose memory it would read, and gives known values as a list at once.
+
+    FakeTensor's own ``tolist`` runs several operations for each element.
+    """
+
+    def __init__(self, values: WeakIdKeyDictionary):
+        super().__init__()
+        self._values, self._tolist = values, FakeTensor.tolist
+
+    def __enter__(self) -> Self:
+        values, own = self._values, FakeTensor.tolist
+
+        def tolist(x: FakeTensor) -> Any:
+            if x not in values:
+                return own(x)
+            with _disable_current_modes():
+                return values[x].tolist()
+
+        self._tolist, FakeTensor.tolist = own, tolist  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        FakeTensor.tolist = self._tolist  # type: ignore[method-assign]
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
