@@ -129,7 +129,7 @@ class _Lists(TorchFunctionMode):
             with _disable_current_modes():
                 return values[x].tolist()
 
-        self._tolist, FakeTensor.tolist = own, tolist  # type: ignore[method-assign]
+        self._tolist, FakeTensor.tolist = own, tolist  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 
