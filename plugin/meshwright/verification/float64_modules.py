@@ -27,6 +27,10 @@ def _keep_float64(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return keep
 
 
+def _as_written(function: Any, *_: object, **__: object) -> Any:
+    return function
+
+
 class _ExpertsConfig(Protocol):
     _experts_implementation: str
 
@@ -46,7 +50,7 @@ class Float64:
             # Integers become float64, since transformers before 5.18 multiplies cast positions by a float64 matrix.
             return to_float(x) if x.is_floating_point() else x.double()
 
-        self._patches = [
+        self._patches: list[mock._patch[Any]] = [
             mock.patch.object(Tensor, "float", to_float_or_double),
             mock.patch.object(Tensor, "to", _keep_float64(Tensor.to)),
             mock.patch.object(Tensor, "type", _keep_float64(Tensor.type)),
@@ -55,7 +59,7 @@ class Float64:
             mock.patch.object(torch.nn.functional, "softmax", _keep_float64(torch.nn.functional.softmax)),
             mock.patch.object(torch.nn.functional, "log_softmax", _keep_float64(torch.nn.functional.log_softmax)),
             # What a family's file compiles as it is imported runs as written: TorchScript knows none of the above.
-            mock.patch.object(torch.jit, "script", lambda function, *_, **__: function),
+            mock.patch.object(torch.jit, "script", _as_written),
         ]
         for patch in self._patches:
             patch.start()
