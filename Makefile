@@ -250,7 +250,7 @@ $(OLDEST_INSTALLED):
 
 # A path file adds what is installed in .venv, behind the old versions. pip takes it for installed and gets these alone.
 $(OLD_HF_INSTALLED): $(TESTABLE)
-	$(PYTHON) -m venv --clear .venv-old-hf
+	$(BIN)/python -m venv --clear .venv-old-hf  # of the same Python
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(OLD_HF_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
 	$(OLD_HF_BIN)/python -m pip install --quiet $(OLD_HF) \
