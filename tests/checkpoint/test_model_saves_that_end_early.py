@@ -146,7 +146,7 @@ def optimizer_fails(folder: Path, kind: str, every: int) -> tuple[int, list[str]
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("every", [nightly(STRIDE), 9], ids=["many steps", "some steps"])
+@pytest.mark.parametrize("every", [nightly(STRIDE), 4], ids=["many steps", "some steps"])
 @pytest.mark.parametrize("kind", ["kill", crossing("full")])  # a full disk is the model's case, by the same code
 def test_an_optimizer_is_the_old_or_the_new(kind: str, every: int, pool2: Any, tmp_path: Path) -> None:
     results = pool2.run(optimizer_fails, tmp_path / "optimizer", kind, every, timeout=900)
