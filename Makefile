@@ -22,6 +22,15 @@ OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/
 	$(wildcard tests/integrations/test_hf_[bd]*.py tests/integrations/test_trainer*.py) \
 	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py \
 	tests/mesh/test_host_wire.py tests/gpu_command/test_gpu_command.py
+# Of these transformers and accelerate alone, in an environment that takes all else, torch too, from .venv: half a
+# minute, where torch takes minutes and 5 GB. The tests where they matter most, of which the slowest are left out.
+OLD_HF ?= $(filter-out torch%,$(OLDEST))
+OLD_HF_BIN := .venv-old-hf/bin
+OLD_HF_KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH) $(OLD_HF)'; } | cksum | cut -d ' ' -f 1)
+OLD_HF_INSTALLED := .venv-old-hf/.installed-$(OLD_HF_KEY)
+OLD_HF_TESTS := $(wildcard tests/integrations/test_trainer*.py tests/integrations/test_accelerate*.py) \
+	$(wildcard tests/integrations/test_hf_[bd]*.py) tests/data/test_loader.py tests/checkpoint/test_save_pretrained.py \
+	tests/roles/test_families.py tests/distribute/test_parity.py
 
 # Newer versions than constraints.txt pins, in an environment of their own; all but the crossings run.
 NEWEST ?= torch==2.14.1 transformers==5.24.0
@@ -36,8 +45,9 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 IN_PARALLEL = -q -n $(WORKERS) --dist worksteal
 PYTEST = $(BIN)/python -m pytest $(IN_PARALLEL)
+OLD_HF_PYTEST = $(OLD_HF_BIN)/python -m pytest $(IN_PARALLEL) $(OLD_HF_TESTS) -m 'not crossing and not nightly'
 
-.PHONY: help setup browser slurm clusters demo test-quick test test-all test-nightly test-oldest test-newest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-owners bench-referee bench-host gpu families programs verify clean
+.PHONY: help setup browser slurm clusters demo test-quick test test-all test-nightly test-old-hf test-oldest test-newest coverage wheel kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-experts bench-owners bench-referee bench-host gpu families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -46,6 +56,7 @@ help:
 	@echo 'make test          every property once at full strength; 15 to 20 minutes on 2 cores; WORKERS=0 for one at a time'
 	@echo 'make test-all      also the crossings of families, plans, schedules and kills; 40 to 50 minutes on 2 cores'
 	@echo 'make test-nightly  the rest of these crossings, whose values test-all runs twice each; half an hour'
+	@echo 'make test-old-hf   the Trainer, accelerate, data and models with the oldest transformers; part of test-all'
 	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
 	@echo 'make test-newest   make test with newer versions than those of make setup, in .venv-newest (6 GB)'
 	@echo 'make coverage      the lines and branches that test-quick runs, in all of its processes'
@@ -91,8 +102,10 @@ test-quick: $(TESTABLE)
 test: $(TESTABLE)
 	$(PYTEST) -m 'not crossing and not nightly'
 
-test-all: test
+# The old versions are installed first: what is not to be had is said at once.
+test-all: $(OLD_HF_INSTALLED) test
 	$(PYTEST) -m crossing
+	$(OLD_HF_PYTEST)
 
 test-nightly: $(TESTABLE)
 	$(PYTEST) -m nightly
@@ -106,6 +119,9 @@ resumes: $(TESTABLE)
 
 test-oldest: $(OLDEST_INSTALLED)
 	$(OLDEST_BIN)/python -m pytest -q $(OLDEST_TESTS) -k 'not test_parity or llama or qwen3'
+
+test-old-hf: $(OLD_HF_INSTALLED)
+	$(OLD_HF_PYTEST)
 
 test-newest: $(NEWEST_INSTALLED)
 	$(NEWEST_BIN)/python -m pytest $(IN_PARALLEL) -m 'not crossing and not nightly'
@@ -198,7 +214,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .venv-wheel runs build dist site .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-old-hf .venv-oldest .venv-newest .venv-wheel runs build dist site .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf *.egg-info
 
@@ -230,6 +246,16 @@ $(OLDEST_INSTALLED):
 	$(OLDEST_BIN)/python -m pip install --constraint .venv-oldest/constraints.txt $(OLDEST) \
 		--editable '.[hf]' hypothesis peft pytest pytest-timeout
 	rm -f .venv-oldest/.installed-*
+	touch $@
+
+# A path file adds what is installed in .venv, behind the old versions. pip takes it for installed and gets these alone.
+$(OLD_HF_INSTALLED): $(TESTABLE)
+	$(BIN)/python -m venv --clear .venv-old-hf  # of the same Python
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(OLD_HF_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	$(OLD_HF_BIN)/python -m pip install --quiet $(OLD_HF) \
+		|| { echo '$(OLD_HF) could not be installed from the package index (the lines above say why). The tests with' \
+			'the oldest versions need it once. To run the others without it: make test, and pytest -m crossing' >&2; exit 1; }
 	touch $@
 
 $(NEWEST_INSTALLED):

@@ -114,7 +114,8 @@ def check(pool: Any, plan: str, how: str, *, tolerance: float = TOLERANCE, **opt
 
 @pytest.mark.parametrize("how", ["layers", crossing("model"), nightly("each layer")])
 def test_one_graph_between_two_collectives(how: str, pool2: Any) -> None:
-    graphs = check(pool2, "tp2+sp", how, layers=LAYERS)
+    # Layers are also differentiated as traced graphs, of one length, in test_to_static.py.
+    graphs = check(pool2, "tp2+sp", how, layers=LAYERS, backend="eager" if how == "layers" else "aot_eager")
     # Each layer has four collectives (gather and reduce of two blocks), and regions of four kinds between them. All
     # layers share a region's graph, which is compiled for the first length, for any length, and without gradients.
     kinds = {

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import runpy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments, Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 import meshwright as mw
 from meshwright.mesh.axes import Axis, Mesh
 from meshwright.optim.runtime import Runtime
-from meshwright_hf.trainer import MeshwrightTrainer
+from meshwright_hf.trainer import MeshwrightTrainer, items
 from meshwright_hf.trainer.checks import check_arguments, check_model, check_run, config_of
 from meshwright_hf.trainer.items import ItemsUse
 from meshwright_hf.trainer.state import place_in_epoch
@@ -165,14 +164,9 @@ def test_a_count_of_items_is_read_by_what_depends_on_its_value() -> None:
     assert torch.ones(1) / count == 1 / 8 and use.is_read
 
 
-def test_a_replaced_compute_loss_does_not_hide_the_version() -> None:
+def test_a_replaced_compute_loss_does_not_hide_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """With transformers from 5.19 on, the count of items would be divided twice by the ranks with the same rows."""
-    program = """
-from transformers import Trainer
-own = Trainer.compute_loss
-Trainer.compute_loss = lambda self, *args, **kwargs: own(self, *args, **kwargs)
-from meshwright_hf.trainer.items import ASKS_FOR_COPIES
-assert ASKS_FOR_COPIES == ("get_tp_size" in own.__code__.co_names)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    own = Trainer.compute_loss
+    monkeypatch.setattr(Trainer, "compute_loss", lambda self, *args, **kwargs: own(self, *args, **kwargs))
+    imported_later = runpy.run_path(items.__file__)
+    assert imported_later["ASKS_FOR_COPIES"] == ("get_tp_size" in own.__code__.co_names)

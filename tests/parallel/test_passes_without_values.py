@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -10,7 +11,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.logging_tensor import LoggingTensorMode, capture_logs
 from torch.utils._pytree import TreeSpec
 
 from conformance.families.models import build
@@ -18,6 +20,7 @@ from meshwright.context.record import record_context
 from meshwright.errors import PlanError
 from meshwright.parallel.fake_passes import fake_pass
 from meshwright.parallel.fake_passes.fake_pass import run_without_values
+from meshwright.parallel.fake_passes.known_values import KnownValues
 from meshwright.parallel.fake_passes.meta_mode import MetaMode
 from meshwright.parallel.losses.observed import observe_loss
 from meshwright.parallel.tensor_parallel.structure import outline
@@ -119,3 +122,18 @@ def test_autocast_casts() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         run_without_values(model, rows=2, length=3, instead="none")
     assert model.seen == ["cpu", torch.bfloat16]
+
+
+def test_known_values_are_a_list_without_an_operation() -> None:
+    """A model that sees images lists the tokens of each row, where an operation for each of them took seconds."""
+    own = FakeTensor.tolist
+    batch = {"ids": torch.tensor([[1, 0, 2], [3, 4, 5]])}
+    with FakeTensorMode(allow_non_fake_inputs=True), KnownValues(batch) as known:
+        ids = known.batch["ids"]
+        ids[0] += 1
+        copied, unknown = copy.deepcopy(ids), torch.randn(2)
+        with LoggingTensorMode(), capture_logs() as operations:
+            assert ids.tolist() == copied.tolist() == [[2, 1, 3], [3, 4, 5]]
+        assert not operations
+        assert unknown.tolist() == [0.0, 0.0]
+    assert FakeTensor.tolist is own

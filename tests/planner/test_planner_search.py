@@ -96,8 +96,9 @@ def test_every_pruned_axis_has_a_reason() -> None:
     [
         (EIGHT, 1, "rtx-4090", "--gpus"),
         (EIGHT, 1, "a100-80", "--gpus"),
+        (changed(EIGHT, layers=64), 8, "rtx-4090", "--gpus 16"),  # whole nodes
         crossing(HUGE, 64, "h100-sxm", "--gpus"),
-        (HUGE, 16, "h100-sxm", "--gpus"),
+        crossing(HUGE, 16, "h100-sxm", "--gpus"),
     ],
 )
 def test_no_fit_names_the_smallest_change(shape: ModelShape, gpus: int, gpu: str, said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import os
 import pickle
@@ -29,7 +30,12 @@ class Code:
 
 
 PICKLE = pickle.dumps(Code())
-PACKED = base64.b85encode(zlib.compress(bytes(2**28), level=9)).decode()  # 256 MiB of zeros
+
+
+@functools.cache
+def packed() -> str:
+    """Return 256 MiB of zeros, compressed and written as text."""
+    return base64.b85encode(zlib.compress(bytes(2**28), level=9)).decode()
 
 
 def manifest_of(change: Callable[[Any], Any]) -> Change:
@@ -247,7 +253,7 @@ CHECKPOINTS: dict[str, Change] = {
     "random: a position of 700": numpy_position(700),
     "random: a negative position": numpy_position(-1),
     "random: a text as normal number": of_index(lambda i: i["random"]["python"].__setitem__(2, "x")),
-    "random: gigabytes when unpacked": of_index(lambda i: i["random"].update(torch=f"{PACKED} {PACKED}")),
+    "random: gigabytes when unpacked": of_index(lambda i: i["random"].update(torch=f"{packed()} {packed()}")),
     "random: numbers for python": of_index(lambda i: i["random"].update(python=[1, 2])),
     "tensors: a pickle": replaced(TENSORS, zipped_pickle),
     "tensors: a link to a copy": elsewhere(TENSORS),

@@ -27,6 +27,10 @@ def _keep_float64(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return keep
 
 
+def _as_written(function: Any, *_: object, **__: object) -> Any:
+    return function
+
+
 class Float64:
     """A context in which a cast of a float64 tensor to float32 returns float64.
 
@@ -42,7 +46,7 @@ class Float64:
             # Integers become float64, since transformers before 5.18 multiplies cast positions by a float64 matrix.
             return to_float(x) if x.is_floating_point() else x.double()
 
-        self._patches = [
+        self._patches: list[mock._patch[Any]] = [
             mock.patch.object(Tensor, "float", to_float_or_double),
             mock.patch.object(Tensor, "to", _keep_float64(Tensor.to)),
             mock.patch.object(Tensor, "type", _keep_float64(Tensor.type)),
@@ -50,6 +54,8 @@ class Float64:
             mock.patch.object(torch, "sum", _keep_float64(torch.sum)),
             mock.patch.object(torch.nn.functional, "softmax", _keep_float64(torch.nn.functional.softmax)),
             mock.patch.object(torch.nn.functional, "log_softmax", _keep_float64(torch.nn.functional.log_softmax)),
+            # What a family's file compiles as it is imported runs as written: TorchScript knows none of the above.
+            mock.patch.object(torch.jit, "script", _as_written),
         ]
         for patch in self._patches:
             patch.start()

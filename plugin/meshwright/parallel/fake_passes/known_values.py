@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -41,7 +41,7 @@ class KnownValues(TorchDispatchMode):
         super().__init__()
         self.batch: dict[str, Any] = dict(batch)
         self._values = WeakIdKeyDictionary()
-        self._lists = _Lists()
+        self._lists = _Lists(self._values)
 
     def __enter__(self) -> Self:
         self.batch = {name: self._fake(x) if isinstance(x, Tensor) else x for name, x in self.batch.items()}
@@ -111,7 +111,33 @@ class KnownValues(TorchDispatchMode):
 
 
 class _Lists(TorchFunctionMode):
-    """Lets torch.tensor read a list of tensors, whose memory it would read."""
+    """Lets torch.tensor read a list of tensors, whose memory it would read, and gives known values as a list at once.
+
+    FakeTensor's own ``tolist`` runs several operations for each element.
+    """
+
+    def __init__(self, values: WeakIdKeyDictionary):
+        super().__init__()
+        self._values, self._tolist = values, FakeTensor.tolist
+
+    def __enter__(self) -> Self:
+        values, own = self._values, FakeTensor.tolist
+
+        def tolist(x: FakeTensor) -> Any:
+            if x not in values:
+                return own(x)
+            with _disable_current_modes():
+                return values[x].tolist()
+
+        self._tolist, FakeTensor.tolist = own, tolist  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        FakeTensor.tolist = self._tolist  # type: ignore[method-assign]
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
