@@ -213,7 +213,7 @@ def test_the_state_is_that_of_the_optimizer(make: Any, tensors: int, monkeypatch
 
 def test_a_profile_of_other_processes_leaves_the_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "machine.json"
-    measured = device("cpu")
+    measured = dataclasses.replace(device("cpu"), shares_host=True)
     HardwareProfile(name="AMD EPYC, 1 node(s) x 2", device=measured, dtype="float32", processes=2, rows=9).save(path)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

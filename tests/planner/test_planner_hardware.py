@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,8 @@ def test_bad_profiles_are_named(tmp_path: Path, content: str | None, said: str) 
 
 
 def measured(path: Path, **fields: Any) -> Path:
-    known = {"name": "mine", "device": device("cpu"), "dtype": "float32", "processes": 2}
-    HardwareProfile(**{**known, **fields}).save(path)
+    cpu = dataclasses.replace(device("cpu"), shares_host=True)
+    HardwareProfile(**{"name": "mine", "device": cpu, "dtype": "float32", "processes": 2, **fields}).save(path)
     return path
 
 

@@ -32,10 +32,6 @@ class ClusterJob:
     model: str
 
     @property
-    def is_cpu(self) -> bool:
-        return self.cluster.device.shares_host
-
-    @property
     def head(self) -> str:
         """One line that says what the file starts."""
         of = self.cluster
@@ -57,7 +53,7 @@ class ClusterJob:
         if self.mixed_precision != "no":
             options["mixed_precision"] = self.mixed_precision
         words = [f"--{name} {value}" for name, value in options.items()]
-        return " \\\n        ".join(["meshwright launch", *(["--cpu"] if self.is_cpu else []), *words])
+        return " \\\n        ".join(["meshwright launch", *(["--cpu"] if self.cluster.device.is_cpu else []), *words])
 
     def exports(self) -> str:
         """Return the environment as lines of a shell."""

@@ -97,5 +97,5 @@ def text(job: ClusterJob) -> str:
         grace=GRACE,
         launch=launch.replace("\n", "\n" + " " * 16),
         environment="\n".join(environment),
-        resources="" if job.is_cpu else _RESOURCES.format(name=resource, count=job.cluster.per_node),
+        resources="" if job.cluster.device.is_cpu else _RESOURCES.format(name=resource, count=job.cluster.per_node),
     )

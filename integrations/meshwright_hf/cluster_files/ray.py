@@ -60,7 +60,7 @@ if __name__ == "__main__":
 def text(job: ClusterJob) -> str:
     """Return the script that runs on a node of the Ray cluster."""
     environment = dict(job.environment)
-    if job.is_cpu:
+    if job.cluster.device.is_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
     if job.mixed_precision != "no":
         environment["ACCELERATE_MIXED_PRECISION"] = job.mixed_precision
@@ -70,8 +70,8 @@ def text(job: ClusterJob) -> str:
         page=PAGE,
         environment="{\n" + listed + "}",
         preempted=PREEMPTED,
-        backend="gloo" if job.is_cpu else "nccl",
+        backend="gloo" if job.cluster.device.is_cpu else "nccl",
         workers=job.cluster.nodes * job.cluster.per_node,
-        use_gpu=not job.is_cpu,
+        use_gpu=not job.cluster.device.is_cpu,
         outside=OUTSIDE,
     )

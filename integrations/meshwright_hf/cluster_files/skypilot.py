@@ -49,7 +49,7 @@ def text(job: ClusterJob) -> str:
         head=job.head,
         page=PAGE,
         nodes=job.cluster.nodes,
-        accelerators="" if job.is_cpu else f"  accelerators: {accelerator}:{job.cluster.per_node}\n",
+        accelerators="" if job.cluster.device.is_cpu else f"  accelerators: {accelerator}:{job.cluster.per_node}\n",
         outside=OUTSIDE,
         preempted=PREEMPTED,
         environment="\n".join(f"  {name}: {json.dumps(value)}" for name, value in job.environment.items()),

@@ -65,7 +65,7 @@ def text(job: ClusterJob) -> str:
         head=job.head,
         page=PAGE,
         nodes=job.cluster.nodes,
-        gpus="" if job.is_cpu else f"#SBATCH --gpus-per-node={job.cluster.per_node}\n",
+        gpus="" if job.cluster.device.is_cpu else f"#SBATCH --gpus-per-node={job.cluster.per_node}\n",
         grace=GRACE,
         preempted=PREEMPTED,
         outside=OUTSIDE,

@@ -21,7 +21,7 @@ def accelerate_config(plan: Candidate, cluster: Cluster, *, saved: Path | None, 
         saved: the plan file beside it, if one was written.
         mixed_precision: accelerate's name of the planned precision: no, bf16 or fp8.
     """
-    cpu = cluster.device.shares_host
+    cpu = cluster.device.is_cpu
     value = str(saved) if saved else f"'{plan_line(plan.runnable_fields())}'"
     variables = f"{PLAN_VARIABLE}={value} " + ("ACCELERATE_USE_CPU=true " if cpu else "")
     address = " --machine_rank RANK --main_process_ip ADDRESS_OF_MACHINE_0" if cluster.nodes > 1 else ""

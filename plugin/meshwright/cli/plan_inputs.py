@@ -291,7 +291,7 @@ class PlanQuestion:
         """Return the job, in 32 bits if the profile measured float32 or the cluster has CPUs only."""
         from meshwright.planner.job.candidate import Job
 
-        on_cpu = cluster.device.shares_host
+        on_cpu = cluster.device.is_cpu
         job = Job(
             seq_len=settings.seq_len[0],
             global_batch=settings.global_batch[0],

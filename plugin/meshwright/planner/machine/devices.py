@@ -43,6 +43,11 @@ class Device:
     shares_host: bool = False
     source: str = ""
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the device is a CPU: the host's own, or the catalogue's guess of one."""
+        return self.shares_host or self.name == "cpu"
+
     def __post_init__(self) -> None:
         for name in ("memory", "flops", "bandwidth", "fast_link", "slow_link", "fast_domain"):
             if not getattr(self, name) > 0:
@@ -171,7 +176,7 @@ CATALOGUE: Mapping[str, Device] = {
         ),
         Device(
             name="cpu", memory=16 * _GIB, flops=0.1 * _T, bandwidth=20 * _GB, fast_link=2 * _GB, slow_link=1 * _GB,
-            fast_domain=1024, shares_host=True, source="a guess for one process of a generic CPU; measure yours",
+            fast_domain=1024, source="a guess for one process of a generic CPU; measure yours",
         ),
     )
 }  # fmt: skip
