@@ -84,6 +84,14 @@ def test_a_precision_that_trains_after_a_call_says_the_call(config: Path, tmp_pa
     assert traced.exit_code == 2 and "this version cannot trace in fp8 yet" in traced.output
 
 
+def test_a_comparison_of_devices_warns_of_each_whose_published_runs_leave_the_band(config: Path) -> None:
+    shown = run(config, "--gpu h100,b200,mi300x --gpus 8", "sweep")
+    assert shown.exit_code == 0 and "published runs on h100" not in shown.output
+    assert all(shown.output.count(f"published runs on {name} that were compared") == 1 for name in ("b200", "mi300x"))
+    found = json.loads(run(config, "--gpu b200 --gpus 8 --json").output)
+    assert [warning.split(" that")[0] for warning in found["warnings"]] == ["the 9 published runs on b200"]
+
+
 def test_widths_that_float8_does_not_take_after_tp_have_no_plan(tmp_path: Path) -> None:
     path = tmp_path / "narrow.json"
     path.write_text(json.dumps({**CONFIG, "intermediate_size": 2080}))  # 16 x 130

@@ -224,7 +224,6 @@ def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], 
 
 def answer_sweep(question: PlanQuestion, outputs: TableOutputs, name: str) -> None:
     """Print a table with the best plan for each value of a setting."""
-    from meshwright.planner.answers.notes import batch_warning
     from meshwright.planner.answers.sweep import row_of, sweep_dict
 
     outputs.refuse_files(f"--{name.replace('_', '-')} with several values prints a table; leave one of them out")
@@ -241,10 +240,17 @@ def answer_sweep(question: PlanQuestion, outputs: TableOutputs, name: str) -> No
         typer.echo(json_format.dumps(sweep_dict(name, rows), indent=2))
         return
     typer.echo(_table(question, name, rows))
-    for row in rows:
-        if row.found is not None and (warning := batch_warning(row.found.job)):
-            typer.echo(f"\nWarning: {warning}.")
-            break
+    _warn(rows)
+
+
+def _warn(rows: Sequence[SweepRow]) -> None:
+    """Print the first warning about a batch, and that about each device."""
+    from meshwright.planner.answers.notes import band_warning, batch_warning
+
+    found = [row.found for row in rows if row.found is not None]
+    batch = next(filter(None, (batch_warning(each.job) for each in found)), None)
+    for warning in filter(None, (batch, *dict.fromkeys(map(band_warning, found)))):
+        typer.echo(f"\nWarning: {warning}.")
 
 
 def answer_days(question: PlanQuestion, outputs: TableOutputs, days: float) -> None:
@@ -278,6 +284,7 @@ def answer_days(question: PlanQuestion, outputs: TableOutputs, days: float) -> N
         f"\nSmallest cluster for {days:g} days: {rows[-1].value:,} x {space.cluster.device.name}, {last.days:.1f} days."
         " Sizes without a legal plan are left out."
     )
+    _warn(rows)
 
 
 def _table(question: PlanQuestion, swept: str, rows: Sequence[SweepRow]) -> str:
