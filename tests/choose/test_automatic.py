@@ -271,8 +271,8 @@ def test_input_spec_stands_for_the_loader(tight: bool, caplog: pytest.LogCapture
     model, _, _ = mw.to_distributed(model, None, None, config=config)
     plan = mw.plan_of(model)
     assert plan.world_size == 1 and (plan.micro_batch_size is not None or plan.recompute == "full") == tight
-    picked = caplog.text.partition("picked ")[2].partition(" for ")[0].split()  # with mb8x1, for one micro-batch too
-    assert set(plan.label.split()) <= set(picked) if tight else not picked
+    said = caplog.text.partition("picked ")[2].partition(" for ")[0].split()  # with mb8x1, for one micro-batch too
+    assert set(plan.label.split()) <= set(said) if tight else not said
     assert "next dp" not in caplog.text
 
 
