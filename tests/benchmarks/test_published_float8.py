@@ -73,7 +73,7 @@ def test_a_device_whose_published_runs_leave_the_band_says_so() -> None:
         if len(values) >= 4 and sum(1 / edge <= value <= edge for value in values) < len(values) / 2
     }
     assert len(ratios) > 8 and found == PUBLISHED_TIMES
-    assert "the 9 published runs on b200 that were compared took 1.6 to 2.9 times as long" in answer("b200")[0]
+    assert "9 published runs on b200 that were compared took 1.6 to 2.9 times as long" in answer("b200")[0]
     assert "published" not in answer("h100")[0]
     measured = HardwareProfile(name="measured", rows=40, band=0.1)
     assert "published" not in answer("b200", measured)[0]

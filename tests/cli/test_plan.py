@@ -89,7 +89,9 @@ def test_a_comparison_of_devices_warns_of_each_whose_published_runs_leave_the_ba
     assert shown.exit_code == 0 and "published runs on h100" not in shown.output
     assert all(shown.output.count(f"published runs on {name} that were compared") == 1 for name in ("b200", "mi300x"))
     found = json.loads(run(config, "--gpu b200 --gpus 8 --json").output)
-    assert [warning.split(" that")[0] for warning in found["warnings"]] == ["the 9 published runs on b200"]
+    assert [warning.split(" that")[0] for warning in found["warnings"]] == ["9 published runs on b200"]
+    rows = json.loads(run(config, "--gpu h100,b200 --gpus 8 --json", "sweep").output)
+    assert [len(row["warnings"]) for row in rows] == [0, 1]
 
 
 def test_widths_that_float8_does_not_take_after_tp_have_no_plan(tmp_path: Path) -> None:

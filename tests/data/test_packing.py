@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import masking_utils
 
@@ -301,6 +303,10 @@ def test_bad_input() -> None:
         PackedDataset([{"input_ids": [1, 0], "attention_mask": [1, 0]}], Packing(8))[0]
 
 
+class Activation(nn.Module):
+    forward = staticmethod(F.gelu)  # a builtin function, which has no signature
+
+
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", "mistral3"])
 def test_documents_of_a_decoder_inside_a_model_are_kept_apart(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward of the first two only passes use_cache on; the config of all has one for the decoder alone."""
@@ -309,6 +315,7 @@ def test_documents_of_a_decoder_inside_a_model_are_kept_apart(family: str, monke
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda x: looks.append(x.shape) or check(x))
     with Float64():
         model = vision_models.build(family).double()
+        model._modules = {"activation": Activation(), **model._modules}
         documents = [torch.randint(5, 20, (1, n), generator=torch.Generator().manual_seed(n)) for n in (6, 5)]
         losses = [model(input_ids=x, labels=x).loss.item() * (x.shape[1] - 1) for x in documents]
         ids = torch.cat(documents, dim=1)

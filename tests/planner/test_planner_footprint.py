@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright as mw
 from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.planner.expected_traffic import step_traffic
+from meshwright.planner.job.adapters import Lora
 from meshwright.planner.job.candidate import Candidate, Job
 from meshwright.planner.job.shapes import describe
 from meshwright.planner.machine.hardware import Cluster, Coefficients, device
@@ -249,10 +251,13 @@ def test_a_plan_of_this_runtime_is_weighed_by_its_own_formulas() -> None:
     assert min(memory.parts.values()) >= 0
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2"])
-def test_recompute_repeats_the_products_that_backward_reads(family: str) -> None:
-    """torch's own count: all of a layer's but the last, unless a norm reads the last one's result."""
+@pytest.mark.parametrize(("family", "lora"), [("llama", None), ("olmo2", None), ("llama", Lora(rank=1))])
+def test_recompute_repeats_the_products_that_backward_reads(family: str, lora: Lora | None) -> None:
+    """torch's own count: all of a layer's but the last, unless a norm or an adapter's gradient reads what follows."""
     model = FAMILIES[family][1](config_of(family)).train()
+    config = model.config
+    if lora is not None:
+        model = get_peft_model(model, LoraConfig(r=lora.rank, target_modules="all-linear"))
     ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 97
     counted = []
     for again in (False, True):
@@ -261,9 +266,17 @@ def test_recompute_repeats_the_products_that_backward_reads(family: str) -> None
         with FlopCounterMode(display=False) as counter:
             model(input_ids=ids, labels=ids).loss.backward()
         counted.append(sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op)))
-    shape, cluster = describe(model.config), Cluster(device=device("h100-sxm"), gpus=1)
+    shape, cluster = describe(config), Cluster(device=device("h100-sxm"), gpus=1)
     free = Coefficients(saturation=1e-12, attention=1e12, elementwise=1e-12, launch=1e-15)  # but for products
-    job = Job(seq_len=LENGTH, global_batch=ROWS, own_runtime=True)
-    layer = LayerModel(shape, cluster, free).layer(Candidate(micro_batch=ROWS, recompute="full"), job)
-    rate = cluster.device.flops * cluster.device.sustained * free.matmul
-    assert shape.layers * layer.recompute * rate == pytest.approx(counted[1] - counted[0], rel=1e-6)
+
+    def estimated(**options: Any) -> float:
+        job = Job(seq_len=LENGTH, global_batch=ROWS, own_runtime=True, **options)
+        layer = LayerModel(shape, cluster, free).layer(Candidate(micro_batch=ROWS, recompute="full"), job)
+        return shape.layers * layer.recompute * cluster.device.flops * cluster.device.sustained * free.matmul
+
+    repeated = counted[1] - counted[0]
+    if lora is None:
+        assert estimated() == pytest.approx(repeated, rel=1e-6)
+    else:  # all products of the base, of which the last is more than a tenth, and the small ones of the adapters
+        assert estimated(whole_recompute=True) <= repeated < 1.1 * estimated(whole_recompute=True)
+        assert estimated(lora=lora) == estimated(lora=lora, whole_recompute=True) > 1.1 * estimated()

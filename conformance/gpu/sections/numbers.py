@@ -98,8 +98,9 @@ class _References:
         """Return the largest error in bfloat16 of orders of summation on one device."""
         if program not in self.largest:
             exact = self.of(program, torch.float64)
-            (self.largest[program],) = self.pools.run(1, largest_error_of_orders, program, exact, self.device)
-            assert self.largest[program] < _NO_ROUNDING, "in bfloat16 another model was trained than in float64"
+            (largest,) = self.pools.run(1, largest_error_of_orders, program, exact, self.device)
+            assert largest < _NO_ROUNDING, "in bfloat16 another model was trained than in float64"
+            self.largest[program] = largest
         return self.largest[program]
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
+import torch
 from accelerate.state import GradientState
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from meshwright.data.common_states import CommonStates
-from meshwright.data.epoch_start import EpochStart
 from meshwright.data.global_batches import Portion
 from meshwright.data.loader import DistributedLoader, made_together, without_labels
 from meshwright.data.nested import map_tensors
@@ -167,35 +165,30 @@ def rest_of_epoch(
     The Trainer passes its loader to accelerate's ``skip_first_batches``. For a loader of an unknown class, this
     function reads and drops the batches. So the returned loader yields placeholders to drop, and then the batches from
     the saved position. The Trainer restores the checkpoint's random states once it has read the first step's batches.
-    So a collate function draws these from the states at this call, as on one device. An iterable dataset is read again
-    from the states with which the epoch began, and read on in those that this leaves.
+    So a collate function draws these from the states at this call, as on one device.
 
     Args:
         loader: the epoch's loader.
         state: the loader's state when the checkpoint was saved; None for a checkpoint of the stock Trainer.
-        draws: torch's random state when the epoch began, for a dataset that is read again and has no states in its own.
+        draws: torch's random state when the epoch began, for a dataset that is read again from there.
         skipped: the number of batches that the Trainer skips.
     """
-    now, rows = CommonStates.now(), batch_size_of(loader)
-    start = None
+    now, rows = torch.get_rng_state(), batch_size_of(loader)
     if state is not None:
-        loader.check_state_dict(state)
-        start = EpochStart.of(state).states
-        loader.load_state_dict({name: value for name, value in state.items() if name != "start"})
+        loader.load_state_dict(state)
     samples = loader.position.samples if state is not None else rows and skipped * rows
     is_there = samples is not None and loader.skip(samples)
     placeholders = skipped if is_there or state is not None else 0
-    start = start or (now if is_there else dataclasses.replace(now, torch=draws))
-    return DataLoader(_Rest(loader, start, placeholders), batch_size=None, collate_fn=_unchanged)
+    return DataLoader(_Rest(loader, now if is_there else draws, placeholders), batch_size=None, collate_fn=_unchanged)
 
 
 class _Rest(IterableDataset[Any]):
-    def __init__(self, loader: DistributedLoader, start: CommonStates, placeholders: int):
-        self._loader, self._start, self._placeholders = loader, start, placeholders
+    def __init__(self, loader: DistributedLoader, draws: Tensor, placeholders: int):
+        self._loader, self._draws, self._placeholders = loader, draws, placeholders
 
     def __iter__(self) -> Iterator[Any]:
         yield from repeat(None, self._placeholders)
-        self._start.restore()
+        torch.set_rng_state(self._draws)
         yield from self._loader
 
 

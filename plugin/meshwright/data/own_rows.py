@@ -7,8 +7,6 @@ from typing import Any
 
 from meshwright.data.global_batches import Share
 from meshwright.data.nested import like, take_rows
-from meshwright.data.peers import Peers
-from meshwright.mesh.axes import Axis
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 
@@ -23,12 +21,6 @@ NOT_CUT = (
     "rows. So each rank draws for its own rows, and the numbers differ from those of one device. Return tensors whose "
     "first dim is the batch's rows, or draw from a generator that is seeded by the sample's index"
 )
-
-
-def has_drawn_on_any(has_drawn: bool, dp: Axis) -> bool:
-    """Return whether a rank of dp has drawn random numbers for its rows; a worker, which has no group, asks nobody."""
-    group = Peers((dp,)) if dp.group is not None else Peers()
-    return any(drawn for (drawn,) in group.gather(int(has_drawn)))
 
 
 def own_rows(batch: object, share: Share, rows: int, format: BatchFormat | None) -> Any:

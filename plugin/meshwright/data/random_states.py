@@ -15,8 +15,6 @@ import torch
 from torch import Generator
 from torch.utils.data import get_worker_info
 
-from meshwright.data.common_states import CommonStates
-
 DEEPEST = 4  # how deep a generator may be inside a collate function, such as the Trainer's around the user's
 LONGEST = 64  # of the lists and dicts that are searched: longer ones hold samples
 _GENERATORS = (Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -31,32 +29,24 @@ class RandomStates:
 
     def __init__(self, *holders: object):
         self._holders = holders
-        found, owners = _generators(self._holders)
-        self._held = [(x, _state_of(x)) for x in found]
-        self._attributes = [(owner, dict(owner)) for owner in owners]
-        self._common = CommonStates.now()
+        self._held = [(x, _state_of(x)) for x in _generators(self._holders)]
+        self._common = _common()
 
     @property
     def are_unchanged(self) -> bool:
         """Whether nothing was drawn since, and no generator was made."""
         return (
-            len(_generators(self._holders)[0]) == len(self._held)
-            and self._common_are_unchanged()
+            len(_generators(self._holders)) == len(self._held)
+            and _is_same(_common(), self._common)
             and all(_is_same(_state_of(x), state) for x, state in self._held)
         )
 
-    def _common_are_unchanged(self) -> bool:
-        now, then = CommonStates.now(), self._common
-        return torch.equal(now.torch, then.torch) and now.python == then.python and _is_same(now.numpy, then.numpy)
-
     def restore(self) -> None:
-        """Set all states to those of the time when this was made; a generator that was made since is made again."""
-        self._common.restore()
-        for owner, before in self._attributes:
-            for name, value in list(owner.items()):
-                if isinstance(value, _GENERATORS) and before.get(name) is not value:
-                    del owner[name]
-                    owner.update({name: before[name]} if name in before else {})
+        """Set all states to those of the time when this was made."""
+        of_torch, of_numpy, of_python = self._common
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
         for x, state in self._held:
             if isinstance(x, Generator):
                 x.set_state(state)
@@ -87,28 +77,30 @@ def seed_all(seed: int, of_numpy: int | list[int]) -> None:
 
 
 class Watched:
-    """A collate function that also returns whether a batch was drawn at random, or one before it in this worker.
+    """A collate function that also returns whether its first batch was drawn at random.
 
     It is a class, so that workers can unpickle it.
 
     Args:
         collate: the user's collate function.
         dataset: the dataset of its samples.
-        looks: whether to look for draws.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: object, *, looks: bool):
-        self._collate, self._dataset, self._looks = collate, dataset, looks
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: object):
+        self._collate, self._dataset = collate, dataset
         self.before: RandomStates | None = None
+        self._is_done = False
 
     def begin(self) -> None:
-        """Record the states before the samples of a batch, or of a worker's first batch, are read."""
-        if self._looks:
+        """Record the states before the samples of the first batch are read."""
+        if self.before is None:
             self.before = RandomStates(self._dataset, self._collate)
 
     def __call__(self, samples: list[Any]) -> tuple[Any, bool]:
         batch = self._collate(samples)
-        return batch, self.before is not None and not self.before.are_unchanged
+        has_drawn = not self._is_done and self.before is not None and not self.before.are_unchanged
+        self._is_done = True
+        return batch, has_drawn
 
 
 class WorkerStart:
@@ -135,6 +127,10 @@ class WorkerStart:
             self._watched.begin()
 
 
+def _common() -> tuple[Any, ...]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
 def _state_of(x: Any) -> Any:
     if isinstance(x, Generator | np.random.RandomState):
         return x.get_state()
@@ -153,10 +149,9 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _generators(holders: Iterable[object]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Return the random generators inside of some objects, down to a depth, and the attributes of all objects there."""
+def _generators(holders: Iterable[object]) -> list[Any]:
+    """Return the random generators inside of some objects, down to a depth."""
     found: dict[int, Any] = {}
-    owners: list[dict[str, Any]] = []
     seen: set[int] = set()
     level = list(holders)
     for _ in range(DEEPEST + 1):
@@ -167,10 +162,8 @@ def _generators(holders: Iterable[object]) -> tuple[list[Any], list[dict[str, An
             elif id(value) not in seen and not isinstance(value, type | ModuleType | str | int | float):
                 seen.add(id(value))
                 parts += _parts(value)
-                if isinstance(own := getattr(value, "__dict__", None), dict):
-                    owners.append(own)
         level = parts
-    return list(found.values()), owners
+    return list(found.values())
 
 
 def _parts(value: object) -> Iterator[object]:

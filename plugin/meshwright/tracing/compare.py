@@ -88,8 +88,13 @@ def adapted(model: nn.Module, lora: Lora) -> nn.Module:
     """Return a model of transformers with PEFT's adapters on all linear layers but the head.
 
     Raises:
-        PlanError: if PEFT is not installed.
+        PlanError: if PEFT is not installed, or the model has towers, whose linear layers would be adapted too.
     """
+    if has_towers(model):
+        raise PlanError(
+            "a step with adapters is traced for models without towers, since the planner's adapters are those of the "
+            "decoder alone; leave out --trace or --lora"
+        )
     try:
         peft = importlib.import_module("peft")
     except ImportError:

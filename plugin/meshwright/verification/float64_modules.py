@@ -27,8 +27,8 @@ def _keep_float64(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return keep
 
 
-def _as_written(function: Any, *_: object, **__: object) -> Any:
-    return function
+def _as_written(obj: Any, *_: object, **__: object) -> Any:
+    return obj
 
 
 class Float64:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from meshwright.data.common_states import FIELDS, CommonStates, Random
+from meshwright.data.shuffling import GENERATOR, decoded, encoded
 from meshwright.errors import CheckpointError
-from meshwright.schema import record, require, that
+from meshwright.schema import equal, integer, maybe, number, record, require, row, that
+
+Random = dict[str, Any]
+
+
+def _are_words(value: object, count: int = 624) -> bool:
+    return isinstance(value, list) and len(value) == count and all(type(n) is int and 0 <= n < 2**32 for n in value)
+
+
+def _are_python_words(value: object) -> bool:
+    return isinstance(value, list) and _are_words(value, 625) and value[-1] <= 624  # the last is the next word's place
 
 
 def _is_cuda_state(value: object) -> bool:
@@ -18,7 +30,17 @@ def _is_cuda_state(value: object) -> bool:
     return bool(value[8] % 4 == 0)  # a seed and an offset, which counts groups of four numbers
 
 
-_STATES = record(FIELDS, {"cuda": that("16 bytes of a generator of CUDA", _is_cuda_state)})
+_NORMAL = number(-100, 100)  # a drawn number of the normal distribution, which is never larger than 40
+
+# NumPy and torch read their words at the place that a state gives, without checking it.
+_STATES = record(
+    {
+        "python": row(equal(3), that("625 words and a place", _are_python_words), maybe(_NORMAL)),
+        "numpy": row(equal("MT19937"), that("624 words", _are_words), integer(0, 624), integer(0, 1), _NORMAL),
+        "torch": GENERATOR,
+    },
+    {"cuda": that("16 bytes of a generator of CUDA", _is_cuda_state)},
+)
 
 
 def random_state(device: torch.device) -> Callable[[], Random]:
@@ -27,11 +49,12 @@ def random_state(device: torch.device) -> Callable[[], Random]:
     Args:
         device: the device of the model; on CUDA its random state is saved too.
     """
-    own = CommonStates.now()
+    own = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
     of_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def encode() -> Random:
-        return own.json if of_cuda is None else {**own.json, "cuda": of_cuda.tolist()}
+        state = _encoded(*own)
+        return state if of_cuda is None else {**state, "cuda": of_cuda.tolist()}
 
     return encode
 
@@ -65,14 +88,28 @@ def check_states_of_others(python: Sequence[Any], numpy: Sequence[Any], cpu: tor
         CheckpointError: if one of them is damaged; it names it and ``where``.
     """
     try:
-        state = CommonStates(cpu, numpy, python).json
+        state = _encoded(python, numpy, cpu)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{where} has a damaged random state: {error}") from error
     require(state, _STATES, f"{where}: its random state")
 
 
+def _encoded(python: Sequence[Any], numpy: Any, cpu: torch.Tensor) -> Random:
+    version, words, gauss = python
+    kind, keys, position, has_gauss, cached = numpy
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": encoded(cpu),
+    }
+
+
 def set_random_state(state: Random, device: torch.device) -> None:
     """Restore random states that :func:`check_random_state` has checked."""
-    CommonStates.from_json(state).restore()
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(decoded(state["torch"]))
     if device.type == "cuda":
         torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8), device)

@@ -18,12 +18,11 @@ from meshwright.checkpoint.format.assign_writes import assign_writes
 from meshwright.checkpoint.format.manifest import Manifest
 from meshwright.checkpoint.format.model_config import model_config
 from meshwright.checkpoint.format.part_files import RankPart, Source
-from meshwright.checkpoint.format.random_state import random_state
+from meshwright.checkpoint.format.random_state import Random, random_state
 from meshwright.checkpoint.format.run import Run
 from meshwright.checkpoint.format.snapshot import as_of_now
 from meshwright.checkpoint.one_device.rank_optimizer import RankOptimizer, RankTensor
 from meshwright.checkpoint.one_device.safetensors_file import Form
-from meshwright.data.common_states import Random
 from meshwright.layout.blocks import StridedBlock
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh

@@ -6,7 +6,6 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from torch import Generator
@@ -17,8 +16,9 @@ from meshwright.data.epoch_order import InOrder, Order
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Share, Sharing
 from meshwright.data.one_length import KeepingSamples, portion_of
-from meshwright.data.own_rows import NOT_CUT, READS_WHOLE, cut_rows, has_drawn_on_any, own_rows
-from meshwright.data.random_states import RandomStates, Watched, WorkerStart
+from meshwright.data.own_rows import NOT_CUT, READS_WHOLE, cut_rows, own_rows
+from meshwright.data.peers import Peers
+from meshwright.data.random_states import Watched, WorkerStart
 from meshwright.data.read_errors import first_failing, name_of, reading
 from meshwright.data.readers.base import (
     NAMED,
@@ -134,22 +134,22 @@ class MapReader(Reader):
         self._indices.begin(order, batches, position.samples)
         self._dropped, self.least = batches.dropped(position.samples), batches.least(position.samples)
         rest = batches.after(position.samples)
-        if self._inner is None or not self._user_loader.persistent_workers:
-            self._worker_seed = draws.worker_seed
-        batches_read = self._begin()
-        for number, (start, rows) in enumerate(rest):
+        batches_read = self._begin(draws)
+        for start, rows in rest:
             share = self._share(rows, self._dp)
             with reading(partial(self._where, start, share)):
                 batch, has_drawn = next(batches_read)
-                if self._reads_whole is None and self._is_drawn(has_drawn):
-                    before = self._watched.before  # None if workers read
-                    batches_read = self._begin_again(number, start, before, whole=True)
+            if self._reads_whole is None and self._is_drawn(has_drawn):
+                batches_read = self._begin_again(draws, whole=True)
+                with reading(partial(self._where, start, share)):
                     batch, _ = next(batches_read)
-                    if own_rows(batch, share, rows, self._format) is None:
-                        logger.warning(NOT_CUT, type(batch).__name__)
-                        batches_read = self._begin_again(number, start, before, whole=False)
+                if own_rows(batch, share, rows, self._format) is None:
+                    logger.warning(NOT_CUT, type(batch).__name__)
+                    batches_read = self._begin_again(draws, whole=False)
+                    with reading(partial(self._where, start, share)):
                         batch, _ = next(batches_read)
-                if self._reads_whole:
+            if self._reads_whole:
+                with reading(partial(self._where, start, share)):
                     batch = cut_rows(batch, share, rows, self._format)
             position.samples = start + rows
             yield portion_of(share, batch, rows)
@@ -232,42 +232,27 @@ class MapReader(Reader):
         self._order = drawn
 
     def _is_drawn(self, has_drawn: bool) -> bool:
-        """Return whether batches are to be read whole, since a batch was drawn at random.
-
-        If this process draws, the ranks of dp tell each other, and all begin again at this batch. Workers have states
-        of their own, so only a rank that has drawn begins again, at the epoch's first batch.
-        """
-        if not self._user_loader.num_workers:
-            has_drawn = has_drawn_on_any(has_drawn, self._dp)
-        if has_drawn and self._dp.rank == 0:
+        """Return whether the first batch was drawn at random on a rank of dp, and remember that."""
+        group = Peers((self._dp,)) if self._dp.group is not None else Peers()
+        self._reads_whole = any(drawn for (drawn,) in group.gather(int(has_drawn)))
+        if self._reads_whole and self._dp.rank == 0:
             logger.warning(READS_WHOLE, self._dp.size, self._dp.size)
-        return has_drawn
+        return self._reads_whole
 
-    def _begin(self) -> Iterator[tuple[Any, bool]]:
-        """Start to read, with the workers' seeds of one device if batches are read whole."""
-        self._generator.manual_seed(self._worker_seed % WORKER_SEEDS)
+    def _begin(self, draws: Draws) -> Iterator[tuple[Any, bool]]:
+        """Start to read from the position on, with the workers' seeds of one device if batches are read whole."""
+        self._generator.manual_seed(draws.worker_seed % WORKER_SEEDS)
         self._indices.is_whole = bool(self._reads_whole)
         loader = self._loader()
-        self._start.seed = self._worker_seed + (0 if self._reads_whole else self._dp.rank)
+        self._start.seed = draws.worker_seed + (0 if self._reads_whole else self._dp.rank)
         return iter(loader)
 
-    def _begin_again(
-        self, number: int, start: int, before: RandomStates | None, *, whole: bool
-    ) -> Iterator[tuple[Any, bool]]:
-        """Read on from a batch.
-
-        Args:
-            number: its number in this iteration.
-            start: its first sample.
-            before: the random states that it had in this process; None if workers read.
-            whole: whether to read batches whole from now on.
-        """
+    def _begin_again(self, draws: Draws, *, whole: bool) -> Iterator[tuple[Any, bool]]:
+        """Start again at the epoch's first batch, in the random states that it had."""
+        if self._watched.before is not None:
+            self._watched.before.restore()
         self._reads_whole, self._inner = whole, None
-        if before is None:
-            return islice(self._begin(), number, None)
-        before.restore()
-        self._indices.begin_at(start)
-        return self._begin()
+        return self._begin(draws)
 
     def _loader(self) -> DataLoader[Any]:
         """Return the DataLoader that reads, the same one in all epochs so that its workers may persist."""
@@ -275,8 +260,7 @@ class MapReader(Reader):
             loader = self._user_loader
             options = worker_options(loader)
             collate = loader.collate_fn if self._reads_whole else self._collate
-            self._watched = Watched(collate, loader.dataset, looks=self._reads_whole is None)
-            self._indices.watched = None if loader.num_workers else self._watched
+            self._watched = self._indices.watched = Watched(collate, loader.dataset)
             self._start = WorkerStart(self._watched, loader.worker_init_fn)
             self._inner = DataLoader(
                 loader.dataset,
@@ -304,13 +288,10 @@ class _RankIndices:
         self._batches: Batches | None = None
         self._samples = 0
         self.is_whole = False  # whether to yield the indices of all rows
-        self.watched: Watched | None = None  # what is to know of each batch before it is read
+        self.watched: Watched | None = None
 
     def begin(self, order: Order, batches: Batches, samples: int) -> None:
         self._order, self._batches, self._samples = order, batches, samples
-
-    def begin_at(self, samples: int) -> None:
-        self._samples = samples
 
     def take(self, start: int, stop: int) -> list[Any]:
         """Return the dataset indices of the epoch's samples ``start`` to ``stop - 1``."""
@@ -323,7 +304,7 @@ class _RankIndices:
             if rows < self._batches.most:
                 self._exhaust()  # a BatchSampler reaches its sampler's end while it fills the last batch
             if self.watched is not None:
-                self.watched.begin()
+                self.watched.begin()  # a worker has begun by itself
             low, high = (0, rows) if self.is_whole else (share.low, share.high)
             yield self._order.take(start + low, start + high)
         self._exhaust()

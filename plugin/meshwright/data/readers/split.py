@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
-from meshwright.data.common_states import CommonStates
-from meshwright.data.epoch_start import START_FIELDS, EpochStart
 from meshwright.data.global_batches import Portion
 from meshwright.data.peers import Peers
 from meshwright.data.readers.base import Position, Reader, check_equal, check_fields
@@ -34,7 +33,6 @@ class SplitReader(Reader):
         self.position = Position()
         self._own, self._dp = own, dp
         self._drop_last, self._needs_equal_rows = drop_last, needs_equal_rows
-        self._start = EpochStart()
 
     def __len__(self) -> int:
         return len(self._own)
@@ -51,9 +49,7 @@ class SplitReader(Reader):
 
     def read(self, draws: Draws) -> Iterator[Portion]:
         self._own.position = Position(self.position.epoch, 0, is_fresh=False)
-        if not self.position.samples:
-            self._start = EpochStart(states=CommonStates.now())
-        portions = self._start.again(self._own_portions(), self.position.samples)
+        portions = islice(self._own.read(self._own.draw()), self.position.samples, None)
         last: Portion | None = None
         while True:
             portion = next(portions, None)
@@ -70,26 +66,19 @@ class SplitReader(Reader):
             yield last
         self.position.finish()
 
-    def _own_portions(self) -> Iterator[Portion]:
-        yield from self._own.read(self._own.draw())
-
     def set_epoch(self, epoch: int) -> None:
         self.position.set_epoch(epoch)
         self._own.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **self.position.state("split"),
-            **self._settings(),
-            **(self._start.state() if self.position.samples else {}),
-        }
+        return {**self.position.state("split"), **self._settings()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         expected = {"reader": "split", **self._settings()}
         check_equal(
             state, expected, "a dataset that the user has split can only be resumed with the same split and settings"
         )
-        check_fields(state, expected, {}, START_FIELDS)
+        check_fields(state, expected, {})
         if state.get("samples") and not self._own.is_repeatable:
             raise CheckpointError(
                 "the loader of a split dataset is shuffled without a seed, so its order cannot be restored; pass "
@@ -98,7 +87,6 @@ class SplitReader(Reader):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.position.load(state)
-        self._start = EpochStart.of(state)
         self._own.set_epoch(self.position.epoch)
 
     def _settings(self) -> dict[str, Any]:

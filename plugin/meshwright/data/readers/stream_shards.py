@@ -143,10 +143,9 @@ class StreamReader(Reader):
     def _collate(self, samples: list[Any]) -> Any:
         before = None if self._is_watched else RandomStates(self._loader.collate_fn)
         batch = self._loader.collate_fn(samples)
-        if before is not None and not before.are_unchanged:
-            self._is_watched = True
-            if self._dp.rank == 0:
-                logger.warning(DRAWS_BY_RANK)
+        if before is not None and not before.are_unchanged and self._dp.rank == 0:
+            logger.warning(DRAWS_BY_RANK)
+        self._is_watched = True
         if self._loader.pin_memory and torch.accelerator.is_available():
             return map_tensors(batch, Tensor.pin_memory)
         return batch

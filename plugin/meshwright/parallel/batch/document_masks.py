@@ -30,12 +30,22 @@ def keep_documents_apart(model: nn.Module) -> None:
     cache.
     """
     for module in model.modules():
-        signature = inspect.signature(module.forward)
-        if "use_cache" in signature.parameters and (module is model or _embeds(module, model)):
+        signature = _signature(module)
+        if signature is None or "use_cache" not in signature.parameters:
+            continue
+        if module is model or _embeds(module, model):
             hook = _WithoutCache(signature, _twice_in_cache(module))
             module.register_forward_pre_hook(hook, with_kwargs=True)
             module.register_forward_hook(hook.look_again, always_call=True)
             return
+
+
+def _signature(module: nn.Module) -> inspect.Signature | None:
+    """Return the signature of a module's forward; None if it is a builtin function or compiled, which have none."""
+    try:
+        return inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return None
 
 
 def _embeds(module: nn.Module, model: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.planner.answers.cost import Budget, bill_dict, bill_line, bill_of
-from meshwright.planner.answers.notes import band_warning, batch_warning, expert_line, notes
+from meshwright.planner.answers.notes import expert_line, notes, warnings_of
 from meshwright.planner.answers.remedies import masters_line, no_fit
 from meshwright.planner.answers.trainings import TrainingWay, training_dict, training_text
 from meshwright.planner.formatting import gib, grid, seconds
@@ -168,11 +168,7 @@ def reasons(found: Search) -> Iterator[tuple[str, str]]:
 
 def warnings(found: Search) -> list[str]:
     """Return the warnings about the job and the device, each after an empty line."""
-    return [line for warning in _warnings(found) for line in ("", f"Warning: {warning}.")]
-
-
-def _warnings(found: Search) -> list[str]:
-    return [warning for warning in (batch_warning(found.job), band_warning(found)) if warning is not None]
+    return [line for warning in warnings_of(found) for line in ("", f"Warning: {warning}.")]
 
 
 def error_band(found: Search) -> str:
@@ -238,7 +234,7 @@ def as_dict(
             for change in changed
         ],
         "notes": list(notes(found)),
-        "warnings": _warnings(found),
+        "warnings": warnings_of(found),
         "band": found.profile.band,
         "profile": {"name": found.profile.name, "rows": found.profile.rows},
     }

@@ -43,10 +43,15 @@ def band_warning(found: Search) -> str | None:
         return None
     runs, least, most = PUBLISHED_TIMES[name]
     return (
-        f"the {runs} published runs on {name} that were compared took {least:g} to {most:g} times as long as "
-        "estimated. The error band does not cover that. Times and costs of a run may be off as much. Run meshwright "
+        f"{runs} published runs on {name} that were compared took {least:g} to {most:g} times as long as estimated. "
+        "The error band does not cover that. Times and costs of a run may be off as much. Run meshwright "
         "calibrate --output profile.json on the cluster and pass --profile profile.json"
     )
+
+
+def warnings_of(found: Search) -> list[str]:
+    """Return the warnings about the job and the device."""
+    return [warning for warning in (batch_warning(found.job), band_warning(found)) if warning is not None]
 
 
 def expert_line(found: Search, plan: Candidate) -> str:

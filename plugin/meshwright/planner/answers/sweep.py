@@ -9,6 +9,7 @@ from functools import partial
 
 from meshwright.errors import PlanError
 from meshwright.planner.answers.cost import Bill, Budget, bill_dict, bill_of, days_text
+from meshwright.planner.answers.notes import warnings_of
 from meshwright.planner.formatting import gib, grid, seconds
 from meshwright.planner.job.candidate import Job
 from meshwright.planner.machine.devices import matmul_peak
@@ -104,6 +105,8 @@ def sweep_dict(name: str, rows: Sequence[SweepRow]) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for row in rows:
         entry: dict[str, object] = {name: row.value, "reason": row.reason}
+        if row.found is not None:
+            entry["warnings"] = warnings_of(row.found)
         if (best := row.best) is not None:
             entry |= {
                 "plan": best.plan.label,

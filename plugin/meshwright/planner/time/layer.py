@@ -200,7 +200,7 @@ class LayerModel:
         """Return the seconds of what forward does after the last tensor that backward reads; 0 if recompute repeats it.
 
         Args:
-            layer: the layer, whose last product is that of the MLP.
+            layer: the layer, whose last product is that of the MLP, without dropout after it.
             rows: tokens of a micro-batch on this rank.
             reduce: seconds of an all-reduce over tp, of which a reduce-scatter takes half.
             plan, job: the plan and the job.
@@ -208,7 +208,8 @@ class LayerModel:
         if layer.traits.norms_outputs or job.whole_recompute:
             return 0.0
         summed = reduce / 2 if plan.sp > 1 else reduce
-        if layer.experts is not None:  # the gradients of the router read the results of the experts
+        # A router's gradients read the results of the experts, and the last adapter's what follows the product.
+        if layer.experts is not None or job.lora is not None:
             return summed
         width, h = (layer.ffn or layer.query_width) / plan.tp, layer.hidden
         traffic = self.k.norms * 6 * h / plan.sp * job.activation_bytes / 2 + _CAST_BYTES[job.precision] * width
