@@ -31,7 +31,14 @@ R = TypeVar("R")
 GRACE = 5.0  # seconds for the other ranks to answer after one rank failed
 STACKS_TIME = 10.0  # most seconds to wait for the processes to write their stacks
 _STACK = "most recent call first"  # what faulthandler writes
-_OF_A_LAUNCHER = "MESHWRIGHT_PLAN MESHWRIGHT_PLAN_USED GROUP_RANK ROLE_RANK NODE_RANK TORCHELASTIC_RUN_ID"
+_OF_A_LAUNCHER = (
+    "MESHWRIGHT_PLAN",
+    "MESHWRIGHT_PLAN_USED",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "NODE_RANK",
+    "TORCHELASTIC_RUN_ID",
+)
 
 
 @dataclass(frozen=True)
@@ -228,7 +235,7 @@ def _main(
     # Ctrl-C reaches the whole foreground process group. This process ignores it, since the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
-    for name in _OF_A_LAUNCHER.split():
+    for name in _OF_A_LAUNCHER:
         os.environ.pop(name, None)
     os.environ.update(
         OMP_NUM_THREADS="1",

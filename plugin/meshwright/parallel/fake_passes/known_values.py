@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -118,10 +119,7 @@ class _Lists(TorchFunctionMode):
 
     def __init__(self, values: WeakIdKeyDictionary):
         super().__init__()
-        self._values, self._tolist = values, FakeTensor.tolist
-
-    def __enter__(self) -> Self:
-        values, own = self._values, FakeTensor.tolist
+        own = FakeTensor.tolist
 
         def tolist(x: FakeTensor) -> Any:
             if x not in values:
@@ -129,7 +127,10 @@ class _Lists(TorchFunctionMode):
             with _disable_current_modes():
                 return values[x].tolist()
 
-        self._tolist, FakeTensor.tolist = own, tolist  # type: ignore[method-assign, assignment]
+        self._patch = mock.patch.object(FakeTensor, "tolist", tolist)
+
+    def __enter__(self) -> Self:
+        self._patch.start()
         super().__enter__()
         return self
 
@@ -137,7 +138,7 @@ class _Lists(TorchFunctionMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        FakeTensor.tolist = self._tolist  # type: ignore[method-assign]
+        self._patch.stop()
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
