@@ -43,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Two processes, each with its own half of the cores and its own pools of ranks. 0 is one process with all cores.
 WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
-IN_PARALLEL = -q -n $(WORKERS) --dist worksteal
+IN_PARALLEL = -q -n $(WORKERS) --dist worksteal --junitxml=build/tests/$@.xml
 PYTEST = $(BIN)/python -m pytest $(IN_PARALLEL)
 OLD_HF_PYTEST = $(OLD_HF_BIN)/python -m pytest $(IN_PARALLEL) $(OLD_HF_TESTS) -m 'not crossing and not nightly'
 
@@ -102,10 +102,11 @@ test-quick: $(TESTABLE)
 test: $(TESTABLE)
 	$(PYTEST) -m 'not crossing and not nightly'
 
-# The old versions are installed first: what is not to be had is said at once.
-test-all: $(OLD_HF_INSTALLED) test
-	$(PYTEST) -m crossing
-	$(OLD_HF_PYTEST)
+# One run for the cases of `make test` and the crossings, so that they are collected once and the pools start once. The
+# old versions are installed first: what is not to be had is said at once.
+test-all: $(OLD_HF_INSTALLED)
+	$(PYTEST) -m 'not nightly'
+	$(MAKE) test-old-hf
 
 test-nightly: $(TESTABLE)
 	$(PYTEST) -m nightly

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
@@ -94,6 +95,7 @@ def _serve(listener: socket.socket, address: str, parsed_only: tuple[str, ...], 
     """Fork a process for each call, which waits for another one that runs the program."""
     for module in ("torch.distributed.run", "accelerate.commands.accelerate_cli", "meshwright.calibration"):
         importlib.import_module(module)
+    gc.freeze()  # in the programs, too: a collection there would copy each page that they share with this process
     forkserver._forkserver._forkserver_address = address  # type: ignore[attr-defined]
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

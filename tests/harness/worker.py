@@ -55,8 +55,8 @@ def main(connection: Connection, log: str, environment: dict[str, str]) -> None:
     threading.Thread(target=_read, args=(connection, jobs), daemon=True).start()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     torch.set_num_threads(1)
-    # What was imported stays: left out of every later collection, a collection takes a few milliseconds.
-    gc.collect()
+    # What was imported stays: left out of every later collection, a collection takes a few milliseconds. A collection
+    # before this would copy each page that the process shares with the server.
     gc.freeze()
     send(connection, Result("ready"))
     while True:

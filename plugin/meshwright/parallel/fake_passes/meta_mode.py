@@ -11,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _META = torch.device("meta")
+# The forms of results, by the operation and the forms of its arguments. All passes of a process share them, since
+# nothing else decides them, and torch computes many by a chain of Python functions.
+_FORMS: dict[Any, tuple[Any, ...]] = {}
 
 
 class ReadAsZero(TorchDispatchMode):
@@ -52,7 +55,6 @@ class MetaMode(ReadAsZero):
     def __init__(self) -> None:
         super().__init__()
         self._without: dict[int, tuple[Tensor, Tensor]] = {}  # the tensors with values, which keep their numbers
-        self._forms: dict[Any, tuple[Any, ...]] = {}  # of results, by the operation and the forms of its arguments
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         takes_device, is_functional = _traits(func)
@@ -63,10 +65,10 @@ class MetaMode(ReadAsZero):
         if not is_functional:
             return func(*args, **kwargs)
         key = (func, torch.get_default_dtype(), *map(_form, args), *kwargs, *map(_form, kwargs.values()))
-        if (forms := self._forms.get(key)) is None:
+        if (forms := _FORMS.get(key)) is None:
             result = func(*args, **kwargs)
             if forms := _own_forms(result, (*args, *kwargs.values())):
-                self._forms[key] = forms
+                _FORMS[key] = forms
             return result
         made = [torch.empty_strided(shape, stride, dtype=dtype, device=_META) for shape, stride, dtype in forms]
         return made[0] if len(made) == 1 else tuple(made)
