@@ -55,7 +55,7 @@ help:
 	@echo 'make test-quick    each capability once, while you work; 2 to 3 minutes on 2 cores'
 	@echo 'make test          every property once at full strength; 15 to 20 minutes on 2 cores; WORKERS=0 for one at a time'
 	@echo 'make test-all      also the crossings of families, plans, schedules and kills; 40 to 50 minutes on 2 cores'
-	@echo 'make test-nightly  the rest of these crossings, whose values test-all runs twice each; half an hour'
+	@echo 'make test-nightly  the rest of these crossings, whose values test-all runs once each; three quarters of an hour'
 	@echo 'make test-old-hf   the Trainer, accelerate, data and models with the oldest transformers; part of test-all'
 	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
 	@echo 'make test-newest   make test with newer versions than those of make setup, in .venv-newest (6 GB)'

@@ -2,7 +2,7 @@
 
 ``make test-quick`` runs a case that is marked as quick. A case is a crossing, which is left to ``make test-all``, if
 another case of ``make test`` fails for the same faults. Where a test has several parameters, ``make test-all`` runs so
-many of the crossings that each value of each parameter has run twice. ``make test-nightly`` runs the other crossings,
+many of the crossings that each value of each parameter has run once. ``make test-nightly`` runs the other crossings,
 and single cases that take long.
 """
 
@@ -62,7 +62,7 @@ def crossings(
 
 
 def _nightly(cases: list[Any], crossings: list[Any]) -> list[Any]:
-    """Return the crossings each of whose values, of every parameter, occurs in two other cases that run.
+    """Return the crossings each of whose values, of every parameter, occurs in another case that runs.
 
     They are gone through in an order without a pattern, which is the same in every process, so that the cases that run
     do not all share one value.
@@ -73,7 +73,7 @@ def _nightly(cases: list[Any], crossings: list[Any]) -> list[Any]:
     rest = []
     for case in sorted(crossings, key=lambda case: zlib.crc32(repr(case).encode())):
         values = list(enumerate(map(repr, case)))
-        if all(counts[value] >= 1 for value in values):
+        if all(counts[value] for value in values):
             rest.append(case)
         else:
             counts.update(values)
