@@ -32,6 +32,7 @@ from meshwright.faults.deadline import Deadline
 from meshwright.faults.end_process import MARGIN, SPEAKS, end_children, end_process
 from meshwright.faults.every_rank import advice
 from meshwright.faults.group_timeouts import set_timeouts
+from meshwright.faults.hub_exchange import HubExchange
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
 from meshwright.faults.statement import Statement, differences
@@ -285,6 +286,12 @@ class Guard:
         assert self._hub is not None
         return self._hub.posted.take(topic, patience)
 
+    def exchange(self, topic: str) -> HubExchange:
+        """Return what exchanges texts of all ranks beside the training, also after the process group has ended."""
+        return HubExchange(
+            self._link, self._rank, topic=topic, cause=lambda: self.cause, patience=max(self.timeout, CLEANS_UP)
+        )
+
     @main_thread.waits_for_ranks
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return the error, with the rank and the reason added if it is a network error."""
@@ -341,6 +348,8 @@ class Guard:
         if os.getpid() != self._process:
             return
         self._end_with_child.cancel()
+        if not (self._follows or self._is_failing or self.trace.leaving):
+            self._link.await_exchanges(self.timeout)
         how = f"{why} after step {self.step}"
         self._is_closed = True
         if self._follows or self._is_failing:

@@ -17,6 +17,7 @@ from meshwright.checkpoint.files.staged_folder import (
     locked,
     remove_visible_folder,
     replaced_folders,
+    seen_in_time,
 )
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.errors import CheckpointError
@@ -47,9 +48,9 @@ def commit(staging: StagedFolder, manifest: Manifest, lineage: Lineage) -> Manif
         CheckpointError: if a file of another rank is not there, or another program has saved to the folder meanwhile.
         OSError: if the disk fails; the folder then has what it had before.
     """
-    if absent := absent_files(staging.path, manifest):
+    if not seen_in_time(lambda: not absent_files(staging.path, manifest), staging.path):
         raise CheckpointError(
-            f"rank 0 does not see {absent[0]}, which another rank wrote to {staging.path}: all hosts must save to one "
+            f"rank 0 does not see {absent_files(staging.path, manifest)[:1]}, which another rank wrote to {staging.path}: all hosts must save to one "
             "shared file system"
         )
     with locked(staging.target.parent):

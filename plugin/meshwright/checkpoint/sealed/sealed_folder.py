@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.digested_json import digest_in
+from meshwright.checkpoint.files.full_disk import naming_the_disk
 from meshwright.checkpoint.files.lineage import LAST_TIME, Lineage, begin_save
 from meshwright.checkpoint.files.reading import reading
 from meshwright.checkpoint.files.same_everywhere import check_same
-from meshwright.checkpoint.files.staged_folder import StagedFolder, locked
+from meshwright.checkpoint.files.staged_folder import StagedFolder, locked, seen_in_time, staged_path
 from meshwright.checkpoint.sealed.seal import CHUNK, NAME, Seal, holds_only_what_was_sealed, sizes_in
 from meshwright.errors import CheckpointError, PeerFailedError
 from meshwright.faults.together import on_first_rank, raise_if_any, succeed_together, texts_of_all
@@ -59,9 +60,10 @@ def sealed_folder(
 
     def start() -> str:
         nonlocal staging
-        staging = StagedFolder(target, is_ours or holds_only_what_was_sealed)
-        begin_save(staging.target / NAME)
-        return str(staging.path)
+        with naming_the_disk(target):
+            staging = StagedFolder(target, is_ours or holds_only_what_was_sealed)
+            begin_save(staging.target / NAME)
+        return staging.path.parent.name
 
     def commit(files: dict[str, tuple[int, list[str]]]) -> None:
         assert staging is not None
@@ -84,10 +86,12 @@ def sealed_folder(
             _TIMES[staging.target] = _times(staging.target)
 
     try:
-        path = Path(on_first_rank(start))
+        hidden = on_first_rank(start)
+        path = succeed_together(lambda: staged_path(target, hidden))
         failure: Exception | None = None
         try:
-            yield path
+            with naming_the_disk(target):
+                yield path
         except (PeerFailedError, dist.DistError):
             raise
         except Exception as error:
@@ -95,7 +99,8 @@ def sealed_folder(
         succeed_together(lambda: raise_if_any(failure))
         launches = sorted({*texts_of_all(launch)} - {""})
         files = _digested(path, on_first_rank(lambda: sorted(sizes_in(path).items())))
-        on_first_rank(lambda: commit(files))
+        with naming_the_disk(target):
+            on_first_rank(lambda: commit(files))
     finally:
         if staging is not None:
             staging.close()
@@ -185,7 +190,7 @@ def _digested(folder: Path, sizes: list[tuple[str, int]]) -> dict[str, tuple[int
     def own() -> dict[str, dict[int, str]]:
         digests: dict[str, dict[int, str]] = {}
         for name, start, stop in _share(sizes):
-            if not (folder / name).exists():
+            if not seen_in_time((folder / name).exists, folder):
                 raise CheckpointError(
                     f"a rank does not see {folder / name}, which rank 0 sees: all hosts must save to one shared file "
                     "system"
