@@ -117,10 +117,11 @@ def _plans(words: str, processes: int | None) -> tuple[ParallelPlan, ParallelPla
 
 def _modules(model: Path) -> list[str]:
     """Return the modules that the processes can start to import before the config is read in full."""
+    from meshwright.outside_files import read_json
     from meshwright.planner.job.config_file import config_path
 
     try:
-        name = str(json_format.loads(config_path(model).read_text())["model_type"]).replace("-", "_")
+        name = str(read_json(config_path(model))["model_type"]).replace("-", "_")
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [f"transformers.models.{name}.modeling_{name}", "meshwright_hf.short_model"]

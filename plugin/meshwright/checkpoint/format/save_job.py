@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from meshwright.checkpoint.files.lineage import Lineage
 from meshwright.checkpoint.files.full_disk import naming_the_disk
+from meshwright.checkpoint.files.lineage import Lineage
 from meshwright.checkpoint.files.staged_folder import StagedFolder, staged_path
 from meshwright.checkpoint.format.checkpoint_folders import commit, keep_newest, stage
 from meshwright.checkpoint.format.manifest import Manifest

@@ -70,7 +70,7 @@ def sealed_folder(
         for path in staging.path.rglob("*"):
             if path.is_dir():
                 disk.sync_folder(path)
-        with locked(staging.target.parent):
+        with naming_the_disk(target), locked(staging.target.parent):
             neighbours = (path / NAME for path in staging.target.parent.iterdir())
             mark = lineage.next(staging.target / NAME, neighbours)
             Seal(
@@ -99,8 +99,7 @@ def sealed_folder(
         succeed_together(lambda: raise_if_any(failure))
         launches = sorted({*texts_of_all(launch)} - {""})
         files = _digested(path, on_first_rank(lambda: sorted(sizes_in(path).items())))
-        with naming_the_disk(target):
-            on_first_rank(lambda: commit(files))
+        on_first_rank(lambda: commit(files))
     finally:
         if staging is not None:
             staging.close()
