@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -102,29 +102,30 @@ def read_json(path: str | os.PathLike[str], *, most: int = MEMORY) -> Any:
     return parse_json(read_outside(path, most=most))
 
 
-class _PlainLoader(yaml.SafeLoader):
+class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads YAML whose values are those of JSON: no references to other values, dates or numbers to base 60."""
 
-    yaml_implicit_resolvers = {
+    yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
+        event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) or getattr(event, "tag", None):
             raise yaml.MarkedYAMLError(
                 problem="it has a reference or a tag (&, * or !), which no such file needs",
                 problem_mark=event.start_mark,
             )
-        return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(names)) < len(names):
             ((twice, _),) = Counter(names).most_common(1)
             raise yaml.MarkedYAMLError(problem=f"{shown(twice)} is there twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
 
 
 # The numbers of JSON, in as many digits as any field has; what looks otherwise is a text.

@@ -11,7 +11,7 @@ from meshwright.errors import PlanError
 
 
 def write_whole(path: str | os.PathLike[str], content: str, *, option: str) -> None:
-    """Write a file in one step, so that a full disk or a kill leaves what was there, with the rights of the user's umask.
+    """Write a file in one step, so that a full disk or a kill leaves what was there; its rights follow the umask.
 
     A link stays, and the file behind it is replaced. What is no file, such as /dev/stdout, is written directly.
 

@@ -45,11 +45,12 @@ def text(job: ClusterJob) -> str:
     )
     device = job.cluster.device.name
     accelerator = _NAMES.get(device, device.split("-")[0].upper())
+    name = accelerator if accelerator.isalnum() else json.dumps(accelerator)  # a profile has any text
     return _TEXT.format(
         head=job.head,
         page=PAGE,
         nodes=job.cluster.nodes,
-        accelerators="" if job.cluster.device.is_cpu else f"  accelerators: {accelerator}:{job.cluster.per_node}\n",
+        accelerators="" if job.cluster.device.is_cpu else f"  accelerators: {name}\n",
         outside=OUTSIDE,
         preempted=PREEMPTED,
         environment="\n".join(f"  {name}: {json.dumps(value)}" for name, value in job.environment.items()),

@@ -16,6 +16,7 @@ import typer
 
 from meshwright.cli.failures import failures_of
 from meshwright.cli.options import ModelConfig, PlanWords
+from meshwright.cli.say import say
 
 if TYPE_CHECKING:
     from meshwright.plan.config import ParallelPlan
@@ -98,7 +99,7 @@ def verify(
             report = verify_model(
                 factory, chosen, steps=steps, seed=seed, timeout=timeout, on_progress=tell, notes=tuple(notes)
             )
-        typer.echo(json_format.dumps(report.as_dict(), indent=2) if json else str(report))
+        say(json_format.dumps(report.as_dict(), indent=2) if json else str(report))
         sys.exit(0 if report.ok else 1)
 
 

@@ -41,6 +41,7 @@ from meshwright.faults.wishes import Wishes
 from meshwright.mesh.listening import listening_address
 from meshwright.mesh.process_group import FOLLOWS, attempt_number, await_ranks, did_not_come
 from meshwright.mesh.siblings import end_sibling, this_process
+from meshwright.printable import tell
 
 GRACE = 2.0  # seconds in which the program can end by its own error after another rank has failed
 CLEANS_UP = 5.0  # seconds that the interpreter has to end after a program that ends because of another rank
@@ -356,7 +357,7 @@ class Guard:
             end_children()
         if self.trace.leaving:
             how = f"step {self.step}, its program ended by {self.trace.leaving}"
-            print(f"meshwright: {self.name}: {how}", file=sys.stderr, flush=True)
+            tell(f"{self.name}: {how}")
             self._link.tell({"kind": "fail", "how": how})
         else:
             self._link.tell({"kind": "leave", "how": how})
@@ -439,7 +440,7 @@ class Guard:
         # A launcher may end this process before its program can print the cause. One rank says it at once: the hub's,
         # and rank 1 if that is the one that has failed.
         if not from_hub and self._rank == 1 and self.is_current:
-            print(f"meshwright: {cause}", file=sys.stderr, flush=True)
+            tell(cause)
         self._deadline.set(GRACE + SPEAKS + MARGIN)
         time.sleep(GRACE)
         if self.is_current:

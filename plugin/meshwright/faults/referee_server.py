@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-import sys
 import threading
 import time
 from typing import Any
@@ -23,6 +22,7 @@ from meshwright.faults.hub_connection import Connection, line
 from meshwright.faults.meetings import Group
 from meshwright.faults.referee import Post, Referee
 from meshwright.mesh.siblings import this_process
+from meshwright.printable import tell
 
 BEAT = 1.0  # seconds between heartbeats, in both directions
 LOOKS = 4  # times per heartbeat that the hub looks for silent ranks
@@ -210,7 +210,7 @@ class Hub:
         is_news = says_so or any("late" in post.body for post in posts)
         if is_news and not self._has_said and any("failed" in post.body for post in posts):
             # At once, since a launcher ends this process as soon as it knows of the other one's end.
-            print(f"meshwright: {self._referee.first_cause}", file=sys.stderr, flush=True)
+            tell(self._referee.first_cause)
             self._has_said = True
         for post in posts:
             text = line(post.body)

@@ -20,7 +20,6 @@ import hashlib
 import logging
 import os
 import re
-import shlex
 import tempfile
 import time
 import uuid
@@ -30,6 +29,7 @@ from pathlib import Path
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.launchers_note import note_saved
 from meshwright.errors import CheckpointError
+from meshwright.printable import shell_word
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +168,8 @@ def _remove_old(hidden: Path, shown: Path) -> None:
         disk.remove_folder(hidden)
     except OSError as error:
         logger.warning(
-            "the older files of %s could not be removed (%s). The new checkpoint is complete; the next save to %s tries "
-            "again to remove %s", shown, error, shown.parent, hidden.name,
+            "the older files of %s could not be removed (%s). The new checkpoint is complete; the next save to %s "
+            "tries again to remove %s", shown, error, shown.parent, hidden.name,
         )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def locked(path: Path) -> Iterator[None]:
             if time.monotonic() > deadline:
                 logger.warning(
                     "another program has held the lock of %s for %g s, so this save goes on without it. If no other "
-                    "job saves there, look for the program: fuser -v %s", path, LOCK_TIME, shlex.quote(str(path)),
+                    "job saves there, look for the program: fuser -v %s", path, LOCK_TIME, shell_word(path),
                 )  # fmt: skip
                 break
             time.sleep(0.02)

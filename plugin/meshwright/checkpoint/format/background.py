@@ -141,9 +141,9 @@ class Background:
             quiet = quiet + look if moved == seen and not meeting.is_waiting else 0.0
             seen = moved
         error = TimeoutError(
-            f"the save to {save.target} has not moved on for {timeout:g} s, at {main_thread.place(thread)}, so its file "
-            "system hangs or is too slow. Older checkpoints are whole. Save to another file system, or wait longer: "
-            f"ToDistributedConfig(timeout_s={5 * timeout:g})"
+            f"the save to {save.target} has not moved on for {timeout:g} s, at {main_thread.place(thread)}, so "
+            "its file system hangs or is too slow. Older checkpoints are whole. Save to another file system, or wait "
+            f"longer: ToDistributedConfig(timeout_s={5 * timeout:g})"
         )
         self._hangs = True
         self._fail(error)
