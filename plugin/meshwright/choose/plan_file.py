@@ -13,7 +13,7 @@ from meshwright.outside_files import OddFileError, parse_yaml, read_outside
 from meshwright.plan.text import is_plan_text, parse_plan
 from meshwright.planner.job.candidate import Candidate
 from meshwright.printable import printable
-from meshwright.schema import shown
+from meshwright.schema import problem_of, shown, table, text, that
 from meshwright.whole_file import write_whole
 
 PLAN_VERSION = 1
@@ -26,6 +26,11 @@ REPLAN_VARIABLE = "MESHWRIGHT_REPLAN"
 USED_VARIABLE = "MESHWRIGHT_PLAN_USED"
 
 _LARGEST = 2**16  # bytes of a plan, with comments
+# What is read is echoed by the errors of each field.
+_SHORT = table(
+    that("a value of at most 1000 characters", lambda value: len(json.dumps(value, default=str)) <= 1000),
+    names=text(most=100),
+)
 _FORM = """a plan has one field per line, as in 'dp: 2', or is a dict in one line, as in '{"dp": 2, "tp": 2}'"""
 
 
@@ -138,4 +143,6 @@ def _fields_in(content: str | bytearray, source: str) -> dict[str, object]:
             f"{source}: the plan has version {shown(version)}, but this version of meshwright reads version "
             f"{PLAN_VERSION}; write it again with meshwright plan --save"
         )
+    if (wrong := problem_of(fields, _SHORT)) is not None:
+        raise PlanError(f"{source}: {wrong}; {_FORM}")
     return fields

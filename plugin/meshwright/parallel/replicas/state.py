@@ -109,8 +109,8 @@ def optimizer_digest(
 def counts_digest(state: Mapping[str, object], device: torch.device) -> Tensor | int:
     """Return a digest of what an optimizer counts for a parameter, such as its steps; 0 if it counts nothing.
 
-    A count is a single whole number. It is that of the whole parameter on each rank that has a part, where other numbers
-    may be a part's own.
+    A count is a single whole number. It is that of the whole parameter on each rank that has a part, while other
+    numbers may be a part's own.
 
     Args:
         state: the optimizer's state of the parameter.

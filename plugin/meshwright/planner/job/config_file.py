@@ -122,7 +122,7 @@ def read_config(source: Any) -> tuple[Mapping[str, Any], str]:
     try:
         config = read_json(path)
     except (OddFileError, OSError) as error:
-        raise PlanError(f"{path}: not a model's config ({error}); give a config.json") from None
+        raise PlanError(f"{path}: not a JSON file of a model's config ({error})") from None
     if not isinstance(config, dict):
         raise PlanError(f"{path}: a config is a JSON object, not a {type(config).__name__}")
     _check(config, str(path))
