@@ -22,7 +22,7 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TYPE = re.compile(r"\w+(-\w+)*")  # as that of a config's field model_type
 
 # No model has larger sizes, and what takes time or memory for each layer or expert would not end.
-LAYERS, _EXPERTS, WIDTH = 4096, 2**16, 2**40
+LAYERS, _EXPERTS, WIDTH = 1024, 2**16, 2**40
 _COUNTED = re.compile("(?P<layers>layers?$)|(?P<experts>experts$)")
 
 
@@ -122,9 +122,9 @@ def read_config(source: Any) -> tuple[Mapping[str, Any], str]:
     try:
         config = read_json(path)
     except (OddFileError, OSError) as error:
-        raise PlanError(f"{path}: not a JSON file of a model's config ({error})") from None
+        raise WrongConfigError(f"{path}: not a JSON file of a model's config ({error})") from None
     if not isinstance(config, dict):
-        raise PlanError(f"{path}: a config is a JSON object, not a {type(config).__name__}")
+        raise WrongConfigError(f"{path}: a config is a JSON object, not a {type(config).__name__}")
     _check(config, str(path))
     return config, printable(_label(source, path))
 
