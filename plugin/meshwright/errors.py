@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from meshwright.printable import printable_lines
+
 
 def _shown(names: Sequence[str]) -> str:
     return "\n  ".join(names[:20]) + (f"\n  ... and {len(names) - 20} more" if len(names) > 20 else "")
 
 
-class PlanError(ValueError):
+class _Printable(ValueError):
+    """An error whose message may have names from files, which are shown on terminals and in logs."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
+
+
+class PlanError(_Printable):
     """Raised if this model, this launch or this version cannot run a parallel plan."""
 
 
@@ -45,12 +54,8 @@ class UninitialisedParameterError(PlanError):
         self.names = tuple(names)
 
 
-class CheckpointError(ValueError):
+class CheckpointError(_Printable):
     """Raised if weights on disk cannot be read or do not belong to the model."""
-
-    def __str__(self) -> str:
-        # A name in a file may have half of a character, which a terminal or a log cannot print.
-        return super().__str__().encode("utf-8", "backslashreplace").decode()
 
 
 class AlreadyDistributedError(ValueError):

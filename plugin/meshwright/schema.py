@@ -37,12 +37,19 @@ def require(value: object, check: Check, where: str | Path) -> None:
     Raises:
         CheckpointError: if it is something else; the message names the file and the field.
     """
+    if (wrong := problem_of(value, check)) is not None:
+        raise CheckpointError(f"{where} is damaged: {wrong}; load another checkpoint")
+
+
+def problem_of(value: object, check: Check) -> str | None:
+    """Return what is wrong with a value that was read from a file, with the name of the field; None if nothing is."""
     try:
         check(value, "")
     except _WrongFieldError as error:
-        raise CheckpointError(f"{where} is damaged: {error}; load another checkpoint") from None
+        return str(error)
     except RecursionError:
-        raise CheckpointError(f"{where} is damaged: its values are nested too deeply") from None
+        return "its values are nested too deeply"
+    return None
 
 
 def shown(value: object) -> str:
@@ -183,6 +190,19 @@ def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
         for name, item in known.items():
             if name in value:
                 item(value[name], _of(field, name))
+
+    return check
+
+
+def holding(known: Mapping[str, Check]) -> Check:
+    """A table in which these names, where it has them and they are not None, hold what their checks accept."""
+
+    def check(value: object, field: str) -> None:
+        if not isinstance(value, dict):
+            raise _wrong(field, value, "a table")
+        for name in value.keys() & known.keys():
+            if value[name] is not None:
+                known[name](value[name], _of(field, name))
 
     return check
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.checkpoint.format import rank_state, snapshot
+from meshwright.checkpoint.format.background import Background
+from meshwright.checkpoint.format.part_files import RankPart
 from meshwright.checkpoint.format.rank_state import RankState
+from meshwright.faults.guard import active_guard
 from support.models import build, labels_for, tokens
 
 
@@ -69,6 +74,45 @@ def test_what_goes_wrong_on_one_rank_is_said_on_all(pool4: Any, tmp_path: Path) 
         assert "none left" in planning
         assert "DivergenceError" in weights and "up_proj" in weights
         assert good == "saved"
+
+
+def saved_while_a_rank_hangs(folder: str) -> tuple[str, str, float]:
+    """torch's store, which anybody who reaches it may write, has no part in a save; rank 1 then hangs in one."""
+    model, optimizer = trained("dp2")
+    with mock.patch.object(dist.distributed_c10d, "_get_default_store", side_effect=RuntimeError("the open store")):
+        mw.save_checkpoint(Path(folder) / "good", model, optimizer, asynchronous=True)
+        mw.wait_for_checkpoints(model)
+    go_on, write, start = threading.Event(), RankPart.write, time.monotonic()
+
+    def hang(*arguments: Any) -> Any:
+        if dist.get_rank() == 1:
+            go_on.wait()
+        return write(*arguments)
+
+    guard = active_guard()
+    assert guard is not None
+    with mock.patch.object(guard, "timeout", 1.0), mock.patch.object(RankPart, "write", hang):
+        mw.save_checkpoint(Path(folder) / "bad", model, optimizer, asynchronous=True)
+        said = ""
+        try:
+            mw.wait_for_checkpoints(model)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - start
+    go_on.set()
+    Background.of(model)._thread and Background.of(model)._thread.join()
+    Background.of(model)._error = None
+    mw.save_checkpoint(Path(folder) / "next", model, optimizer, asynchronous=True)
+    mw.wait_for_checkpoints(model)
+    loaded = mw.load_checkpoint(Path(folder), model, optimizer)
+    return said, loaded.folder.name, seconds
+
+
+def test_a_rank_that_hangs_in_the_background_is_named_on_all(pool2: Any, tmp_path: Path) -> None:
+    (first, newest, seconds), (second, _, _) = pool2.run(saved_while_a_rank_hangs, str(tmp_path))
+    assert "rank 1 failed, so every rank stops: TimeoutError" in first
+    assert all("bad has not moved on for 1 s, at " in said and "in hang" in said for said in (first, second))
+    assert newest == "next" and seconds < 10
 
 
 def bytes_in_the_snapshot(folder: str) -> tuple[int, int]:

@@ -167,7 +167,8 @@ def flipped_moment(run: Run) -> None:
 
 
 def counted_step(run: Run) -> None:
-    run.optimizer.state[run.model.model.norm.weight]["step"] += 1
+    """Of a weight of which each rank of tp has a part, and which those of dp hold whole."""
+    run.optimizer.state[run.model.model.layers[0].mlp.up_proj.weight]["step"] += 1
 
 
 def other_stream(run: Run) -> None:
@@ -231,7 +232,7 @@ NAMED = {
         counted_step,
         [DP2, TP2],
         EVERY,
-        r"(optimizer's state of )?model.norm.weight: rank\(s\) 0 differ",
+        r"(optimizer's (state|counts) of )?model.layers.0.mlp.up_proj.weight: rank\(s\) 0 differ",
     ),
     "another random stream": (other_stream, [DP2, TP2, {"pp": 2}], 1, r"random stream .*: \w+\.\d+ on rank 0"),
     "a bit of a matrix": (flipped_matrix, [DP2], EVERY, r"layers.1.mlp.up_proj.weight: rank\(s\) 0 differ"),

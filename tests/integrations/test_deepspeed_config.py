@@ -128,7 +128,7 @@ def test_reads_a_file_and_leaves_a_dict_alone(tmp_path: Path) -> None:
     read_config(given)["zero_optimization"]["stage"] = 3
     assert read_config(path) == read_config(str(path)) == given == {"zero_optimization": {"stage": 1}}
     path.write_text('{"bf16": {}, "bf16": {}}')
-    with pytest.raises(mw.PlanError, match="bf16 is given twice"):
+    with pytest.raises(mw.PlanError, match="'bf16' is there twice"):
         read_config(path)
     with pytest.raises(mw.PlanError, match=r"none\.json"):
         read_config(tmp_path / "none.json")

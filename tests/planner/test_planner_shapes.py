@@ -125,6 +125,15 @@ def test_window_shortens_attention() -> None:
         ({"num_key_value_heads": 5}, "kv_heads=5"),
         ({"num_local_experts": 8}, "mixture-of-experts"),
         ({"intermediate_size": None}, "intermediate_size"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 is more than 1024"),
+        ({"text_config": {"num_hidden_layers": 10**12}}, "num_hidden_layers=10+ is more than 1024"),
+        ({"num_local_experts": 10**9}, "num_local_experts=10+ is more than 65536"),
+        ({"hidden_size": 10**39}, "hidden_size=10+ must be"),
+        ({"layer_types": [1]}, r"'layer_types'\[0\] is 1"),
+        ({"model_type": ["llama"]}, "'model_type' is a list of 1"),
+        ({"head_dim": [16]}, "head_dim=a list of 1"),
+        ({"sliding_window": "x"}, "sliding_window='x'"),
+        ({"max_position_embeddings": "x", "model_type": "gpt2"}, "max_position_embeddings"),
     ],
 )
 def test_bad_configs_are_named(change: dict[str, Any], said: str) -> None:
@@ -133,7 +142,13 @@ def test_bad_configs_are_named(change: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("{", "not a JSON file"), ("[1]", "JSON object"), (None, "no such file")]
+    ("content", "said"),
+    [
+        ("{", "not a JSON file of a model"),
+        ('{"vocab_size": 1' + "0" * 400 + "}", "401 characters after .vocab_size"),
+        ("[1]", "JSON object"),
+        (None, "no such file"),
+    ],
 )
 def test_bad_files_are_named(tmp_path: Path, content: str | None, said: str) -> None:
     path = tmp_path / "config.json"

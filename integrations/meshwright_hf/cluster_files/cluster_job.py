@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
 from meshwright.planner.job.candidate import Candidate
 from meshwright.planner.machine.hardware import Cluster
+from meshwright.printable import printable
 
 GRACE = 120  # seconds before the end in which the ranks save
 RESTARTS = 3  # that the launcher makes by itself after a process has failed
@@ -33,9 +34,9 @@ class ClusterJob:
 
     @property
     def head(self) -> str:
-        """One line that says what the file starts."""
+        """One printable line that says what the file starts, for a comment: the names may hold anything."""
         of = self.cluster
-        return f"{self.model} under {self.plan.label} on {of.nodes} x {of.per_node} {of.device.name}"
+        return printable(f"{self.model} under {self.plan.label} on {of.nodes} x {of.per_node} {of.device.name}")
 
     @property
     def environment(self) -> dict[str, str]:

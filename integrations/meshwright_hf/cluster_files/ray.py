@@ -8,7 +8,8 @@ from meshwright.faults.preemption import PREEMPTED
 from meshwright_hf.cluster_files.cluster_job import OUTSIDE, PAGE, ClusterJob
 
 _TEXT = '''\
-"""{head}.
+# {head}.
+"""Starts a worker for each rank.
 
 To start it beside train.py, which defines the function train: python THIS_FILE [STORAGE]. STORAGE is a folder that all
 nodes share. {page} says what each part is for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from meshwright.faults.preemption import PREEMPTED
 from meshwright_hf.cluster_files.cluster_job import OUTSIDE, PAGE, ClusterJob
@@ -45,11 +46,13 @@ def text(job: ClusterJob) -> str:
     )
     device = job.cluster.device.name
     accelerator = _NAMES.get(device, device.split("-")[0].upper())
+    name = f"{accelerator}:{job.cluster.per_node}"
+    name = name if re.fullmatch(r"[\w:-]+", name) else json.dumps(name)  # a profile's device has any name
     return _TEXT.format(
         head=job.head,
         page=PAGE,
         nodes=job.cluster.nodes,
-        accelerators="" if job.cluster.device.is_cpu else f"  accelerators: {accelerator}:{job.cluster.per_node}\n",
+        accelerators="" if job.cluster.device.is_cpu else f"  accelerators: {name}\n",
         outside=OUTSIDE,
         preempted=PREEMPTED,
         environment="\n".join(f"  {name}: {json.dumps(value)}" for name, value in job.environment.items()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.outside_files import read_json
 from meshwright.plan.config import ParallelPlan
 
 ADVICE_PLAN = "the plan shards the model: remove it, and set ParallelPlan"
@@ -55,20 +55,12 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     try:
-        with open(config, encoding="utf-8") as file:
-            found = json.load(file, object_pairs_hook=_without_doubles)
+        found = read_json(config)
     except (OSError, ValueError) as error:
         raise PlanError(f"the DeepSpeed configuration {os.fspath(config)!r} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise PlanError(f"the DeepSpeed configuration {os.fspath(config)!r} must be a JSON object")
     return found
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if doubles := sorted({key for key in keys if keys.count(key) > 1}):
-        raise ValueError(f"{', '.join(doubles)} is given twice")
-    return dict(pairs)
 
 
 def complete_config(

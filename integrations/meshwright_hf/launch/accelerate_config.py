@@ -7,6 +7,7 @@ from pathlib import Path
 from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
 from meshwright.planner.job.candidate import Candidate
 from meshwright.planner.machine.hardware import Cluster
+from meshwright.printable import shell_word
 
 
 def accelerate_config(plan: Candidate, cluster: Cluster, *, saved: Path | None, mixed_precision: str = "no") -> str:
@@ -22,7 +23,7 @@ def accelerate_config(plan: Candidate, cluster: Cluster, *, saved: Path | None, 
         mixed_precision: accelerate's name of the planned precision: no, bf16 or fp8.
     """
     cpu = cluster.device.is_cpu
-    value = str(saved) if saved else f"'{plan_line(plan.runnable_fields())}'"
+    value = shell_word(saved if saved else plan_line(plan.runnable_fields()))
     variables = f"{PLAN_VARIABLE}={value} " + ("ACCELERATE_USE_CPU=true " if cpu else "")
     address = " --machine_rank RANK --main_process_ip ADDRESS_OF_MACHINE_0" if cluster.nodes > 1 else ""
     lines = [

@@ -17,6 +17,7 @@ from meshwright.choose.given_plan import plan_of_fields, plan_of_sizes, resolve_
 from meshwright.choose.plan_file import PLAN_VARIABLE, launched_plan
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan
+from meshwright.printable import printable_lines
 
 LAUNCH_VARIABLE = "MESHWRIGHT_LAUNCH"  # the launch's name, the same in a restart
 RESTARTED_VARIABLE = "MESHWRIGHT_RESTARTED"  # set in a restart, to the same name
@@ -164,7 +165,7 @@ class Launch:
 
 def say(text: str) -> None:
     """Tell the user something about a launch."""
-    print(f"meshwright launch: {text}", file=sys.stderr, flush=True)
+    print(f"meshwright launch: {printable_lines(text)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,8 @@ from meshwright.checkpoint.files.launchers_note import SAVED_VARIABLE, noted
 from meshwright.checkpoint.format.checkpoint_folders import find_checkpoint, is_checkpoint
 from meshwright.checkpoint.sealed.seal import Seal
 from meshwright.errors import CheckpointError
+from meshwright.hidden_values import without_secrets
+from meshwright.printable import shell_word
 from meshwright_hf.launch.job import Launch, note_of_processes
 
 _OF_TRAINER = "trainer_state.json"
@@ -63,4 +64,4 @@ def _command(job: Launch, resume: list[str]) -> str:
     if resume and "--resume" in given[:-1] and given.index("--resume") < given.index(job.script):
         at = given.index("--resume")
         given = given[:at] + given[at + 2 :]
-    return shlex.join(["meshwright", "launch", *resume, *given])
+    return " ".join(map(shell_word, ["meshwright", "launch", *resume, *without_secrets(given)]))

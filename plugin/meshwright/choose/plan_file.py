@@ -8,11 +8,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
 from meshwright.errors import PlanError
+from meshwright.outside_files import OddFileError, parse_yaml, read_outside
 from meshwright.plan.text import is_plan_text, parse_plan
 from meshwright.planner.job.candidate import Candidate
+from meshwright.printable import printable
+from meshwright.schema import problem_of, shown, table, text, that
+from meshwright.whole_file import write_whole
 
 PLAN_VERSION = 1
 PLAN_VARIABLE = (
@@ -23,6 +25,12 @@ REPLAN_VARIABLE = "MESHWRIGHT_REPLAN"
 # The path of a file that exists once a program has asked for the launcher's plan; meshwright launch looks for it.
 USED_VARIABLE = "MESHWRIGHT_PLAN_USED"
 
+_LARGEST = 2**16  # bytes of a plan, with comments
+# What is read is echoed by the errors of each field.
+_SHORT = table(
+    that("a value of at most 1000 characters", lambda value: len(json.dumps(value, default=str)) <= 1000),
+    names=text(most=100),
+)
 _FORM = """a plan has one field per line, as in 'dp: 2', or is a dict in one line, as in '{"dp": 2, "tp": 2}'"""
 
 
@@ -38,15 +46,12 @@ def save_plan(plan: Candidate, path: str | Path, *, comment: str = "", dtype: st
     Raises:
         PlanError: if the file cannot be written.
     """
-    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    lines = [f"# {printable(line)}".rstrip() for line in comment.splitlines()]
     lines.append(f"version: {PLAN_VERSION}")
     lines += [f"{key}: {json.dumps(value)}" for key, value in plan.fields().items()]
     if dtype is not None:
         lines.append(f"dtype: {json.dumps(dtype)}")
-    try:
-        Path(path).write_text("\n".join(lines) + "\n")
-    except OSError as error:
-        raise PlanError(f"--save {path}: {error.strerror}; name another file") from None
+    write_whole(path, "\n".join(lines) + "\n", option="--save")
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, object]:
@@ -56,13 +61,13 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, object]:
         PlanError: if the file does not exist, is not a YAML mapping, or has another version.
     """
     try:
-        content = Path(path).read_text()
+        content = read_outside(path, most=_LARGEST)
     except FileNotFoundError:
         raise PlanError(
             f"{path}: no such plan; write one with meshwright plan --save, or give the plan in words: "
             "plan='dp2 tp2+sp zero1'"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise PlanError(
             f"{path} cannot be read as a plan file ({error}); write one with meshwright plan --save"
         ) from None
@@ -124,20 +129,20 @@ def mark_plan_used() -> None:
             Path(path).touch()
 
 
-def _fields_in(content: str, source: str) -> dict[str, object]:
+def _fields_in(content: str | bytearray, source: str) -> dict[str, object]:
     """Return the fields of a YAML or JSON mapping, without its version."""
     try:
-        fields = yaml.safe_load(content)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: " if mark is not None else ""
-        raise PlanError(f"{source}: {line}{getattr(error, 'problem', None) or error}; {_FORM}") from None
+        fields = parse_yaml(content)
+    except OddFileError as error:
+        raise PlanError(f"{source}: {error}; {_FORM}") from None
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
-        raise PlanError(f"{source}: {fields!r} is not 'key: value'; {_FORM}")
+        raise PlanError(f"{source}: {shown(fields)} is not 'key: value'; {_FORM}")
     version = fields.pop("version", PLAN_VERSION)  # optional in a file written by hand
     if version != PLAN_VERSION:
         raise PlanError(
-            f"{source}: the plan has version {version}, but this version of meshwright reads version {PLAN_VERSION}; "
-            "write it again with meshwright plan --save"
+            f"{source}: the plan has version {shown(version)}, but this version of meshwright reads version "
+            f"{PLAN_VERSION}; write it again with meshwright plan --save"
         )
+    if (wrong := problem_of(fields, _SHORT)) is not None:
+        raise PlanError(f"{source}: {wrong}; {_FORM}")
     return fields

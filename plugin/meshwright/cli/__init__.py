@@ -14,6 +14,7 @@ from meshwright.cli.failures import run_with_json_errors
 from meshwright.cli.inspect import inspect
 from meshwright.cli.other_names import Command
 from meshwright.cli.report import report
+from meshwright.cli.say import say
 
 app = typer.Typer(
     context_settings={"token_normalize_func": lambda word: word.replace("_", "-")},  # --seq_len is --seq-len
@@ -35,7 +36,7 @@ app.command(cls=Command)(report)
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"meshwright {__version__}")
+        say(f"meshwright {__version__}")
         raise typer.Exit
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.failures import failures_of
+from meshwright.cli.say import say
 
 
 def calibrate(
@@ -48,4 +49,4 @@ def calibrate(
         profile = measure(processes=processes, dtype=dtype, seconds=seconds)
         if profile is not None:
             profile.save(output)
-            typer.echo(output.read_text(encoding="utf-8") if json else report(profile, output))
+            say(output.read_text(encoding="utf-8") if json else report(profile, output))

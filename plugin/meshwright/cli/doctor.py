@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.say import say
+
 
 def doctor(json: Annotated[bool, typer.Option(help="Print the findings as JSON.")] = False) -> None:
     """Check what is installed and what works on this machine.
@@ -28,7 +30,7 @@ def doctor(json: Annotated[bool, typer.Option(help="Print the findings as JSON."
     examiner = importlib.import_module("meshwright_hf.doctor")
     findings = examiner.examine()
     if json:
-        typer.echo(json_format.dumps(examiner.as_dict(findings), indent=2))
+        say(json_format.dumps(examiner.as_dict(findings), indent=2))
     else:
-        typer.echo(examiner.as_text(findings))
+        say(examiner.as_text(findings))
     sys.exit(1 if examiner.has_problem(findings) else 0)

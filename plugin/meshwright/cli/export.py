@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.failures import failures_of
+from meshwright.cli.say import say
 
 
 class Dtype(enum.StrEnum):
@@ -67,9 +68,9 @@ def export(
         )
         if json:
             found = {"folder": done.folder, "checkpoint": done.checkpoint, "step": done.step, "files": done.files}
-            typer.echo(json_format.dumps(found, indent=2, default=str))
+            say(json_format.dumps(found, indent=2, default=str))
             return
         step = "" if done.step is None else f", step {done.step}"
-        typer.echo(f"{done.folder} has the weights of {done.checkpoint}{step}:")
+        say(f"{done.folder} has the weights of {done.checkpoint}{step}:")
         for name, size in done.files.items():
-            typer.echo(f"  {name:<36} {size:>17,} bytes")
+            say(f"  {name:<36} {size:>17,} bytes")

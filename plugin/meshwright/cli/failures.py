@@ -10,6 +10,8 @@ from typing import NoReturn
 
 import typer
 
+from meshwright.cli.say import say
+
 _WRONG_ARGUMENT: Mapping[type[Exception], int] = {ValueError: 2}
 # The errors of the command line itself, such as an unknown option; the class is not public in all versions of typer.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -25,7 +27,7 @@ def fail(command: str, message: object, *, code: int, kind: str, json: bool) -> 
         kind: the class of the error.
         json: whether ``--json`` was given.
     """
-    typer.echo(f"{_words(command)}: {message}", err=True)
+    say(f"{_words(command)}: {message}", err=True)
     if json:
         print_error(command, message, code=code, kind=kind)
     sys.exit(code)
@@ -34,7 +36,7 @@ def fail(command: str, message: object, *, code: int, kind: str, json: bool) -> 
 def print_error(command: str, message: object, *, code: int, kind: str) -> None:
     """Print an error as an object; the arguments are those of ``fail``."""
     error = {"command": _words(command), "kind": kind, "message": str(message), "exit_code": code}
-    typer.echo(json_format.dumps({"error": error}, indent=2))
+    say(json_format.dumps({"error": error}, indent=2))
 
 
 def _words(command: str) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.failures import failures_of
+from meshwright.cli.say import say
 
 
 def inspect(
@@ -58,11 +59,11 @@ def _inspect(folder: Path, check: bool, json: bool) -> int:
         newest = newest_checkpoint(folder)
         if rows and newest is None:
             text = "\n".join([*listing_lines(rows), "", "DAMAGED: none of these checkpoints is whole."])
-            typer.echo(json_format.dumps({"checkpoints": rows, "is_whole": False}, indent=2) if json else text)
+            say(json_format.dumps({"checkpoints": rows, "is_whole": False}, indent=2) if json else text)
             return 1
         chosen = find_checkpoint(folder)[0] if newest is None else newest[0]
     found = inspect_checkpoint(chosen, reads_tensors=check)
-    typer.echo(json_format.dumps(as_dict(found, rows), indent=2) if json else as_text(found, rows))
+    say(json_format.dumps(as_dict(found, rows), indent=2) if json else as_text(found, rows))
     return 1 if found.damages else 0
 
 
@@ -77,5 +78,5 @@ def _inspect_foreign(folders: list[Path], check: bool, json: bool) -> int:
         older = inspect_foreign(folder, reads_tensors=check)
         found = found if older.damages else older
     others = folders if len(folders) > 1 else None
-    typer.echo(json_format.dumps(foreign_dict(found, others), indent=2) if json else foreign_text(found, others))
+    say(json_format.dumps(foreign_dict(found, others), indent=2) if json else foreign_text(found, others))
     return 1 if found.damages else 0

@@ -17,6 +17,7 @@ import typer
 
 from meshwright.cli.failures import failures_of, print_error
 from meshwright.cli.options import PlanSizes, option, takes_options
+from meshwright.cli.say import say
 
 
 class MixedPrecision(StrEnum):
@@ -127,7 +128,7 @@ def launch(
         if after is not None:
             if chosen is None and options.num_processes is None:
                 raise ValueError(after)
-            typer.echo(f"meshwright launch: {after}", err=True)
+            say(f"meshwright launch: {after}", err=True)
         fewest, machines = launch_job.parse_machines(options.num_machines)
         if options.num_processes is None:
             count = chosen.world_size if chosen else launcher.default_processes(machines, options.cpu)
@@ -142,7 +143,7 @@ def launch(
     elif json:
         shown = {"plan": None if chosen is None else chosen.label, "num_processes": job.num_processes}
         shown |= {"num_machines": job.num_machines, "machine_rank": job.machine_rank, "exit_code": ended.code}
-        typer.echo(json_format.dumps(shown, indent=2))
+        say(json_format.dumps(shown, indent=2))
     sys.exit(ended.code)
 
 

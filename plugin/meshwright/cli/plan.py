@@ -22,6 +22,7 @@ from meshwright.cli.plan_answers import (
     answer_sweep,
 )
 from meshwright.cli.plan_inputs import RUN_PANEL, JobOptions, PlanQuestion, RunOptions, SearchOptions, own_plans
+from meshwright.cli.say import say
 from meshwright.errors import PlanError
 
 app = typer.Typer(cls=GroupedCommands, invoke_without_command=True, rich_markup_mode=None)
@@ -48,7 +49,7 @@ _Days = Annotated[
 def _refuse(value: str | None) -> None:
     if value is not None:
         command = "python -m benchmarks.published_runs runs.csv"
-        typer.echo(f"meshwright plan: measured runs are compared in a checkout of Meshwright: {command}", err=True)
+        say(f"meshwright plan: measured runs are compared in a checkout of Meshwright: {command}", err=True)
         raise typer.Exit(2)
 
 

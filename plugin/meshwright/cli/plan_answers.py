@@ -20,7 +20,9 @@ import typer
 from meshwright.cli.options import option
 from meshwright.cli.pages import check_pages
 from meshwright.cli.plan_inputs import PlanQuestion
+from meshwright.cli.say import say
 from meshwright.errors import PlanError
+from meshwright.printable import shell_word
 
 if TYPE_CHECKING:
     from meshwright.planner.answers.explain import Change
@@ -130,12 +132,12 @@ def answer_search(question: PlanQuestion, outputs: PageOutputs) -> None:
         changed = explain.changes(found) if is_answered else []
         compared = question.compared(space, found) if is_answered else []
     if outputs.emit is not None:
-        typer.echo(_emitted(found, outputs.emit, outputs.save))
+        say(_emitted(found, outputs.emit, outputs.save))
     elif outputs.json:
         answer = explain.as_dict(found, changed=changed, budget=question.budget, compared=compared)
-        typer.echo(json_format.dumps(answer, indent=2))
+        say(json_format.dumps(answer, indent=2))
     else:
-        typer.echo(explain.text(found, changed=changed, budget=question.budget, compared=compared))
+        say(explain.text(found, changed=changed, budget=question.budget, compared=compared))
     if outputs.html is not None:
         _write_page(question, outputs, found, changed, compared)
     _finish(question, found, outputs)
@@ -210,14 +212,14 @@ def answer_own(question: PlanQuestion, outputs: Outputs, plans: Callable[[Job], 
             f"{found.cluster.device.name}; leave out --save and --emit to see its parts, or write another plan"
         )
     if outputs.emit is not None:
-        typer.echo(_emitted(found, outputs.emit, outputs.save))
+        say(_emitted(found, outputs.emit, outputs.save))
     elif outputs.json:
-        typer.echo(json_format.dumps(explain.as_dict(found, budget=question.budget), indent=2))
+        say(json_format.dumps(explain.as_dict(found, budget=question.budget), indent=2))
     else:
         best = None
         with contextlib.suppress(PlanError), _searching():  # there may be no legal plan but the given ones
             best = question.search(question.space(), top=1)
-        typer.echo(own_text(found, best=best, budget=question.budget))
+        say(own_text(found, best=best, budget=question.budget))
     _finish(question, found, outputs)
     return is_fit
 
@@ -237,9 +239,9 @@ def answer_sweep(question: PlanQuestion, outputs: TableOutputs, name: str) -> No
     if not any(row.best for row in rows):
         raise PlanError(f"no plan for any value: {rows[0].reason}")
     if outputs.json:
-        typer.echo(json_format.dumps(sweep_dict(name, rows), indent=2))
+        say(json_format.dumps(sweep_dict(name, rows), indent=2))
         return
-    typer.echo(_table(question, name, rows))
+    say(_table(question, name, rows))
     _warn(rows)
 
 
@@ -250,7 +252,7 @@ def _warn(rows: Sequence[SweepRow]) -> None:
     found = [row.found for row in rows if row.found is not None]
     batch = next(filter(None, (batch_warning(each.job) for each in found)), None)
     for warning in filter(None, (batch, *dict.fromkeys(map(band_warning, found)))):
-        typer.echo(f"\nWarning: {warning}.")
+        say(f"\nWarning: {warning}.")
 
 
 def answer_days(question: PlanQuestion, outputs: TableOutputs, days: float) -> None:
@@ -275,12 +277,12 @@ def answer_days(question: PlanQuestion, outputs: TableOutputs, days: float) -> N
             f"{space.job.global_batch} sequences; give a larger --global-batch, more --days or another --gpu"
         )
     if outputs.json:
-        typer.echo(json_format.dumps(sweep_dict("gpus", rows), indent=2))
+        say(json_format.dumps(sweep_dict("gpus", rows), indent=2))
         return
     last = rows[-1].bill
     assert last is not None
-    typer.echo(_table(question, "gpus", [row for row in rows if row.best]))
-    typer.echo(
+    say(_table(question, "gpus", [row for row in rows if row.best]))
+    say(
         f"\nSmallest cluster for {days:g} days: {rows[-1].value:,} x {space.cluster.device.name}, {last.days:.1f} days."
         " Sizes without a legal plan are left out."
     )
@@ -327,7 +329,7 @@ def _finish(question: PlanQuestion, found: Search, outputs: Outputs) -> None:
         )
         save_plan(best.plan, outputs.save, comment=comment, dtype=found.job.dtype)
         if not (outputs.emit or outputs.json):
-            typer.echo(f"\nTo run it: {_command(found, outputs.save)}")
+            say(f"\nTo run it: {_command(found, outputs.save)}")
     if outputs.trace:
         _trace(found, str(question.options.model), outputs.stage)
 
@@ -336,7 +338,7 @@ def _command(found: Search, path: Path) -> str:
     """Return the command that launches a saved plan."""
     nodes = found.cluster.nodes
     several = f"--num_machines {nodes} --machine_rank RANK --main_process_ip ADDRESS_OF_MACHINE_0 " if nodes > 1 else ""
-    return f"meshwright launch --plan {path} {several}train.py"
+    return f"meshwright launch --plan {shell_word(path)} {several}train.py"
 
 
 def _emitted(found: Search, emit: Emit, save: Path | None) -> str:
@@ -369,7 +371,7 @@ def _trace(found: Search, model: str, stage: int | None) -> None:
             f"--trace: how many tokens of {found.shape.name} go to each expert depends on their values, which a trace "
             "does not have; leave out --trace"
         )
-    typer.echo(f"\nTracing a step of {found.shape.name} on {plan.world_size} fake ranks...", err=True)
+    say(f"\nTracing a step of {found.shape.name} on {plan.world_size} fake ranks...", err=True)
     on_meta = model_on_meta(config_path(model), getattr(torch, found.job.dtype))
     on_meta = on_meta if lora is None else adapted(on_meta, lora)
-    typer.echo("\n" + trace_and_compare(on_meta, found.shape, plan, found.job, stage))
+    say("\n" + trace_and_compare(on_meta, found.shape, plan, found.job, stage))

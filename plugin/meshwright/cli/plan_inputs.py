@@ -350,12 +350,14 @@ class PlanQuestion:
 
 def _described(model: Path) -> tuple[ModelShape, str | None]:
     """Return the shape of a model, and why it has no estimate under tp; modules show what the config does not."""
-    from meshwright.planner.job.config_file import config_path
+    from meshwright.planner.job.config_file import WrongConfigError, config_path
     from meshwright.planner.job.shapes import describe, name_of
 
     path = config_path(model)  # a missing file is said at once, without an import of torch
     try:
         return describe(model), None
+    except WrongConfigError:
+        raise
     except PlanError as error:
         refusal = error
     # Imported here, since these import torch, which takes seconds.

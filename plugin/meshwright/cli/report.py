@@ -10,6 +10,7 @@ import typer
 
 from meshwright.cli.failures import failures_of
 from meshwright.cli.pages import check_pages
+from meshwright.cli.say import say
 
 
 def report(
@@ -54,13 +55,13 @@ def report(
         if serve + json + (output is not None) > 1:
             raise PlanError("--output, --serve and --json each say where the runs are shown; give one of them")
         if json:
-            typer.echo(figures_of(runs))
+            say(figures_of(runs))
         elif serve:
             _serve(runs, port, every)
         else:
             path = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
             write_report(runs, path)
-            typer.echo(f"wrote {path}")
+            say(f"wrote {path}")
 
 
 def _serve(runs: list[Path], port: int, every: float) -> None:
@@ -70,7 +71,7 @@ def _serve(runs: list[Path], port: int, every: float) -> None:
     if not 0 < every < math.inf:
         raise PlanError(f"--every {every:g} must be a number of seconds above 0")
     with ReportServer(runs, port=port, every=every) as server:
-        typer.echo(f"{server.address} shows the runs; Ctrl-C ends it")
+        say(f"{server.address} shows the runs; Ctrl-C ends it")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

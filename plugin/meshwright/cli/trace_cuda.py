@@ -12,6 +12,7 @@ import typer
 
 from meshwright.cli.failures import failures_of
 from meshwright.cli.options import ModelConfig, PlanWords
+from meshwright.cli.say import say
 
 if TYPE_CHECKING:
     from meshwright.plan.config import ParallelPlan
@@ -61,7 +62,7 @@ def trace_cuda(
     """
     with failures_of("trace-cuda", json=json):
         report = _report(model, plan, rows, length, precision, ranks)
-        typer.echo(json_format.dumps(report, indent=2) if json else _text(report))
+        say(json_format.dumps(report, indent=2) if json else _text(report))
         sys.exit(1 if report["problems"] else 0)
 
 

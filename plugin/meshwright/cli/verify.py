@@ -16,6 +16,7 @@ import typer
 
 from meshwright.cli.failures import failures_of
 from meshwright.cli.options import ModelConfig, PlanWords
+from meshwright.cli.say import say
 
 if TYPE_CHECKING:
     from meshwright.plan.config import ParallelPlan
@@ -98,7 +99,7 @@ def verify(
             report = verify_model(
                 factory, chosen, steps=steps, seed=seed, timeout=timeout, on_progress=tell, notes=tuple(notes)
             )
-        typer.echo(json_format.dumps(report.as_dict(), indent=2) if json else str(report))
+        say(json_format.dumps(report.as_dict(), indent=2) if json else str(report))
         sys.exit(0 if report.ok else 1)
 
 
@@ -117,10 +118,11 @@ def _plans(words: str, processes: int | None) -> tuple[ParallelPlan, ParallelPla
 
 def _modules(model: Path) -> list[str]:
     """Return the modules that the processes can start to import before the config is read in full."""
+    from meshwright.outside_files import read_json
     from meshwright.planner.job.config_file import config_path
 
     try:
-        name = str(json_format.loads(config_path(model).read_text())["model_type"]).replace("-", "_")
+        name = str(read_json(config_path(model))["model_type"]).replace("-", "_")
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [f"transformers.models.{name}.modeling_{name}", "meshwright_hf.short_model"]

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from meshwright.faults import exit_hooks
 from meshwright.faults.deadline import Deadline
+from meshwright.printable import tell
 
 SPEAKS = 1.0  # seconds in which the process can print; its program may hold the lock of the stream
 MARGIN = 0.5  # seconds for the rest
@@ -31,7 +32,7 @@ def end_process(
 
     def speak() -> None:
         if text:
-            print(f"meshwright: {text}", file=sys.stderr, flush=True)
+            tell(text)
         if error is not None:
             exit_hooks.tell_launcher(error)
         sys.stdout.flush()

@@ -32,6 +32,7 @@ from meshwright.faults.deadline import Deadline
 from meshwright.faults.end_process import MARGIN, SPEAKS, end_children, end_process
 from meshwright.faults.every_rank import advice
 from meshwright.faults.group_timeouts import set_timeouts
+from meshwright.faults.hub_exchange import HubExchange
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
 from meshwright.faults.statement import Statement, differences
@@ -40,6 +41,7 @@ from meshwright.faults.wishes import Wishes
 from meshwright.mesh.listening import listening_address
 from meshwright.mesh.process_group import FOLLOWS, attempt_number, await_ranks, did_not_come
 from meshwright.mesh.siblings import end_sibling, this_process
+from meshwright.printable import tell
 
 GRACE = 2.0  # seconds in which the program can end by its own error after another rank has failed
 CLEANS_UP = 5.0  # seconds that the interpreter has to end after a program that ends because of another rank
@@ -285,6 +287,12 @@ class Guard:
         assert self._hub is not None
         return self._hub.posted.take(topic, patience)
 
+    def exchange(self, topic: str) -> HubExchange:
+        """Return what exchanges texts of all ranks beside the training, also after the process group has ended."""
+        return HubExchange(
+            self._link, self._rank, topic=topic, cause=lambda: self.cause, patience=max(self.timeout, CLEANS_UP)
+        )
+
     @main_thread.waits_for_ranks
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return the error, with the rank and the reason added if it is a network error."""
@@ -341,13 +349,15 @@ class Guard:
         if os.getpid() != self._process:
             return
         self._end_with_child.cancel()
+        if not (self._follows or self._is_failing or self.trace.leaving):
+            self._link.await_exchanges(self.timeout)
         how = f"{why} after step {self.step}"
         self._is_closed = True
         if self._follows or self._is_failing:
             end_children()
         if self.trace.leaving:
             how = f"step {self.step}, its program ended by {self.trace.leaving}"
-            print(f"meshwright: {self.name}: {how}", file=sys.stderr, flush=True)
+            tell(f"{self.name}: {how}")
             self._link.tell({"kind": "fail", "how": how})
         else:
             self._link.tell({"kind": "leave", "how": how})
@@ -430,7 +440,7 @@ class Guard:
         # A launcher may end this process before its program can print the cause. One rank says it at once: the hub's,
         # and rank 1 if that is the one that has failed.
         if not from_hub and self._rank == 1 and self.is_current:
-            print(f"meshwright: {cause}", file=sys.stderr, flush=True)
+            tell(cause)
         self._deadline.set(GRACE + SPEAKS + MARGIN)
         time.sleep(GRACE)
         if self.is_current:

@@ -61,6 +61,9 @@ class Link:
         self._groups: dict[tuple[int, ...], int] = {}  # groups of ranks -> the number that the hub knows
         self._closed = False
         self.hub_left: str | None = None
+        self._texts: dict[str, list[str]] = {}  # what all ranks have said, by topic, until it is read
+        self._exchanges: set[str] = set()  # those that a thread of this rank has begun and not ended
+        self._has_texts = threading.Condition()  # also of the end of an exchange
         self._ask, self._answers, _ = _connect(address, {**hello, "channel": "ask"}, timeout)
         self._watch, self._notices, hub = _connect(address, {**hello, "channel": "watch"}, timeout)
         self.hub_name = str(hub["name"])
@@ -106,9 +109,32 @@ class Link:
         with self._telling, contextlib.suppress(OSError):
             self._watch.sendall(line(message))
 
+    def begin(self, exchange: str) -> None:
+        """Record that a thread exchanges texts, by the beginning of its topics."""
+        with self._has_texts:
+            self._exchanges.add(exchange)
+
+    def end(self, exchange: str) -> None:
+        """Record that a thread has ended its exchange."""
+        with self._has_texts:
+            self._exchanges.discard(exchange)
+            self._has_texts.notify_all()
+
+    def await_exchanges(self, patience: float) -> None:
+        """Wait for the threads that exchange texts, some seconds at most."""
+        with self._has_texts:
+            self._has_texts.wait_for(lambda: not self._exchanges, timeout=patience)
+
+    def said(self, topic: str, patience: float) -> list[str] | None:
+        """Return what all ranks have said on a topic, once, or None if that does not come within some seconds."""
+        with self._has_texts:
+            self._has_texts.wait_for(lambda: topic in self._texts, timeout=patience)
+            return self._texts.pop(topic, None)
+
     def close(self) -> None:
         """Close both connections."""
         self._closed = True
+        self.hub_left = self.hub_left or "its process group has ended"
         self._deadline.set(None)
         for connection in self.sockets:
             with contextlib.suppress(OSError):
@@ -136,6 +162,10 @@ class Link:
                     self.hub_left = notice["closed"]
                     self._deadline.set(None)
                     return
+                if "texts" in notice:
+                    with self._has_texts:
+                        self._texts[notice["topic"]] = notice["texts"]
+                        self._has_texts.notify_all()
                 if "wish" in notice and self._has_passed(notice["wish"]):
                     self.tell({"kind": "passed", "key": notice["wish"]})
                 self.hub_name = notice.get("name", self.hub_name)

@@ -26,9 +26,13 @@ def waits_for_ranks(function: _Function) -> _Function:
     return function
 
 
-def place() -> str:
-    """Return the line of the program at which the main thread is; the innermost line if all are a library's."""
-    frame = innermost = _frame()
+def place(thread: threading.Thread | None = None) -> str:
+    """Return the line of the program at which a thread is; the innermost line if all are a library's.
+
+    Args:
+        thread: the thread; None for the main thread.
+    """
+    frame = innermost = _frame(thread)
     while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<")):
         frame = frame.f_back
     found = frame or innermost
@@ -59,5 +63,5 @@ def stack() -> str:
     return "" if frame is None else "".join(traceback.format_stack(frame))
 
 
-def _frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+def _frame(thread: threading.Thread | None = None) -> FrameType | None:
+    return sys._current_frames().get((thread or threading.main_thread()).ident or 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Collection
 from types import FrameType
@@ -14,6 +13,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from meshwright.faults.guard import active_guard
+from meshwright.printable import tell
 from meshwright.progress import is_first_rank
 
 PREEMPTED = 75  # EX_TEMPFAIL of <sysexits.h>: the job has saved, and wants to be started again
@@ -102,7 +102,7 @@ class Preemption:
         """End this process with exit code 75, for which the launcher and the schedulers start the job again."""
         if is_first_rank():
             why = self.reason or "the program's own wish"
-            print(f"meshwright: preempted by {why}; ends with exit code {PREEMPTED}", file=sys.stderr, flush=True)
+            tell(f"preempted by {why}; ends with exit code {PREEMPTED}")
         raise SystemExit(PREEMPTED)  # not sys.exit, which the guard would take for a failure
 
 

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-import sys
 import threading
 import time
 from typing import Any
@@ -23,6 +22,7 @@ from meshwright.faults.hub_connection import Connection, line
 from meshwright.faults.meetings import Group
 from meshwright.faults.referee import Post, Referee
 from meshwright.mesh.siblings import this_process
+from meshwright.printable import tell
 
 BEAT = 1.0  # seconds between heartbeats, in both directions
 LOOKS = 4  # times per heartbeat that the hub looks for silent ranks
@@ -56,6 +56,7 @@ class Hub:
         self._closing = ""
         self._has_said = False
         self.posted = Posted(world_size)
+        self._said: dict[str, dict[int, str]] = {}  # texts by topic and rank, until all ranks have said theirs
         self._loop = asyncio.new_event_loop()
         _allow_open_files(4 * world_size)
         backlog = STRANGERS + 2 * world_size
@@ -177,6 +178,8 @@ class Hub:
             case "post":
                 self.posted.add(rank, **message)
                 return []
+            case "say":
+                return self._say(rank, **message)
             case "passed":
                 return self._referee.passed(rank, **message)
             case "leave":
@@ -184,6 +187,16 @@ class Hub:
             case "fail":
                 return self._referee.fail(rank, **message)
         raise AssertionError(f"a message of unknown kind {kind!r}")
+
+    def _say(self, rank: int, topic: str, text: str) -> list[Post]:
+        """Keep a rank's text; once all ranks have said theirs, send them all to each (see hub_exchange.py)."""
+        said = self._said.setdefault(topic, {})
+        said[rank] = text
+        if len(said) < self._world_size:
+            return []
+        everyone = range(self._world_size)
+        del self._said[topic]
+        return [Post(tuple(everyone), "notice", {"topic": topic, "texts": [said[other] for other in everyone]})]
 
     def _rename(self, rank: int, name: str) -> list[Post]:
         self._referee.rename(rank, name)
@@ -197,7 +210,7 @@ class Hub:
         is_news = says_so or any("late" in post.body for post in posts)
         if is_news and not self._has_said and any("failed" in post.body for post in posts):
             # At once, since a launcher ends this process as soon as it knows of the other one's end.
-            print(f"meshwright: {self._referee.first_cause}", file=sys.stderr, flush=True)
+            tell(self._referee.first_cause)
             self._has_said = True
         for post in posts:
             text = line(post.body)

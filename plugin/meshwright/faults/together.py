@@ -193,6 +193,11 @@ def raise_if_any(error: Exception | None) -> None:
 Description = tuple[list[str], str]  # the names of an error's classes, its own first, and its message
 
 
+def failure_text(error: Exception) -> str:
+    """Return the text by which :func:`exchange_together` and :func:`on_first_rank` tell other ranks of an error."""
+    return json.dumps([None, _describe(error)])
+
+
 def _describe(error: Exception | None) -> Description | None:
     return None if error is None else ([kind.__name__ for kind in type(error).__mro__], str(error))
 

@@ -10,7 +10,6 @@ import multiprocessing.context
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from meshwright.mesh.host_wire import open_host_wire, shares_gpus
 from meshwright.mesh.listening import LOOPBACK, bound_socket, listening_address
 from meshwright.mesh.local_device import check_one_rank_per_gpu, local_rank
 from meshwright.mesh.siblings import end_ranks
+from meshwright.printable import tell
 
 _ANSWERS = 1.0  # seconds in which a store that runs says that ranks have not come
 FOLLOWS = 0.5  # seconds that a rank waits before it ends because of another one, which launchers then find first
@@ -215,7 +215,7 @@ def did_not_come(absent: list[int], rank: int, world: int, timeout_s: float) -> 
     )
     if rank == next(present for present in range(world) if present not in absent):
         # At once, since a launcher may end this process before its program can print the error.
-        print(f"meshwright: {text}", file=sys.stderr, flush=True)
+        tell(text)
     end_ranks(absent)  # a stopped process would outlive the launcher's SIGTERM
     time.sleep(FOLLOWS)
     return PeerFailedError(text)

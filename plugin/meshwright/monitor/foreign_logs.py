@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from meshwright.checkpoint.files.reading import first_of, json_object
 from meshwright.errors import PlanError
 from meshwright.monitor.records import NoRecordsError, RunRecords, finite_number
+from meshwright.outside_files import parse_json, read_outside
 
 STATE = "trainer_state.json"
 EVENTS = "events.out.tfevents*"
@@ -25,6 +25,7 @@ _PEAK, _FULLEST, _SLOWEST, _BEHIND = (
     "peak_memory_gib", "peak_memory_rank", "slowest_rank", "slowest_rank_behind_ms"
 )  # fmt: skip
 _NO_FIGURES = {"step", "epoch", "total_flos", "tokens_per_second_per_device"}
+_LARGEST = 2**30  # bytes of a state: it has all lines of its log
 _SETTINGS = ("num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps")
 
 
@@ -35,20 +36,21 @@ def read_trainer_state(path: Path) -> RunRecords:
         PlanError: if the file is not a Trainer's state, or (``NoRecordsError``) has no history.
     """
     try:
-        state = json.loads(path.read_bytes())
+        state = parse_json(read_outside(path, most=_LARGEST), allowance=_LARGEST)
         history = [dict(entry) for entry in state["log_history"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
             f"{path} is not the state of a Trainer ({error}); name a folder that the Trainer saved"
         ) from None
     found = RunRecords()
     for entry in history:
-        if isinstance(step := entry.get("step"), int):
+        if type(step := entry.get("step")) is int:
             _add(found, step, entry)
     _check(found, path)
     config, progress = json_object(path.with_name("config.json")), json_object(path.with_name(_PROGRESS))
-    found.runs.append(
+    found.add(
         {
+            "kind": "run",
             "first_step": 0,
             "model": first_of(config, "architectures") or "a Trainer's run",
             "plan": progress.get("plan"),
@@ -83,7 +85,7 @@ def read_events(folder: Path) -> RunRecords:
     for step in sorted(entries):
         _add(found, step, entries[step])
     _check(found, folder)
-    found.runs.append({"first_step": 0, "model": folder.name, "plan": None})
+    found.add({"kind": "run", "first_step": 0, "model": folder.name, "plan": None})
     return found
 
 
@@ -100,9 +102,9 @@ def _add(found: RunRecords, step: int, entry: Mapping[str, Any]) -> None:
         slowest, behind = finite_number(values.pop(_SLOWEST, None)), finite_number(values.pop(_BEHIND, 0.0))
         if slowest is not None and behind is not None:
             line |= {"slowest": int(slowest), "behind": behind / 1e3}
-        found.steps.append({"step": step, "time": time, **line})
+        found.add({"kind": "step", "step": step, "time": time, **line})
     if values:
-        found.values.append({"step": step, "values": values, "time": time})
+        found.add({"kind": "values", "step": step, "values": values, "time": time})
 
 
 def _check(found: RunRecords, path: Path) -> None:

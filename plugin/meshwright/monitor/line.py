@@ -6,6 +6,7 @@ import sys
 
 from meshwright.monitor.figures import Figures
 from meshwright.planner.formatting import memory, seconds
+from meshwright.printable import printable_lines
 
 
 def line(figures: Figures, *, max_steps: int | None = None) -> str:
@@ -58,6 +59,7 @@ def clock(value: float) -> str:
 
 def say(text: str) -> None:
     """Print lines to standard error; an open bar of tqdm is cleared before, and drawn again below them."""
+    text = printable_lines(text)
     bar = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bar is not None and getattr(bar, "_instances", None):
         bar.write(text, file=sys.stderr)

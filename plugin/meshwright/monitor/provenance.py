@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from meshwright.hidden_values import hidden_in, without_secrets
 from meshwright.plan.config import ToDistributedConfig
 
 _PATIENCE = 5.0  # seconds for git, which may be slow on a network's file system
@@ -38,10 +39,13 @@ def provenance(config: ToDistributedConfig, optimizer: Optimizer | None, setting
     of_optimizer = {} if optimizer is None else {"optimizer": type(optimizer).__name__, **optimizer.defaults}
     found = {**options, **{name: x for name, x in of_optimizer.items() if x is not None}, **settings}
     return {
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(without_secrets(sys.argv)),
         "revision": git_revision(Path(sys.argv[0]).parent if sys.argv[0] else Path()),
         "versions": _versions(),
-        "settings": {name: x if isinstance(x, bool | int | float | str) else str(x) for name, x in found.items()},
+        "settings": {
+            name: x if isinstance(x := hidden_in(name, each), bool | int | float | str) else str(x)
+            for name, each in found.items()
+        },
     }
 
 

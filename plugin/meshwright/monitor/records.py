@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.outside_files import OddFileError, parse_json
+from meshwright.schema import Check, anything, holding, integer, listed, problem_of, table, text, that
+from meshwright.schema import number as a_number
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +103,86 @@ class RunRecords:
     faults: list[dict[str, Any]] = field(default_factory=list)
     torn: int = 0
 
+    def add(self, record: Any) -> None:
+        """Add a record of any kind; one that is malformed only counts as torn."""
+        kind = record.get("kind") if isinstance(record, dict) else None
+        if not isinstance(kind, str) or kind not in KINDS or problem_of(record, _FORMS[kind]) is not None:
+            self.torn += 1
+            return
+        if kind == "run":
+            for replaced in (self.steps, self.values):
+                replaced[:] = [one for one in replaced if one["step"] <= record["first_step"]]
+        self._lists[kind].append(record)
+
+    @property
+    def _lists(self) -> dict[str, list[dict[str, Any]]]:
+        """The list of each kind."""
+        lists = (self.runs, self.memory, self.steps, self.estimates, self.values, self.faults)
+        return dict(zip(KINDS, lists, strict=True))
+
+
+_LARGEST = 1e100  # of a figure; its square is a number too
+_STEP = integer(0, 2**53)
+_FIGURE = a_number(-_LARGEST, _LARGEST)
+_WORDS = text(most=2**20)
+_OF_RANKS = table(_FIGURE, names=text("[0-9]{1,9}"))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number of a log, which has nan and infinities as words."""
+    return value in ("nan", "inf", "-inf") if isinstance(value, str) else type(value) is int or type(value) is float
+
+
+def _is_plan(value: Any) -> bool:
+    """Whether a value is a plan in words, or its fields."""
+    fields = value.values() if isinstance(value, dict) else [value]
+    return all(isinstance(each, str | int | float | None) for each in fields)
+
+
+_NUMBER = that("a number", lambda value: _is_number(value) and (isinstance(value, str) or not abs(value) > _LARGEST))
+_OF_EXPERTS = table(_NUMBER)
+_ESTIMATE: dict[str, Check] = {
+    "estimated_seconds": _FIGURE, "band": _FIGURE, "estimated_memory": listed(table(_FIGURE)), "time": _FIGURE,
+}  # fmt: skip
+_NEEDED = {"run": "first_step", "step": "step", "values": "step"}
+_FIELDS: dict[str, dict[str, Check]] = {
+    "run": {
+        **_ESTIMATE, "first_step": _STEP, "max_steps": _STEP, "ranks": integer(1, 2**24), "mesh": table(integer()),
+        "parameters": _FIGURE, "rows_per_rank": _FIGURE, "row_tokens": _FIGURE, "plan": that("a plan", _is_plan),
+        "versions": table(_WORDS), "settings": table(anything, names=_WORDS),
+        **dict.fromkeys(("model", "device", "why", "revision", "command"), _WORDS),
+    },
+    "memory": {"peak": _OF_RANKS},
+    "step": {
+        "step": _STEP, "slowest": integer(), "parts": table(_FIGURE), "expert_load": _OF_EXPERTS,
+        **dict.fromkeys(("loss", "norm", "lr", "mfu", "rank_load"), _NUMBER),
+        **dict.fromkeys(("tokens_per_second", "seconds_per_step", "tokens"), _FIGURE),
+        **dict.fromkeys(("behind", "waited", "left", "time"), _FIGURE),
+        **dict.fromkeys(("peak", "busy", "read"), _OF_RANKS),
+    },
+    "estimate": {
+        **_ESTIMATE, "measured_seconds": _FIGURE, "measured_peak": _FIGURE, "hints": listed(_WORDS),
+    },
+    "values": {"step": _STEP, "values": table(anything, names=_WORDS), "time": _FIGURE},
+    "fault": {"step": _STEP, "what": _WORDS, "time": _FIGURE},
+}  # fmt: skip
+
+
+def _form(kind: str) -> Check:
+    """Return what a record of a kind holds; a field that it needs is one that it has."""
+    fields = holding(_FIELDS[kind])
+    needed = _NEEDED.get(kind)
+
+    def check(value: Any, field: str) -> None:
+        fields(value, field)
+        if needed is not None:
+            _STEP(value.get(needed), needed)
+
+    return check
+
+
+_FORMS = {kind: _form(kind) for kind in KINDS}
+
 
 def number(value: object) -> float | None:
     """Return a number of the log; None if it is missing, and nan or inf for the strings that stand for them."""
@@ -140,33 +223,14 @@ def read_records(run: str | os.PathLike[str]) -> RunRecords:
             "folder has a history from its first checkpoint on"
         ) from None
     found = RunRecords()
-    lists = {"memory": found.memory, "step": found.steps, "estimate": found.estimates}
-    lists |= {"values": found.values, "fault": found.faults}
-    for text in lines:
-        record = _record(text)
-        if record is None:
-            found.torn += bool(text.strip())
-        elif record["kind"] == "run":
-            found.runs.append(record)
-            first = record["first_step"]
-            for replaced in (found.steps, found.values):
-                replaced[:] = [one for one in replaced if one["step"] <= first]
-        else:
-            lists[record["kind"]].append(record)
+    for line in filter(bytes.strip, lines):
+        try:
+            found.add(parse_json(bytearray(line)))
+        except OddFileError:
+            found.torn += 1
     if not found.runs and not found.steps:
         raise NoRecordsError(
             f"{path}: none of its {len(lines)} lines is a record of a run; give the folder that was passed as "
             "logging_dir, after the run's first step"
         )
     return found
-
-
-def _record(text: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or record.get("kind") not in KINDS:
-        return None
-    needed = {"run": "first_step", "step": "step", "values": "step"}.get(record["kind"])
-    return record if needed is None or isinstance(record.get(needed), int) else None

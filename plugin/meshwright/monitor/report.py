@@ -10,12 +10,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from meshwright.errors import PlanError
 from meshwright.monitor import report_tables as tables
 from meshwright.monitor.report_data import report_data
 from meshwright.monitor.run_folders import LoggedRun, find_runs
 from meshwright.monitor.still_plots import still_plots
-from meshwright.planner.page.render import as_script, fragment, render, write_whole
+from meshwright.planner.page.render import as_script, fragment, render
+from meshwright.whole_file import write_whole
 
 _PAGE = Path(__file__).with_name("page")
 _SCRIPTS = ("chart", "report")
@@ -113,11 +113,7 @@ def write_report(runs: Sequence[RunPath] | RunPath, path: RunPath) -> None:
         PlanError: as ``report``; or if the file cannot be written.
     """
     paths = [runs] if isinstance(runs, str | os.PathLike) else runs
-    content, path = report(*paths), Path(path)
-    try:
-        write_whole(content, path, option="--output")
-    except OSError as error:
-        raise PlanError(f"--output {path} cannot be written ({error.strerror}); choose another file") from None
+    write_whole(path, report(*paths), option="--output")
 
 
 def _drawn(runs: Sequence[LoggedRun], live: float | None) -> dict[str, Any]:

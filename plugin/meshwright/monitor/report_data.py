@@ -38,9 +38,7 @@ def report_data(runs: Sequence[LoggedRun]) -> list[Data]:
 
 def by_rank(step: Mapping[str, Any], name: str) -> dict[int, float]:
     """Return a figure of each rank in a line."""
-    found = step.get(name)
-    items = found.items() if isinstance(found, Mapping) else ()
-    return {int(rank): value for rank, text in items if (value := number(text)) is not None}
+    return {int(rank): float(value) for rank, value in (step.get(name) or {}).items()}
 
 
 def shown_ranks(last: Mapping[int, float]) -> list[int]:
@@ -84,10 +82,10 @@ def _columns(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]
         last = next((values for values in reversed(ranks) if values), {})
         for rank in sorted(shown_ranks(last)):
             found[f"{name}/{rank}"] = [values.get(rank) for values in ranks]
-    parts = [step["parts"] if isinstance(step.get("parts"), Mapping) else {} for step in steps]
+    parts = [step.get("parts") or {} for step in steps]
     for part in PARTS:
         found[f"part/{part}"] = [number(values.get(part)) for values in parts]
-    loads = [by_name.values() if isinstance(by_name := step.get("expert_load"), Mapping) else () for step in steps]
+    loads = [(step.get("expert_load") or {}).values() for step in steps]
     found["expert_load"] = [max(filter(None, map(number, values)), default=None) for values in loads]
     return {name: values for name, values in found.items() if any(value is not None for value in values)}
 
@@ -131,7 +129,7 @@ def _values(records: RunRecords) -> dict[str, Data]:
     """Return the program's own numbers: name -> their steps and their values."""
     found: dict[str, Data] = {}
     for record in records.values:
-        for name, text in record.get("values", {}).items():
+        for name, text in (record.get("values") or {}).items():
             if (value := finite_number(text)) is not None:
                 own = found.setdefault(name, {"step": [], "value": []})
                 own["step"].append(record["step"])

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from meshwright.errors import PlanError
 from meshwright.monitor.report import news_of, page_of
 from meshwright.monitor.run_folders import LoggedRun, find_runs
+from meshwright.printable import printable
 
 _HOST = "127.0.0.1"
 
@@ -47,6 +48,7 @@ class ReportServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
+    timeout = 30.0  # seconds without a word, after which a connection is closed
 
     def do_GET(self) -> None:
         port = self.server.server_address[1]
@@ -65,6 +67,9 @@ class _Handler(BaseHTTPRequestHandler):
             text = content(find_runs(self.server.paths))
         except PlanError as error:  # for example a log that was removed meanwhile
             self._answer(500, "text/plain", str(error))
+        except Exception as error:  # a reader of the page gets a sentence, whatever the logs hold
+            why = printable(f"{type(error).__name__}: {error}"[:300])
+            self._answer(500, "text/plain", f"the logs of these runs cannot be shown: {why}")
         else:
             self._answer(200, kind, text)
 

@@ -84,7 +84,7 @@ def stragglers(runs: Sequence[LoggedRun]) -> list[tuple[str, str, str]]:
         behind: dict[int, list[float]] = {}
         for step in run.records.steps:
             rank, value = step.get("slowest"), number(step.get("behind"))
-            if isinstance(rank, int) and value is not None:
+            if rank is not None and value is not None:
                 behind.setdefault(rank, []).append(value)
         for rank in sorted(behind, key=lambda rank: -sum(behind[rank]))[:_STRAGGLERS]:
             often = f"slowest in {len(behind[rank])} of {len(run.records.steps)} lines"
@@ -172,7 +172,6 @@ def footer(runs: Sequence[LoggedRun]) -> str:
 def _facts(found: RunRecords) -> dict[str, str]:
     run: Mapping[str, Any] = found.runs[-1] if found.runs else {}
     batch = [run.get(name) for name in ("rows_per_rank", "row_tokens")]
-    versions = run.get("versions") if isinstance(run.get("versions"), Mapping) else {}
     known = {
         "plan": plan_words(run.get("plan")),
         "why": run.get("why"),
@@ -182,10 +181,9 @@ def _facts(found: RunRecords) -> dict[str, str]:
         "rows per rank": f"{batch[0]} of {batch[1]} tokens" if all(batch) else None,
         "git revision": run.get("revision"),
         "command": run.get("command"),
-        "versions": ", ".join(f"{name} {version}" for name, version in (versions or {}).items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in (run.get("versions") or {}).items()),
     }
-    settings = run.get("settings") if isinstance(run.get("settings"), Mapping) else {}
-    chosen = {name: value for name, value in (settings or {}).items() if name not in _NO_SETTINGS}
+    chosen = {name: value for name, value in (run.get("settings") or {}).items() if name not in _NO_SETTINGS}
     return {name: str(value) for name, value in {**known, **chosen}.items() if value not in (None, "", "None")}
 
 

@@ -104,8 +104,7 @@ def _memory(found: RunRecords, run: Mapping[str, Any]) -> Plot:
 def _parts(found: RunRecords) -> Plot:
     steps = []
     for step in found.steps[1:] or found.steps:
-        parts = step.get("parts")
-        if isinstance(parts, Mapping):
+        if parts := step.get("parts"):
             steps.append((float(step["step"]), {name: number(parts.get(name)) or 0.0 for name in PARTS}))
     words = (
         "Backward is everything from the end of forward to the optimizer: gradients, their reduction, clipping. "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.outside_files import read_json
 from meshwright.parallel.fake_passes.example_images import example_images
 from meshwright.plan.config import ParallelPlan, ToDistributedConfig
 from meshwright.planner.expected_traffic import step_traffic
@@ -63,7 +63,7 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         ) from None
     path = config_path(path)
     try:
-        fields = json.loads(path.read_text())
+        fields = read_json(path)
         kind = fields.get("model_type")
         if kind in transformers.CONFIG_MAPPING:
             # A file beside a config.json has no directory of its own.

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.files.reading import read_exactly, reading
-from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
+from meshwright.checkpoint.files.reading import parse_json, read_exactly, reading
 from meshwright.errors import CheckpointError
+from meshwright.outside_files import MEMORY
 
 _PREFIX = b'{"digest":"'
 

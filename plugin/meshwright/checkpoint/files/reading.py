@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
+from meshwright import outside_files
 from meshwright.errors import CheckpointError
+from meshwright.outside_files import MEMORY, OddFileError
 
 _OF_OTHERS = 2**30  # bytes of memory that a file of another program may take: a Trainer's has all lines of its log
 
@@ -47,6 +48,18 @@ def read_json(path: Path, *, allowance: int = 0) -> Any:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, which no such file has")
         content = read_exactly(descriptor, path, 0, size)
     return parse_json(content, path, allowance=allowance)
+
+
+def parse_json(content: bytearray, path: Path, *, allowance: int = 0) -> Any:
+    """Return the value of a JSON text of a checkpoint's file, as ``outside_files.parse_json`` does.
+
+    Raises:
+        CheckpointError: if it is not JSON of a checkpoint.
+    """
+    try:
+        return outside_files.parse_json(content, allowance=allowance)
+    except OddFileError as error:
+        raise CheckpointError(f"{path} is damaged: {error}; load another checkpoint") from error
 
 
 def json_object(path: Path) -> dict[str, Any]:

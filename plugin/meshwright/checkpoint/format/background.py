@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import base64
 import itertools
 import logging
 import os
 import sys
 import threading
-import time
 import weakref
-import zlib
 from collections import OrderedDict
 from typing import cast
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,13 +19,15 @@ from meshwright.checkpoint.format.save_job import SaveJob
 from meshwright.checkpoint.format.snapshot import HostMemory
 from meshwright.compiling import without_compilation
 from meshwright.errors import PeerFailedError
-from meshwright.faults.guard import active_guard
-from meshwright.faults.together import Exchange
+from meshwright.faults import main_thread
+from meshwright.faults.guard import active_guard, start_guard
+from meshwright.faults.hub_exchange import HubExchange, OneRank
+from meshwright.faults.together import failure_text
+from meshwright.plan.config import ToDistributedConfig
 
 logger = logging.getLogger(__name__)
 
-_FIRST_POLL, _LAST_POLL = 0.001, 0.02  # seconds between two looks at the store: twice as long after each
-_PATIENCE = 120.0  # seconds that this rank, which has ended, waits for another one
+_LOOK = 1.0  # seconds at most between two looks whether a save has moved on
 
 
 class Background:
@@ -37,6 +35,8 @@ class Background:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._has_ended = threading.Event()  # whether the save in progress is complete, has failed or hangs
+        self._hangs = False
         self._error: Exception | None = None
         self._is_copied = threading.Event()  # whether the save in progress has its copy
         self._is_copied.set()
@@ -53,12 +53,17 @@ class Background:
     def start(self, save: SaveJob) -> None:
         """Write a save in a thread, once the one before is complete; every rank makes the call."""
         self.wait()
-        meeting = StoreMeeting(f"meshwright/save/{next(_NUMBERS)}") if dist.is_initialized() else None
-        is_copied = threading.Event()
+        timeout = ToDistributedConfig().timeout_s
+        guard = active_guard() or start_guard(timeout=timeout)
+        meeting = OneRank() if guard is None else guard.exchange(f"save/{next(_NUMBERS)}")
+        timeout = timeout if guard is None else guard.timeout
+        self._is_copied, self._has_ended, self._hangs = threading.Event(), threading.Event(), False
         # Not a daemon: the interpreter waits for it at its end.
-        thread = threading.Thread(target=self._run, args=(save, meeting, is_copied), name="meshwright-save")
-        thread.start()
-        self._thread, self._is_copied = thread, is_copied
+        self._thread = threading.Thread(target=self._run, args=(save, meeting), name="meshwright-save")
+        self._thread.start()
+        watch = threading.Thread(target=self._watch, args=(save, meeting, timeout), name="meshwright-save-watch")
+        watch.daemon = True
+        watch.start()
 
     def hold_steps_of(self, optimizer: Optimizer) -> None:
         """From now on, let an optimizer step only when the save in progress has its copy.
@@ -90,25 +95,65 @@ class Background:
         Raises:
             Exception: on every rank, if the save failed.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
+        if self._thread is None:
+            return
+        self._has_ended.wait()
+        if self._hangs and self._error is not None and self._thread.is_alive():
+            raise self._error  # also the next time: the thread still has the memory
+        self._thread.join()
+        self._thread, error, self._error = None, self._error, None
         if error is not None:
             raise error
 
-    def _run(self, save: SaveJob, meeting: Exchange | None, is_copied: threading.Event) -> None:
+    def _run(self, save: SaveJob, meeting: HubExchange | OneRank) -> None:
         try:
             save.copy(meeting)
-            is_copied.set()
-            save.run(meeting, lambda _: None)
+            self._is_copied.set()
+            save.run(meeting, save.move)
         except Exception as error:
+            self._fail(error)
+        finally:
+            self._is_copied.set()
+            try:
+                meeting.close()
+            except (PeerFailedError, TimeoutError) as error:
+                logger.warning("after a save in the background, another rank did not confirm its end: %s", error)
+            finally:
+                self._has_ended.set()
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
             logger.error("a save in the background failed: %s", error)
             self._error = error
-        finally:
-            is_copied.set()
-            if isinstance(meeting, StoreMeeting):
-                meeting.close()
+
+    def _watch(self, save: SaveJob, meeting: HubExchange | OneRank, timeout: float) -> None:
+        """Fail a save that neither moves on nor waits for another rank within the timeout, on all ranks.
+
+        The looks are counted, since a clock goes on while the process is stopped.
+        """
+        thread, ended = self._thread, self._has_ended
+        assert thread is not None
+        seen, quiet, look = (-1, -1), 0.0, min(_LOOK, timeout / 8)
+        while quiet < timeout:
+            if ended.wait(look):
+                return
+            moved = (save.moves, meeting.count)
+            quiet = quiet + look if moved == seen and not meeting.is_waiting else 0.0
+            seen = moved
+        error = TimeoutError(
+            f"the save to {save.target} has not moved on for {timeout:g} s, at {main_thread.place(thread)}, so "
+            "its file system hangs or is too slow. Older checkpoints are whole. Save to another file system, or wait "
+            f"longer: ToDistributedConfig(timeout_s={5 * timeout:g})"
+        )
+        self._hangs = True
+        self._fail(error)
+        meeting.fail(error, failure_text(error))
+        self._is_copied.set()
+        ended.set()
+        while thread.is_alive():
+            thread.join(look)
+            if not threading.main_thread().is_alive():  # the interpreter would wait for the thread for ever
+                _end_with_error()
 
     @property
     def has_failed(self) -> bool:
@@ -143,87 +188,10 @@ def wait_for_checkpoints(model: nn.Module) -> None:
 def _fail_at_exit() -> None:
     """End with an error if the last save has failed and nothing has raised it."""
     if any(background.has_failed for background in _OF_MODELS.values()):
-        print("the last checkpoint was not saved: see the error above", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)  # an exception in an exit handler would not change the exit code
+        _end_with_error()
 
 
-class StoreMeeting:
-    """Exchanges texts through the store of the default process group, for a thread beside the training.
-
-    Collectives of a thread would mix with those of the training, and would no longer work after
-    ``destroy_process_group``.
-
-    Args:
-        prefix: the beginning of the keys in the store, the same on all ranks and used once.
-    """
-
-    def __init__(self, prefix: str):
-        self.rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._guard = active_guard()
-        self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-        self._count = 0
-        self._own: list[str] = []  # the keys that this rank has set and not deleted
-
-    def texts_of_all(self, text: str) -> list[str]:
-        """Return the text of every rank, in their order; every rank must make the call.
-
-        Raises:
-            PeerFailedError: if another rank has failed.
-            TimeoutError: if the program has ended on this rank, and another rank does not answer.
-        """
-        self._set(text)
-        keys = [f"{self._count}/{rank}" for rank in range(self._size)]
-        self._wait(keys)
-        # All ranks have come here, so they have read everything before. The store lives as long as the job.
-        while len(self._own) > 1:
-            self._store.delete_key(self._own.pop(0))
-        return [self._get(key) for key in keys]
-
-    def text_of_first(self, text: str) -> str:
-        """Return rank 0's text on every rank; every rank must make the call.
-
-        Raises:
-            PeerFailedError: if another rank has failed.
-            TimeoutError: if the program has ended on this rank, and rank 0 does not answer.
-        """
-        if self.rank == 0:
-            self._set(text)
-        else:
-            self._count += 1
-        key = f"{self._count}/0"
-        self._wait([key])
-        return self._get(key)
-
-    # The store refuses values of more than 8 MiB, which the texts of very many tensors reach only uncompressed.
-    def _set(self, text: str) -> None:
-        self._count += 1
-        key = f"{self._count}/{self.rank}"
-        self._store.set(key, base64.b64encode(zlib.compress(text.encode(), level=1)).decode())
-        self._own.append(key)
-
-    def _get(self, key: str) -> str:
-        return zlib.decompress(base64.b64decode(self._store.get(key))).decode()
-
-    def close(self) -> None:
-        """Let rank 0, whose process may hold the store, end after the others have read the last texts."""
-        try:
-            if self.rank:
-                self._store.set(f"read/{self.rank}", "")
-            else:
-                self._wait([f"read/{rank}" for rank in range(1, self._size)])
-        except (RuntimeError, TimeoutError) as error:
-            logger.warning("after a save in the background, another rank did not confirm its end: %s", error)
-
-    def _wait(self, keys: list[str]) -> None:
-        alone_since, poll = None, _FIRST_POLL
-        # Short looks: a wait would hold the store's connection, which the training uses too.
-        while keys and not self._store.check(keys):
-            time.sleep(poll)
-            poll = min(2 * poll, _LAST_POLL)
-            if self._guard is not None and (cause := self._guard.cause) is not None:
-                raise PeerFailedError(f"rank {self.rank} cannot go on with a save in the background: {cause}")
-            if not threading.main_thread().is_alive():
-                alone_since = alone_since or time.monotonic()
-                if time.monotonic() - alone_since > _PATIENCE:
-                    raise TimeoutError(f"another rank did not answer within {_PATIENCE:g} s of the end of the program")
+def _end_with_error() -> None:
+    print("the last checkpoint was not saved: see the error above", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)  # an exception in an exit handler would not change the exit code

@@ -11,15 +11,18 @@ from typing import overload
 
 from meshwright.checkpoint.files.lineage import Lineage, Mark, begin_save
 from meshwright.checkpoint.files.staged_folder import (
+    LATE,
     StagedFolder,
     about_to_be_replaced,
     is_hidden,
     locked,
     remove_visible_folder,
     replaced_folders,
+    seen_in_time,
 )
 from meshwright.checkpoint.format.manifest import NAME, Manifest
 from meshwright.errors import CheckpointError
+from meshwright.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +50,10 @@ def commit(staging: StagedFolder, manifest: Manifest, lineage: Lineage) -> Manif
         CheckpointError: if a file of another rank is not there, or another program has saved to the folder meanwhile.
         OSError: if the disk fails; the folder then has what it had before.
     """
-    if absent := absent_files(staging.path, manifest):
+    if not seen_in_time(lambda: not absent_files(staging.path, manifest), staging.path):
         raise CheckpointError(
-            f"rank 0 does not see {absent[0]}, which another rank wrote to {staging.path}: all hosts must save to one "
-            "shared file system"
+            f"rank 0 did not see all files that another rank wrote to {staging.path} within {LATE:g} s: all hosts must "
+            "save to one shared file system"
         )
     with locked(staging.target.parent):
         neighbours = (path / NAME for path in _all_folders(staging.target.parent))
@@ -137,7 +140,9 @@ def newest_checkpoint(parent: Path) -> tuple[Path, Manifest] | None:
         try:
             manifest = _read_whole(path)
         except CheckpointError:
-            logger.warning("%s is not a whole checkpoint and is skipped; `meshwright inspect` says what is wrong", path)
+            logger.warning(
+                "%s is not a whole checkpoint and is skipped; `meshwright inspect` says what is wrong", printable(path)
+            )
             continue
         if newest is None or manifest.order > newest[1].order:
             newest = path, manifest
@@ -149,7 +154,7 @@ def newest_checkpoint(parent: Path) -> tuple[Path, Manifest] | None:
             logger.warning(
                 "%s has checkpoints of %d runs. The one that was saved last is taken, %s. To go on with another run, "
                 "name its checkpoint instead: %s",
-                parent, len(others) + 1, newest[0], ", ".join(others[:5]),
+                printable(parent), len(others) + 1, printable(newest[0]), printable(", ".join(others[:5])),
             )  # fmt: skip
     return newest
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.plan.config import ParallelPlan
+from meshwright.printable import printable
 from meshwright.progress import is_first_rank
 
 
@@ -22,7 +23,7 @@ def show_loaded(folder: str | os.PathLike[str], *, step: int | None, plan: Mappi
         plan: the fields of the plan under which it was saved; None if it does not say.
     """
     if is_first_rank():
-        print(loaded_line(folder, step=step, plan=plan), file=sys.stderr, flush=True)
+        print(printable(loaded_line(folder, step=step, plan=plan)), file=sys.stderr, flush=True)
 
 
 def loaded_line(folder: str | os.PathLike[str], *, step: int | None, plan: Mapping[str, object] | None) -> str:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.digested_json import digest
-from meshwright.checkpoint.files.reading import read_exactly, read_into, reading
-from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
+from meshwright.checkpoint.files.reading import parse_json, read_exactly, read_into, reading
 from meshwright.checkpoint.one_device.safetensors_file import MAX_HEADER, file_header, memory_of
 from meshwright.errors import CheckpointError
 from meshwright.layout.blocks import StridedBlock, between, copy_blocks, numel, overlap, packed
+from meshwright.outside_files import MEMORY
 from meshwright.schema import LARGEST, anything, equal, integer, listed, record, require, row, shown, table, text
 
 # Bytes under one digest: a rank that needs some of them reads them all. It is a part of the format: another size needs

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from meshwright.checkpoint.files.full_disk import naming_the_disk
 from meshwright.checkpoint.files.lineage import Lineage
-from meshwright.checkpoint.files.staged_folder import StagedFolder
+from meshwright.checkpoint.files.staged_folder import StagedFolder, staged_path
 from meshwright.checkpoint.format.checkpoint_folders import commit, keep_newest, stage
 from meshwright.checkpoint.format.manifest import Manifest
 from meshwright.checkpoint.format.part_files import FileRecord, RankPart
@@ -37,6 +38,11 @@ class SaveJob:
         self._part: RankPart | Snapshot | None = None
         self._manifest: Callable[[], Manifest] | None = None
         self._error: Exception | None = None
+        self.moves = 0  # how often this rank has written something, so that a save that hangs is known
+
+    def move(self, _: int = 0) -> None:
+        """Count a step of this rank's own work."""
+        self.moves += 1
 
     @property
     def num_bytes(self) -> int:
@@ -90,24 +96,28 @@ class SaveJob:
 
         def start() -> str:
             nonlocal staging
-            staging = stage(self.target)
-            return str(staging.path)
+            with naming_the_disk(self.target):
+                staging = stage(self.target)
+            return staging.path.parent.name
 
-        def write(path: Path) -> str:
+        def write() -> str:
             self.check()
             assert self._part is not None
             part = self._part.copied() if isinstance(self._part, Snapshot) else self._part
-            return json.dumps({name: asdict(record) for name, record in part.write(path, on_write).items()})
+            with naming_the_disk(self.target, part.num_bytes):
+                path = staged_path(self.target, hidden)
+                return json.dumps({name: asdict(record) for name, record in part.write(path, on_write).items()})
 
         def finish() -> None:
             assert staging is not None and self._manifest is not None
-            manifest = commit(staging, dataclasses.replace(self._manifest(), files=files), self._lineage)
+            with naming_the_disk(self.target):
+                manifest = commit(staging, dataclasses.replace(self._manifest(), files=files), self._lineage)
             if self.keep is not None:
                 keep_newest(self.target.parent, self.keep, manifest.run)
 
         try:
-            path = Path(on_first_rank(start, meeting))
-            _, texts = exchange_together(lambda: (None, write(path)), meeting)
+            hidden = on_first_rank(start, meeting)
+            _, texts = exchange_together(lambda: (None, write()), meeting)
             files = {name: FileRecord(**record) for text in texts for name, record in json.loads(text).items()}
             on_first_rank(finish, meeting)
         finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.files import disk
+from meshwright.checkpoint.files.full_disk import naming_the_disk
 from meshwright.checkpoint.files.staged_folder import StagedFolder
 from meshwright.checkpoint.format.checkpoint_folders import checkpoint_folders, find_checkpoint, is_checkpoint
 from meshwright.checkpoint.format.load_weights import CheckpointWeights
@@ -74,15 +75,16 @@ def export_checkpoint(
     forms = _forms(weights, dtype, has_ties="config.json" in config and ties_weights(config["config.json"]))
     if "config.json" in config and (common := _common_dtype(forms)) is not None:
         config["config.json"] = with_dtype(config["config.json"], common)
-    staging = StagedFolder(target, lambda _: True)
-    try:
-        _write_weights(staging.path, forms, weights, most)
-        for name, text in config.items():
-            disk.write_file(staging.path / name, text.encode())
-        files = {path.name: path.stat().st_size for path in sorted(staging.path.iterdir())}
-        staging.commit()
-    finally:
-        staging.close()
+    with naming_the_disk(target, sum(map(num_bytes, forms.values()))):
+        staging = StagedFolder(target, lambda _: True)
+        try:
+            _write_weights(staging.path, forms, weights, most)
+            for name, text in config.items():
+                disk.write_file(staging.path / name, text.encode())
+            files = {path.name: path.stat().st_size for path in sorted(staging.path.iterdir())}
+            staging.commit()
+        finally:
+            staging.close()
     return Export(folder=target, checkpoint=source, step=weights.opened.manifest.step, files=files)
 
 

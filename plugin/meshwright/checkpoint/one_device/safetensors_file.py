@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.files import disk
-from meshwright.checkpoint.files.reading import read_into
-from meshwright.checkpoint.files.untrusted_json import MEMORY, parse_json
+from meshwright.checkpoint.files.reading import parse_json, read_into
 from meshwright.errors import CheckpointError
 from meshwright.layout.blocks import StridedBlock, numel
 from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.outside_files import MEMORY
 from meshwright.schema import LARGEST, integer, record, require, row, shown, table, text, that
 
 DTYPES = {

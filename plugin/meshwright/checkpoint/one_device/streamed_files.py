@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from meshwright.checkpoint.files.full_disk import naming_the_disk
 from meshwright.checkpoint.one_device.safetensors_file import Form, SafetensorsWriter, num_bytes
 from meshwright.faults.together import wait_for_first_rank
 from meshwright.progress import Progress
@@ -82,7 +83,8 @@ class StreamedFiles:
         self._writer: SafetensorsWriter | None = None
         self._progress = Progress(title)
         forms = (form for forms in files.values() for form in forms.values())
-        self._progress.start(sum(map(num_bytes, forms)))
+        self._bytes = sum(map(num_bytes, forms))
+        self._progress.start(self._bytes)
 
     def open(self, file: str) -> None:
         """Start the next file."""
@@ -111,7 +113,8 @@ class StreamedFiles:
         self._close()
         self._progress.close()
         if self._failure is not None:
-            raise self._failure
+            with naming_the_disk(self._folder, self._bytes):
+                raise self._failure
 
     def _close(self) -> None:
         writer, self._writer = self._writer, None

@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.files import disk
 from meshwright.checkpoint.files.digested_json import digest_in
+from meshwright.checkpoint.files.full_disk import naming_the_disk
 from meshwright.checkpoint.files.lineage import LAST_TIME, Lineage, begin_save
 from meshwright.checkpoint.files.reading import reading
 from meshwright.checkpoint.files.same_everywhere import check_same
-from meshwright.checkpoint.files.staged_folder import StagedFolder, locked
+from meshwright.checkpoint.files.staged_folder import StagedFolder, locked, seen_in_time, staged_path
 from meshwright.checkpoint.sealed.seal import CHUNK, NAME, Seal, holds_only_what_was_sealed, sizes_in
 from meshwright.errors import CheckpointError, PeerFailedError
 from meshwright.faults.together import on_first_rank, raise_if_any, succeed_together, texts_of_all
@@ -59,16 +60,17 @@ def sealed_folder(
 
     def start() -> str:
         nonlocal staging
-        staging = StagedFolder(target, is_ours or holds_only_what_was_sealed)
-        begin_save(staging.target / NAME)
-        return str(staging.path)
+        with naming_the_disk(target):
+            staging = StagedFolder(target, is_ours or holds_only_what_was_sealed)
+            begin_save(staging.target / NAME)
+        return staging.path.parent.name
 
     def commit(files: dict[str, tuple[int, list[str]]]) -> None:
         assert staging is not None
         for path in staging.path.rglob("*"):
             if path.is_dir():
                 disk.sync_folder(path)
-        with locked(staging.target.parent):
+        with naming_the_disk(target), locked(staging.target.parent):
             neighbours = (path / NAME for path in staging.target.parent.iterdir())
             mark = lineage.next(staging.target / NAME, neighbours)
             Seal(
@@ -84,10 +86,12 @@ def sealed_folder(
             _TIMES[staging.target] = _times(staging.target)
 
     try:
-        path = Path(on_first_rank(start))
+        hidden = on_first_rank(start)
+        path = succeed_together(lambda: staged_path(target, hidden))
         failure: Exception | None = None
         try:
-            yield path
+            with naming_the_disk(target):
+                yield path
         except (PeerFailedError, dist.DistError):
             raise
         except Exception as error:
@@ -185,7 +189,7 @@ def _digested(folder: Path, sizes: list[tuple[str, int]]) -> dict[str, tuple[int
     def own() -> dict[str, dict[int, str]]:
         digests: dict[str, dict[int, str]] = {}
         for name, start, stop in _share(sizes):
-            if not (folder / name).exists():
+            if not seen_in_time((folder / name).exists, folder):
                 raise CheckpointError(
                     f"a rank does not see {folder / name}, which rank 0 sees: all hosts must save to one shared file "
                     "system"

@@ -33,8 +33,8 @@ from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.batch.loss_gradients import LossGradients
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.foreign_hooks import has_gradient_hooks
-from meshwright.parallel.replicas.digests import OF_OPTIMIZER, CopiedRows, Digests, copied_rows, parted
-from meshwright.parallel.replicas.state import ModuleTensors, optimizer_digest
+from meshwright.parallel.replicas.digests import OF_COUNTS, OF_OPTIMIZER, CopiedRows, Digests, copied_rows, parted
+from meshwright.parallel.replicas.state import ModuleTensors, counts_digest, optimizer_digest
 from meshwright.parallel.shards.reads import reading_shards
 
 ADVICE = (
@@ -268,13 +268,19 @@ class ReplicaComparison:
             shared = self._shared_over(axis)
             most = max(map(len, shared))
             pad = [nothing] * (most - len(shared[axis.rank]))
+            has_state = self._optimizer is not None and self._has_whole_state
             with reading_shards():
                 own += [memory_digest(rows.of(parameter)) for parameter, rows in shared[axis.rank]] + pad
-                if self._optimizer is not None and self._has_whole_state:
+                if has_state:
                     own += [self._of_optimizer(parameter, rows, nothing) for parameter, rows in shared[axis.rank]] + pad
             for theirs, known in zip(shared, names, strict=True):
                 keys = [rows.key for _, rows in theirs] + [""] * (most - len(theirs))
-                known += keys + [key and f"{OF_OPTIMIZER}{key}" for key in keys]
+                known += keys + [key and f"{OF_OPTIMIZER}{key}" for key in keys if has_state]
+            if has_state:
+                cut = [(name, p) for name, p in self._named if self._is_cut_over(axis, layout_of(p))]
+                own += [self._of_counts(parameter, nothing) for _, parameter in cut]
+                for known in names:
+                    known += [f"{OF_COUNTS}{name}" for name, _ in cut]
         keyed: dict[int, str] = {}
         count = 0
         if "state" in kinds and self._tensors is not None and axis not in (self.tie, *self._of_experts):
@@ -295,6 +301,15 @@ class ReplicaComparison:
         total, rest = optimizer_digest(state, nothing.device, take)
         rest_there = torch.full_like(nothing, rest) if rest else nothing
         return rest_there if total is None else total + rest_there
+
+    def _is_cut_over(self, axis: Axis, layout: TensorLayout) -> bool:
+        """Whether each rank of an axis has a part of a parameter, and the optimizer counts its steps on each."""
+        return layout.is_held and layout.is_over_ep is (axis is self.mesh.etp) and layout.is_cut_over(axis.name)
+
+    def _of_counts(self, parameter: Tensor, nothing: Tensor) -> Tensor:
+        assert self._optimizer is not None
+        found = counts_digest(self._optimizer.state.get(parameter, {}), nothing.device)
+        return found if isinstance(found, Tensor) else torch.full_like(nothing, found)
 
     def _look(self, axis: Axis) -> None:
         gathered = self._gathered.pop(axis.name, None)

@@ -26,7 +26,7 @@ STATE_ADVICE = (
     "such as nn.LayerNorm in place of nn.BatchNorm1d. If forward does not write it, the program has changed it on one "
     "rank only, or a rank's memory is faulty: resume from a checkpoint that was saved before"
 )
-OF_OPTIMIZER, _BUFFER = "optimizer's state of ", "buffer "
+OF_OPTIMIZER, OF_COUNTS, _BUFFER = "optimizer's state of ", "optimizer's counts of ", "buffer "
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,11 @@ class Digests:
         """Return, for each name whose digests differ, the groups of ranks with equal digests."""
         holders: dict[str, dict[int, list[int]]] = {}
         for rank, names, digests in zip(ranks, self.names, self.gathered.numbers().tolist(), strict=True):
-            known = {name: digest for name, digest in zip(names, digests, strict=False) if name}
+            known = {
+                name: digest
+                for name, digest in zip(names, digests, strict=False)
+                if name and (digest or not name.startswith(OF_COUNTS))  # another rank may step the whole parameter
+            }
             if self.count:
                 keys, theirs = digests[-2 * self.count : -self.count], digests[-self.count :]
                 for key, digest in zip(keys, theirs, strict=True):

@@ -106,6 +106,28 @@ def optimizer_digest(
     return total, rest
 
 
+def counts_digest(state: Mapping[str, object], device: torch.device) -> Tensor | int:
+    """Return a digest of what an optimizer counts for a parameter, such as its steps; 0 if it counts nothing.
+
+    A count is a single whole number. It is that of the whole parameter on each rank that has a part, while other
+    numbers may be a part's own.
+
+    Args:
+        state: the optimizer's state of the parameter.
+        device: the parameter's device, for which the host does not wait.
+    """
+    total: Tensor | int = 0
+    for index, name in enumerate(sorted(state, key=str)):
+        value, weight = state[name], _ODD + 2 * index
+        if isinstance(value, Tensor) and value.numel() == 1 and type(value) is Tensor and is_comparable(value):
+            one = value.detach().reshape(())
+            whole = torch.where(one == one.round(), one, torch.zeros_like(one)).to(torch.int64)
+            total = total + (whole if value.device == device else int(whole)) * weight
+        elif isinstance(value, int | float) and value == value // 1:
+            total = total + int(value) * weight
+    return total if isinstance(total, Tensor) else (total + 2**63) % 2**64 - 2**63
+
+
 def on_device(x: Tensor, device: torch.device) -> Tensor:
     """Return an integer of any device on ``device``, without a copy that makes the host wait for ``device``."""
     return x if x.device == device else torch.full((), int(x), dtype=torch.int64, device=device)

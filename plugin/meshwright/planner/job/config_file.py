@@ -1,4 +1,4 @@
-"""Find a model's config.json: a file, a folder, a Hub model in the local cache, or a type of transformers."""
+"""Find and read a model's config: a file, a folder, a Hub model in the local cache, or a type of transformers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,25 @@ import importlib.util
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.outside_files import OddFileError, read_json
+from meshwright.printable import printable
+from meshwright.schema import holding, listed, number, problem_of, shown, text
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TYPE = re.compile(r"\w+(-\w+)*")  # as that of a config's field model_type
+
+# No model has larger sizes, and what takes time or memory for each layer or expert would not end.
+LAYERS, _EXPERTS, WIDTH = 1024, 2**16, 2**40
+_COUNTED = re.compile("(?P<layers>layers?$)|(?P<experts>experts$)")
+
+
+class WrongConfigError(PlanError):
+    """Raised if a field of a config has a value that no model can have."""
 
 
 def config_path(source: str | os.PathLike[str]) -> Path:
@@ -86,3 +99,66 @@ def _cache() -> Path:
         return Path(cache).expanduser()
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(home).expanduser() / "hub"
+
+
+def read_config(source: Any) -> tuple[Mapping[str, Any], str]:
+    """Return the fields of a model's config, and the model's name in one printable line.
+
+    Args:
+        source: a config as a dict, a config object (anything with ``to_dict``), or what :func:`config_path` takes.
+
+    Raises:
+        PlanError: the file cannot be read.
+        WrongConfigError: a field has a value that no model has.
+    """
+    if isinstance(source, Mapping):
+        _check(source, name := printable(source.get("_name_or_path") or source.get("model_type") or "model"))
+        return source, name
+    if hasattr(source, "to_dict"):
+        config = source.to_dict()
+        attention = getattr(source, "_attn_implementation", None)  # to_dict omits this field
+        return read_config({**config, "_attn_implementation": attention} if attention else config)
+    path = config_path(source)
+    try:
+        config = read_json(path)
+    except (OddFileError, OSError) as error:
+        raise WrongConfigError(f"{path}: not a JSON file of a model's config ({error})") from None
+    if not isinstance(config, dict):
+        raise WrongConfigError(f"{path}: a config is a JSON object, not a {type(config).__name__}")
+    _check(config, str(path))
+    return config, printable(_label(source, path))
+
+
+_FORM = holding(
+    {
+        "model_type": text(most=200),
+        "layer_types": listed(text(most=200), most=LAYERS),
+        "architectures": listed(text(most=200)),
+        "max_position_embeddings": number(0, WIDTH),
+        "n_positions": number(0, WIDTH),
+    }
+)
+
+
+def _check(config: Mapping[str, Any], name: str) -> None:
+    """Raise if a field that the planner reads has another type, or there are more layers or experts than any model has.
+
+    Raises:
+        WrongConfigError: the message names the field.
+    """
+    if (wrong := problem_of(dict(config), _FORM)) is not None:
+        raise WrongConfigError(f"{name}: {wrong}; correct the config")
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check(value, name)
+        elif (counted := _COUNTED.search(str(key))) and type(value) is int:
+            most = LAYERS if counted["layers"] else _EXPERTS
+            if value > most:
+                raise WrongConfigError(f"{name}: {key}={shown(value)} is more than {most}; correct the config")
+
+
+def _label(source: Any, path: Path) -> str:
+    """Return the name of a model whose config was read: that of its folder, or of its Hub id."""
+    if path.name != "config.json":
+        return path.stem
+    return path.absolute().parent.name if Path(source).exists() else str(source).rpartition("/")[2]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
 
 from meshwright.errors import PlanError
 from meshwright.model_kinds import kind_of
 from meshwright.plan.partition import even_stages
 from meshwright.planner.job.adapters import Lora
-from meshwright.planner.job.config_file import config_path
+from meshwright.planner.job.config_file import LAYERS, WIDTH, WrongConfigError, read_config
 from meshwright.planner.job.experts import ExpertShape
 from meshwright.planner.job.family_traits import (
     LEARNED_POSITIONS,
@@ -29,6 +27,7 @@ from meshwright.planner.job.family_traits import (
     traits_of,
 )
 from meshwright.planner.job.measured import Held, MeasuredLayer, TowerShape
+from meshwright.schema import shown
 
 _NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # families whose code ignores the config's window
 _STATES = re.compile(r"conv_kernel|conv_dim|conv1d|d_conv|conv_L_cache|lru_width|ssm_|state_size|linear_num_key")
@@ -353,12 +352,12 @@ def stated_experts(source: Any) -> dict[str, int]:
             elif str(key).endswith("experts") and "shared" not in key and type(value) is int and value > 1:
                 yield key, value
 
-    return dict(found(_config(source)[0]))
+    return dict(found(read_config(source)[0]))
 
 
 def name_of(source: Any) -> str:
     """Return the name of a model: that in the path of its config, or in the config."""
-    return _config(source)[1]
+    return read_config(source)[1]
 
 
 def describe(source: Any, *, name: str | None = None) -> ModelShape:
@@ -377,7 +376,7 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
         ...           "intermediate_size": 128, "vocab_size": 100}).parameters
         95040
     """
-    config, label = _config(source)
+    config, label = read_config(source)
     name = name or label
     if counts := stated_experts(config):
         what = ", ".join(f"{key}={count}" for key, count in counts.items())
@@ -410,10 +409,13 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
             missing.append("intermediate_size")
     if missing:
         raise PlanError(f"{name}: the config has no {', '.join(missing)}; is it a decoder's config.json?")
-    for key in ("layers", "hidden", "heads", "vocab", "ffn"):
-        value = found[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PlanError(f"{name}: {_ALIASES[key][0]}={value!r} must be a positive integer; correct the config")
+    for key, value in found.items():
+        is_size = type(value) is int and 1 <= value <= (LAYERS if key == "layers" else WIDTH)
+        if not is_size and (value is not None or key in ("layers", "hidden", "heads", "vocab", "ffn")):
+            raise WrongConfigError(
+                f"{name}: {_ALIASES[key][0]}={shown(value)} must be a positive integer, and a size that a model can "
+                "have; correct the config"
+            )
     return _shape(name, family, config, found)
 
 
@@ -469,27 +471,3 @@ def _positions(config: Mapping[str, Any]) -> int:
 
 def _field(config: Mapping[str, Any], field: str) -> Any:
     return next((config[key] for key in _ALIASES[field] if config.get(key) is not None), None)
-
-
-def _config(source: Any) -> tuple[Mapping[str, Any], str]:
-    if isinstance(source, Mapping):
-        return source, str(source.get("_name_or_path") or source.get("model_type") or "model")
-    if hasattr(source, "to_dict"):
-        config = source.to_dict()
-        attention = getattr(source, "_attn_implementation", None)  # to_dict omits this field
-        return _config({**config, "_attn_implementation": attention} if attention else config)
-    path = config_path(source)
-    try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path}: not a JSON file ({error})") from None
-    if not isinstance(config, dict):
-        raise PlanError(f"{path}: a config is a JSON object, not a {type(config).__name__}")
-    return config, _label(source, path)
-
-
-def _label(source: Any, path: Path) -> str:
-    """Return the name of a model whose config was read: that of its folder, or of its Hub id."""
-    if path.name != "config.json":
-        return path.stem
-    return path.absolute().parent.name if Path(source).exists() else str(source).rpartition("/")[2]

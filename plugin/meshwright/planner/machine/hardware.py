@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.errors import PlanError
+from meshwright.outside_files import OddFileError, read_json
 from meshwright.planner.machine.devices import CATALOGUE, Device, device
+from meshwright.schema import Check, boolean, holding, integer, listed, number, problem_of, shown, table, text
+from meshwright.whole_file import write_whole
 
 __all__ = ["CATALOGUE", "Cluster", "Coefficients", "Device", "HardwareProfile", "Measurement", "device"]
 
@@ -232,7 +235,8 @@ class HardwareProfile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
-        Path(path).write_text(json.dumps({"version": PROFILE_VERSION, **dataclasses.asdict(self)}, indent=2) + "\n")
+        content = json.dumps({"version": PROFILE_VERSION, **dataclasses.asdict(self)}, indent=2)
+        write_whole(path, content + "\n", option="--output")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, command: str | None = None) -> HardwareProfile:
@@ -247,17 +251,19 @@ class HardwareProfile:
         """
         command = command or f"meshwright calibrate --output {path}"
         try:
-            content: object = json.loads(Path(path).read_text())
+            content = read_json(path)
         except FileNotFoundError:
             raise PlanError(f"{path}: no such profile; write one with {command}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (OSError, OddFileError) as error:
             raise PlanError(f"{path}: not a hardware profile ({error})") from None
         if not isinstance(content, dict) or "version" not in content:
             raise PlanError(f"{path}: not a hardware profile (it has no version)")
+        if (wrong := problem_of(content, _FORM)) is not None:
+            raise PlanError(f"{path}: not a hardware profile ({wrong})")
         version = content.pop("version")
         if version != PROFILE_VERSION:
             raise PlanError(
-                f"{path}: the profile has version {version}, but this version of meshwright reads version "
+                f"{path}: the profile has version {shown(version)}, but this version of meshwright reads version "
                 f"{PROFILE_VERSION}; measure again with {command}"
             )
         try:
@@ -268,3 +274,25 @@ class HardwareProfile:
             return cls(**content)
         except (KeyError, TypeError) as error:
             raise PlanError(f"{path}: not a hardware profile ({error})") from None
+
+
+_KINDS: dict[str, Check] = {
+    "float": number(), "int": integer(), "bool": boolean, "str": text(most=200), "Mapping[str, int]": table(integer()),
+    "Mapping[str, str]": table(text(most=200)),
+}  # fmt: skip
+
+
+def _fields_of(kind: type) -> dict[str, Check]:
+    """Return what the fields of a dataclass hold in a file, where that is a number or a text."""
+    types = {each.name: str(each.type).removesuffix(" | None") for each in dataclasses.fields(kind)}
+    return {name: _KINDS[of] for name, of in types.items() if of in _KINDS}
+
+
+_FORM = holding(
+    {
+        **_fields_of(HardwareProfile),
+        "coefficients": holding(_fields_of(Coefficients)),
+        "device": holding(_fields_of(Device)),
+        "points": listed(holding(_fields_of(Measurement))),
+    }
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,12 @@ from meshwright.planner.page.data import packed, page_data
 from meshwright.planner.page.every_setting import Elsewhere, with_each_length, with_every_setting
 from meshwright.planner.page.front import pareto
 from meshwright.planner.page.listing import PLANS, Listed, listed_plans
-from meshwright.planner.page.render import render, write_whole
+from meshwright.planner.page.render import render
 from meshwright.planner.page.settings import PageSettings, ranges
 from meshwright.planner.page.words import describe_plan, launch_command, plan_command
 from meshwright.planner.search.search import Search
+from meshwright.printable import shell_word
+from meshwright.whole_file import write_whole
 
 _REASONS = 5  # largest number of reasons that are shown unfolded
 _ROWS = 48  # plans of all answers of a page together
@@ -166,7 +167,7 @@ def write_page(answers: Sequence[Answer], path: str | Path, **options: Any) -> N
         raise PlanError(f"--html {path}: there is no directory {path.parent}; create it, or choose another file")
     if path.is_dir():
         raise PlanError(f"--html {path} is a directory; choose a file in it")
-    write_whole(page(answers, **options), path, option="--html")
+    write_whole(path, page(answers, **options), option="--html")
 
 
 def _answer_data(
@@ -208,7 +209,7 @@ def _answer_data(
     }
     changed = explain.changes(found) if answer.changed is None else answer.changed
     data |= {
-        "commands": {"plan": plan_command(found, shlex.quote(model or found.shape.name), profile)},
+        "commands": {"plan": plan_command(found, shell_word(model or found.shape.name), profile)},
         "changes": _changes(found, changed),
         "run": run,
         "job": _header(found)["job"],

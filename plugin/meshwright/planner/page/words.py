@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-
 from meshwright.mesh.axis_sizes import AXES
 from meshwright.planner.job.candidate import Candidate
 from meshwright.planner.machine.devices import CATALOGUE, spec_of
 from meshwright.planner.search.search import Search
 from meshwright.planner.search.simplicity import SIMPLER
+from meshwright.printable import shell_word
 
 
 def describe_plan(plan: Candidate) -> str:
@@ -68,8 +67,8 @@ def plan_command(found: Search, model: str, profile: str | None = None) -> str:
     cluster, job = found.cluster, found.job
     device, is_known = "", CATALOGUE.get(cluster.device.name) == cluster.device
     if found.profile.device is None:
-        device = f" --gpu {cluster.device.name}" if is_known else f" --gpu-spec {shlex.quote(spec_of(cluster.device))}"
-    device += "" if profile is None else f" --profile {shlex.quote(profile)}"
+        device = f" --gpu {cluster.device.name}" if is_known else f" --gpu-spec {shell_word(spec_of(cluster.device))}"
+    device += "" if profile is None else f" --profile {shell_word(profile)}"
     device += "" if cluster.slow_link is None else f" --interconnect {8e-9 * cluster.slow_link:g}"
     is_usual = cluster.gpus_per_node == 8 and found.profile.device is None  # a profile's own number of devices differs
     in_node = "" if is_usual else f" --gpus-per-node {cluster.gpus_per_node}"
