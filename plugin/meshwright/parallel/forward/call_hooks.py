@@ -63,8 +63,10 @@ class RefusesCallHooks(BatchStep):
         count = count_micro_batches(self.plan, schema.rows, self.dp) if trains else 1
         if self.plan.cp == 1 and count == 1:
             return
-        part = f"cp={self.plan.cp} gives it some tokens of each row" if self.plan.cp > 1 else f"a pass has one of {count} micro-batches"
-        cure = "cp=1" if self.plan.cp > 1 else "gradient_accumulation_steps=1, micro_batch_size=None"
+        part, cure = f"cp={self.plan.cp} gives it some tokens of each row", "cp=1"
+        if self.plan.cp == 1:
+            part = f"a pass has one of {count} micro-batches"
+            cure = "gradient_accumulation_steps=1, micro_batch_size=None"
         raise PlanError(
             f"{name} has a hook for this call alone ({origin(hook)}), made for the whole rows of the batch, as aLoRA's "
             f"is, but {part}, so it would act on other tokens than on one device. Use ParallelPlan({cure})"
