@@ -143,7 +143,7 @@ ASKED: dict[str, tuple[dict[str, int], dict[str, Any] | None]] = {
         but=[
             ("qwen3, several files", "dp2xtp2, zero1 later"),
             ("llama, tied, one kv head", "pp2xtp2, other micro-batches later"),
-            ("llama, tied, a head of its own", "tp2"),
+            ("llama, tied, a head of its own", "pp2"),
         ],
         quick=[("llama, tied, one kv head", "tp2")],
     ),

@@ -322,14 +322,15 @@ def invoked(plans: list[str]) -> list[float | str]:
     found: list[float | str] = []
     for plan in [None, *plans]:
         torch.manual_seed(3)
-        model: Any = get_peft_model(build("llama"), config).double()
-        loader: Any = [batch]
-        if plan is not None:
-            model, _, loader = mw.to_distributed(model, None, loader, plan=plan)
-        try:
-            found += [model(**each).loss.item() for each in loader]
-        except mw.PlanError as error:
-            found.append(str(error))
+        with Float64():
+            model: Any = get_peft_model(build("llama"), config).double()
+            loader: Any = [batch]
+            if plan is not None:
+                model, _, loader = mw.to_distributed(model, None, loader, plan=plan)
+            try:
+                found += [model(**each).loss.item() for each in loader]
+            except mw.PlanError as error:
+                found.append(str(error))
     return found
 
 
