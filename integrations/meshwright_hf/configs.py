@@ -15,6 +15,7 @@ method:
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,6 +43,8 @@ from meshwright_hf.styles import STYLES
 from meshwright_hf.versions import warn_outside_range
 
 TakeOver = Literal["sequence_parallel", "all"]
+
+logger = logging.getLogger(__name__)
 
 _METHODS = ("prepare_distribute_model", "maybe_distribute_model", "_load_pretrained_model", "_finalize_model_loading")
 _NEWER = "_load_and_finalize_distributed_pretrained_model"
@@ -237,11 +240,12 @@ class _Registration:
         files = tuple(checkpoint_files)
         rules = rules_without(load_config.hf_quantizer, list(load_config.weight_mapping or ()))
         vars(model)["_weight_conversions"] = rules
-        names = _names_in(files, model)
-        # As transformers leaves them, for save_pretrained to undo.
-        vars(model)["_weight_conversions"] = [rule for rule in rules if rule.was_used()]
         _set_dtypes(model, load_config.dtype_plan or {})
         model.tie_weights()
+        names, apart = _names_in(files, model)
+        # As transformers leaves them, for save_pretrained to undo.
+        vars(model)["_weight_conversions"] = [rule for rule in rules if rule.was_used()]
+        _keep_apart(model, apart)
         expected = set(model.state_dict())
         if options is None:
             InitialWeights.find(model, files).defer(model)
@@ -268,12 +272,28 @@ class _Registration:
 _active: list[_Registration] = []
 
 
-def _names_in(weights: WeightSource, model: nn.Module) -> set[str]:
-    """Return the names that the tensors of a checkpoint have in a model."""
+def _names_in(weights: WeightSource, model: nn.Module) -> tuple[set[str], dict[str, str]]:
+    """Return a model's names of the tensors in a checkpoint, and those tied names whose values differ there."""
     try:
-        return set(as_of_model(WeightFiles.open(weights), model).entries)
+        files = as_of_model(WeightFiles.open(weights), model)
+        return set(files.entries), files.untied(model)
     except CheckpointError:
-        return set()  # to_distributed then raises on every rank, even if only one rank has a bad file
+        return set(), {}  # to_distributed then raises on every rank, even if only one rank has a bad file
+
+
+def _keep_apart(model: PreTrainedModel, names: dict[str, str]) -> None:
+    """Give tied names whose values differ in the files weights of their own, as transformers does."""
+    for name, first in names.items():
+        weight = model.get_parameter(name)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(torch.empty_like(weight), weight.requires_grad))
+        getattr(model, "all_tied_weights_keys", {}).pop(name, None)
+        logger.warning(
+            "%s of the checkpoint has other values than %s, so the two are not tied, though the config says so. Set "
+            "config.tie_word_embeddings=False to leave this message out",
+            name,
+            first,
+        )
 
 
 def _set_dtypes(model: nn.Module, plan: dict[str, torch.dtype]) -> None:

@@ -30,8 +30,8 @@ def give_packed_form(model: nn.Module, quantizer: Any) -> None:
         )
         raise PlanError(
             f"the checkpoint {why}, but with distributed_config and under deferred_init a rank reads its part alone. "
-            "Load the model without them, so that each rank has the whole, and then call to_distributed(model, "
-            "optimizer, loader, plan=...); or write a checkpoint that is quantised, once and in one process: "
+            "Load it whole on each rank, model = from_pretrained(path), and then call to_distributed(model, optimizer, "
+            "loader, plan=...); or write a checkpoint that is quantised, once and in one process: "
             "from_pretrained(..., quantization_config=BitsAndBytesConfig(...)).save_pretrained(...)"
         )
     import bitsandbytes

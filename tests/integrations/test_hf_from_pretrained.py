@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -37,10 +38,12 @@ TOLERANCE = 1e-10
 STEPS = 3
 SP = {"tp_size": 2, "enable_sequence_parallel": True}
 
-# What each checkpoint is for: names of q/k norms in files with an index; tied weights without a head in the file.
+# What each checkpoint is for: names of q/k norms in files with an index; tied weights without a head in the file; a
+# head of other values in a tied model's file, whose names lack that of the base model.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3, several files": {"family": "qwen3", "max_shard_size": "40KB"},
     "llama, tied, one kv head": {"family": "llama", "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "llama, tied, a head of its own": {"family": "llama", "tie_word_embeddings": True},
 }
 
 
@@ -54,6 +57,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         path = tmp_path_factory.mktemp("checkpoint")
         build(options.pop("family"), **options).double().save_pretrained(path, max_shard_size=limit)
         paths[name] = str(path)
+    file = Path(paths["llama, tied, a head of its own"], "model.safetensors")
+    weights = {name.removeprefix("model."): weight for name, weight in load_file(file).items()}
+    save_file({**weights, "lm_head.weight": weights["embed_tokens.weight"].flip(0)}, file, {"format": "pt"})
     assert len(list(Path(paths["qwen3, several files"]).glob("*.safetensors"))) > 1
     return paths
 
@@ -137,6 +143,7 @@ ASKED: dict[str, tuple[dict[str, int], dict[str, Any] | None]] = {
         but=[
             ("qwen3, several files", "dp2xtp2, zero1 later"),
             ("llama, tied, one kv head", "pp2xtp2, other micro-batches later"),
+            ("llama, tied, a head of its own", "pp2"),
         ],
         quick=[("llama, tied, one kv head", "tp2")],
     ),

@@ -36,6 +36,8 @@ def _four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"LOCAL_RANK": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8"}, 3),
     ({"SLURM_LOCALID": "1", "SLURM_NTASKS": "8"}, 1),
     ({"OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_SIZE": "8"}, 2),
+    ({"JSM_NAMESPACE_LOCAL_RANK": "2", "JSM_NAMESPACE_SIZE": "8"}, 2),
+    ({"FLUX_TASK_LOCAL_ID": "2", "FLUX_JOB_SIZE": "8"}, 2),
     ({"SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}, 5),  # one task, whose script has started the processes
     ({}, 5),
 ])  # fmt: skip
@@ -55,7 +57,11 @@ STEP = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
         ({**STEP, "SLURM_STEP_NUM_TASKS": "2", "ENVIRONMENT": "BATCH"}, None, "SLURM_STEP_NUM_TASKS=2: 2 processes"),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, None, r"RANK=\$OMPI_COMM_WORLD_RANK"),
         ({"PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, None, r"meshwright launch --num_processes 2 SCRIPT.*\$PMI_RANK"),
+        ({"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "0"}, None, r"RANK=\$JSM_NAMESPACE_RANK WORLD_SIZE=2"),
+        ({"MVP_COMM_WORLD_SIZE": "2", "MVP_COMM_WORLD_LOCAL_RANK": "0"}, None, r"RANK=\$MVP_COMM_WORLD_RANK"),
+        ({"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"}, None, r"LOCAL_RANK=\$FLUX_TASK_LOCAL_ID"),
         (STEP, 1, None),
+        ({"BATCH_SIZE": "8", "LOCAL_RANK": "0"}, None, None),
         ({**STEP, "WORLD_SIZE": "1"}, None, None),
         ({**STEP, "ENVIRONMENT": "BATCH"}, None, None),  # the batch script itself is one process
         ({"SLURM_NTASKS": "8"}, None, None),  # a shell of salloc

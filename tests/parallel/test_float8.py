@@ -13,6 +13,7 @@ import torch
 
 import meshwright as mw
 from meshwright.distribute.check_float8 import check_float8
+from meshwright.distribute.rows_apart import rows_are_apart
 from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh.axes import Mesh
 from meshwright.parallel.tensor_parallel import float8
@@ -23,7 +24,7 @@ from support.accelerated import losses_of as losses_of_accelerate
 from support.exact import Float64
 from support.float8 import Float8Run, exact_products, run, with_float8
 from support.models import build
-from support.short_programs import Plan, batches, distribute, losses_of, worst
+from support.short_programs import Plan, batches, distribute, losses_of, train, worst
 from support.tiers import crossings
 from support.traffic import Traffic
 
@@ -254,6 +255,37 @@ def refused(plan: dict[str, Any], what: str) -> str:
 def test_what_is_not_equal_is_refused(what: str, text: str, pool2: Any) -> None:
     for message in pool2.run(refused, ZERO3 if what == "another cast" else {"tp": 2}, what):
         assert re.search(text, message, re.DOTALL), message
+
+
+def train_fake_quantised(plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with torchao's fake quantisation of weights, in groups, and of activations, by token."""
+    from torchao.quantization.qat import FakeQuantizedLinear, IntxFakeQuantizeConfig
+
+    model: Any = build("llama").double()
+    by_token = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+    by_group = IntxFakeQuantizeConfig(torch.int4, group_size=16)
+    for layer in model.model.layers:
+        layer.mlp.up_proj = FakeQuantizedLinear.from_linear(layer.mlp.up_proj, by_token, by_group)
+    return train(model, plan, batches(2), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_fake_quantisation_is_that_of_one_device_where_nothing_is_cut(pool2: Any) -> None:
+    losses, weights = train_fake_quantised(None)
+    got = pool2.run(train_fake_quantised, {"dp": 2, "zero_stage": 1})[0]
+    # float64, but for the scales of activations in float32, which are those of each token by itself.
+    assert got[0] == pytest.approx(losses, rel=1e-12) and worst(got[1], weights) < 1e-10
+    for message in pool2.run_expecting_error(train_fake_quantised, {"tp": 2}):
+        assert "up_proj computes as torchao" in message[1]
+
+
+def test_a_layer_with_a_scale_for_all_tokens_is_found() -> None:
+    from torchao.quantization.granularity import PerTensor
+    from torchao.quantization.qat import FakeQuantizedLinear
+    from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConfig
+
+    assert rows_are_apart(torch.nn.Linear(32, 16)) and rows_are_apart(torch.nn.Embedding(8, 16, device="meta"))
+    layer = FakeQuantizedLinear(32, 16, activation_config=Float8FakeQuantizeConfig(granularity=PerTensor()))
+    assert not rows_are_apart(layer)
 
 
 @pytest.mark.parametrize("plan", [{"dp": 3}, {"dp": 2, "cp": 3}])

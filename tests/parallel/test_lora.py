@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,39 @@ def refused(config: Any, family: str = "llama") -> None:
 def test_what_cannot_be_sharded_is_refused_by_name(config: Any, words: tuple[str, ...], pool2: Any) -> None:
     for kind, message in pool2.run_expecting_error(refused, config):
         assert kind in ("PlanError", "UncoveredParameterError") and all(word in message for word in words), message
+
+
+def invoked(plans: list[str]) -> list[float | str]:
+    """The loss on one device, and the loss or the error under each plan, of adapters that begin somewhere in a row."""
+    ids = tokens(4, 8)
+    for row in range(4):
+        ids[row, row + 1 : row + 3] = torch.tensor([5, 6])
+    batch = {"input_ids": ids, "labels": ids}
+    config = LoraConfig(
+        task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6], init_lora_weights=False, target_modules=["q_proj"]
+    )
+    found: list[float | str] = []
+    for plan in [None, *plans]:
+        torch.manual_seed(3)
+        with Float64():
+            model: Any = get_peft_model(build("llama"), config).double()
+            loader: Any = [batch]
+            if plan is not None:
+                model, _, loader = mw.to_distributed(model, None, loader, plan=plan)
+            try:
+                found += [model(**each).loss.item() for each in loader]
+            except mw.PlanError as error:
+                found.append(str(error))
+    return found
+
+
+def test_hooks_that_peft_adds_for_whole_rows(pool2: Any) -> None:
+    for expected, *equal, parted, split in pool2.run(invoked, ["dp2 ga1 mb2", "pp2", "cp2", "pp2 mb2"]):
+        assert equal == pytest.approx([expected] * 2, rel=1e-12)  # float64: only the order of sums differs
+        assert re.search(r"q_proj has a hook for this call alone .*cp=2 gives it some tokens.*cp=1", parted)
+        assert re.search(
+            r"q_proj has a hook for this call alone .*one of 2 micro-batches.*micro_batch_size=None", split
+        )
 
 
 def change(method: str, plan: dict[str, Any]) -> None:

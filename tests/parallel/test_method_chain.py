@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from typing import Any
 
+import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
+import meshwright as mw
 from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step, find_step, remove_step
+from support.models import build
 
 
 class Named(nn.Module):
@@ -57,6 +62,41 @@ def test_a_step_is_taken_out_from_between_others() -> None:
     assert module([]) == ["Outer", "module"]
     remove_step(module, outer)
     assert "forward" not in vars(module)
+
+
+METHODS = ("forward", "generate", "save_pretrained", "resize_token_embeddings", "merge_and_unload", "unload")
+
+
+def take_apart(plan: str) -> set[str]:
+    """Compare what a call has put in the place of methods with these, and put a function around a forward."""
+    model: Any = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"]))
+    stock = {(part, name): getattr(part, name) for part in model.modules() for name in METHODS if hasattr(part, name)}
+    mw.to_distributed(model, plan=plan)
+    replaced = {(part, name) for part, name in stock if name in vars(part)}
+    for part, name in replaced:
+        own, method = stock[part, name], getattr(part, name)
+        assert inspect.ismethod(method) and method.__self__ is part and method.__name__ == own.__name__
+        assert inspect.signature(method) == inspect.signature(own) and method.__doc__ == own.__doc__
+        inner = own.__func__ if own.__self__ is part else own  # PEFT's wrappers have methods of what they wrap
+        assert inspect.unwrap(method.__func__) == inspect.unwrap(inner)
+    ids = torch.arange(8).view(2, 4)
+    expected = model(input_ids=ids, labels=ids).loss
+    decoder, calls = model.get_base_model(), []
+    function = decoder.forward.__func__
+
+    @functools.wraps(function)
+    def around(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return function(self, *args, **kwargs)
+
+    decoder.forward = around.__get__(decoder)
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, expected) and calls == [decoder]
+    return {name for _, name in replaced}
+
+
+def test_what_replaces_a_method_looks_like_it(pool2: Any) -> None:
+    """Other libraries take a method apart, and put a function of their own around what they find."""
+    assert pool2.run(take_apart, "tp2 ga2")[0] == set(METHODS)
 
 
 def test_the_programs_own_replacement_stays() -> None:

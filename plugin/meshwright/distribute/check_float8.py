@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from meshwright.distribute.rows_apart import rows_are_apart
 from meshwright.errors import PlanError
 from meshwright.parallel.tensor_parallel.float8 import float8_layers
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
@@ -43,7 +44,7 @@ def check_float8(
     """
     if plan.dims.world_size == 1:
         return
-    check_kinds(decoder, str(plan))
+    check_kinds(decoder, plan)
     layers = dict(float8_layers(decoder))
     if not layers:
         return
@@ -84,25 +85,42 @@ def check_float8(
         _check_cuts(structure, plan, layers)
 
 
-def check_kinds(model: nn.Module, plan: str) -> None:
-    """Raise if a layer or a weight of torchao computes otherwise than by float8 with a scale for a tensor or a row.
+def check_kinds(model: nn.Module, plan: ParallelPlan) -> None:
+    """Raise if a layer or a weight of torchao computes otherwise under a plan than on one device.
+
+    Float8 with a scale for a tensor or a row is known. Another layer may be one for training with fake quantisation,
+    whose scales are of whole weights and of each token: it is tried out, unless tp cuts its weight.
 
     Args:
         model: the model.
-        plan: the plan, for the error.
+        plan: the plan.
     """
-    known = {id(layer) for _, layer in float8_layers(model)}
+    known = {id(module) for _, layer in float8_layers(model) for module in layer.modules()}
+    apart: dict[str, bool] = {}
     for name, module in model.named_modules():
-        if id(module) in known:
-            continue
         own = type(module), *(type(parameter) for parameter in module.parameters(recurse=False))
         kind = next((kind for kind in own if kind.__module__.partition(".")[0] == _LIBRARY), None)
-        if kind is not None:
-            raise PlanError(
-                f"{name} computes as {kind.__module__}.{kind.__name__}, and the plan {plan!r} would compute its scales "
-                "from parts of its tensors (MXFP8, NVFP4, blocks, int8). Use convert_to_float8_training of "
-                "torchao.float8 with the recipe 'tensorwise' or 'rowwise' instead, or train in bf16"
-            )
+        if kind is None or id(module) in known:
+            continue
+        if plan.tp == 1 and kind is type(module):
+            options = repr([(type(part), _options(part)) for part in module.modules()])
+            if options not in apart:
+                apart[options] = rows_are_apart(module)
+            if apart[options]:
+                known |= {id(part) for part in module.modules()}
+                continue
+        raise PlanError(
+            f"{name} computes as {kind.__module__}.{kind.__name__}, and the plan {str(plan)!r} would compute its "
+            "scales from parts of its tensors (MXFP8, NVFP4, blocks, int8, or a scale for all tokens). Use "
+            "convert_to_float8_training of torchao.float8 with the recipe 'tensorwise' or 'rowwise' instead, or train "
+            "in bf16"
+        )
+
+
+def _options(module: nn.Module) -> dict[str, object]:
+    """Return what a layer was made with."""
+    shapes = {name: (x.shape, x.dtype) for name, x in module.named_parameters(recurse=False)}
+    return {**shapes, **{name: x for name, x in vars(module).items() if not name.startswith("_")}}
 
 
 def _keep_out(layers: Mapping[str, Float8Linear], owners: set[nn.Module], owner: str, reason: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -28,6 +30,28 @@ def method_of(model: nn.Module) -> str:
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     found = getattr(model, "quantization_method", None) or getattr(config, "quant_method", None)
     return str(getattr(found, "value", found) or "quantization_config")
+
+
+def finish_loading(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Run the hooks by which a quantiser would replace a model's parameters in its first forward pass.
+
+    The parameters that such a hook makes are those that a plan places. compressed-tensors decompresses a model so.
+
+    Args:
+        model: the model, without adapters around it.
+        optimizer: the optimizer, which gets the new parameters; on one device it keeps the old ones, without gradients.
+    """
+    own = vars(getattr(model, "hf_quantizer", None) or SimpleNamespace())
+    parts = {id(value) for value in own.values() if hasattr(value, "__dict__")}
+    before = {parameter: name for name, parameter in model.named_parameters()}
+    for hook in list(model._forward_pre_hooks.values()):
+        cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+        if any(id(value) in parts for value in (getattr(hook, "__self__", None), *cells)):
+            hook(model, ())
+    after = dict(model.named_parameters())
+    gone = {parameter: after.get(name) for parameter, name in before.items() if after.get(name) is not parameter}
+    for group in optimizer.param_groups if gone and optimizer is not None else ():
+        group["params"] = [new for p in group["params"] if (new := gone.get(p, p)) is not None]
 
 
 def is_packed(model: nn.Module) -> bool:

@@ -53,6 +53,7 @@ FEATURES = (
     Feature(splits.separate_documents),
     Feature(splits.part_tokens, after=(passes.cut_blocks, splits.separate_documents)),
     Feature(splits.check_positions),
+    Feature(splits.watch_wrappers),
     Feature(splits.part_features, after=(passes.cut_blocks, splits.part_tokens)),
     Feature(splits.share_towers, after=(passes.watch_passes,)),
     Feature(passes.count_experts, after=(passes.spread_experts, splits.part_tokens)),

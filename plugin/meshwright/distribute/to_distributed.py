@@ -29,7 +29,7 @@ from meshwright.distribute.check_arguments import (
 )
 from meshwright.distribute.check_float8 import check_float8
 from meshwright.distribute.check_launch import check_agreement, check_devices, check_launch
-from meshwright.distribute.check_quantised import check_quantised
+from meshwright.distribute.check_quantised import check_quantised, finish_loading
 from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import Cuts
 from meshwright.distribute.installation import distribute
@@ -148,9 +148,10 @@ def _distribute(
         check_devices(device_num, node_num)
         return _complete(model, runtime, optimizer, dataloader, config)
     check_model(model)
+    decoder = without_wrappers(model)[1]
+    finish_loading(decoder, optimizer)
     if optimizer is not None:
         check_ownership(model, optimizer)
-    decoder = without_wrappers(model)[1]
     loss = find_loss(decoder, config.loss_averages_over)
     device = device_for(_starting_device(model))
     check_devices(device_num, node_num)

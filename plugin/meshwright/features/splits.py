@@ -20,6 +20,7 @@ from meshwright.parallel.batch.document_rows import RowDocuments
 from meshwright.parallel.batch.flash_rows import FlashRows
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.mixed_rows import POSITIONS, PositionsOfRows, splits_rows
+from meshwright.parallel.forward.call_hooks import RefusesCallHooks, WrapperCall
 from meshwright.parallel.forward.split_forward import SplitForward
 from meshwright.parallel.gradients.loss_scale import LossScale
 from meshwright.parallel.losses.batch_loss import BatchLoss
@@ -71,6 +72,15 @@ def check_positions(build: Build) -> None:
     for module in build.decoder.modules():
         if callable(getattr(module, POSITIONS, None)):
             add_step(module, PositionsOfRows(module, build.plan), POSITIONS)
+
+
+def watch_wrappers(build: Build) -> None:
+    """Refuse hooks that a wrapper of the model adds in a call for whole rows, where the modules get parts of these."""
+    if build.model is build.decoder or not (build.plan.cp > 1 or build.plan.has_micro_batches):
+        return
+    call = WrapperCall()
+    add_step(build.model, call)
+    add_step(build.decoder, RefusesCallHooks(build.decoder, call, build.plan, build.runtime.mesh.tokens))
 
 
 def separate_documents(build: Build) -> None:

@@ -13,16 +13,21 @@ from meshwright.errors import PlanError
 from meshwright.mesh.host_wire import SHARE_GPUS, shares_gpus
 
 # The variables of launchers that do not set LOCAL_RANK: the rank, the number on the host, and the number of processes.
+# Others name them PREFIX_RANK, PREFIX_LOCAL_RANK and PREFIX_SIZE: Open MPI, MVAPICH, jsrun, Horovod.
 _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
     ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
     ("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_SIZE"),
+    ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE"),
 )
 _STEP = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")  # of a step of Slurm, which only srun starts
 
 logger = logging.getLogger(__name__)
+
+
+def _launchers() -> list[tuple[str, str, str]]:
+    prefixes = [name.removesuffix("_SIZE") for name in sorted(os.environ) if name.endswith("_SIZE")]
+    return [*_LAUNCHERS, *((f"{prefix}_RANK", f"{prefix}_LOCAL_RANK", f"{prefix}_SIZE") for prefix in prefixes)]
 
 
 def local_rank(rank: int, world: int) -> int:
@@ -37,14 +42,14 @@ def local_rank(rank: int, world: int) -> int:
     """
     if (number := os.environ.get("LOCAL_RANK")) is not None:
         return int(number)
-    for _, name, size in _LAUNCHERS:
+    for _, name, size in _launchers():
         if name in os.environ and os.environ.get(size) == str(world):
             return int(os.environ[name])
     return rank
 
 
 def check_is_alone() -> None:
-    """Check that a process without a process group is not one of several that srun or mpirun has started.
+    """Check that a process without a process group is not one of several that srun, mpirun or jsrun has started.
 
     A batch script of Slurm has the job's variables too, but is one process, unless srun has started a step in it.
 
@@ -54,7 +59,7 @@ def check_is_alone() -> None:
     if dist.is_initialized() or "WORLD_SIZE" in os.environ:
         return
     is_batch_script = os.environ.get("ENVIRONMENT") == "BATCH"
-    for rank, local, size in (_STEP, *_LAUNCHERS[is_batch_script:]):
+    for rank, local, size in (_STEP, *_launchers()[is_batch_script:]):
         count = os.environ.get(size, "")
         if count.isdecimal() and int(count) > 1 and (rank in os.environ or local in os.environ):
             raise PlanError(

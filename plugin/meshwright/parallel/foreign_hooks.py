@@ -46,7 +46,12 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 def is_foreign(hook: Callable[..., object]) -> bool:
     """Return whether a hook is the program's own, and not one of the libraries around it."""
+    return origin(hook).split(".")[0] not in _LIBRARIES
+
+
+def origin(hook: object) -> str:
+    """Return where a hook's function was defined: the name of its module and its own."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    owner = getattr(hook, "__module__", None) or type(hook).__module__
-    return owner.split(".")[0] not in _LIBRARIES
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{getattr(hook, '__module__', None) or type(hook).__module__}.{named.__qualname__}"

@@ -12,21 +12,23 @@ lies inside of it, the method itself at last. For example::
 from __future__ import annotations
 
 import enum
-import functools
 import inspect
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from meshwright.compiling import pause_compiling
+from meshwright.replaced_method import replace_method
 
 # The places of steps in a chain, from the outermost to the innermost, whichever is added first. ALONE is for a method
 # that gets a step from one part of a plan only.
 StepOrder = enum.IntEnum(
     "StepOrder",
-    "WHOLE_HEAD AUTOCAST UNCOMPILED RECOMPUTED MICRO_BATCHES TOKENS DOCUMENTS BORDERS ROUTER_LOSS OWN_LOSS STAGE "
-    "HEAD LATER_GRADIENT COLUMN KERNEL COMPILED ALONE",
+    "WHOLE_HEAD CALL_HOOKS AUTOCAST UNCOMPILED RECOMPUTED MICRO_BATCHES TOKENS DOCUMENTS BORDERS ROUTER_LOSS OWN_LOSS "
+    "STAGE HEAD LATER_GRADIENT COLUMN KERNEL COMPILED ALONE",
 )
 
 
@@ -83,14 +85,16 @@ class Uncompiled(ChainStep):
 
 
 class MethodChain:
-    """A bound method with steps around it, which takes the method's place and is copied with the model.
+    """The steps around a method of an object, the method itself at last.
+
+    The object has a bound method in the method's place, which calls the chain: :func:`add_step` makes both. So other
+    code sees a method, and a copy of the object, whose chains are copied, calls its own.
 
     Args:
         method: the method.
     """
 
     def __init__(self, method: Callable[..., Any]):
-        functools.update_wrapper(self, method)  # keeps the signature for callers that inspect it
         self.method = self.first = method
         self.steps: list[ChainStep] = []
 
@@ -105,6 +109,8 @@ class MethodChain:
 
 
 StepT = TypeVar("StepT", bound=ChainStep)
+_CHAINS = "_meshwright_chains"  # attribute of an object: its chains, the place of each of which its function knows
+_places: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def add_step(owner: nn.Module, step: ChainStep, name: str = "forward") -> MethodChain:
@@ -112,19 +118,40 @@ def add_step(owner: nn.Module, step: ChainStep, name: str = "forward") -> Method
 
     If the program has replaced the method since, the chain stays inside, and a new one is made around its function.
     """
-    chain = vars(owner).get(name)
-    if not isinstance(chain, MethodChain):
-        chain = MethodChain(getattr(owner, name))
-        object.__setattr__(owner, name, chain)
+    chain = find_chain(owner, name) or _new_chain(owner, name)
     chain.steps = sorted([step, *chain.steps], key=lambda each: each.order)
     chain.link()
     return chain
 
 
+def _new_chain(owner: nn.Module, name: str) -> MethodChain:
+    chains: list[MethodChain] = vars(owner).setdefault(_CHAINS, [])
+    method = getattr(owner, name)
+    chain = next((each for each in chains if not each.steps and each.method == method), None)
+    if chain is None:
+        chain = MethodChain(method)
+        chains.append(chain)
+    place = chains.index(chain)
+
+    def call(self: Any, *args: object, **kwargs: object) -> object:
+        return self._meshwright_chains[place](*args, **kwargs)
+
+    replace_method(owner, name, call)
+    _places[call] = place
+    return chain
+
+
+def find_chain(owner: nn.Module, name: str = "forward") -> MethodChain | None:
+    """Return the chain that is a method of an object now; None if there is none, or the program has replaced it."""
+    method = vars(owner).get(name)
+    place = _places.get(method.__func__) if isinstance(method, MethodType) else None
+    return None if place is None else vars(owner)[_CHAINS][place]
+
+
 def remove_step(owner: nn.Module, step: ChainStep) -> None:
     """Take a step out of the chain of the forward, and give the owner its own back if no step is left."""
-    chain = vars(owner).get("forward")
-    if not isinstance(chain, MethodChain) or step not in chain.steps:
+    chain = find_chain(owner)
+    if chain is None or step not in chain.steps:
         return
     chain.steps.remove(step)
     chain.link()
@@ -136,9 +163,8 @@ def remove_step(owner: nn.Module, step: ChainStep) -> None:
 
 def find_step(owner: nn.Module, kind: type[StepT]) -> StepT | None:
     """Return the outermost step of a class in the chain of the forward; None if there is none."""
-    chain = vars(owner).get("forward")
-    steps = chain.steps if isinstance(chain, MethodChain) else []
-    return next((step for step in steps if isinstance(step, kind)), None)
+    chain = find_chain(owner)
+    return next((step for step in chain.steps if isinstance(step, kind)), None) if chain is not None else None
 
 
 def arguments(signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.replaced_method import replace_method
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -91,25 +92,29 @@ def refuse_merging_packed(model: nn.Module) -> None:
 def refuse_resizing(model: nn.Module) -> None:
     """Make ``resize_token_embeddings`` raise, on the decoder and on its wrappers."""
 
-    def refuse(*_: object, **__: object) -> None:
-        raise PlanError(
-            "resize_token_embeddings after to_distributed would make new parameters that no rank synchronises or "
-            "steps; call model.resize_token_embeddings(...) before to_distributed"
-        )
-
     for part in model.modules():
         if hasattr(part, "resize_token_embeddings"):
-            object.__setattr__(part, "resize_token_embeddings", refuse)
+            _replace_by_error(
+                part,
+                "resize_token_embeddings",
+                "resize_token_embeddings after to_distributed would make new parameters that no rank synchronises or "
+                "steps; call model.resize_token_embeddings(...) before to_distributed",
+            )
 
 
 def _refuse(model: nn.Module, methods: tuple[str, ...], message: str) -> None:
+    while (child := wrapped(model)) is not None:
+        for name in methods:
+            if hasattr(model, name):
+                _replace_by_error(model, name, message)
+        model = child[1]
+
+
+def _replace_by_error(part: nn.Module, name: str, message: str) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PlanError(message)
 
-    while (child := wrapped(model)) is not None:
-        for name in methods:
-            object.__setattr__(model, name, refuse)
-        model = child[1]
+    replace_method(part, name, refuse)
 
 
 def check_adapters(modules: dict[str, nn.Module]) -> None:

@@ -146,6 +146,9 @@ class CheckpointWeights(WeightFiles):
         entries = {name: (opened.folder, Entry(*manifest.tensors[key], start=0)) for name, key in keys.items()}
         return CheckpointWeights(opened.folder, entries, Progress(f"reading {opened.folder.name}"), opened, keys)
 
+    def are_equal(self, one: str, other: str, dtype: torch.dtype) -> bool:
+        return self.keys[one] == self.keys[other] or super().are_equal(one, other, dtype)
+
     def read(self, name: str, dtype: torch.dtype, layout: TensorLayout | None = None) -> Tensor:
         """Read only what this rank has of a tensor, to the CPU, and check its digests; all of it without a layout."""
         layout = layout or self.entries[name][1].layout

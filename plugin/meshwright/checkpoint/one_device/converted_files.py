@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.one_device.published_form import Transform, transforms_of
+from meshwright.checkpoint.one_device.published_form import Transform, naming_of
 from meshwright.checkpoint.one_device.safetensors_file import Entry, Form, read_rows, storage
 from meshwright.checkpoint.one_device.weight_files import WeightFiles
 from meshwright.errors import CheckpointError
@@ -32,13 +32,13 @@ def as_of_model(files: WeightFiles, model: nn.Module) -> WeightFiles:
         CheckpointError: if a converter cannot take what the files have.
     """
     shapes = {name: global_shape(x) for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
-    transforms = transforms_of(model)
+    own_name = naming_of(model, shapes)
     asked = _one_device(model, shapes)
     entries: dict[str, tuple[Path, Entry]] = {}
     conversions: dict[str, Conversion] = {}
     # Experts are numbered, and converters take them in the order of their numbers.
     for name in sorted(files.entries, key=lambda name: [part.zfill(9) for part in re.split(r"(\d+)", name)]):
-        new, converter, pattern = _renamed(name, transforms)
+        new, converter, pattern = own_name(name)
         if new not in shapes or converter is None:
             entries[new if new in shapes else name] = files.entries[name]
         else:
@@ -51,19 +51,6 @@ def as_of_model(files: WeightFiles, model: nn.Module) -> WeightFiles:
         for name, form in conversion.forms(files).items():
             made[name], entries[name] = conversion, (files.source, Entry(*form, start=0))
     return ConvertedFiles(files.source, entries, files.progress, files, made)
-
-
-def _renamed(name: str, transforms: list[Transform]) -> tuple[str, Transform | None, str]:
-    """Return the model's name of a published tensor, the converter that takes it, and the pattern that matched."""
-    for transform in transforms:
-        if not hasattr(transform, "operations"):
-            name = transform.rename_source_key(name)[0]
-    for transform in transforms:
-        if hasattr(transform, "operations"):
-            new, pattern = transform.rename_source_key(name)
-            if pattern is not None:
-                return new, transform, pattern
-    return name, None, ""
 
 
 def _one_device(model: nn.Module, shapes: Mapping[str, torch.Size]) -> SimpleNamespace:
@@ -101,6 +88,7 @@ class Conversion:
 
         def stand_in(name: str) -> Tensor:
             entry = files.entries[name][1]
+            entry.check_dtype(name)
             return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
         try:

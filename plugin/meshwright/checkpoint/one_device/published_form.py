@@ -8,22 +8,27 @@ Most models with experts are published with a matrix for each expert, which the 
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.one_device.safetensors_file import Form
+from meshwright.temporarily import temporarily
 
 _Revert = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
 
 
 class Transform(Protocol):
     """One of transformers' rules from published names to those of a model; one with ``operations`` is a converter."""
+
+    source_patterns: list[str]
+    target_patterns: list[str]
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return the new name, and the pattern that matched the old one, if any."""
@@ -35,14 +40,36 @@ class Transform(Protocol):
         """Return the model's tensors that are made of the added ones, by name."""
 
 
-def transforms_of(model: nn.Module) -> list[Transform]:
-    """Return transformers' rules for a model; none for a model of another kind."""
+def naming_of(model: nn.Module, state: Mapping[str, object]) -> Naming:
+    """Return the function of a published name that finds the model's name, the converter if any, and its pattern.
+
+    Args:
+        model: the model; one that is not of transformers has no other names than its own.
+        state: something for each name of the model's state.
+    """
+    modeling = _modeling(model)
+    if modeling is None:
+        return lambda name: (name, None, "")
     # Those by which it was loaded, if any were used: none are if the checkpoint had the model's own names.
     own: list[Transform] | None = getattr(model, "_weight_conversions", None)
-    find: Callable[[nn.Module], list[Transform]] = getattr(
-        _modeling(model), "get_model_conversion_mapping", lambda _: []
-    )
-    return own or find(model)
+    transforms: list[Transform] = own or modeling.get_model_conversion_mapping(model)
+    converters = [each for each in transforms if hasattr(each, "operations")]
+    renamings = [each for each in transforms if not hasattr(each, "operations")]
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    # transformers' own, which also adds or takes away the name of the base model.
+    rename = sys.modules[modeling.revert_weight_conversion.__module__].rename_source_key
+    base = getattr(model, "base_model_prefix", "") or None
+
+    def find(name: str) -> tuple[str, Transform | None, str]:
+        new, pattern = rename(name, renamings, converters, base, state)
+        if new not in state and name in state:
+            new, pattern = name, None
+        return new, None if pattern is None else of_pattern[pattern], pattern or ""
+
+    return find
+
+
+Naming = Callable[[str], tuple[str, "Transform | None", str]]
 
 
 @dataclass(eq=False)
@@ -111,6 +138,29 @@ def published_form(model: nn.Module, forms: Mapping[str, Form]) -> dict[str, Pub
         own_forms = {name: (y.dtype, tuple(y.shape)) for name, y in made.items()}
         found |= dict.fromkeys(made, PublishedTensors(source, own_forms, list(units.values()), revert))
     return {name: found[name] for name in published} if found.keys() == published.keys() else None
+
+
+@contextlib.contextmanager
+def without_quantisation(model: nn.Module) -> Iterator[None]:
+    """Let a model that was dequantised as it was loaded be published as one that never was quantised.
+
+    transformers undoes the rules by which a model was loaded. Those of a quantisation would write its form again, for
+    which the config has no field any more, so that the files could not be read.
+    """
+    rules: Any = vars(model).get("_weight_conversions")
+
+    def is_of_quantisation(rule: Transform) -> bool:
+        return any(hasattr(each, "hf_quantizer") for each in getattr(rule, "operations", ()))
+
+    if getattr(model, "hf_quantizer", None) is not None or not any(map(is_of_quantisation, rules or ())):
+        yield
+        return
+    # A quantiser puts its operations into the model's own converters.
+    modeling: Any = _modeling(model)
+    own = {tuple(rule.target_patterns): rule for rule in modeling.get_model_conversion_mapping(model, add_legacy=False)}
+    plain = [own.get(tuple(rule.target_patterns)) if is_of_quantisation(rule) else rule for rule in rules]
+    with temporarily(model, _weight_conversions=[rule for rule in plain if rule is not None]):
+        yield
 
 
 def _modeling(model: nn.Module) -> ModuleType | None:

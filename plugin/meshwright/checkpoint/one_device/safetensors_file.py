@@ -59,11 +59,15 @@ def num_bytes(form: Form) -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file, whose data begins at byte ``start``."""
+    """One tensor of a file, whose data begins at byte ``start``.
+
+    A tensor of a dtype that is not read here is its bytes, and ``unreadable`` says what the file calls its dtype.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+    unreadable: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -73,6 +77,13 @@ class Entry:
     def layout(self) -> TensorLayout:
         """The layout of a rank that reads all of the tensor."""
         return TensorLayout(shape=torch.Size(self.shape))
+
+    def check_dtype(self, name: str) -> None:
+        """Raise if the tensor cannot be read; the message calls it ``name``."""
+        if self.unreadable:
+            raise CheckpointError(
+                f"{name} has the dtype {self.unreadable}; the dtypes that can be read are {', '.join(DTYPES)}"
+            )
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -150,11 +161,9 @@ _ENTRY = record({"dtype": text(most=20), "shape": SHAPE, "data_offsets": row(int
 
 def _entry(path: Path, name: str, value: dict[str, Any], data_start: int) -> Entry:
     dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-    if dtype not in DTYPES:
-        raise CheckpointError(
-            f"{path}: {name!r} has the dtype {dtype}; the dtypes that can be read are {', '.join(DTYPES)}"
-        )
-    entry = Entry(DTYPES[dtype], shape, data_start + start)
+    if dtype not in DTYPES and start <= stop:  # other tools' files may have it beside what a model needs
+        return Entry(torch.uint8, (stop - start,), data_start + start, unreadable=dtype)
+    entry = Entry(DTYPES.get(dtype, torch.uint8), shape, data_start + start)
     if stop - start != entry.num_bytes:
         raise CheckpointError(
             f"{path} is damaged: {name!r} of shape {list(shape)} and dtype {dtype} takes {entry.num_bytes} bytes, "
@@ -181,8 +190,9 @@ def read_rows(
         on_read: function that is called with the number of bytes after each read.
 
     Raises:
-        CheckpointError: if the file ends early (it changed since its header was read).
+        CheckpointError: if the file ends early (it changed since its header was read), or its dtype is not known.
     """
+    entry.check_dtype(f"a tensor of {file.name}")
     values = storage(layout, dtype)
     fill = _fill if entry.dtype == dtype else _fill_converted
     fill(values.view(-1), file, entry, _runs(layout.blocks()), on_read)

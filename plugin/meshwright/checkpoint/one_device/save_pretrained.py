@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.one_device.published_form import PublishedTensors, as_they_are, published_form
+from meshwright.checkpoint.one_device.published_form import (
+    PublishedTensors,
+    as_they_are,
+    published_form,
+    without_quantisation,
+)
 from meshwright.checkpoint.one_device.replaced_model import ModelReplacement, WeightNames
 from meshwright.checkpoint.one_device.safetensors_file import Form, num_bytes, read_header, read_rows
 from meshwright.checkpoint.one_device.streamed_files import StreamedFiles, index_of, parse_bytes, split, stream
@@ -54,6 +59,10 @@ class _FullSave(ChainStep):
     @on_every_rank
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:
         """Save the model; every rank must make the call."""
+        with without_quantisation(self.model):
+            self._save(save_directory, *args, **kwargs)
+
+    def _save(self, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:
         model, save_pretrained = self.model, self.method
         runtime = runtime_of(model)
         call = _bind(save_pretrained, save_directory, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.files.reading import read_json
-from meshwright.checkpoint.one_device.safetensors_file import Entry, Form, is_a_pickle, read_header, read_rows
+from meshwright.checkpoint.one_device.safetensors_file import (
+    Entry,
+    Form,
+    is_a_pickle,
+    num_bytes,
+    read_header,
+    read_rows,
+)
 from meshwright.errors import CheckpointError
 from meshwright.layout.packed_weights import packed_without_values, state_without_packed
+from meshwright.layout.row_layout import RowLayout
 from meshwright.layout.tensor_layout import TensorLayout, global_shape
 from meshwright.progress import Progress
 from meshwright.schema import require, table, text
@@ -28,6 +37,7 @@ _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _SINGLE = "model.safetensors"
 _WEIGHT_MAP = table(text(most=4096))
 _INDEX = ".safetensors.index.json"
+_COMPARED = 2**26  # bytes of a tensor that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,8 @@ class WeightFiles:
         The checkpoint may have a tied parameter under any of its names. Buffers that the checkpoint lacks are left out.
 
         Raises:
-            CheckpointError: if parameters are missing or tensors have another shape; the message lists them.
+            CheckpointError: if parameters are missing, tensors have another shape, or a tied parameter has other values
+                under another name; the message lists them.
         """
         found: dict[int, str] = {}
         missing: dict[int, str] = {}
@@ -85,8 +96,11 @@ class WeightFiles:
         state = state_without_packed(model) | packed
         for name, tensor in state.items():
             if name in self.entries:
-                dtype, shape = self.entries[name][1].dtype, self.entries[name][1].shape
-                if dtype != tensor.dtype and (name in packed or dtype.itemsize == 1):  # whose scales the model lacks
+                entry = self.entries[name][1]
+                dtype, shape = entry.dtype, entry.shape
+                if entry.unreadable:
+                    others.append(f"{name}: {entry.unreadable} in the checkpoint, a dtype that cannot be read here")
+                elif dtype != tensor.dtype and (name in packed or dtype.itemsize == 1):  # whose scales the model lacks
                     others.append(f"{name}: quantised to {dtype} in the checkpoint, {tensor.dtype} in the model")
                 elif shape != tuple(global_shape(tensor)):
                     others.append(f"{name}: {list(shape)} in the checkpoint, {list(global_shape(tensor))} in the model")
@@ -95,11 +109,43 @@ class WeightFiles:
                 missing.setdefault(id(tensor), name)
         lacking = [name for key, name in missing.items() if key not in found]
         if lacking or others:
-            raise CheckpointError(self._mismatch(lacking, others, list(state)))
+            raise CheckpointError(self._mismatch(lacking, others))
+        if apart := self.untied(model):
+            name, first = next(iter(apart.items()))
+            raise CheckpointError(
+                f"{self.source} has {name} with other values than {first}, but the model ties the two, so one of them "
+                "would be lost. Build the model with config.tie_word_embeddings=False, or load it with "
+                "from_pretrained(path, distributed_config=...), which keeps both"
+            )
         known = {*state, *(model.state_dict() if packed else ())}  # with the statistics of packed weights
         if unused := [name for name in self.entries if name not in known]:
             logger.warning("%s has %d tensor(s) that the model lacks: %s", self.source, len(unused), some(unused, ", "))
         return found
+
+    def untied(self, model: nn.Module) -> dict[str, str]:
+        """Return the second names of a model's tied tensors that have other values in the files, each with the first.
+
+        The values are compared in the model's dtype, as transformers does.
+        """
+        firsts: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for name, tensor in state_without_packed(model).items():
+            if name in self.entries:
+                first = firsts.setdefault(id(tensor), name)
+                if first != name and not self.are_equal(first, name, tensor.dtype):
+                    found[name] = first
+        return found
+
+    def are_equal(self, one: str, other: str, dtype: torch.dtype) -> bool:
+        """Return whether two tensors have the same values in a dtype; of both, a part at a time is in memory."""
+        shape = self.entries[one][1].shape
+        if shape != self.entries[other][1].shape:
+            return False
+        files = dataclasses.replace(self, progress=Progress(f"comparing {one} and {other}"))
+        rows = RowLayout.padded(shape[0] if shape else 1, 1 + num_bytes((dtype, shape)) // _COMPARED)
+        layout = TensorLayout(shape=torch.Size(shape), cuts=(("part", rows),) if shape else ())
+        parts = (dataclasses.replace(layout, place={"part": part}) for part in range(len(rows.spans)))
+        return all(torch.equal(files.read(one, dtype, part), files.read(other, dtype, part)) for part in parts)
 
     def form(self, name: str) -> Form | None:
         """Return the dtype and the shape of a tensor; None if the files do not have it."""
@@ -112,20 +158,12 @@ class WeightFiles:
         with path.open("rb", buffering=0) as file:
             return read_rows(file, entry, layout or entry.layout, dtype, self.progress.add)
 
-    def _mismatch(self, lacking: list[str], others: list[str], expected: list[str]) -> str:
+    def _mismatch(self, lacking: list[str], others: list[str]) -> str:
         parts = [f"{self.source} does not fit the model"]
         if lacking:
             parts.append(f"it lacks {len(lacking)} parameter(s):\n  {some(lacking)}")
         if others:
             parts.append(f"{len(others)} tensor(s) have another shape or form:\n  {some(others)}")
-        prefixes = {
-            name[: -len(other)] for other in list(self.entries)[:1] for name in expected if name.endswith(other)
-        }
-        if lacking and (prefix := next(iter(prefixes), "")):
-            parts.append(
-                f"its names lack the prefix {prefix!r}, so it holds the bare decoder: load it with the decoder's "
-                "class, and save the whole model with save_pretrained(...)"
-            )
         return "\n".join(parts)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel import saved_tensors as saved
-from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step, remove_step
+from meshwright.parallel.method_chain import ChainStep, StepOrder, add_step, find_chain, remove_step
 from meshwright.roles.linear_kernel import kernel_of
 
 
@@ -35,7 +35,7 @@ class LinearForward(ChainStep):
     @property
     def is_outermost(self) -> bool:
         """Whether nothing has replaced the layer's forward, and no step is around this one."""
-        return vars(self.module).get("forward") is self._chain and self._chain.first is self
+        return find_chain(self.module) is self._chain and self._chain.first is self
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = self.module._parameters.get("weight")  # none if a hook computes it, as prune's and weight_norm's do

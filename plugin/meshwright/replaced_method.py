@@ -1,0 +1,46 @@
+"""Puts a function in the place of a method of one object, so that it still looks like the method.
+
+Other libraries take methods apart: they read ``module.forward.__func__``, follow ``__wrapped__``, or inspect the
+signature. So what replaces a method is a bound method itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+
+def replace_method(owner: object, name: str, function: Callable[..., Any]) -> None:
+    """Give an object a method of its own, with the name, the text and the signature of the one that it has.
+
+    Args:
+        owner: the object.
+        name: the name of the method, which the object has.
+        function: the function of the new method, made for this call; it takes the object first.
+
+    Example:
+        >>> class Greeter:
+        ...     def greet(self, name: str) -> str:
+        ...         return f"hello {name}"
+        >>> greeter = Greeter()
+        >>> replace_method(greeter, "greet", lambda self, *args: Greeter.greet(self, *args).upper())
+        >>> greeter.greet("you"), str(inspect.signature(greeter.greet))
+        ('HELLO YOU', '(name: str) -> str')
+    """
+    method = getattr(owner, name)
+    if getattr(method, "__self__", None) is owner and hasattr(method, "__func__"):
+        functools.update_wrapper(function, method.__func__)
+    else:  # a function that the program has set, or what another object has under this name
+        functools.update_wrapper(function, method)
+        try:
+            signature = inspect.signature(method)
+        except ValueError:  # a builtin has none
+            pass
+        else:
+            first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            own = [x for x in signature.parameters.values() if x.name != "self"]
+            vars(function)["__signature__"] = signature.replace(parameters=[first, *own])
+    object.__setattr__(owner, name, MethodType(function, owner))
