@@ -17,7 +17,7 @@ from meshwright.parallel.experts.dispatch import ExpertDispatch
 from meshwright.parallel.experts.slices import OutputBiasOnce, SlicedExperts
 from meshwright.parallel.forward.compiled_layers import CompilableLayers
 from meshwright.parallel.forward.generate_together import GenerateTogether
-from meshwright.parallel.forward.state import ForwardState
+from meshwright.parallel.forward.state import EnteredForward, ForwardState
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.forward.user_hooks import HookedModules
 from meshwright.parallel.method_chain import add_step
@@ -87,6 +87,8 @@ def watch_passes(build: Build) -> None:
         follow=runtime.gradients.follow,
     )
     runtime.features.add(forward)
+    if build.structure is not None:  # dynamo may trace the forward of a model of which nothing is cut
+        add_step(build.decoder, EnteredForward(forward))
     keep_documents_apart(build.decoder)
 
 

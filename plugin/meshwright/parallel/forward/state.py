@@ -29,7 +29,7 @@ from meshwright.parallel.forward.refused_arguments import check_arguments
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.forward.user_hooks import HookedModules
 from meshwright.parallel.forward.writes import ForwardWrites
-from meshwright.parallel.method_chain import arguments
+from meshwright.parallel.method_chain import ChainStep, StepOrder, arguments
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.replicas.comparison import ReplicaComparison
 from meshwright.parallel.replicas.input_comparison import ComparedInputs
@@ -95,7 +95,7 @@ class ForwardState:
     def __post_init__(self) -> None:
         self.dp = self.mesh.tokens
         self._inputs = [ComparedInputs(axis) for axis in reversed(self.mesh.of_same_rows) if axis.size > 1]
-        self._added = AddedParameters(self.model)
+        self._added = AddedParameters(self.model, is_staged=self.mesh.pp.size > 1)
         self._writes = ForwardWrites(self.model)
         self._padded = PaddedRows(self.dp, self.guard)
         self._keeps_sharded = self._defers = False
@@ -108,6 +108,21 @@ class ForwardState:
             self._signatures[module] = inspect.signature(module.forward)
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass is running."""
+        return self._outermost is not None
+
+    def run(self, method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run the model's forward as a pass, without the hooks that the program has put around its call."""
+        args, kwargs = self._enter(self.model, args, kwargs) or (args, kwargs)
+        output: object = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            changed = self._leave(self.model, args, kwargs, output)
+        return output if changed is None else changed
 
     def keep_logits_sharded(self) -> bool:
         """Return whether the current pass computes a training loss from sharded logits."""
@@ -144,7 +159,7 @@ class ForwardState:
             self.hooked.look()
         if self.guard is not None:
             self._compare(self.guard, module, inputs, trains=trains)
-        if torch.is_grad_enabled() or self.mesh.tp.size > 1:
+        if torch.is_grad_enabled() or self.mesh.tp.size * self.mesh.pp.size > 1:
             self._added.check()
         if torch.is_grad_enabled():
             self.follow()
@@ -230,6 +245,18 @@ class ForwardState:
             known = loss_of(output) if self.has_known_loss else None
             self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
         return _without_graph(output) if was_sharded else None
+
+
+class EnteredForward(ChainStep):
+    """Makes ``model.forward(...)`` a pass of the model, as ``model(...)`` is."""
+
+    order = StepOrder.ENTERED
+
+    def __init__(self, state: ForwardState):
+        self.state = state
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self.method(*args, **kwargs) if self.state.is_running else self.state.run(self.method, args, kwargs)
 
 
 def _of_embeddings(inputs: dict[str, object]) -> Statement:

@@ -99,7 +99,7 @@ class HookedModules:
         cut = [name for name in found if name in self._cut]
         cut += [name for name, module in found.items() if name in self._borders and _comes_first(module)]
         parted = [name for name in found if name in self._parted]
-        if not self._has_warned and (cut or parted or (found and self.is_split)):
+        if not self._has_warned and (cut or parted or (found and self.is_split and not self.is_staged)):
             self._has_warned = True
             text = _PARTED if parted else _CUT if cut else _SPLIT
             logger.warning(text, next(iter(parted or cut or found)))
