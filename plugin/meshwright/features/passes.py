@@ -78,6 +78,7 @@ def watch_passes(build: Build) -> None:
         hooked=runtime.features.add(hooked),
         statistics=BatchStatistics(build.decoder, lambda: runtime.plan),
         shares_weights=runtime.weights is not None,
+        gather=(lambda: None) if runtime.weights is None else runtime.weights.keep_apart,
         shares_tokens=plan.spreads_experts_over_dp,
         towers_differ=runtime.leave_towers_out if plan.zero_stage and build.towers else None,
         is_split=build.is_split,

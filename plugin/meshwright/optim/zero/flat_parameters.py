@@ -61,6 +61,7 @@ class FlatShard:
         self._stand_ins = [self.stand_in.expand(shape) for shape in shapes]
         self.is_lent = self.is_guarded = False
         self.is_kept = False  # whole on every rank until its values change
+        self.is_apart = False  # some ranks may not use the parameters in a pass that others use them in
         self._full: Tensor | None = None
         self._storage: int | None = None  # the storage of the gathered tensor
         self._wait: Callable[[], Tensor] | None = None
@@ -68,7 +69,7 @@ class FlatShard:
     @property
     def bucket(self) -> Bucket:
         """A gradient bucket of the same parameters."""
-        return Bucket(self.parameters, self._stepped, self.ownership.pack)
+        return Bucket(self.parameters, self._stepped, self.ownership.pack, is_apart=self.is_apart)
 
     def keep(self, index: int, local: Tensor) -> Tensor:
         """Copy this rank's part out of a parameter's TP shard; return a placeholder for the parameter."""
@@ -145,6 +146,7 @@ class FlatShard:
             shapes = [self.shapes[index] for index in indices]
             some = [self.parameters[index] for index in indices]
             part = self._like(some, shapes)
+            part.is_apart = self.is_apart
             for new, index in enumerate(indices):
                 self.parameters[index].data = part.keep(new, segments[index])
             if self.is_guarded:

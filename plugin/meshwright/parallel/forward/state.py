@@ -57,6 +57,7 @@ class ForwardState:
         hooked: the search for the program's hooks inside the model, since a loss may be computed from what they record.
         statistics: the check for layers that would use the statistics of a part of the batch.
         shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
+        gather: a callback that gathers the weights of modules that the pass may run on some of these ranks only.
         shares_tokens: whether data-parallel ranks send each other tokens, or their scales, so every rank must run each
             pass.
         towers_differ: a callback for a pass in which only some data-parallel ranks have inputs of towers, such as
@@ -83,6 +84,7 @@ class ForwardState:
     hooked: HookedModules
     statistics: BatchStatistics
     shares_weights: bool = False
+    gather: Callable[[], None] = lambda: None
     shares_tokens: bool = False
     towers_differ: Callable[[], None] | None = None
     is_split: bool = False
@@ -163,6 +165,7 @@ class ForwardState:
             self._added.check()
         if torch.is_grad_enabled():
             self.follow()
+        self.gather()
         self.longest.begin(inputs, is_on=trains or (labels is not None and module is self.model))
         has_loss = module is self.model and module.training and labels is not None
         self._keeps_sharded = has_loss and self.has_sharded_loss
