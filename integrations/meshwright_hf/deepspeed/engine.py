@@ -76,8 +76,8 @@ def initialize(
         config: a DeepSpeed configuration, or the path of its JSON file; "auto" values are filled in.
             ``train_micro_batch_size_per_gpu`` counts the rows of a dp rank, which the ranks of tp share.
         config_params: another name for ``config``.
-        plan: the plan, with dp and tp, in any form that ``to_distributed`` takes; None for tp=1. Its other fields are optional, but must agree with the
-            configuration.
+        plan: the plan, with dp and tp, in any form that ``to_distributed`` takes; None for tp=1. Its other fields are
+            optional, but must agree with the configuration.
         options: further options of ``to_distributed``; their plan is ignored.
 
     Returns:

@@ -9,6 +9,7 @@ does not detect that ranks use two groups in opposite orders.)
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import threading
 import time
@@ -40,6 +41,9 @@ COLLECTIVES = (
 )
 
 
+# Matches the errors of gloo, NCCL and their sockets when another rank is gone or does not take part.
+_NETWORK_ERROR = re.compile(r"timed? ?out|connection|broken pipe|socket|peer|NCCL|remote|EOF|aborted", re.IGNORECASE)
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -57,7 +61,7 @@ class Observer(Protocol):
         """Observe a receive before it starts; raise if it does not fit the send."""
 
     def explain(self, error: RuntimeError) -> RuntimeError:
-        """Return the error, with the reason added if it is a network error."""
+        """Return a network error with its reason."""
 
 
 class _InterposeState(threading.local):
@@ -142,8 +146,8 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _raise_explained(error: RuntimeError) -> NoReturn:
-    """Raise a network error with its reason, or as it is; call this where it was caught."""
-    if _observer is None:
+    """Raise a network error with its reason, and any other as it is; call this where it was caught."""
+    if _observer is None or not _NETWORK_ERROR.search(str(error)):
         raise error
     explained = _observer.explain(error)
     if explained is error:

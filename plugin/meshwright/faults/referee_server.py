@@ -177,6 +177,8 @@ class Hub:
             case "post":
                 self.posted.add(rank, **message)
                 return []
+            case "raised":
+                return self._referee.raised(rank, **message)
             case "passed":
                 return self._referee.passed(rank, **message)
             case "leave":

@@ -3,8 +3,8 @@
 Every stage runs the stock forward on the same tokens, so masks, positions and rotary embeddings are computed as always.
 The layer before the stage returns the activation that was received, and the layer after the stage ends the forward with
 the stage's result. All other layers outside the stage return what they were given, and so do the layers of towers in
-later stages than the first; the program's hooks run where a layer computes, and nowhere else. What an earlier stage has computed for the layers of a stage is put in its place where they
-are given it; see ``BesideInputs``.
+later stages than the first. The program's hooks on layers run where these compute, and nowhere else. What an earlier
+stage has computed for the layers of a stage is put in its place where they are given it; see ``BesideInputs``.
 """
 
 from __future__ import annotations

@@ -303,6 +303,7 @@ class ShardedWeights:
         for flat in self.flats:
             flat.release()
 
+    @saved.unselected
     def enter_backward(self, step: _Step) -> None:
         """Gather a step's weights for backward, and release the weights that backward needed before."""
         task = torch._C._current_graph_task_id()
@@ -323,6 +324,7 @@ class ShardedWeights:
         self._gathered = needed
         step.gather(ahead)
 
+    @saved.unselected
     def lend_again(self, step: _Step) -> None:
         """Give a step's parameters their values in backward, until backward reaches another step."""
         self.enter_backward(step)
@@ -396,6 +398,7 @@ class _Step:
         for flat in self.flats:
             flat.full()
 
+    @saved.unselected
     def enter(self, *_: object) -> None:
         """Gather the weights, and give the parameters their values."""
         if in_backward():
@@ -421,6 +424,7 @@ class _Step:
         if in_backward():
             self.weights.lend_again(self)
 
+    @saved.unselected
     def leave(self, *_: object) -> None:
         """Take the values back; backward gathers them again."""
         if not self._entered:  # enter failed

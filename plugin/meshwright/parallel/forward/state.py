@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.longest_position import LongestPosition
 from meshwright.parallel.batch.mixed_rows import BatchStatistics
 from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.parallel.batch.share import enter_pass, without_fillers_targets, yield_next
+from meshwright.parallel.batch.share import enter_pass, taken, without_fillers_targets, yield_next
 from meshwright.parallel.collectives import share
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.forward.compiled_layers import CompilableLayers
@@ -200,12 +201,13 @@ class ForwardState:
             guard.begin_step()
         place = "forward pass" if trains else EVALUATION
         statements = () if self.comparison is None else (self.comparison.statement_before_forward(),)
+        of_batch = (batch,) if trains and (batch := taken()) is not None else ()
         for compared in self._inputs:
             compared.look()
             with torch._C.DisableTorchFunctionSubclass():  # read tensor subclasses as plain tensors
                 statement = compared.statement(module, inputs)
             others = statements if compared.axis.name != "pp" else self._of_stages()
-            guard.meet(place, compared.axis.group, statement, *others)
+            guard.meet(place, compared.axis.group, *of_batch, statement, *others)
             with torch._C.DisableTorchFunctionSubclass():
                 compared.gather(inputs, guard.step)
         if trains and self.comparison is not None:
@@ -215,7 +217,7 @@ class ForwardState:
         runs_together = self.shares_weights or self.shares_tokens
         if self.dp.size > 1 and (inputs.get("labels") is not None or runs_together):
             modules = (_of_embeddings(inputs),) if self.shares_weights else ()
-            guard.meet(place, self.dp.group, *statements, *modules)
+            guard.meet(place, self.dp.group, *of_batch, *statements, *modules)
             if self.towers_differ is not None and (trains or self.shares_weights):
                 schema = BatchSchema(inputs, self.format)
                 # Micro-batches run the towers that their rows need.
@@ -230,6 +232,8 @@ class ForwardState:
         return () if self.comparison is None else (self.comparison.statement(),)
 
     def _leave(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
+        if output is None and module is self._outermost and self.guard is not None:
+            self.guard.end_pass(sys.exc_info()[1])
         try:
             return self._end(module, args, kwargs, output) if module is self._outermost else None
         finally:
