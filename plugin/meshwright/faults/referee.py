@@ -183,8 +183,9 @@ class Referee:
         """Return messages about ranks that have raised in a pass in which others wait for them all the time."""
         posts: list[Post] = []
         for rank, what in list(self._raised.items()):
-            meeting = self._meetings.of(rank)
-            for other in [] if meeting is None else meeting.absent():
+            if (meeting := self._meetings.of(rank)) is None:
+                continue
+            for other in meeting.absent():
                 since = self._members[other].waits_since if other in self._members else None
                 if other in self._raised or since is None:
                     continue

@@ -183,11 +183,11 @@ def modules_apart(model: nn.Module, structure: Decoder | None) -> set[nn.Module]
     They are outside of the modules that run stacks of layers, of the towers, and of the largest part of a model without
     stacks; the embedding of the tokens, the final norm and the head are none of them.
     """
-    running = [(owner, stack) for owner, stack in _stacks(model) if owner is not model]
-    if own := [stack for owner, stack in _stacks(model) if owner is model]:
-        largest = max(own, key=_size)  # other lists of the model itself may be heads
-        running.append((largest, largest))
-    parts = [owner for owner, _ in running] or sorted(model.children(), key=_size)[-1:]
+    stacks = list(_stacks(model))
+    largest = max((stack for _, stack in stacks), key=_size, default=None)
+    # A list that the model itself runs may be of heads, if it is not the largest.
+    parts = [stack if owner is model else owner for owner, stack in stacks if owner is not model or stack is largest]
+    parts = parts or sorted(model.children(), key=_size)[-1:]
     parts += [tower for tower in all_towers(model, structure) if tower is not model]
     with contextlib.suppress(PlanError):
         found = structure or find_decoder(model)
