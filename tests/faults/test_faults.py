@@ -393,3 +393,46 @@ def second_thread() -> None:
 def test_collectives_of_a_second_thread_are_its_own_business():
     for outcome in run_program(second_thread, 2):
         assert (outcome.code, "trained" in outcome.output) == (0, True), outcome
+
+
+def caught(plan: str, is_of_pass: bool) -> None:
+    """A loop that catches errors goes on after one that rank 1 alone has, of its forward pass or of the loop."""
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = tokens(12, 8)
+    if is_of_pass:
+        ids[7, 3] = 5000
+    rows = [{"input_ids": x, "labels": x} for x in ids]
+    loader = torch.utils.data.DataLoader(rows, batch_size=4)
+    # Longer than the test waits: what broke the group ends it, and no timeout does.
+    config = mw.ToDistributedConfig(plan=plan, timeout_s=60)
+    model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
+    mark_fault()
+    for number, batch in enumerate(loader):
+        try:
+            if not is_of_pass and number == 1 and dist.get_rank() == 1:
+                [][number]
+            model(**batch).loss.backward()
+            optimizer.step()
+        except (RuntimeError, IndexError):
+            pass
+        optimizer.zero_grad()
+    mw.full_state_dict(model)
+    print("went on in silence", flush=True)
+
+
+CAUGHT = {
+    "a rank's pass": (
+        "dp2 zero3",
+        True,
+        r"rank 1 .*: its program caught \w*Error: .*forward pass of step 2 at .*test_faults",
+    ),
+    "a rank's loop": ("dp2", False, r"the batch of the loader: 2 on rank 0 .*; 3 on rank 1"),
+}
+
+
+@pytest.mark.parametrize("case", CAUGHT)
+def test_a_loop_that_catches_errors_ends_with_the_first_cause(case: str):
+    plan, is_of_pass, message = CAUGHT[case]
+    for outcome in run_program(caught, 2, plan, is_of_pass):
+        check(outcome, message, within=20)
