@@ -119,9 +119,9 @@ class ForwardState:
 
     def run(self, method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run the model's forward as a pass, without the hooks that the program has put around its call."""
-        args, kwargs = self._enter(self.model, args, kwargs) or (args, kwargs)
         output: object = None
         try:
+            args, kwargs = self._enter(self.model, args, kwargs) or (args, kwargs)
             output = method(*args, **kwargs)
         finally:
             changed = self._leave(self.model, args, kwargs, output)
