@@ -248,6 +248,8 @@ class ForwardState:
             self._restore()
             self._restore = None
         is_trained = module.training and torch.is_grad_enabled()
+        if is_trained:
+            self.hooked.look_at_kept(has_ended=False)
         if self.uneven.is_on and is_trained:
             known = loss_of(output) if self.has_known_loss else None
             self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
