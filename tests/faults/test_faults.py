@@ -242,6 +242,27 @@ def test_layers_that_only_one_rank_runs():
         check(outcome, r"first difference at collective \d+:.*rank 0 .*: allreduce.*rank 1", within=TIMEOUT + 5)
 
 
+def dropped_layers() -> None:
+    """Each rank leaves out another layer of four; their weights have equal shapes."""
+    model = build("llama", num_hidden_layers=4)
+    model, _, _ = mw.to_distributed(model, plan="dp2 zero3", config=mw.ToDistributedConfig(timeout_s=TIMEOUT))
+    ids = tokens(2, 12)
+    model.model.config.num_hidden_layers = 3
+    layers = list(model.model.layers)
+    del model.model._modules["layers"], layers[1 + dist.get_rank()]
+    model.model.__dict__["layers"] = layers
+    mark_fault()
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+    print("went on in silence", flush=True)
+
+
+def test_layers_that_ranks_leave_out_under_zero_3_are_named():
+    named = r"with model.layers.\d.\S+, which all ranks gather together"
+    for outcome in run_program(dropped_layers, 2):
+        check(outcome, rf"first difference at collective \d+:.*rank 0.*{named}.*rank 1.*{named}", within=TIMEOUT + 5)
+
+
 def inverted_groups() -> None:
     step = trainer(DP2)
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]

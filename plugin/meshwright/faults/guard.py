@@ -232,8 +232,7 @@ class Guard:
         if not self.is_current or not (is_own or threading.current_thread() is threading.main_thread()):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
-        what = describe(operation, args, kwargs)
-        self.trace.add(ranks, what)
+        self.trace.add(ranks, what := describe(operation, args, kwargs) + interpose.sent())
         if is_own or len(ranks) == 1:
             return
         key = f"collective of group {group.group_name}"

@@ -66,6 +66,7 @@ class Observer(Protocol):
 
 class _InterposeState(threading.local):
     depth = 0  # of contexts of own_collectives
+    about = ""  # what the collectives of this thread send
     waited = 0.0
 
 
@@ -96,6 +97,28 @@ class own_collectives:  # named in lower case, since callers use it like a funct
 
     def __exit__(self, *_: object) -> None:
         _state.depth -= 1
+
+
+class about:
+    """Say in the log of collectives what those inside this context send, so that ranks that send other things differ.
+
+    Args:
+        what: the text, e.g. " of the weight lm_head.weight".
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        _state.about = self._what
+
+    def __exit__(self, *_: object) -> None:
+        _state.about = ""
+
+
+def sent() -> str:
+    """Return what the collectives of this thread send, if that is known."""
+    return _state.about
 
 
 def is_own() -> bool:

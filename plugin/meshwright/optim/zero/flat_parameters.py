@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.faults.interpose import about
 from meshwright.layout.row_layout import Span
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.zero.ownership import EqualSlices
@@ -85,8 +87,12 @@ class FlatShard:
         """Start the all-gather, unless it was started already."""
         if self._full is None and self._wait is None:
             # A tensor that is gathered under inference_mode may be used after inference_mode ends.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), about(self._named):
                 self._wait = start_all_gather(self._sent(), self.dp)
+
+    @functools.cached_property
+    def _named(self) -> str:
+        return f" with {layout_of(self.parameters[0]).name}, which all ranks gather together under zero_stage=3"
 
     def full(self) -> Tensor:
         """Return all elements of the parameters, gathered now if they were not."""
