@@ -242,6 +242,27 @@ def test_layers_that_only_one_rank_runs():
         check(outcome, r"first difference at collective \d+:.*rank 0 .*: allreduce.*rank 1", within=TIMEOUT + 5)
 
 
+def dropped_layers() -> None:
+    """Each rank leaves out another layer of four; their weights have equal shapes."""
+    model = build("llama", num_hidden_layers=4)
+    model, _, _ = mw.to_distributed(model, plan="dp2 zero3", config=mw.ToDistributedConfig(timeout_s=TIMEOUT))
+    ids = tokens(2, 12)
+    model.model.config.num_hidden_layers = 3
+    layers = list(model.model.layers)
+    del model.model._modules["layers"], layers[1 + dist.get_rank()]
+    model.model.__dict__["layers"] = layers
+    mark_fault()
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+    print("went on in silence", flush=True)
+
+
+def test_layers_that_ranks_leave_out_under_zero_3_are_named():
+    named = r"with model.layers.\d.\S+, which all ranks gather together"
+    for outcome in run_program(dropped_layers, 2):
+        check(outcome, rf"first difference at collective \d+:.*rank 0.*{named}.*rank 1.*{named}", within=TIMEOUT + 5)
+
+
 def inverted_groups() -> None:
     step = trainer(DP2)
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
@@ -393,3 +414,46 @@ def second_thread() -> None:
 def test_collectives_of_a_second_thread_are_its_own_business():
     for outcome in run_program(second_thread, 2):
         assert (outcome.code, "trained" in outcome.output) == (0, True), outcome
+
+
+def caught(plan: str, is_of_pass: bool) -> None:
+    """A loop that catches errors goes on after one that rank 1 alone has, of its forward pass or of the loop."""
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = tokens(12, 8)
+    if is_of_pass:
+        ids[7, 3] = 5000
+    rows = [{"input_ids": x, "labels": x} for x in ids]
+    loader = torch.utils.data.DataLoader(rows, batch_size=4)
+    # Longer than the test waits: what broke the group ends it, and no timeout does.
+    config = mw.ToDistributedConfig(plan=plan, timeout_s=60)
+    model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
+    mark_fault()
+    for number, batch in enumerate(loader):
+        try:
+            if not is_of_pass and number == 1 and dist.get_rank() == 1:
+                [][number]
+            model(**batch).loss.backward()
+            optimizer.step()
+        except (RuntimeError, IndexError):
+            pass
+        optimizer.zero_grad()
+    mw.full_state_dict(model)
+    print("went on in silence", flush=True)
+
+
+CAUGHT = {
+    "a rank's pass": (
+        "dp2 zero3",
+        True,
+        r"rank 1 .*: its program caught \w*Error: .*forward pass of step 2 at .*test_faults",
+    ),
+    "a rank's loop": ("dp2", False, r"the batch of the loader: 2 on rank 0 .*; 3 on rank 1"),
+}
+
+
+@pytest.mark.parametrize("case", CAUGHT)
+def test_a_loop_that_catches_errors_ends_with_the_first_cause(case: str):
+    plan, is_of_pass, message = CAUGHT[case]
+    for outcome in run_program(caught, 2, plan, is_of_pass):
+        check(outcome, message, within=20)

@@ -171,6 +171,25 @@ def wishes(posts: list[Post]) -> set[int]:
     return {rank for post in posts if "wish" in post.body for rank in post.ranks}
 
 
+def test_a_rank_that_raised_in_a_pass_and_went_on_is_told_once_the_others_wait_in_it():
+    for is_alike in (False, True):
+        made = referee(2, timeout=100.0)
+        made.raised(1, "caught IndexError and went on")
+        if is_alike:
+            made.raised(0, "caught IndexError and went on")
+        ask(made, 1, "forward pass", (0, 1), now=1.0)
+        for now in (2.0, 3.0, 4.0):
+            made.beat(0, "a gather", now, waits_for=(0, 1))
+            assert made.tick(now) == []
+        made.beat(0, "a gather", 5.5, waits_for=(0, 1))
+        posts = made.tick(5.5)
+        if is_alike:  # the other rank has raised too, and may come late
+            assert posts == []
+            assert answers(ask(made, 0, "forward pass", (0, 1), now=6.0)) == {0: AGREED, 1: AGREED}
+        else:
+            assert answers(posts)[1]["gone"] == notices(posts)[0] == "rank 1: caught IndexError and went on"
+
+
 def test_a_wish_calls_the_others_and_waits_for_none_that_has_gone_on():
     made = referee(3)
     assert wishes(ask(made, 1, "wish 4", (0, 1, 2), "should_save")) == {0, 2}

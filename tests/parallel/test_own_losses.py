@@ -264,13 +264,15 @@ def test_a_loss_beside_the_models_own_is_named(uses_own: bool, pool2: Any) -> No
     assert len(first) == int(uses_own) and not second
 
 
-def warnings_with_a_hook(plan: dict[str, Any], has_hook: bool, is_uneven: bool) -> list[str]:
-    """A program that adds a loss on a layer's output, which a hook of its own keeps."""
+def warnings_with_a_hook(plan: dict[str, Any], has_hook: bool, is_uneven: bool, keeps_graph: bool = True) -> list[str]:
+    """A program that adds a loss on a layer's output, which a hook of its own keeps; or keeps it to log it."""
     config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
     model: Any = mw.to_distributed(build("llama"), config=config)[0]
     kept: list[Tensor] = []
     if has_hook:
-        model.model.layers[0].register_forward_hook(lambda module, args, output: kept.append(output))
+        model.model.layers[0].register_forward_hook(
+            lambda module, args, output: kept.append(output if keeps_graph else output.detach())
+        )
     ids = tokens(1 + dist.get_rank() if is_uneven else 2, LENGTH)
     with logged() as found:
         for _ in range(2):
@@ -297,6 +299,8 @@ def test_hooks_that_see_a_part_are_named(
     """Row 16: once on each rank."""
     for said in pool2.run(warnings_with_a_hook, plan, has_hook, is_uneven):
         assert len(said) == bool(expected) and all(expected in text for text in said)
+    if "micro_batch_size" in plan:  # a hook that only logs is no matter
+        assert not any(pool2.run(warnings_with_a_hook, plan, has_hook, is_uneven, keeps_graph=False))
 
 
 def gradient_of_a_parameter(plan: dict[str, Any]) -> None:

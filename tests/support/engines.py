@@ -62,7 +62,8 @@ def make_engine(
     if "optimizer" in config:
         keep = ("params", "weight_decay")
         given = {"model_parameters": [{key: group[key] for key in keep} for group in optimizer.param_groups]}
-    return initialize(model=model, config=config, plan=mw.ParallelPlan(**plan), **given)[0]
+    words = mw.ParallelPlan(**plan).label  # which initialize takes as every entry does
+    return initialize(model=model, config=config, plan=words, **given)[0]
 
 
 def batches_for(engine: Any, part: slice) -> Iterator[dict[str, Tensor]]:

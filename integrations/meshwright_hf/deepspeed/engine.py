@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from meshwright.checkpoint.one_device.whole_tensors import full_state_dict as state_dict_of
+from meshwright.choose.given_plan import resolve_plan
 from meshwright.distribute.check_launch import check_launch
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import AlreadyDistributedError, PlanError
@@ -30,7 +31,7 @@ from meshwright.mesh.process_group import device_for, ensure_process_group, worl
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, Watch, find_runtime, runtime_of
 from meshwright.parallel.tensor_parallel.structure import describe
-from meshwright.plan.config import ParallelPlan, ToDistributedConfig
+from meshwright.plan.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
 from meshwright_hf.deepspeed.complete_config import BATCH, complete_config, read_config
@@ -53,7 +54,7 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    plan: ParallelPlan | None = None,
+    plan: PlanLike | None = None,
     options: ToDistributedConfig | None = None,
 ) -> tuple[Any, Any, Any, Any]:
     """Shard a model by the plan's tensor and sequence parallelism, and return a DeepSpeed engine for it.
@@ -75,8 +76,8 @@ def initialize(
         config: a DeepSpeed configuration, or the path of its JSON file; "auto" values are filled in.
             ``train_micro_batch_size_per_gpu`` counts the rows of a dp rank, which the ranks of tp share.
         config_params: another name for ``config``.
-        plan: the plan, with dp and tp; None for tp=1. Its other fields are optional, but must agree with the
-            configuration.
+        plan: the plan, with dp and tp, in any form that ``to_distributed`` takes; None for tp=1. Its other fields are
+            optional, but must agree with the configuration.
         options: further options of ``to_distributed``; their plan is ignored.
 
     Returns:
@@ -100,7 +101,7 @@ def initialize(
     say_equal_texts_once()
     warn_outside_range()
     settings = _given_config(args, config, config_params)
-    plan = plan or ParallelPlan(dp=world_size())
+    plan = ParallelPlan(dp=world_size()) if plan is None else resolve_plan(plan)
     check_launch(plan)
     device = device_of_engine()
     _check_model(model)

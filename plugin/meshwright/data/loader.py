@@ -141,7 +141,8 @@ class DistributedLoader:
             self._steps += 1
             batch = map_tensors(batch, _own_object)
             tensors = tensors_of(batch)
-            self._share = BatchShare.keep(batch, tensors, portion.total, portion.held, portion.counted)
+            counts = portion.total, portion.held, portion.counted
+            self._share = BatchShare.keep(batch, tensors, *counts, self._steps)
             yield_next(None if self._has_dtensors else self._share)
             yield batch
         yield_next(None)

@@ -114,7 +114,9 @@ def make_weights(build: Build, make: Make) -> NewTensors:
     if build.plan.zero_stage < 3 or mesh.tokens.size == 1:
         return make(build.model, layouts, mesh, build.device)
     on_host = build.plan.offload is not None
-    sharded = ShardedWeights(build.model, layouts, mesh, build.device, beside=build.beside, on_host=on_host)
+    sharded = ShardedWeights(
+        build.model, layouts, mesh, build.device, beside=build.beside, apart=build.apart, on_host=on_host
+    )
     made = make(build.model, layouts, mesh, build.device, sharded.keep)
     build.runtime.weights = sharded
     return made

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import DivergenceError, PeerFailedError
-from meshwright.faults import exit_hooks, interpose, main_thread
+from meshwright.faults import caught_errors, exit_hooks, interpose, main_thread
 from meshwright.faults.collective_log import CallTrace, describe, describe_tensors, first_difference
 from meshwright.faults.deadline import Deadline
 from meshwright.faults.end_process import MARGIN, SPEAKS, end_children, end_process
@@ -46,9 +46,6 @@ from meshwright.printable import tell
 GRACE = 2.0  # seconds in which the program can end by its own error after another rank has failed
 CLEANS_UP = 5.0  # seconds that the interpreter has to end after a program that ends because of another rank
 HUB_SILENT = "does not answer: stopped, hung or unreachable"
-
-# Matches the errors of gloo, NCCL and their sockets when another rank is gone or does not take part.
-_NETWORK_ERROR = re.compile(r"timed? ?out|connection|broken pipe|socket|peer|NCCL|remote|EOF|aborted", re.IGNORECASE)
 
 _TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
@@ -78,6 +75,7 @@ class Guard:
         self.hint = ""  # a likely cause of later differences between the ranks
         self.on_failure: Callable[[str], None] | None = None  # called with what is known when a rank fails
         self._hub: Hub | None = None
+        self._caught = caught_errors.CaughtErrors()
         self._deadline = Deadline()
         self._wishes = Wishes()
         meets_at = dist.PrefixStore(
@@ -163,6 +161,7 @@ class Guard:
             details = self._explain(place, ranks, statements) if finding["together"] else []
             raise self._diverged(ranks, finding, *details)
         self._agreed[place, ranks] = self.step
+        self._caught.of_pass = ""
 
     def agree(self, place: str, *texts: str, group: ProcessGroup | None = None) -> bool:
         """Wait for the ranks of a group as :meth:`meet` does, and return whether they agree instead of raising.
@@ -228,11 +227,6 @@ class Guard:
             statement.holds(details[index] for _, *details in everyone) for index, statement in enumerate(lenient)
         )
 
-    def last_agreement(self, place: str, ranks: tuple[int, ...]) -> str:
-        """Return when the ranks last agreed at this place, for messages."""
-        step = self._agreed.get((place, ranks))
-        return "" if step is None else f"They agreed for the last time in step {step}."
-
     def collective(self, group: ProcessGroup, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a collective. If it is the program's own, compare it with the other ranks (see interpose.Observer)."""
         is_own = interpose.is_own()
@@ -240,8 +234,7 @@ class Guard:
         if not self.is_current or not (is_own or threading.current_thread() is threading.main_thread()):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
-        what = describe(operation, args, kwargs)
-        self.trace.add(ranks, what)
+        self.trace.add(ranks, what := describe(operation, args, kwargs) + interpose.sent())
         if is_own or len(ranks) == 1:
             return
         key = f"collective of group {group.group_name}"
@@ -295,8 +288,8 @@ class Guard:
 
     @main_thread.waits_for_ranks
     def explain(self, error: RuntimeError) -> RuntimeError:
-        """Return the error, with the rank and the reason added if it is a network error."""
-        if not self.is_current or isinstance(error, PeerFailedError) or not _NETWORK_ERROR.search(str(error)):
+        """Return a network error with the rank and the reason added."""
+        if not self.is_current or isinstance(error, PeerFailedError):
             return error
         # A connection to an ended process may break before the hub knows of the end.
         self._failed.wait(GRACE / 2)
@@ -314,7 +307,20 @@ class Guard:
         if cause is not None:
             details.append(f"(network error: {summary})")
         what = f"{self.name} could not finish {self.trace.doing} in step {self.step}"
-        return PeerFailedError("\n".join([f"{what}: {cause or summary}", *details]))
+        return self._caught.keep(PeerFailedError("\n".join([f"{what}: {cause or summary}", *details])))
+
+    def end_pass(self, error: BaseException | None) -> None:
+        """Take the error, if any, with which this rank's forward pass ends, and which the program may catch."""
+        if self.is_current and self._caught.see_pass(error, self.step):
+            self._link.announce({"kind": "raised", "what": self._caught.of_pass})
+
+    def _check_goes_on(self) -> None:
+        """End this process if its program has caught an error after which the ranks cannot go on together."""
+        if (error := self._caught.swallowed()) is not None:
+            self._link.tell({"kind": "fail", "how": f"step {self.step}, went on after {exit_hooks.in_short(error)}"})
+            text = f"{self.name}: {caught_errors.text_of(error)}"
+            self._note(text)
+            end_process(text, self._deadline, self.end_silent, error)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this rank ends with an exception, even if a ``finally`` has destroyed the group."""
@@ -378,7 +384,8 @@ class Guard:
         os.close(nothing)
 
     def _ask(self, key: str, ranks: tuple[int, ...], what: str, note: str = "") -> dict[str, Any] | None:
-        note = ", ".join(filter(None, [note, self.trace.call and f"in {self.trace.call}"]))
+        self._check_goes_on()
+        note = ", ".join(filter(None, [note, self.trace.call and f"in {self.trace.call}", self._caught.of_pass]))
         return self._answer({"kind": "ask", "key": key, "what": what, "note": note}, ranks, of_group=True)
 
     def _answer(
@@ -396,7 +403,7 @@ class Guard:
             self._silent += answer.get("silent", ())
             here = f"{self.name} cannot go on with {self.trace.doing} in step {self.step}"
             said = {self.name: self.trace.doing, "the others": answer["gone"]}
-            raise PeerFailedError("\n".join([f"{here}: {answer['gone']}", *advice(said)]))
+            raise self._caught.keep(PeerFailedError("\n".join([f"{here}: {answer['gone']}", *advice(said)])))
         return None if answer.get("agreed") else answer
 
     def _explain(self, place: str, ranks: tuple[int, ...], statements: tuple[Statement, ...]) -> list[str]:
@@ -406,7 +413,9 @@ class Guard:
         for index, statement in enumerate(statements):
             if found := differences({name: theirs[index] for name, theirs in everyone.items()}):
                 lines += [*found, *([statement.advice] if statement.advice else [])]
-        return [*lines, *filter(None, [self._first_difference(ranks), self.last_agreement(place, ranks)])]
+        step = self._agreed.get((place, ranks))
+        last = None if step is None else f"They agreed for the last time in step {step}."
+        return [*lines, *filter(None, [self._first_difference(ranks), last])]
 
     def _first_difference(self, ranks: tuple[int, ...]) -> str | None:
         return first_difference(self._exchange(ranks, self.trace.of(ranks).recent()))
@@ -417,13 +426,14 @@ class Guard:
         said = json.dumps({"rank": self._rank, "said": value})
         question = {"kind": "ask", "key": "exchange", "what": said, "note": ""}
         answer = self._link.ask(question, patience=GRACE, ranks=ranks) or {}
-        return {name: json.loads(text)["said"] for name, text in answer.get("differ", {}).items()}
+        said = answer["differ"] if answer.get("together") else {}  # others may wait elsewhere
+        return {name: json.loads(text)["said"] for name, text in said.items()}
 
     def _diverged(self, ranks: tuple[int, ...], finding: dict[str, Any], *details: str) -> DivergenceError:
         lines = [f"ranks {list(ranks)} must do the same, but they differ:"]
         lines += [f"  {name}: {what}" for name, what in finding["differ"].items()]
         lines += advice(finding["differ"])
-        return DivergenceError("\n".join([*lines, *details, *filter(None, [self.hint])]))
+        return self._caught.keep(DivergenceError("\n".join([*lines, *details, *filter(None, [self.hint])])))
 
     def _note(self, what: str) -> None:
         """Pass on what is known of a failure; an error in doing so must not stop the failure's handling."""

@@ -9,6 +9,7 @@ does not detect that ranks use two groups in opposite orders.)
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import threading
 import time
@@ -40,6 +41,9 @@ COLLECTIVES = (
 )
 
 
+# Matches the errors of gloo, NCCL and their sockets when another rank is gone or does not take part.
+_NETWORK_ERROR = re.compile(r"timed? ?out|connection|broken pipe|socket|peer|NCCL|remote|EOF|aborted", re.IGNORECASE)
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -57,11 +61,12 @@ class Observer(Protocol):
         """Observe a receive before it starts; raise if it does not fit the send."""
 
     def explain(self, error: RuntimeError) -> RuntimeError:
-        """Return the error, with the reason added if it is a network error."""
+        """Return a network error with its reason."""
 
 
 class _InterposeState(threading.local):
     depth = 0  # of contexts of own_collectives
+    about = ""  # what the collectives of this thread send
     waited = 0.0
 
 
@@ -92,6 +97,28 @@ class own_collectives:  # named in lower case, since callers use it like a funct
 
     def __exit__(self, *_: object) -> None:
         _state.depth -= 1
+
+
+class about:
+    """Say in the log of collectives what those inside this context send, so that ranks that send other things differ.
+
+    Args:
+        what: the text, e.g. " of the weight lm_head.weight".
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        _state.about = self._what
+
+    def __exit__(self, *_: object) -> None:
+        _state.about = ""
+
+
+def sent() -> str:
+    """Return what the collectives of this thread send, if that is known."""
+    return _state.about
 
 
 def is_own() -> bool:
@@ -142,8 +169,8 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _raise_explained(error: RuntimeError) -> NoReturn:
-    """Raise a network error with its reason, or as it is; call this where it was caught."""
-    if _observer is None:
+    """Raise a network error with its reason, and any other as it is; call this where it was caught."""
+    if _observer is None or not _NETWORK_ERROR.search(str(error)):
         raise error
     explained = _observer.explain(error)
     if explained is error:

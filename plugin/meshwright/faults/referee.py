@@ -34,6 +34,7 @@ class Member:
     heard: float
     status: str = "starting"
     waits_for: tuple[int, ...] = ()  # the ranks of the collective in which it waits
+    waits_since: float | None = None  # None if it runs code of the program
     process: object = None  # identifies the rank's process (see siblings.py)
     gone: str | None = None  # how the rank ended
     is_silent: bool = False
@@ -59,6 +60,7 @@ class Referee:
         self.first_cause: str | None = None
         self._members: dict[int, Member] = {}
         self._gone: set[int] = set()
+        self._raised: dict[int, str] = {}  # what the programs of ranks have caught of their last forward pass
         self._meetings = Meetings()
         self._mail: defaultdict[tuple[int, int, str], Mailbox] = defaultdict(Mailbox)
 
@@ -75,6 +77,7 @@ class Referee:
         """Record that a rank is alive, what it is doing, and the ranks of the collective in which it waits."""
         member = self._members[rank]
         member.heard, member.status, member.waits_for, member.is_silent = now, status, tuple(waits_for), False
+        member.waits_since = (member.waits_since or now) if member.waits_for else None
 
     def group(self, ranks: Iterable[int]) -> Group:
         """Return the group of these ranks, for :meth:`ask`."""
@@ -99,8 +102,15 @@ class Referee:
             return [Post(tuple(meeting.absent()), "notice", {"wish": key})] if is_first else []
         self._meetings.close(meeting)
         if all(question.what == what for question in meeting.questions.values()):
+            for other in group.ranks if self._raised else ():
+                self._raised.pop(other, None)
             return [Post(group.ranks, "answer", AGREED)]
         return self._differ({r: meeting.questions[r].said for r in group.ranks}, together=True)
+
+    def raised(self, rank: int, what: str) -> list[Post]:
+        """Record what a rank's program may catch of its forward pass, which the others run too, or wait in."""
+        self._raised[rank] = what
+        return []
 
     def passed(self, rank: int, key: str) -> list[Post]:
         """Record that a rank was past a meeting when it heard of the wish; those who wait there go on."""
@@ -153,6 +163,7 @@ class Referee:
                 continue
             said = {rank: question.said for rank in circle if (question := self._meetings.withdraw(rank))}
             posts += self._differ(said, together=False)
+        posts += self._left_alone(now)
         for rank, member in self._members.items():
             if member.gone is None and not member.is_silent and now - member.heard > self.timeout:
                 member.is_silent = True
@@ -167,6 +178,23 @@ class Referee:
             self._meetings.withdraw(rank)
             posts.append(Post((rank,), "answer", {"gone": texts[meeting], "silent": self._quiet(now)}))
         return posts + ends
+
+    def _left_alone(self, now: float) -> list[Post]:
+        """Return messages about ranks that have raised in a pass in which others wait for them all the time."""
+        posts: list[Post] = []
+        for rank, what in list(self._raised.items()):
+            if (meeting := self._meetings.of(rank)) is None:
+                continue
+            for other in meeting.absent():
+                since = self._members[other].waits_since if other in self._members else None
+                if other in self._raised or since is None:
+                    continue
+                if now - max(since, meeting.questions[rank].since) > HICCUP:
+                    del self._raised[rank]
+                    posts += self._tell_others(rank, what)
+                    posts += self._refuse([rank], f"{self._members[rank].name}: {what}")
+                    break
+        return posts
 
     def report(self, rank: int, now: float, waited_for: Iterable[int] = ()) -> list[Post]:
         """Answer a rank with the first cause of failure, if known, and what every rank is doing.

@@ -180,6 +180,8 @@ class Hub:
                 return []
             case "say":
                 return self._say(rank, **message)
+            case "raised":
+                return self._referee.raised(rank, **message)
             case "passed":
                 return self._referee.passed(rank, **message)
             case "leave":

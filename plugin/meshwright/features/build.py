@@ -24,7 +24,7 @@ from meshwright.roles import Decoder
 from meshwright.roles.adapters import without_wrappers
 from meshwright.roles.blocks.adapted_experts import adapter_layouts
 from meshwright.roles.blocks.experts import expert_layouts
-from meshwright.roles.decoder import all_towers, modules_left_out
+from meshwright.roles.decoder import all_towers, modules_apart, modules_left_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,11 @@ class Build:
     def beside(self) -> set[nn.Module]:
         """The modules that a forward pass may leave out, depending on its inputs; none without towers."""
         return modules_left_out(self.decoder, self.structure)
+
+    @property
+    def apart(self) -> set[nn.Module]:
+        """The modules that a forward pass may run for some rows only, and so on some ranks only."""
+        return modules_apart(self.decoder, self.structure)
 
     @property
     def may_couple_rows(self) -> bool:

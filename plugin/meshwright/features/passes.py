@@ -17,7 +17,7 @@ from meshwright.parallel.experts.dispatch import ExpertDispatch
 from meshwright.parallel.experts.slices import OutputBiasOnce, SlicedExperts
 from meshwright.parallel.forward.compiled_layers import CompilableLayers
 from meshwright.parallel.forward.generate_together import GenerateTogether
-from meshwright.parallel.forward.state import ForwardState
+from meshwright.parallel.forward.state import EnteredForward, ForwardState
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.forward.user_hooks import HookedModules
 from meshwright.parallel.method_chain import add_step
@@ -78,6 +78,7 @@ def watch_passes(build: Build) -> None:
         hooked=runtime.features.add(hooked),
         statistics=BatchStatistics(build.decoder, lambda: runtime.plan),
         shares_weights=runtime.weights is not None,
+        gather=(lambda: None) if runtime.weights is None else runtime.weights.keep_apart,
         shares_tokens=plan.spreads_experts_over_dp,
         towers_differ=runtime.leave_towers_out if plan.zero_stage and build.towers else None,
         is_split=build.is_split,
@@ -87,6 +88,8 @@ def watch_passes(build: Build) -> None:
         follow=runtime.gradients.follow,
     )
     runtime.features.add(forward)
+    if build.structure is not None:  # dynamo may trace the forward of a model of which nothing is cut
+        add_step(build.decoder, EnteredForward(forward))
     keep_documents_apart(build.decoder)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
@@ -36,6 +37,21 @@ def _other_hooks_of(module: nn.Module) -> list[Callable[..., object]]:
         every._global_backward_pre_hooks,
     )
     return [hook for hooks in found for hook in hooks.values()]
+
+
+@contextlib.contextmanager
+def without_foreign_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Call no hooks of the program on these modules inside the context, neither in forward nor in backward."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    taken = [(vars(module), kind) for module in modules for kind in kinds if vars(module)[kind]]
+    before = [of[kind] for of, kind in taken]
+    for (of, kind), hooks in zip(taken, before, strict=True):
+        of[kind] = type(hooks)((key, hook) for key, hook in hooks.items() if not is_foreign(hook))
+    try:
+        yield
+    finally:
+        for (of, kind), hooks in zip(taken, before, strict=True):
+            of[kind] = hooks
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

@@ -1,15 +1,22 @@
 """Choose how to keep some of the tensors that a module's forward pass saves for backward.
 
 torch calls only the innermost saved-tensor hooks. The hooks here pass tensors that they do not keep to
-the outer hooks, so they can be nested in each other and in activation checkpointing.
+the outer hooks, so they can be nested in each other and in activation checkpointing. Selective checkpointing keeps the
+results of operations, which it knows by their order; see :func:`unselected`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # Takes a tensor to be saved; returns a function that returns the tensor, or None to leave it to the outer hooks.
 Keep = Callable[[Tensor], Callable[[], Tensor] | None]
@@ -52,6 +59,37 @@ def is_checkpointing() -> bool:
     if outer is None:
         return False
     return getattr(outer[0], "is_checkpointing", outer[0].__module__ == "torch.utils.checkpoint")
+
+
+def unselected(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let selective checkpointing (``context_fn``) not see a function, whose operations differ when layers run again.
+
+    Example:
+        >>> @unselected
+        ... def gather(): ...
+    """
+
+    @functools.wraps(function)
+    def unseen(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+        rest = [mode for mode in modes if type(mode).__module__ != "torch.utils.checkpoint"]
+        if len(rest) == len(modes):
+            return function(*args, **kwargs)
+        _put(modes, rest)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _put(rest, modes)
+
+    return unseen
+
+
+def _put(before: list[TorchDispatchMode], modes: list[TorchDispatchMode]) -> None:
+    """Put these modes in the place of those that are on."""
+    for _ in before:
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def memory(tensor: Tensor) -> tuple[int, int]:

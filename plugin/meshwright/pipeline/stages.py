@@ -3,8 +3,8 @@
 Every stage runs the stock forward on the same tokens, so masks, positions and rotary embeddings are computed as always.
 The layer before the stage returns the activation that was received, and the layer after the stage ends the forward with
 the stage's result. All other layers outside the stage return what they were given, and so do the layers of towers in
-later stages than the first. What an earlier stage has computed for the layers of a stage is put in its place where they
-are given it; see ``BesideInputs``.
+later stages than the first. The program's hooks on layers run where these compute, and nowhere else. What an earlier
+stage has computed for the layers of a stage is put in its place where they are given it; see ``BesideInputs``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.batch.items import kind_of
 from meshwright.parallel.batch.schema import Batch, BatchSchema
 from meshwright.parallel.experts.load_balancing import LoadBalancing
+from meshwright.parallel.foreign_hooks import without_foreign_hooks
 from meshwright.parallel.method_chain import BatchStep, ChainStep, StepOrder, add_step, arguments
 from meshwright.parallel.shards.reads import running_stage
 from meshwright.parallel.tensor_parallel.apply import SequenceRegion
@@ -78,8 +79,9 @@ class Stages:
         ]
         for index, layer in enumerate(cut.layers):
             add_step(layer, _LayerForward(index, self))
-        for name, returned in cut.order.passing.items():
-            add_step(step.model.get_submodule(name), _TowerLayerForward(returned, self))
+        self._of_towers = [step.model.get_submodule(name) for name in cut.order.passing]
+        for layer, returned in zip(self._of_towers, cut.order.passing.values(), strict=True):
+            add_step(layer, _TowerLayerForward(returned, self))
 
     @property
     def is_checkpointed(self) -> bool:
@@ -142,8 +144,10 @@ class Stages:
         off = [m for i, ms in enumerate(self._checkpointed) if i not in span for m in ms if m.gradient_checkpointing]
         for module in off:
             module.gradient_checkpointing = False  # type: ignore[assignment]
+        passing = [layer for i, layer in enumerate(self.cut.layers) if i not in span]
         try:
-            yield
+            with without_foreign_hooks([*passing, *(self._of_towers if stage else ())]):
+                yield
         finally:
             self._active = before
             self.beside.end()

@@ -5,6 +5,7 @@ It is found without the roles of modules inside of layers, so a plan that cuts n
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -174,6 +175,38 @@ def modules_left_out(model: nn.Module, structure: Decoder | None) -> set[nn.Modu
         return set(model.modules())
     layers = layer_stack(model)[1] if structure is None else structure.layers
     return modules_beside(model, layers) if towers else set()
+
+
+def modules_apart(model: nn.Module, structure: Decoder | None) -> set[nn.Module]:
+    """Return the modules that a forward of the program may run for some rows only, such as the heads of tasks.
+
+    They are outside of the modules that run stacks of layers, of the towers, and of the largest part of a model without
+    stacks; the embedding of the tokens, the final norm and the head are none of them.
+    """
+    stacks = list(_stacks(model))
+    largest = max((stack for _, stack in stacks), key=_size, default=None)
+    # A list that the model itself runs may be of heads, if it is not the largest.
+    parts = [stack if owner is model else owner for owner, stack in stacks if owner is not model or stack is largest]
+    parts = parts or sorted(model.children(), key=_size)[-1:]
+    parts += [tower for tower in all_towers(model, structure) if tower is not model]
+    with contextlib.suppress(PlanError):
+        found = structure or find_decoder(model)
+        parts += filter(None, (found.embedding, found.final_norm, found.head))
+    inside = {module for part in parts for module in part.modules()}
+    return set(model.modules()) - inside - {model}
+
+
+def _stacks(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield the outermost lists of layers, each with the module that has it."""
+    for child in module.children():
+        if is_stack(child):
+            yield module, child
+        else:
+            yield from _stacks(child)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def ask(model: nn.Module, getter: str) -> nn.Module | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.faults.interpose import about
 from meshwright.layout.row_layout import Span
 from meshwright.layout.tensor_layout import layout_of
 from meshwright.optim.zero.ownership import EqualSlices
@@ -61,6 +63,7 @@ class FlatShard:
         self._stand_ins = [self.stand_in.expand(shape) for shape in shapes]
         self.is_lent = self.is_guarded = False
         self.is_kept = False  # whole on every rank until its values change
+        self.is_apart = False  # some ranks may not use the parameters in a pass that others use them in
         self._full: Tensor | None = None
         self._storage: int | None = None  # the storage of the gathered tensor
         self._wait: Callable[[], Tensor] | None = None
@@ -68,7 +71,7 @@ class FlatShard:
     @property
     def bucket(self) -> Bucket:
         """A gradient bucket of the same parameters."""
-        return Bucket(self.parameters, self._stepped, self.ownership.pack)
+        return Bucket(self.parameters, self._stepped, self.ownership.pack, is_apart=self.is_apart)
 
     def keep(self, index: int, local: Tensor) -> Tensor:
         """Copy this rank's part out of a parameter's TP shard; return a placeholder for the parameter."""
@@ -84,8 +87,12 @@ class FlatShard:
         """Start the all-gather, unless it was started already."""
         if self._full is None and self._wait is None:
             # A tensor that is gathered under inference_mode may be used after inference_mode ends.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), about(self._named):
                 self._wait = start_all_gather(self._sent(), self.dp)
+
+    @functools.cached_property
+    def _named(self) -> str:
+        return f" with {layout_of(self.parameters[0]).name}, which all ranks gather together under zero_stage=3"
 
     def full(self) -> Tensor:
         """Return all elements of the parameters, gathered now if they were not."""
@@ -145,6 +152,7 @@ class FlatShard:
             shapes = [self.shapes[index] for index in indices]
             some = [self.parameters[index] for index in indices]
             part = self._like(some, shapes)
+            part.is_apart = self.is_apart
             for new, index in enumerate(indices):
                 self.parameters[index].data = part.keep(new, segments[index])
             if self.is_guarded:

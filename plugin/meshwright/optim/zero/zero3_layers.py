@@ -10,9 +10,11 @@ have hooks too. A forward pass over units of n elements::
     all-gather   unit 2 [n/dp]->[n]   unit 3 [n/dp]->[n]   ...
     whole        units 1 and 2        units 2 and 3        units 3 and 4; of all others this rank has [n/dp]
 
-Every data-parallel rank must gather the same units in the same order. A tower, such as an encoder of images, runs only
-on the ranks whose rows have images. If not all have some, every rank gathers the units beside the decoder before the
-pass and keeps them until the optimizer steps, so that neither forward, backward nor recomputation gathers them.
+Every data-parallel rank must gather the same units in the same order. A unit apart, such as the head of a task, may run
+on the ranks alone whose rows need it. So every rank gathers these units before the pass and keeps them until the
+optimizer steps, and neither forward, backward nor recomputation gathers them; their gradients are reduced once backward
+has ended. A tower, such as an encoder of images, runs only on the ranks whose rows have images. If not all have some,
+the units beside the decoder are gathered before the pass in the same way.
 
 torch's ``fully_shard`` serves other needs. It changes the class of every layer and makes the parameters
 DTensors, which transformers' utilities, a user's optimizer with its state and our tensor layouts would all have to
@@ -24,7 +26,7 @@ micro-batches cannot be distinguished from those of ``backward()``. On gloo its 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -57,7 +59,8 @@ class ShardedWeights:
         layouts: the layout of each parameter's shard, by name.
         mesh: the axes.
         device: device of this rank's parts.
-        beside: the modules that may run on some ranks only, and what is in them.
+        beside: the modules that run on the ranks only that have inputs for them, and what is in them.
+        apart: the modules that may run on some ranks only, whatever the inputs.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class ShardedWeights:
         device: torch.device,
         *,
         beside: Collection[nn.Module] = (),
+        apart: Collection[nn.Module] = (),
         on_host: bool = False,
     ):
         of = {id(p): layouts.get(name) or TensorLayout.whole(p) for name, p in model.named_parameters()}
@@ -93,9 +97,20 @@ class ShardedWeights:
             needed = list(dict.fromkeys(self._place[id(p)][0] for p in own))
             if needed:
                 is_layer = recurse and module not in beside
-                step = _Step(self, module, needed, len(self.steps), is_beside=module in beside, is_layer=is_layer)
+                step = _Step(
+                    self,
+                    module,
+                    needed,
+                    len(self.steps),
+                    is_beside=module in beside,
+                    is_apart=module in apart,
+                    is_layer=is_layer,
+                )
                 self.steps.append(step)
         self.flats = list(dict.fromkeys(flat for step in self.steps for flat in step.flats))
+        together = {flat for step in self.steps if not step.is_apart for flat in step.flats}
+        for flat in self.flats:
+            flat.is_apart = flat not in together
         self._task = -1
         self._current: _Step | None = None
         self._is_uneven = False  # whether units beside the decoder are kept
@@ -142,6 +157,7 @@ class ShardedWeights:
                 position = flats.index(old)
                 flats[position : position + 1] = parts
         trained = [flat for flat in reversed(self.flats) if any(id(p) in new for p in flat.parameters)]
+        trained.sort(key=lambda flat: flat.is_apart)  # those are reduced last
         return [ShardedBucket(flat.bucket, flat.ownership, flat, on_host=on_host) for flat in trained]
 
     def layout(self, parameter: nn.Parameter) -> TensorLayout:
@@ -237,13 +253,31 @@ class ShardedWeights:
 
     def keep_beside(self) -> None:
         """Gather the units beside the decoder, and keep them whole until :meth:`release`; a collective call."""
-        kept = dict.fromkeys(flat for step in self.steps if step.is_beside for flat in step.flats)
+        self._keep(step for step in self.steps if step.is_beside)
+        self._is_uneven, self._last_layer = True, None
+
+    def keep_apart(self) -> None:
+        """Gather the units apart, and keep them whole until :meth:`release`; a collective call."""
+        self._keep(step for step in self.steps if step.is_apart)
+
+    def _keep(self, steps: Iterable[_Step]) -> None:
+        kept = dict.fromkeys(flat for step in steps for flat in step.flats)
         for flat in kept:
+            with reading_shards():
+                flat.take_over()
             flat.start()
         for flat in kept:
             flat.full()
             flat.is_kept = True
-        self._is_uneven, self._last_layer = True, None
+
+    def neighbour(self, step: _Step, direction: int) -> _Step | None:
+        """Return the next step in a direction, 1 or -1, that gathers in its turn."""
+        index = step.index + direction
+        while 0 <= index < len(self.steps):
+            if not self.steps[index].is_apart:
+                return self.steps[index]
+            index += direction
+        return None
 
     def enter_layer(self, step: _Step) -> None:
         """Check that no layer is left out in a pass in which units beside the decoder are kept.
@@ -269,18 +303,19 @@ class ShardedWeights:
         for flat in self.flats:
             flat.release()
 
+    @saved.unselected
     def enter_backward(self, step: _Step) -> None:
         """Gather a step's weights for backward, and release the weights that backward needed before."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task, self._current, self._gathered = task, None, self.flats
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if step is self._current:
+        # A unit that is kept may run on this rank alone, where it must neither gather another nor let go of one.
+        if step is self._current or step.is_kept:
             return
         self._current = step
-        before = self.steps[step.index - 1] if step.index else None
-        # A unit that is kept may run on this rank alone, where it must not start to gather another.
-        ahead = before.flats if before is not None and before.is_awaited and not step.is_kept else []
+        before = self.neighbour(step, -1)
+        ahead = before.flats if before is not None and before.is_awaited else []
         self._take_back()
         needed = [*step.flats, *ahead]
         for flat in self._gathered:
@@ -289,6 +324,7 @@ class ShardedWeights:
         self._gathered = needed
         step.gather(ahead)
 
+    @saved.unselected
     def lend_again(self, step: _Step) -> None:
         """Give a step's parameters their values in backward, until backward reaches another step."""
         self.enter_backward(step)
@@ -320,7 +356,8 @@ class _Step:
         module: a decoder layer, or a module with parameters of its own outside of the layers.
         flats: the FlatShards of the parameters that the module needs.
         index: the module's place in the order of the model.
-        is_beside: whether the module is beside the decoder, so that it may run on some ranks only.
+        is_beside: whether the module is beside the decoder, so that it runs on the ranks only that have inputs for it.
+        is_apart: whether the module may run on some ranks only, whatever the inputs.
         is_layer: whether the module is a layer of the decoder.
     """
 
@@ -332,10 +369,11 @@ class _Step:
         index: int,
         *,
         is_beside: bool,
+        is_apart: bool,
         is_layer: bool,
     ):
         self.weights, self.module, self.flats, self.index = weights, module, flats, index
-        self.is_beside, self.is_layer = is_beside, is_layer
+        self.is_beside, self.is_apart, self.is_layer = is_beside, is_apart, is_layer
         self.is_awaited = False  # backward will need the weights
         self._entered: list[tuple[bool, list[FlatShard], list[int]]] = []
 
@@ -351,7 +389,7 @@ class _Step:
     @property
     def is_kept(self) -> bool:
         """Whether the weights are whole on every rank, so that the unit gathers nothing."""
-        return self.is_beside and all(flat.is_kept for flat in self.flats)
+        return (self.is_beside or self.is_apart) and all(flat.is_kept for flat in self.flats)
 
     def gather(self, ahead: list[FlatShard]) -> None:
         """Gather this step's weights, and start to gather the weights ``ahead``, which are needed next."""
@@ -360,6 +398,7 @@ class _Step:
         for flat in self.flats:
             flat.full()
 
+    @saved.unselected
     def enter(self, *_: object) -> None:
         """Gather the weights, and give the parameters their values."""
         if in_backward():
@@ -370,8 +409,8 @@ class _Step:
             for flat in self.flats:
                 with reading_shards():
                     flat.take_over()
-            following = [] if self.is_kept else self.weights.steps[self.index + 1 : self.index + 2]
-            self.gather([flat for step in following for flat in step.flats])
+            following = None if self.is_kept else self.weights.neighbour(self, 1)
+            self.gather([] if following is None else following.flats)
         # A unit around this one, which shares a module with it, takes its own values back.
         lent = [flat for flat in self.flats if not flat.is_lent]
         for flat in lent:
@@ -385,6 +424,7 @@ class _Step:
         if in_backward():
             self.weights.lend_again(self)
 
+    @saved.unselected
     def leave(self, *_: object) -> None:
         """Take the values back; backward gathers them again."""
         if not self._entered:  # enter failed
@@ -396,7 +436,7 @@ class _Step:
         for flat in lent:
             flat.take_back()
         # The last step keeps its gathered weights, since backward begins with this step.
-        is_last = self.index == len(self.weights.steps) - 1 and torch.is_grad_enabled()
+        is_last = torch.is_grad_enabled() and self.weights.neighbour(self, 1) is None
         if not in_backward() and not is_last:
             for flat in lent:
                 flat.leave()

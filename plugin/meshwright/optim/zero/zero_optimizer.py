@@ -219,7 +219,8 @@ class ReduceScatter:
         self._stand_in(bucket)
         # A slice of a gradient may be all zeros, so its values do not say that a rank has the gradient.
         has_one = [float(p.grad is not None) for p in bucket.parameters]
-        ranks = all_reduce(torch.tensor(has_one, device=flat.device), sharded.axis) if self.is_uneven else None
+        counts_ranks = self.is_uneven or bucket.is_apart
+        ranks = all_reduce(torch.tensor(has_one, device=flat.device), sharded.axis) if counts_ranks else None
 
         def finish() -> None:
             own = wait()

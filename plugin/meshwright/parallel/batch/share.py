@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from meshwright.faults.statement import Statement
 from meshwright.parallel.batch.mean_over_ranks import TARGETS, valid_labels, without_targets
 from meshwright.temporarily import temporarily
 
@@ -32,6 +33,7 @@ class BatchShare:
         tensors: for each tensor at the top level of the rank's batch, its name and a function that returns it, or None
             if the program no longer has it.
         targets: the values of the labels that have one of the usual names, for a program that makes copies of them.
+        number: its place among the batches of the loader's running iteration.
     """
 
     total: int
@@ -39,20 +41,24 @@ class BatchShare:
     counted: int
     tensors: tuple[tuple[object, Callable[[], Tensor | None]], ...]
     targets: tuple[Tensor, ...] = ()
+    number: int = 0
 
     @property
     def is_filler(self) -> bool:
         return self.counted == 0
 
     @classmethod
-    def keep(cls, batch: object, tensors: Iterable[Tensor], total: int, held: int, counted: int) -> BatchShare:
+    def keep(
+        cls, batch: object, tensors: Iterable[Tensor], total: int, held: int, counted: int, number: int = 0
+    ) -> BatchShare:
         """Return the share of a batch, which :meth:`of` finds again by each of the batch's tensors."""
         items = (
             batch.items() if isinstance(batch, Mapping) else enumerate(batch if isinstance(batch, list | tuple) else ())
         )
         found = [(name, x) for name, x in items if type(x) is Tensor]
         named = [(name, weakref.ref(x)) for name, x in found]
-        share = cls(total, held, counted, tuple(named), tuple(x.data for name, x in found if name in TARGETS))
+        targets = tuple(x.data for name, x in found if name in TARGETS)
+        share = cls(total, held, counted, tuple(named), targets, number)
         for x in tensors:
             if type(x) is Tensor:
                 _process.shares[x] = share
@@ -103,6 +109,18 @@ def yield_next(share: BatchShare | None) -> None:
     A wrapper of a loader that reads ahead makes the call again.
     """
     _process.yielded, _process.passed, _process.has_passed = share, None, False
+
+
+def taken() -> Statement | None:
+    """Return a statement of which batch the program has taken last; None if what it computes is of no batch."""
+    if _process.yielded is None:
+        return None
+    number = str(_process.yielded.number)
+    return Statement(
+        text=f"batch {number} of the loader",
+        details=lambda: {"the batch of the loader": number},
+        advice="A program that skips a batch on some ranks alone trains them on different batches: skip it on all",
+    )
 
 
 def enter_pass(inputs: Iterable[object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.longest_position import LongestPosition
 from meshwright.parallel.batch.mixed_rows import BatchStatistics
 from meshwright.parallel.batch.schema import BatchSchema
-from meshwright.parallel.batch.share import enter_pass, without_fillers_targets, yield_next
+from meshwright.parallel.batch.share import enter_pass, taken, without_fillers_targets, yield_next
 from meshwright.parallel.collectives import share
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.forward.compiled_layers import CompilableLayers
@@ -29,7 +30,7 @@ from meshwright.parallel.forward.refused_arguments import check_arguments
 from meshwright.parallel.forward.uneven_batches import UnevenBatches
 from meshwright.parallel.forward.user_hooks import HookedModules
 from meshwright.parallel.forward.writes import ForwardWrites
-from meshwright.parallel.method_chain import arguments
+from meshwright.parallel.method_chain import ChainStep, StepOrder, arguments
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.replicas.comparison import ReplicaComparison
 from meshwright.parallel.replicas.input_comparison import ComparedInputs
@@ -57,6 +58,7 @@ class ForwardState:
         hooked: the search for the program's hooks inside the model, since a loss may be computed from what they record.
         statistics: the check for layers that would use the statistics of a part of the batch.
         shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
+        gather: a callback that gathers the weights of modules that the pass may run on some of these ranks only.
         shares_tokens: whether data-parallel ranks send each other tokens, or their scales, so every rank must run each
             pass.
         towers_differ: a callback for a pass in which only some data-parallel ranks have inputs of towers, such as
@@ -83,6 +85,7 @@ class ForwardState:
     hooked: HookedModules
     statistics: BatchStatistics
     shares_weights: bool = False
+    gather: Callable[[], None] = lambda: None
     shares_tokens: bool = False
     towers_differ: Callable[[], None] | None = None
     is_split: bool = False
@@ -95,7 +98,7 @@ class ForwardState:
     def __post_init__(self) -> None:
         self.dp = self.mesh.tokens
         self._inputs = [ComparedInputs(axis) for axis in reversed(self.mesh.of_same_rows) if axis.size > 1]
-        self._added = AddedParameters(self.model)
+        self._added = AddedParameters(self.model, is_staged=self.mesh.pp.size > 1)
         self._writes = ForwardWrites(self.model)
         self._padded = PaddedRows(self.dp, self.guard)
         self._keeps_sharded = self._defers = False
@@ -108,6 +111,21 @@ class ForwardState:
             self._signatures[module] = inspect.signature(module.forward)
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass is running."""
+        return self._outermost is not None
+
+    def run(self, method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run the model's forward as a pass, without the hooks that the program has put around its call."""
+        output: object = None
+        try:
+            args, kwargs = self._enter(self.model, args, kwargs) or (args, kwargs)
+            output = method(*args, **kwargs)
+        finally:
+            changed = self._leave(self.model, args, kwargs, output)
+        return output if changed is None else changed
 
     def keep_logits_sharded(self) -> bool:
         """Return whether the current pass computes a training loss from sharded logits."""
@@ -144,10 +162,11 @@ class ForwardState:
             self.hooked.look()
         if self.guard is not None:
             self._compare(self.guard, module, inputs, trains=trains)
-        if torch.is_grad_enabled() or self.mesh.tp.size > 1:
+        if torch.is_grad_enabled() or self.mesh.tp.size * self.mesh.pp.size > 1:
             self._added.check()
         if torch.is_grad_enabled():
             self.follow()
+        self.gather()
         self.longest.begin(inputs, is_on=trains or (labels is not None and module is self.model))
         has_loss = module is self.model and module.training and labels is not None
         self._keeps_sharded = has_loss and self.has_sharded_loss
@@ -182,12 +201,13 @@ class ForwardState:
             guard.begin_step()
         place = "forward pass" if trains else EVALUATION
         statements = () if self.comparison is None else (self.comparison.statement_before_forward(),)
+        of_batch = (batch,) if trains and (batch := taken()) is not None else ()
         for compared in self._inputs:
             compared.look()
             with torch._C.DisableTorchFunctionSubclass():  # read tensor subclasses as plain tensors
                 statement = compared.statement(module, inputs)
             others = statements if compared.axis.name != "pp" else self._of_stages()
-            guard.meet(place, compared.axis.group, statement, *others)
+            guard.meet(place, compared.axis.group, *of_batch, statement, *others)
             with torch._C.DisableTorchFunctionSubclass():
                 compared.gather(inputs, guard.step)
         if trains and self.comparison is not None:
@@ -197,7 +217,7 @@ class ForwardState:
         runs_together = self.shares_weights or self.shares_tokens
         if self.dp.size > 1 and (inputs.get("labels") is not None or runs_together):
             modules = (_of_embeddings(inputs),) if self.shares_weights else ()
-            guard.meet(place, self.dp.group, *statements, *modules)
+            guard.meet(place, self.dp.group, *of_batch, *statements, *modules)
             if self.towers_differ is not None and (trains or self.shares_weights):
                 schema = BatchSchema(inputs, self.format)
                 # Micro-batches run the towers that their rows need.
@@ -212,6 +232,8 @@ class ForwardState:
         return () if self.comparison is None else (self.comparison.statement(),)
 
     def _leave(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
+        if output is None and module is self._outermost and self.guard is not None:
+            self.guard.end_pass(sys.exc_info()[1])
         try:
             return self._end(module, args, kwargs, output) if module is self._outermost else None
         finally:
@@ -226,10 +248,24 @@ class ForwardState:
             self._restore()
             self._restore = None
         is_trained = module.training and torch.is_grad_enabled()
+        if is_trained:
+            self.hooked.look_at_kept(has_ended=False)
         if self.uneven.is_on and is_trained:
             known = loss_of(output) if self.has_known_loss else None
             self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
         return _without_graph(output) if was_sharded else None
+
+
+class EnteredForward(ChainStep):
+    """Makes ``model.forward(...)`` a pass of the model, as ``model(...)`` is."""
+
+    order = StepOrder.ENTERED
+
+    def __init__(self, state: ForwardState):
+        self.state = state
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self.method(*args, **kwargs) if self.state.is_running else self.state.run(self.method, args, kwargs)
 
 
 def _of_embeddings(inputs: dict[str, object]) -> Statement:

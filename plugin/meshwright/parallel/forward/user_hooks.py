@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.autograd import Node, TensorFunction
 from meshwright.errors import PlanError
+from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.foreign_hooks import has_foreign_hooks, is_foreign
 from meshwright.parallel.tensor_parallel.structure import DecoderStructure
 from meshwright.roles import Decoder
@@ -28,9 +31,10 @@ _PARTED = (
     "from them differs from one device. Compute the loss from the model's output, or use ParallelPlan(cp=1)"
 )
 _SPLIT = (
-    "a forward hook on %s runs once for each micro-batch, and the backward passes of all but the last are over when "
-    "the model returns: a loss on their activations cannot run backward. Compute the loss from the model's output, or "
-    "set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None)"
+    "a forward hook on %s has kept its output, but runs once for each micro-batch, and the backward passes of all but "
+    "the last are over when the model returns: a loss on these outputs would be of some rows or of none. Compute the "
+    "loss from the model's output, or set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None). To log "
+    "the output, keep output.detach()"
 )
 
 _OVER = (
@@ -74,6 +78,7 @@ class HookedModules:
         self._has_warned = False
         self.is_split, self.is_staged = is_split, is_staged
         self._watched: set[str] = set()
+        self._outputs: dict[str, list[list[weakref.ref[Tensor]]]] = {}  # of each micro-batch of the last pass
         self._is_running = False
 
     def running(self) -> contextlib.AbstractContextManager[None]:
@@ -87,6 +92,8 @@ class HookedModules:
 
     def look(self) -> None:
         """Warn once if the program's hooks see parts of activations, so a loss computed from them would be wrong."""
+        self.look_at_kept(has_ended=True)
+        self._outputs.clear()
         if self._has_warned and not self.is_staged:
             return
         if not (self._cut or self._borders or self._parted or self.is_split):
@@ -99,17 +106,37 @@ class HookedModules:
         cut = [name for name in found if name in self._cut]
         cut += [name for name, module in found.items() if name in self._borders and _comes_first(module)]
         parted = [name for name in found if name in self._parted]
-        if not self._has_warned and (cut or parted or (found and self.is_split)):
+        if not self._has_warned and (cut or parted):
             self._has_warned = True
-            text = _PARTED if parted else _CUT if cut else _SPLIT
-            logger.warning(text, next(iter(parted or cut or found)))
-        for name, module in found.items() if self.is_staged else ():
+            logger.warning(_PARTED if parted else _CUT, (parted or cut)[0])
+        for name, module in found.items() if self.is_staged or self.is_split else ():
             if name not in self._watched:
                 self._watched.add(name)
                 module.register_forward_hook(functools.partial(_watch, self, name), prepend=True)
 
+    def look_at_kept(self, *, has_ended: bool) -> None:
+        """Warn once if the program keeps outputs of micro-batches whose backward is over.
+
+        Args:
+            has_ended: whether the backward of the pass's last micro-batch is over too.
+        """
+        for name, of_calls in self._outputs.items() if not self._has_warned else ():
+            over = of_calls if has_ended else of_calls[:-1]
+            if any(output() is not None for outputs in over for output in outputs):
+                self._has_warned = True
+                logger.warning(_SPLIT, name)
+                return
+
+    def take_output(self, name: str, output: object) -> None:
+        """Take what a module with hooks of the program returns in a micro-batch."""
+        if torch.is_grad_enabled() and not in_backward():
+            found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+            self._outputs.setdefault(name, []).append([weakref.ref(x) for x in found])
+
 
 def _watch(hooked: HookedModules, name: str, module: nn.Module, args: object, output: object) -> object:
+    if not hooked.is_staged:
+        return hooked.take_output(name, output) if hooked.is_split else None
     return tree_map_only(Tensor, lambda x: _Watched.apply(x, hooked, name) if x.requires_grad else x, output)
 
 

@@ -31,11 +31,14 @@ class Bucket:
         dtype: the dtype of the flat gradient; float32 for half-precision parameters under ZeRO.
         pack: function of the sizes of the parameters that returns their offsets, with the end of the last, and the
             length of the bucket; under ZeRO that of an ``EqualSlices``.
+        is_apart: whether some ranks may have no gradients in a pass that gives others some, so that it is reduced once
+            backward has ended, when no rank gathers weights in between.
     """
 
     parameters: list[nn.Parameter]
     dtype: torch.dtype
     pack: Pack = packed
+    is_apart: bool = False
     offsets: list[int] = field(init=False)
     numel: int = field(init=False)
     _end: int = field(init=False)  # of the last parameter, with its padding

@@ -217,7 +217,10 @@ class GradientSync:
     def _start_complete(self) -> None:
         # In order, so that every rank starts the same collectives in the same order.
         while self._next < len(self.buckets) and not self._missing[self._next]:
-            self._start(self.buckets[self._next])
+            bucket = self.buckets[self._next]
+            if bucket.is_apart:
+                return
+            self._start(bucket)
             self._next += 1
 
     def _is_idle(self, bucket: Bucket) -> bool:

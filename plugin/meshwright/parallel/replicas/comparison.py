@@ -320,6 +320,7 @@ class ReplicaComparison:
         before = self._compared.get((axis.name, gathered.kinds[0]), 0)
         self._compared |= {(axis.name, kind): gathered.step for kind in gathered.kinds}
         if differ:
+            self._due |= {(axis.name, kind): -self.every_state for kind in gathered.kinds}  # again, if it is caught
             raise DivergenceError(parted(differ, axis, gathered.step, before))
 
     def _shared_over(self, axis: Axis) -> list[list[tuple[Tensor, CopiedRows]]]:

@@ -1,7 +1,7 @@
-"""Errors for what is added to a distributed model, such as adapters, or replaced in it.
+"""Errors for what is added to a distributed model, such as adapters, or put in another place of it.
 
 No rank would reduce the gradients of added parameters, and under ZeRO no rank would step them: the ranks' copies would
-drift apart.
+drift apart. The stages of a pipeline hold parameters by their places in the model.
 """
 
 from __future__ import annotations
@@ -18,26 +18,43 @@ from meshwright.layout.tensor_layout import layout_if_any
 class AddedParameters:
     """Looks for parameters without a layout whenever a module or a parameter was registered in any model.
 
-    Without a registration a look costs one comparison, since walking over a deep model takes milliseconds.
+    Without a registration a look costs the lengths of lists, since walking over a deep model takes milliseconds.
 
     Args:
         model: the distributed model, whose parameters have layouts.
+        is_staged: whether each parameter must stay in its place, since the stages of a pipeline hold it there.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, is_staged: bool = False):
         _Registrations.count_from_now_on()
-        self._model, self._seen = model, _Registrations.number
+        self._model, self._is_staged = model, is_staged
+        self._lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        self._seen, self._places = self._moment(), self._parameters() if is_staged else {}
+
+    def _moment(self) -> tuple[int, ...]:
+        return _Registrations.number, *map(len, self._lists)  # a deletion registers nothing
+
+    def _parameters(self) -> dict[str, int]:
+        return {name: id(p) for name, p in self._model.named_parameters(remove_duplicate=False)}
 
     def check(self) -> None:
-        """Raise if parameters were added since the model was distributed.
+        """Raise if parameters were added since the model was distributed, or moved between the stages of a pipeline.
 
         Raises:
             PlanError: if there are such parameters.
         """
-        number = _Registrations.number
-        if number != self._seen:
-            check_none_added(self._model.named_parameters())
-            self._seen = number
+        moment = self._moment()
+        if moment == self._seen:
+            return
+        check_none_added(self._model.named_parameters())
+        if self._is_staged and (now := self._parameters()) != self._places:
+            name = next(name for name in {**self._places, **now} if self._places.get(name) != now.get(name))
+            raise PlanError(
+                f"{name} is another parameter than when the model was distributed, or is gone, but the stages of the "
+                "pipeline hold each parameter by its place, so this rank may have no values for it. Swap, remove or "
+                "tie modules before to_distributed, or use ParallelPlan(pp=1)"
+            )
+        self._seen = moment
 
 
 def check_none_added(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
