@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from meshwright.data.loader import DistributedLoader, made_together
+from meshwright.data.loader_parts import part_of
 from meshwright.data.peers import LoaderMesh
 from meshwright.faults.together import succeed_together
 from meshwright.mesh.axes import Axis
@@ -68,7 +69,7 @@ class PlannedLoader:
     def __getattr__(self, name: str) -> Any:
         if name in ("user_loader", "inner"):  # not yet set: under construction or being unpickled
             raise AttributeError(name)
-        return getattr(self.user_loader, name)
+        return part_of(self.user_loader, name)
 
     @property
     def total_dataset_length(self) -> int:

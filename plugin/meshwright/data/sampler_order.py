@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Generator
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from meshwright.data.epoch_order import InOrder, ListedOrder, Order, shuffled
 from meshwright.data.global_batches import EqualBatches, ListedBatches
@@ -27,6 +27,7 @@ from meshwright.schema import Check, boolean, maybe
 
 Batches = EqualBatches | ListedBatches
 
+_NUMBERS_OF_PROCESSES = ("num_replicas", "num_processes", "num_ranks", "world_size")  # as libraries call it
 MOST_DRAWN = 2**26  # the most indices that a user's sampler may draw for an epoch: 0.5 GB
 
 
@@ -196,8 +197,11 @@ class Sampling:
         self._is_begun = self._is_loaded = False
 
     def renew_workers(self) -> None:
-        """Let the workers' next seed be drawn, as in a new DataLoader; a generator's later orders stay as they are."""
-        if self._worker_seeds.generator is None:
+        """Let the workers' next seed be drawn, as in a new DataLoader; a generator's later orders stay as they are.
+
+        An epoch that a state goes on with has drawn its seed, and the random state is the one after that draw.
+        """
+        if self._worker_seeds.generator is None and not self._is_loaded:
             self._worker_seeds.forget(has_drawn=False)
 
     def _iterated(self) -> Iterator[Any]:
@@ -272,15 +276,18 @@ class Sampling:
 
 
 def split_by(loader: Iterable[object]) -> str | None:
-    """Return a text that says what restricts a loader to this rank's part of the dataset; None if nothing does."""
-    dataset: Any = getattr(loader, "dataset", None)
-    if getattr(dataset, "_distributed", None) is not None:
-        return f"split_dataset_by_node(rank={dataset._distributed.rank}, world_size={dataset._distributed.world_size})"
+    """Return what gives each process a part of a loader's dataset; None if nothing in the loader counts processes.
+
+    The count may be an attribute of the dataset or its sampler, of what these hold, or of a dataset that is wrapped.
+    """
     batch_sampler: object = getattr(loader, "batch_sampler", None)
-    samplers: list[Any] = [getattr(batch_sampler, "sampler", None), batch_sampler]
-    for sampler in samplers:
-        if isinstance(sampler, DistributedSampler):
-            return f"a DistributedSampler(rank={sampler.rank}, num_replicas={sampler.num_replicas})"
-        if getattr(sampler, "num_processes", 1) > 1:
-            return f"a {type(sampler).__name__} over {sampler.num_processes} processes"
+    parts: list[Any] = [getattr(loader, "dataset", None), getattr(batch_sampler, "sampler", None), batch_sampler]
+    for part in parts:
+        while part is not None:
+            held = getattr(part, "__dict__", {})
+            for holder in (held, *(getattr(value, "__dict__", {}) for value in held.values())):
+                for name in _NUMBERS_OF_PROCESSES:
+                    if type(count := holder.get(name)) is int and count > 1:
+                        return f"a {type(part).__name__} with {name}={count}"
+            part = held.get("dataset")
     return None

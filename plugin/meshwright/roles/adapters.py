@@ -24,19 +24,7 @@ def projection(module: nn.Module) -> nn.Module:
 
 
 def without_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the prefix that PEFT's wrappers add to parameter names, and the model inside the wrappers.
-
-    Raises:
-        PlanError: if an adapter uses a method of PEFT other than LoRA.
-    """
-    for name, config in dict(getattr(model, "peft_config", None) or {}).items():
-        kind = getattr(config, "peft_type", None)
-        kind = str(getattr(kind, "value", kind))
-        if kind != "LORA":
-            raise PlanError(
-                f"the adapter {name!r} uses PEFT's {kind}, but only LoRA can be distributed; use a LoraConfig, or "
-                "merge the adapter before to_distributed"
-            )
+    """Return the prefix that PEFT's wrappers add to parameter names, and the model inside the wrappers."""
     prefix = ""
     while (children := wrapped(model)) is not None:
         name, model = children
@@ -110,6 +98,27 @@ def _refuse(model: nn.Module, methods: tuple[str, ...], message: str) -> None:
         for name in methods:
             object.__setattr__(model, name, refuse)
         model = child[1]
+
+
+def check_methods(model: nn.Module, cut: str, instead: str) -> None:
+    """Check that the adapters of a model whose weights, layers or tokens are cut are LoRA's, whose products are known.
+
+    Args:
+        model: the model in PEFT's wrappers.
+        cut: the axes of the plan that cut the model, for the message.
+        instead: the plan that cuts nothing.
+
+    Raises:
+        PlanError: if an adapter uses another method of PEFT.
+    """
+    for name, config in dict(getattr(model, "peft_config", None) or {}).items():
+        kind = getattr(config, "peft_type", None)
+        kind = str(getattr(kind, "value", kind))
+        if kind != "LORA":
+            raise PlanError(
+                f"the adapter {name!r} uses PEFT's {kind}, and a plan with {cut} cuts what it computes with; use "
+                f"plan={instead!r}, under which each rank has the whole model, or a LoraConfig"
+            )
 
 
 def check_adapters(modules: dict[str, nn.Module]) -> None:

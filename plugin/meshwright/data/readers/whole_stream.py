@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, TypeGuard
 
@@ -36,10 +37,17 @@ from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.plan.config import DrawsOf
 from meshwright.schema import integer, maybe
+from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
 ENDED = -1
+_UNLIKE = (
+    "The dataset may give each process a part of its own (webdataset's split_by_node, a library that reads RANK or "
+    "torch.distributed), or draw random numbers, or not every rank loaded the state. Let every process read all "
+    "samples in one order: without a split by node, and seeded alike. For a dataset that stays split, call "
+    "shard_dataloader(..., is_dataset_splitted=True)"
+)
 _NONE = object()  # in place of a batch after the last
 
 
@@ -116,7 +124,7 @@ class WholeReader(Reader):
             code, portion = next(rest, (ENDED, None))
             if self._readers.count > 1:
                 where = f"epoch {position.epoch}, batch {self._batches} of a dataset that every rank reads whole"
-                check_same_rows(self._readers, 0, code, where)
+                check_same_rows(self._readers, 0, code, where, _UNLIKE)
             if portion is None:
                 break
             position.samples += portion.total
@@ -162,7 +170,11 @@ class WholeReader(Reader):
     def _rest(self) -> Iterator[tuple[int, Portion]]:
         """Yield for each batch after the position a digest of the whole batch, and this rank's portion."""
         if not self._cuts_samples:
-            for batch in self._read(islice(self._loader, self._batches, None)):
+            # All ranks must get a batch in the same step, so workers' batches come in order.
+            is_unordered = not getattr(self._loader, "in_order", True)
+            with temporarily(self._loader, in_order=True) if is_unordered else nullcontext():
+                rest = islice(self._loader, self._batches, None)
+            for batch in self._read(rest):
                 yield digest(batch) if self._readers.count > 1 else 0, self._cut(batch)
             return
         if self._num_workers:
