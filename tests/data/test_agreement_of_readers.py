@@ -244,37 +244,55 @@ PIPELINES = {
     "batched map": lambda: stream().map(lambda rows: {"x": [x + 1 for x in rows["x"]]}, batched=True),
     "filter": lambda: stream().filter(lambda row: row["x"] % 3 > 0),
     "select": lambda: stream().select_columns(["x"]),
+    "shuffled": lambda: stream().shuffle(seed=3, buffer_size=5),
 }
+LANES = mw.LoaderOptions(order="lanes")
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_a_pipeline_gives_the_rows_that_it_gives_on_one_device(name: str) -> None:
-    """What counts rows over all shards is not done shard by shard."""
-    expected = [row["x"] for row in PIPELINES[name]()]
-    loader = DistributedLoader(DataLoader(PIPELINES[name](), batch_size=4), LoaderMesh(dp=Axis("dp")))
-    rows = [x for batch in loader for x in batch["x"].tolist()]
-    assert sorted(rows) == sorted(expected)
-    is_streamed = type(loader._reader).__name__ == "StreamReader"
-    assert is_streamed == (name in ("map", "batched map", "filter", "select"))
-    assert is_streamed or rows == expected
+def batches(loader: Any, limit: int | None = None) -> list[list[int]]:
+    return [batch["x"].tolist() for batch in itertools.islice(loader, limit)]
 
 
-def test_a_stream_that_is_left_and_sent_to_its_start_is_at_its_start() -> None:
-    def make() -> DistributedLoader:
-        return DistributedLoader(DataLoader(stream(), batch_size=4), LoaderMesh(dp=Axis("dp")))
+def reading(rows: Any, options: mw.LoaderOptions | None = None, workers: int = 0) -> DistributedLoader:
+    loader = DataLoader(rows, batch_size=4, num_workers=workers)
+    return DistributedLoader(loader, LoaderMesh(dp=Axis("dp")), options=options)
 
-    loader = make()
-    next(iter(loader))
-    loader.set_epoch(0)
-    other = make()
+
+@pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in PIPELINES), ("filter", 2), ("shuffled", 2)])
+def test_a_pipeline_has_the_batches_of_one_device(name: str, workers: int) -> None:
+    """Read at once, and by a loader that takes over; what counts rows over all shards is not read in lanes."""
+    rows = PIPELINES[name]
+    expected = batches(DataLoader(rows(), batch_size=4, num_workers=workers))
+    loader = reading(rows(), workers=workers)
+    first, state = batches(loader, 1), loader.state_dict()
+    other = reading(rows(), workers=workers)
+    other.load_state_dict(state)
+    assert first + batches(other) == expected
+
+    in_lanes = reading(rows(), LANES)
+    assert sorted(sum(batches(in_lanes), [])) == sorted(sum(expected, []))
+    is_in_lanes = type(in_lanes._reader).__name__ == "StreamReader"
+    assert is_in_lanes == (name in ("map", "batched map", "filter", "select"))
+
+
+def test_a_run_that_has_read_in_lanes_stays_in_them() -> None:
+    loader = reading(stream(), LANES)
+    whole = [*batches(loader), *batches(loader)]
+    assert whole[0] == [0, 3, 6, 9]
+    loader = reading(stream(), LANES)
+    first, state = batches(loader, 1), loader.state_dict()
+    other = reading(stream())
+    other.load_state_dict(state)
+    assert first + batches(other) + batches(other) == whole
+
+    loader.set_epoch(0)  # back to the start of the epoch that was left
     other.load_state_dict(loader.state_dict())
-    assert sorted(x for batch in other for x in batch["x"].tolist()) == list(range(12))
+    assert batches(other) == whole[:3]
 
 
 def test_states_of_other_streams_are_refused() -> None:
     def make(rows: Any, name: str | None = None) -> DistributedLoader:
-        options = mw.LoaderOptions(fingerprint=name)
-        return DistributedLoader(DataLoader(rows, batch_size=4), LoaderMesh(dp=Axis("dp")), options=options)
+        return reading(rows, mw.LoaderOptions(fingerprint=name, order="lanes"))
 
     state = make(stream()).state_dict()
     with pytest.raises(ValueError, match="num_shards"):

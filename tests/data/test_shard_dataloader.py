@@ -319,7 +319,8 @@ def elastic(kind: str, meshes: list[Any]) -> Any:
     state, samples = None, []
     for number, mesh in enumerate(meshes):
         torch.manual_seed(7)
-        loader = mw.shard_dataloader(loader_of(kind), mesh, shard_dims=0, output="local", spread=True)
+        order: Any = "lanes" if kind == "lanes" else "loader"
+        loader = mw.shard_dataloader(loader_of(kind), mesh, shard_dims=0, output="local", spread=True, order=order)
         if state is not None:
             loader.load_state_dict(state)
         steps = itertools.islice(loader, 3 if number < len(meshes) - 1 else None)
@@ -330,7 +331,7 @@ def elastic(kind: str, meshes: list[Any]) -> Any:
     return samples, state
 
 
-@pytest.mark.parametrize("kind", ["hub", "stream", "shuffled stream", "lines"])
+@pytest.mark.parametrize("kind", ["hub", "lanes", "shuffled stream", "lines"])
 def test_an_epoch_is_taken_over_by_other_meshes(kind: str, pool4: Any) -> None:
     """Every kind of dataset, through the public call; read once by the ranks together."""
     meshes = [GRID, mw.ProcessMesh(range(4), ["dp"]), mw.ProcessMesh([[0, 1, 2, 3]], ["dp", "tp"])]
@@ -438,7 +439,7 @@ def ragged(samples: list[int]) -> Tensor:
         ("no mesh", "meshes is empty"),
         ("outside", "rank 7 of the meshes is outside the world of 4"),
         ("split by sampler", r"^(?!.*same call)(.|\n)*split already, by a DistributedSampler"),
-        ("split by node", "split already, by split_dataset_by_node"),
+        ("split by node", "split already, by a IterableDataset with world_size=2"),
         ("split map", "is_dataset_splitted=True"),
         ("subset", "is_dataset_splitted=True"),
         ("splitted, no dims", "shard_dims=None"),

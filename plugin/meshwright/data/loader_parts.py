@@ -43,11 +43,11 @@ def _not_iterated(kind: type) -> type:
 
     def refuse(_: object) -> Any:
         raise PlanError(
-            f"the {kind.__name__} of a loader that a plan distributes is iterated outside of the loader, as by a loader "
-            f"that is rebuilt from it: each of the {dist.get_world_size()} processes would read all rows, in other "
-            "batches. Iterate the loader. To begin in mid-epoch, write accelerator.skip_first_batches(loader, n) in "
-            "place of accelerate's function, or loader.load_state_dict(state). For other batches, make a DataLoader of "
-            "your own dataset, and pass it to to_distributed, shard_dataloader or accelerator.prepare"
+            f"the {kind.__name__} of a loader that a plan distributes is iterated outside of the loader, as by a "
+            f"loader that is rebuilt from it: each of the {dist.get_world_size()} processes would read all rows, in "
+            "other batches. Iterate the loader. To begin in mid-epoch, write accelerator.skip_first_batches(loader, "
+            "n) in place of accelerate's function, or loader.load_state_dict(state). For other batches, make a "
+            "DataLoader of your own dataset, and pass it to to_distributed, shard_dataloader or accelerator.prepare"
         )
 
     return type(kind.__name__, (kind,), {"__iter__": refuse, "__module__": kind.__module__})

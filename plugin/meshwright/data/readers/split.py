@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 SAME_PARTS = (
-    "the first batch is the same on all %d ranks, though is_dataset_splitted=True says that each has a part of its own. "
-    "A dataset that is made before init_process_group may know the number of processes, but not which one this is. Then "
-    "all ranks read one part, and the others are never read. Make the dataset after that call"
+    "the first batch is the same on all %d ranks, though is_dataset_splitted=True says that each has a part of its "
+    "own. A dataset that is made before init_process_group may know the number of processes, but not which one this "
+    "is. Then all ranks read one part, and the others are never read. Make the dataset after that call"
 )
 
 

@@ -40,9 +40,9 @@ STAGES_BY_ROW = {
 LANES = "stream"  # what a state calls this reader
 
 DRAWS_BY_RANK = (
-    "the collate function draws random numbers, and each rank collates its own rows of the lanes. So the numbers differ "
-    "from those of one device. Set LoaderOptions(order='loader'), or draw from a generator that is seeded by what is in "
-    "the sample"
+    "the collate function draws random numbers, and each rank collates its own rows of the lanes. So the numbers "
+    "differ from those of one device. Set LoaderOptions(order='loader'), or draw from a generator that is seeded by "
+    "what is in the sample"
 )
 
 
