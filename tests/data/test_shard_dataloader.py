@@ -439,7 +439,7 @@ def ragged(samples: list[int]) -> Tensor:
         ("no mesh", "meshes is empty"),
         ("outside", "rank 7 of the meshes is outside the world of 4"),
         ("split by sampler", r"^(?!.*same call)(.|\n)*split already, by a DistributedSampler"),
-        ("split by node", "split already, by a IterableDataset with world_size=2"),
+        ("split by node", "split already, by a IterableDataset with _distributed.world_size=2"),
         ("split map", "is_dataset_splitted=True"),
         ("subset", "is_dataset_splitted=True"),
         ("splitted, no dims", "shard_dims=None"),

@@ -285,9 +285,10 @@ def split_by(loader: Iterable[object]) -> str | None:
     for part in parts:
         while part is not None:
             held = getattr(part, "__dict__", {})
-            for holder in (held, *(getattr(value, "__dict__", {}) for value in held.values())):
+            holders = {"": held} | {f"{name}.": getattr(value, "__dict__", {}) for name, value in held.items()}
+            for prefix, holder in holders.items():
                 for name in _NUMBERS_OF_PROCESSES:
                     if type(count := holder.get(name)) is int and count > 1:
-                        return f"a {type(part).__name__} with {name}={count}"
+                        return f"a {type(part).__name__} with {prefix}{name}={count}"
             part = held.get("dataset")
     return None

@@ -55,7 +55,7 @@ class WholeReader(Reader):
     """Reads any iterable of batches, or a DataLoader over a dataset without numbered shards.
 
     Only the data itself can show that the ranks read the same rows, so the ranks compare a digest of each batch.
-    Resuming reads the dataset again up to the saved position. With workers, the order depends on the number of workers
+    Resuming reads the dataset again up to the saved position. With several workers, the order depends on their number
     and on the batch size, so a resumed run must not change them.
 
     Args:
@@ -147,8 +147,10 @@ class WholeReader(Reader):
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         expected = {"reader": "whole", "dataset": self._fingerprint}
+        if self._cuts_samples and state.get("num_workers") == 1:  # of a version that told one worker from none
+            state = {**state, "num_workers": 0, "batch_size": None}
         check_equal(state, expected, f"the state is of another dataset. {NAMED}")
-        check_equal(state, self._settings(), "the order of a dataset without numbered shards depends on it")
+        check_equal(state, self._settings(), "the order of a dataset that is iterated depends on it")
         fields = {"batches": integer(), "dataset_epoch": maybe(integer(0, MOST_EPOCHS))}
         check_fields(state, expected | self._settings(), fields)
 
@@ -164,8 +166,14 @@ class WholeReader(Reader):
             self._told = epoch
 
     def _settings(self) -> dict[str, Any]:
-        is_elastic = self._cuts_samples and not self._num_workers
-        return {"num_workers": self._num_workers, "batch_size": None if is_elastic else self.batch_size}
+        if self._cuts_samples and not self._has_several_workers:
+            return {"num_workers": 0, "batch_size": None}
+        return {"num_workers": self._num_workers, "batch_size": self.batch_size}
+
+    @property
+    def _has_several_workers(self) -> bool:
+        """Whether workers take turns, each with a batch of its part of the dataset."""
+        return self._num_workers > 1
 
     def _rest(self) -> Iterator[tuple[int, Portion]]:
         """Yield for each batch after the position a digest of the whole batch, and this rank's portion."""
@@ -177,7 +185,7 @@ class WholeReader(Reader):
             for batch in self._read(rest):
                 yield digest(batch) if self._readers.count > 1 else 0, self._cut(batch)
             return
-        if self._num_workers:
+        if self._has_several_workers:
             shares = self._read(islice(self._sharing(self._dataset), self._batches, None))
         else:
             shares = self._read(self._sharing(_After(self._dataset, self.position.samples)))
