@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh
 from meshwright.mesh.axes import Axis
 from support.loading import Numbers, as_list, plain
+from support.logs import logged
 from support.tiers import crossings
 
 GRID = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
@@ -120,7 +123,7 @@ def test_data_that_all_ranks_read_whole_is_compared(kind: str, pool2: Any) -> No
     if kind == "lengths":  # seen before a batch is read: the lists say how long they are
         assert all("dataset: list of 2 on rank 0; list of 3 on rank 1" in message for _, message in errors)
     else:
-        assert all(name == "DivergenceError" and "every rank reads whole" in message for name, message in errors)
+        assert all(name == "DivergenceError" and "may give each process a part" in message for name, message in errors)
 
 
 def not_by_rows(kind: str) -> None:
@@ -230,6 +233,37 @@ def test_a_split_dataset_goes_on_or_says_why_not(pool2: Any) -> None:
         assert "shuffled without a seed" in message
 
 
+def same_parts() -> list[str]:
+    with logged(level=logging.WARNING) as said:
+        loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
+        list(mw.shard_dataloader(loader, DP2, shard_dims="dp", is_dataset_splitted=True, output="local"))
+    return said
+
+
+def test_parts_that_are_the_same_are_told(pool2: Any) -> None:
+    first, second = pool2.run(same_parts)
+    assert "the first batch is the same on all 2 ranks" in first[0] and not second
+
+
+class FirstRowIsSlow(Numbers):
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.3 if index == 0 else 0)
+        return index
+
+
+class OwnIteration(DataLoader[Any]):
+    """A loader of another library, such as torchdata's StatefulDataLoader."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def test_workers_batches_come_in_order() -> None:
+    user = OwnIteration(FirstRowIsSlow(8), batch_size=2, num_workers=2, in_order=False)
+    read = [batch.tolist() for batch in DistributedLoader(user, LoaderMesh(dp=Axis("dp")))]
+    assert read == [[0, 1], [2, 3], [4, 5], [6, 7]] and not user.in_order
+
+
 def stream(rows: int = 12, shards: int = 4) -> Any:
     return HubDataset.from_dict({"x": list(range(rows))}).to_iterable_dataset(num_shards=shards)
 
@@ -258,14 +292,17 @@ def reading(rows: Any, options: mw.LoaderOptions | None = None, workers: int = 0
     return DistributedLoader(loader, LoaderMesh(dp=Axis("dp")), options=options)
 
 
-@pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in PIPELINES), ("filter", 2), ("shuffled", 2)])
-def test_a_pipeline_has_the_batches_of_one_device(name: str, workers: int) -> None:
+MORE_WORKERS = [("batched map", (0, 1)), ("filter", (2, 2)), ("shuffled", (2, 2))]
+
+
+@pytest.mark.parametrize(("name", "workers"), [*((name, (0, 0)) for name in PIPELINES), *MORE_WORKERS])
+def test_a_pipeline_has_the_batches_of_one_device(name: str, workers: tuple[int, int]) -> None:
     """Read at once, and by a loader that takes over; what counts rows over all shards is not read in lanes."""
     rows = PIPELINES[name]
-    expected = batches(DataLoader(rows(), batch_size=4, num_workers=workers))
-    loader = reading(rows(), workers=workers)
+    expected = batches(DataLoader(rows(), batch_size=4, num_workers=workers[0]))
+    loader = reading(rows(), workers=workers[0])
     first, state = batches(loader, 1), loader.state_dict()
-    other = reading(rows(), workers=workers)
+    other = reading(rows(), workers=workers[1])
     other.load_state_dict(state)
     assert first + batches(other) == expected
 

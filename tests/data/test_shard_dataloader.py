@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -400,6 +401,9 @@ def sharded(change: str) -> None:
     elif change == "split by node":
         stream = HubDataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num_shards=2)
         dataset = split_dataset_by_node(stream, rank // 2, 2)
+    elif change == "split by itself":
+        dataset = Lines(8)
+        dataset.env = SimpleNamespace(world_size=4, global_rank=0)
     elif change == "split map":
         dataset = node_part(rank // 2)
     elif change == "subset":
@@ -440,6 +444,7 @@ def ragged(samples: list[int]) -> Tensor:
         ("outside", "rank 7 of the meshes is outside the world of 4"),
         ("split by sampler", r"^(?!.*same call)(.|\n)*split already, by a DistributedSampler"),
         ("split by node", "split already, by a IterableDataset with _distributed.world_size=2"),
+        ("split by itself", "split already, by a Lines with env.world_size=4"),
         ("split map", "is_dataset_splitted=True"),
         ("subset", "is_dataset_splitted=True"),
         ("splitted, no dims", "shard_dims=None"),

@@ -184,6 +184,11 @@ class ParallelPlan(AxisSizes):
         return [axis for axis in ("tp", "pp", "ep", "etp") if getattr(self, axis) > 1]
 
     @property
+    def cut_axes(self) -> list[str]:
+        """The axes over which a rank may have a part of a weight, of the layers or of a row."""
+        return [*self.weight_axes, *(["cp"] if self.cp > 1 else [])]
+
+    @property
     def spreads_experts_over_dp(self) -> bool:
         """Whether ranks that read different rows of a batch share experts."""
         return self.cp * self.tp % (self.ep * self.etp) > 0
