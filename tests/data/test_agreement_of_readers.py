@@ -307,7 +307,8 @@ def test_a_pipeline_has_the_batches_of_one_device(name: str, workers: tuple[int,
     assert first + batches(other) == expected
 
     in_lanes = reading(rows(), LANES)
-    assert sorted(sum(batches(in_lanes), [])) == sorted(sum(expected, []))
+    flat = itertools.chain.from_iterable
+    assert sorted(flat(batches(in_lanes))) == sorted(flat(expected))
     is_in_lanes = type(in_lanes._reader).__name__ == "StreamReader"
     assert is_in_lanes == (name in ("map", "batched map", "filter", "select"))
 
