@@ -292,7 +292,7 @@ def reading(rows: Any, options: mw.LoaderOptions | None = None, workers: int = 0
     return DistributedLoader(loader, LoaderMesh(dp=Axis("dp")), options=options)
 
 
-MORE_WORKERS = [("batched map", (0, 1)), ("filter", (2, 2)), ("shuffled", (2, 2))]
+MORE_WORKERS = [("batched map", (0, 1)), ("shuffled", (2, 2))]
 
 
 @pytest.mark.parametrize(("name", "workers"), [*((name, (0, 0)) for name in PIPELINES), *MORE_WORKERS])

@@ -197,11 +197,8 @@ class Sampling:
         self._is_begun = self._is_loaded = False
 
     def renew_workers(self) -> None:
-        """Let the workers' next seed be drawn, as in a new DataLoader; a generator's later orders stay as they are.
-
-        An epoch that a state goes on with has drawn its seed, and the random state is the one after that draw.
-        """
-        if self._worker_seeds.generator is None and not self._is_loaded:
+        """Let the workers' next seed be drawn, as in a new DataLoader; a generator's later orders stay as they are."""
+        if self._worker_seeds.generator is None:
             self._worker_seeds.forget(has_drawn=False)
 
     def _iterated(self) -> Iterator[Any]:
@@ -283,12 +280,12 @@ def split_by(loader: Iterable[object]) -> str | None:
     batch_sampler: object = getattr(loader, "batch_sampler", None)
     parts: list[Any] = [getattr(loader, "dataset", None), getattr(batch_sampler, "sampler", None), batch_sampler]
     for part in parts:
-        while part is not None:
-            held = getattr(part, "__dict__", {})
-            holders = {"": held} | {f"{name}.": getattr(value, "__dict__", {}) for name, value in held.items()}
-            for prefix, holder in holders.items():
-                for name in _NUMBERS_OF_PROCESSES:
-                    if type(count := holder.get(name)) is int and count > 1:
-                        return f"a {type(part).__name__} with {prefix}{name}={count}"
-            part = held.get("dataset")
+        held = getattr(part, "__dict__", {})
+        holders = {"": held} | {f"{name}.": getattr(value, "__dict__", {}) for name, value in held.items()}
+        for prefix, holder in holders.items():
+            for name in _NUMBERS_OF_PROCESSES:
+                if type(count := holder.get(name)) is int and count > 1:
+                    return f"a {type(part).__name__} with {prefix}{name}={count}"
+        if (inner := held.get("dataset")) is not None and not any(inner is other for other in parts):
+            parts.append(inner)
     return None
