@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh
 from meshwright.mesh.axes import Axis
 from support.loading import Numbers, as_list, plain
+from support.logs import logged
 from support.tiers import crossings
 
 GRID = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
@@ -120,7 +123,7 @@ def test_data_that_all_ranks_read_whole_is_compared(kind: str, pool2: Any) -> No
     if kind == "lengths":  # seen before a batch is read: the lists say how long they are
         assert all("dataset: list of 2 on rank 0; list of 3 on rank 1" in message for _, message in errors)
     else:
-        assert all(name == "DivergenceError" and "every rank reads whole" in message for name, message in errors)
+        assert all(name == "DivergenceError" and "may give each process a part" in message for name, message in errors)
 
 
 def not_by_rows(kind: str) -> None:
@@ -230,6 +233,37 @@ def test_a_split_dataset_goes_on_or_says_why_not(pool2: Any) -> None:
         assert "shuffled without a seed" in message
 
 
+def same_parts() -> list[str]:
+    with logged(level=logging.WARNING) as said:
+        loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
+        list(mw.shard_dataloader(loader, DP2, shard_dims="dp", is_dataset_splitted=True, output="local"))
+    return said
+
+
+def test_parts_that_are_the_same_are_told(pool2: Any) -> None:
+    first, second = pool2.run(same_parts)
+    assert "the first batch is the same on all 2 ranks" in first[0] and not second
+
+
+class FirstRowIsSlow(Numbers):
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.3 if index == 0 else 0)
+        return index
+
+
+class OwnIteration(DataLoader[Any]):
+    """A loader of another library, such as torchdata's StatefulDataLoader."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def test_workers_batches_come_in_order() -> None:
+    user = OwnIteration(FirstRowIsSlow(8), batch_size=2, num_workers=2, in_order=False)
+    read = [batch.tolist() for batch in DistributedLoader(user, LoaderMesh(dp=Axis("dp")))]
+    assert read == [[0, 1], [2, 3], [4, 5], [6, 7]] and not user.in_order
+
+
 def stream(rows: int = 12, shards: int = 4) -> Any:
     return HubDataset.from_dict({"x": list(range(rows))}).to_iterable_dataset(num_shards=shards)
 
@@ -244,37 +278,59 @@ PIPELINES = {
     "batched map": lambda: stream().map(lambda rows: {"x": [x + 1 for x in rows["x"]]}, batched=True),
     "filter": lambda: stream().filter(lambda row: row["x"] % 3 > 0),
     "select": lambda: stream().select_columns(["x"]),
+    "shuffled": lambda: stream().shuffle(seed=3, buffer_size=5),
 }
+LANES = mw.LoaderOptions(order="lanes")
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_a_pipeline_gives_the_rows_that_it_gives_on_one_device(name: str) -> None:
-    """What counts rows over all shards is not done shard by shard."""
-    expected = [row["x"] for row in PIPELINES[name]()]
-    loader = DistributedLoader(DataLoader(PIPELINES[name](), batch_size=4), LoaderMesh(dp=Axis("dp")))
-    rows = [x for batch in loader for x in batch["x"].tolist()]
-    assert sorted(rows) == sorted(expected)
-    is_streamed = type(loader._reader).__name__ == "StreamReader"
-    assert is_streamed == (name in ("map", "batched map", "filter", "select"))
-    assert is_streamed or rows == expected
+def batches(loader: Any, limit: int | None = None) -> list[list[int]]:
+    return [batch["x"].tolist() for batch in itertools.islice(loader, limit)]
 
 
-def test_a_stream_that_is_left_and_sent_to_its_start_is_at_its_start() -> None:
-    def make() -> DistributedLoader:
-        return DistributedLoader(DataLoader(stream(), batch_size=4), LoaderMesh(dp=Axis("dp")))
+def reading(rows: Any, options: mw.LoaderOptions | None = None, workers: int = 0) -> DistributedLoader:
+    loader = DataLoader(rows, batch_size=4, num_workers=workers)
+    return DistributedLoader(loader, LoaderMesh(dp=Axis("dp")), options=options)
 
-    loader = make()
-    next(iter(loader))
-    loader.set_epoch(0)
-    other = make()
+
+MORE_WORKERS = [("batched map", (0, 1)), ("shuffled", (2, 2))]
+
+
+@pytest.mark.parametrize(("name", "workers"), [*((name, (0, 0)) for name in PIPELINES), *MORE_WORKERS])
+def test_a_pipeline_has_the_batches_of_one_device(name: str, workers: tuple[int, int]) -> None:
+    """Read at once, and by a loader that takes over; what counts rows over all shards is not read in lanes."""
+    rows = PIPELINES[name]
+    expected = batches(DataLoader(rows(), batch_size=4, num_workers=workers[0]))
+    loader = reading(rows(), workers=workers[0])
+    first, state = batches(loader, 1), loader.state_dict()
+    other = reading(rows(), workers=workers[1])
+    other.load_state_dict(state)
+    assert first + batches(other) == expected
+
+    in_lanes = reading(rows(), LANES)
+    flat = itertools.chain.from_iterable
+    assert sorted(flat(batches(in_lanes))) == sorted(flat(expected))
+    is_in_lanes = type(in_lanes._reader).__name__ == "StreamReader"
+    assert is_in_lanes == (name in ("map", "batched map", "filter", "select"))
+
+
+def test_a_run_that_has_read_in_lanes_stays_in_them() -> None:
+    loader = reading(stream(), LANES)
+    whole = [*batches(loader), *batches(loader)]
+    assert whole[0] == [0, 3, 6, 9]
+    loader = reading(stream(), LANES)
+    first, state = batches(loader, 1), loader.state_dict()
+    other = reading(stream())
+    other.load_state_dict(state)
+    assert first + batches(other) + batches(other) == whole
+
+    loader.set_epoch(0)  # back to the start of the epoch that was left
     other.load_state_dict(loader.state_dict())
-    assert sorted(x for batch in other for x in batch["x"].tolist()) == list(range(12))
+    assert batches(other) == whole[:3]
 
 
 def test_states_of_other_streams_are_refused() -> None:
     def make(rows: Any, name: str | None = None) -> DistributedLoader:
-        options = mw.LoaderOptions(fingerprint=name)
-        return DistributedLoader(DataLoader(rows, batch_size=4), LoaderMesh(dp=Axis("dp")), options=options)
+        return reading(rows, mw.LoaderOptions(fingerprint=name, order="lanes"))
 
     state = make(stream()).state_dict()
     with pytest.raises(ValueError, match="num_shards"):

@@ -52,6 +52,10 @@ class Stream(IterableDataset):
 
 
 def make(kind: str, size: int, batch_size: int, workers: int = 0) -> Any:
+    if kind == "shards":
+        rows = Dataset.from_dict({"input_ids": [[i] for i in range(size)], "labels": [[i] for i in range(size)]})
+        shards = rows.to_iterable_dataset(num_shards=min(3, size)).with_format("torch")
+        return DataLoader(shards, batch_size=batch_size)
     if kind == "stream":
         return DataLoader(Stream(size), batch_size=batch_size)
     if kind == "list":
@@ -80,7 +84,7 @@ def read(kind: str, size: int, batch_size: int, tp: int, workers: int = 0, seed:
     return counted(loader)
 
 
-KINDS = ["sequential", "shuffled", "generator", "weighted", "datasets", "stream", "list"]
+KINDS = ["sequential", "shuffled", "generator", "weighted", "datasets", "stream", "shards", "list"]
 
 
 @pytest.mark.parametrize(("size", "batch_size"), [crossing(12, 4), (13, 4), crossing(7, 3), (1, 4), (9, 5)])
@@ -201,7 +205,9 @@ def test_an_error_says_which_rows_were_read(
     kind: str, error: type[Exception], said: str, workers: int, tmp_path: Path
 ) -> None:
     """It is of the class that was raised, which is its cause. A worker's error has its traceback in its message."""
-    loader = DistributedLoader(unreadable(tmp_path, kind, workers=workers), LoaderMesh(dp=Axis("dp")))
+    options = mw.LoaderOptions(order="lanes" if kind == "shards" else "loader")
+    user = unreadable(tmp_path, kind, workers=workers)
+    loader = DistributedLoader(user, LoaderMesh(dp=Axis("dp")), options=options)
     expected = RuntimeError if workers and error is json.JSONDecodeError else error  # torch cannot rebuild its class
     with pytest.raises(expected, match=said) as raised:
         list(loader)

@@ -220,6 +220,7 @@ def script(
         assert torch.equal(torch.get_rng_state(), before), "the call drew from torch's random state"
         if load:
             planned.load_state(load)
+            loader = planned.skip_first_batches(loader, 1)  # as scripts do for accelerate's own loaders
         epochs = []
         for epoch in range(1 if load else 0, 3):
             epochs.append([])

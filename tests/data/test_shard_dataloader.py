@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -319,7 +320,8 @@ def elastic(kind: str, meshes: list[Any]) -> Any:
     state, samples = None, []
     for number, mesh in enumerate(meshes):
         torch.manual_seed(7)
-        loader = mw.shard_dataloader(loader_of(kind), mesh, shard_dims=0, output="local", spread=True)
+        order: Any = "lanes" if kind == "lanes" else "loader"
+        loader = mw.shard_dataloader(loader_of(kind), mesh, shard_dims=0, output="local", spread=True, order=order)
         if state is not None:
             loader.load_state_dict(state)
         steps = itertools.islice(loader, 3 if number < len(meshes) - 1 else None)
@@ -330,7 +332,7 @@ def elastic(kind: str, meshes: list[Any]) -> Any:
     return samples, state
 
 
-@pytest.mark.parametrize("kind", ["hub", "stream", "shuffled stream", "lines"])
+@pytest.mark.parametrize("kind", ["hub", "lanes", "shuffled stream", "lines"])
 def test_an_epoch_is_taken_over_by_other_meshes(kind: str, pool4: Any) -> None:
     """Every kind of dataset, through the public call; read once by the ranks together."""
     meshes = [GRID, mw.ProcessMesh(range(4), ["dp"]), mw.ProcessMesh([[0, 1, 2, 3]], ["dp", "tp"])]
@@ -399,6 +401,9 @@ def sharded(change: str) -> None:
     elif change == "split by node":
         stream = HubDataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num_shards=2)
         dataset = split_dataset_by_node(stream, rank // 2, 2)
+    elif change == "split by itself":
+        dataset = Lines(8)
+        dataset.env = SimpleNamespace(world_size=4, global_rank=0)
     elif change == "split map":
         dataset = node_part(rank // 2)
     elif change == "subset":
@@ -438,7 +443,8 @@ def ragged(samples: list[int]) -> Tensor:
         ("no mesh", "meshes is empty"),
         ("outside", "rank 7 of the meshes is outside the world of 4"),
         ("split by sampler", r"^(?!.*same call)(.|\n)*split already, by a DistributedSampler"),
-        ("split by node", "split already, by split_dataset_by_node"),
+        ("split by node", "split already, by a IterableDataset with _distributed.world_size=2"),
+        ("split by itself", "split already, by a Lines with env.world_size=4"),
         ("split map", "is_dataset_splitted=True"),
         ("subset", "is_dataset_splitted=True"),
         ("splitted, no dims", "shard_dims=None"),

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 import meshwright as mw
 from examples import accelerate_train
@@ -209,6 +209,9 @@ def save_with_hooks(plan: dict[str, Any], directory: str) -> list[str]:
         first = [batch["input_ids"] for batch in accelerate.skip_first_batches(loader, 4)]
         assert len(first) == 2
         assert torch.equal(first[0][0], dataset(12)[8]["input_ids"])
+        assert isinstance(loader.sampler, SequentialSampler) and len(loader.batch_sampler) == 6
+        with pytest.raises(mw.PlanError, match=r"accelerator\.skip_first_batches\(loader, n\) in place"):
+            next(iter(skip_first_batches(loader, 4)))
         return sorted(os.listdir(directory))
 
 
@@ -240,6 +243,9 @@ def stream_and_evaluate() -> Any:
             seen.append((len(batch["labels"]), state.sync_gradients, state.end_of_dataloader, rows))
         for _ in loader:
             break
+        for rebuilt in (skip_first_batches(loader, 2), DataLoader(loader.dataset, batch_size=2)):
+            with pytest.raises(mw.PlanError, match="the Stream of a loader that a plan distributes is iterated"):
+                next(iter(rebuilt))
         return seen, [len(batch["labels"]) for batch in accelerate.skip_first_batches(loader, 2)]
 
 

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,18 +38,29 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp2+sp x dp2+zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
 }
 STEPS = 2
+METHODS: dict[str, Any] = {
+    "IA3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "VeRA": VeraConfig(r=4, target_modules=["q_proj", "o_proj"]),
+    "LoHa": LoHaConfig(r=3, target_modules=["q_proj", "down_proj"]),
+    "AdaLoRA": AdaLoraConfig(target_modules=["q_proj"], init_r=4, target_r=2, total_step=10, tinit=1, tfinal=2),
+    "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix tuning": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16),
+}
 
 
-def adapted(family: str = "llama", *, settings: dict[str, Any] | None = None, **traits: Any) -> Any:
+def adapted(
+    family: str = "llama", *, settings: dict[str, Any] | None = None, method: str | None = None, **traits: Any
+) -> Any:
     """A model whose adapters are all at work: PEFT starts with lora_B at zero, where lora_A has no gradient."""
     model = build(family, **traits)
     targets = FUSED if family == "phi3" else TARGETS
-    config = LoraConfig(**{"r": 3, "lora_alpha": 4, "target_modules": targets, **(settings or {})})
+    config: Any = LoraConfig(**{"r": 3, "lora_alpha": 4, "target_modules": targets, **(settings or {})})
     torch.manual_seed(3)
-    model = get_peft_model(model, config)
+    model = get_peft_model(model, METHODS[method] if method else config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+        for parameter in model.parameters():
+            if parameter.requires_grad and not parameter.any():
                 parameter.normal_(std=0.1)
     return model.double().train()
 
@@ -116,6 +138,19 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_kinds_of_adapters(case: str, pool2: Any) -> None:
     plan, family, options = CASES[case]
     assert_equal(pool2.run(train, PLANS[plan], family, **options)[0], train(None, family, **options))
+
+
+def each_method(plan: dict[str, Any] | None) -> dict[str, dict[str, Tensor]]:
+    return {method: train(plan, method=method) for method in METHODS}
+
+
+def test_other_methods_train_where_each_rank_has_the_model(pool2: Any) -> None:
+    found = [pool2.run(each_method, {"dp": 2, "zero_stage": stage})[0] for stage in (1, 3)]
+    for method, expected in each_method(None).items():
+        for plan in found:
+            assert_equal(plan[method], expected)
+    for kind, message in pool2.run_expecting_error(refused, METHODS["prefix tuning"], "dp2 ga2"):
+        assert kind == "PlanError" and "PREFIX_TUNING" in message and "micro-batches" in message
 
 
 def test_adapters_matter() -> None:
@@ -288,9 +323,8 @@ def test_ranks_drop_the_same_of_what_they_share(plan: str, pool2: Any) -> None:
     assert max(relative_difference(replayed[name], value) for name, value in gradients.items()) < 1e-10
 
 
-def refused(config: Any, family: str = "llama") -> None:
-    model = get_peft_model(build(family), config)
-    mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2)))
+def refused(config: Any, plan: str = "tp2") -> None:
+    mw.to_distributed(get_peft_model(build("llama"), config), plan=plan)
 
 
 @pytest.mark.parametrize(

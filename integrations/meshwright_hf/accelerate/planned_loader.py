@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from meshwright.data.loader import DistributedLoader, made_together
+from meshwright.data.loader_parts import part_of
 from meshwright.data.peers import LoaderMesh
 from meshwright.faults.together import succeed_together
 from meshwright.mesh.axes import Axis
@@ -68,7 +69,7 @@ class PlannedLoader:
     def __getattr__(self, name: str) -> Any:
         if name in ("user_loader", "inner"):  # not yet set: under construction or being unpickled
             raise AttributeError(name)
-        return getattr(self.user_loader, name)
+        return part_of(self.user_loader, name)
 
     @property
     def total_dataset_length(self) -> int:
@@ -99,9 +100,13 @@ class PlannedLoader:
         then also skips the batches of the saved run, the position stays the same.
         """
         place = self.inner.position
-        if self.total_batch_size is not None and self.inner.skip(num_batches * self.total_batch_size):
+        is_restored = place.is_fresh and place.samples > 0
+        samples = None if self.total_batch_size is None else num_batches * self.total_batch_size
+        if is_restored and samples in (None, place.samples):
+            return  # a new DataLoader would draw a seed once more, and so change the orders of later epochs
+        if samples is not None and self.inner.skip(samples):
             self._state = None
-        elif not (place.is_fresh and place.samples):
+        elif not is_restored:
             self._to_drop = num_batches  # where they end is known only after reading them
 
     def _rows_of_last(self) -> int:

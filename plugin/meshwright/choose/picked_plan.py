@@ -50,7 +50,7 @@ from meshwright.planner.search.simplicity import TIE
 from meshwright.planner.search.space import Space
 from meshwright.progress import is_first_rank
 from meshwright.roles import Decoder, plan_for
-from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.adapters import check_methods, without_wrappers
 from meshwright.roles.blocks.adapted_experts import check_adapted_experts
 
 logger = logging.getLogger(__name__)
@@ -184,6 +184,7 @@ def _refusals(
         yield "the model computes its own loss, so a batch cannot be split into micro-batches"
     try:
         runnable = ParallelPlan(**plan.runnable_fields())
+        check_methods(model, runnable.cut_axes, has_micro_batches=runnable.has_micro_batches)
         check_adapted_experts(decoder, ep=plan.ep, etp=1, zero_stage=plan.zero_stage)
         if plan.recompute == "full":
             check_recompute(decoder, plan.recomputed)

@@ -10,6 +10,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,13 +20,16 @@ from torch import Tensor
 from meshwright.data.batch_checks import check_replicated, check_sizes, warn_without_labels
 from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.input_placement import Placer
+from meshwright.data.loader_parts import part_of
 from meshwright.data.nested import digest, is_batch, map_tensors, signature, tensors_of, to_device
 from meshwright.data.one_length import OneLength, pads_by_rank
 from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, first_ranks
-from meshwright.data.readers.base import Position
+from meshwright.data.readers.base import Position, Reader
 from meshwright.data.readers.choose import make_reader, split_reader
 from meshwright.data.readers.map_style import MapReader
 from meshwright.data.readers.split import SplitReader
+from meshwright.data.readers.stream_shards import LANES
+from meshwright.data.readers.whole_stream import WholeReader
 from meshwright.data.reading_time import timed
 from meshwright.data.shuffling import GENERATOR, Draws, decoded, encoded
 from meshwright.errors import CheckpointError
@@ -96,17 +100,17 @@ class DistributedLoader:
                 loader, mesh.dp, share, self._options, needs_equal_rows=self._has_dtensors, keeps_samples=pads
             )
         else:
-            readers = Peers((mesh.dp,)) if self._is_led else self._everyone
-            self._reader = make_reader(
+            self._make_reader = partial(
+                make_reader,
                 loader,
                 mesh.dp,
                 share,
-                readers,
-                self._options,
+                Peers((mesh.dp,)) if self._is_led else self._everyone,
                 keeps_samples=pads,
                 format=format,
                 needs_rows=self._has_dtensors,
             )
+            self._reader = self._make_reader(self._options)
         self._steps = self._iterations = self._dropped = 0
         self._sizes: str | None = None  # the inputs' sizes and dtypes, which the ranks of dp compared last
         self._weight = 1.0
@@ -161,7 +165,7 @@ class DistributedLoader:
     def __getattr__(self, name: str) -> Any:
         if name in ("user_loader", "_reader"):  # not set yet, while this object is built or unpickled
             raise AttributeError(name)
-        return getattr(self.user_loader, name)
+        return part_of(self.user_loader, name)
 
     @property
     def weight(self) -> float:
@@ -219,6 +223,7 @@ class DistributedLoader:
         """
         self.check_state_dict(state)
         rng = decoded(state["torch"]) if "torch" in state else None
+        self._reader = self._reader_of(state)
         self._reader.load_state_dict(state)
         if rng is not None:
             torch.set_rng_state(rng)
@@ -236,7 +241,13 @@ class DistributedLoader:
             raise CheckpointError(f"the state of a loader is {shown(state)}, and must be a table")
         if "torch" in state:
             require(state["torch"], GENERATOR, "the torch state of the loader")
-        self._reader.check_state({name: value for name, value in state.items() if name != "torch"})
+        self._reader_of(state).check_state({name: value for name, value in state.items() if name != "torch"})
+
+    def _reader_of(self, state: Mapping[str, Any]) -> Reader:
+        """Return the reader that goes on from a state. A run that has read in lanes stays in them."""
+        if state.get("reader") == LANES and isinstance(self._reader, WholeReader):
+            return self._make_reader(replace(self._options, order="lanes"))
+        return self._reader
 
     def skip(self, samples: int) -> bool:
         """Start the next ``iter`` after this many samples of its epoch. Return False if this requires reading them."""

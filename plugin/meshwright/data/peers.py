@@ -97,7 +97,13 @@ class LoaderMesh:
         return LoaderMesh(dp=mesh.dp, peers=Peers(mesh.of_same_rows), device=device)
 
 
-def check_same_rows(everyone: Peers, place: int, code: int, where: str) -> None:
+DRAWN = (
+    "The dataset or collate function may draw random numbers or read the clock, or not every rank loaded the state. "
+    "Seed by the sample's index, or set source='leader' so that one rank reads for all"
+)
+
+
+def check_same_rows(everyone: Peers, place: int, code: int, where: str, advice: str = DRAWN) -> None:
     """Raise on all ranks unless ranks with the same ``place`` have the same rows.
 
     Args:
@@ -105,6 +111,7 @@ def check_same_rows(everyone: Peers, place: int, code: int, where: str) -> None:
         place: a number that is equal on ranks that must read the same rows.
         code: a digest of what this rank has read.
         where: the step, as a text for the message.
+        advice: why ranks may differ and what to do, for the message.
 
     Raises:
         DivergenceError: the rows of some ranks differ. The message lists these ranks.
@@ -117,9 +124,7 @@ def check_same_rows(everyone: Peers, place: int, code: int, where: str) -> None:
         if len(ranks_of) > 1:
             groups = ", others on ".join(f"rank(s) {', '.join(map(str, ranks))}" for ranks in ranks_of.values())
             raise DivergenceError(
-                f"{where}: ranks that must have the same rows have different rows: some on {groups}. The dataset or "
-                "collate function may draw random numbers or read the clock, or not every rank loaded the state. Seed "
-                "by the sample's index, or set source='leader' so that one rank reads for all"
+                f"{where}: ranks that must have the same rows have different rows: some on {groups}. {advice}"
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Generator
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from meshwright.data.epoch_order import InOrder, ListedOrder, Order, shuffled
 from meshwright.data.global_batches import EqualBatches, ListedBatches
@@ -27,6 +27,7 @@ from meshwright.schema import Check, boolean, maybe
 
 Batches = EqualBatches | ListedBatches
 
+_NUMBERS_OF_PROCESSES = ("num_replicas", "num_processes", "num_ranks", "world_size")  # as libraries call it
 MOST_DRAWN = 2**26  # the most indices that a user's sampler may draw for an epoch: 0.5 GB
 
 
@@ -272,15 +273,19 @@ class Sampling:
 
 
 def split_by(loader: Iterable[object]) -> str | None:
-    """Return a text that says what restricts a loader to this rank's part of the dataset; None if nothing does."""
-    dataset: Any = getattr(loader, "dataset", None)
-    if getattr(dataset, "_distributed", None) is not None:
-        return f"split_dataset_by_node(rank={dataset._distributed.rank}, world_size={dataset._distributed.world_size})"
+    """Return what gives each process a part of a loader's dataset; None if nothing in the loader counts processes.
+
+    The count may be an attribute of the dataset or its sampler, of what these hold, or of a dataset that is wrapped.
+    """
     batch_sampler: object = getattr(loader, "batch_sampler", None)
-    samplers: list[Any] = [getattr(batch_sampler, "sampler", None), batch_sampler]
-    for sampler in samplers:
-        if isinstance(sampler, DistributedSampler):
-            return f"a DistributedSampler(rank={sampler.rank}, num_replicas={sampler.num_replicas})"
-        if getattr(sampler, "num_processes", 1) > 1:
-            return f"a {type(sampler).__name__} over {sampler.num_processes} processes"
+    parts: list[Any] = [getattr(loader, "dataset", None), getattr(batch_sampler, "sampler", None), batch_sampler]
+    for part in parts:
+        held = getattr(part, "__dict__", {})
+        holders = {"": held} | {f"{name}.": getattr(value, "__dict__", {}) for name, value in held.items()}
+        for prefix, holder in holders.items():
+            for name in _NUMBERS_OF_PROCESSES:
+                if type(count := holder.get(name)) is int and count > 1:
+                    return f"a {type(part).__name__} with {prefix}{name}={count}"
+        if (inner := held.get("dataset")) is not None and not any(inner is other for other in parts):
+            parts.append(inner)
     return None

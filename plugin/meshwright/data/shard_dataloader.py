@@ -13,7 +13,7 @@ from meshwright.data.global_batches import chunk_share, even_share
 from meshwright.data.input_placement import Placer, Target, Targets, flat, match_targets, place_on
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import LoaderMesh, Peers
-from meshwright.data.readers.stream_shards import has_shards
+from meshwright.data.readers.stream_shards import has_lanes
 from meshwright.faults.guard import active_guard, start_guard
 from meshwright.faults.same_call import Claim, Result, agreed
 from meshwright.mesh.axes import Axis
@@ -28,7 +28,7 @@ from meshwright.mesh.process_group import (
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.mesh.shared_groups import shared_group
 from meshwright.parallel.batch.items import BatchFormat
-from meshwright.plan.config import LoaderOptions, RowsOf, Source
+from meshwright.plan.config import LoaderOptions, ReadingOrder, RowsOf, Source
 from meshwright.plan.fields import either_name, keywords_checked
 
 _NAMES = dict.fromkeys(("mesh", "device_mesh", "process_mesh"), "meshes=") | dict.fromkeys(
@@ -50,6 +50,7 @@ def shard_dataloader(
     check_every: int = 50,
     seed: int | None = None,
     fingerprint: str | None = None,
+    order: ReadingOrder = "loader",
     shuffle: bool = False,
     buffer_size: int = 1000,
     batch_dims: Mapping[str, RowsOf] | None = None,
@@ -83,8 +84,10 @@ def shard_dataloader(
         seed: the seed of the shuffling. By default the loader's generator decides or, without a generator, torch's
             random state on rank 0.
         fingerprint: a name for the dataset, used instead of a text computed from the dataset's contents.
-        shuffle: whether to shuffle an iterable dataset with numbered shards.
-        buffer_size: the number of samples over which it is shuffled.
+        order: "loader" for the order that the DataLoader has on one device, or "lanes" to read each shard of an
+            iterable dataset once, in an order of its own that is the same on any mesh.
+        shuffle: whether to shuffle the samples of the lanes; it implies ``order="lanes"``.
+        buffer_size: the number of samples that are shuffled with each other.
         batch_dims: what says which rows the parts of an input belong to, for inputs of ready batches that do not show
             it; see ``ToDistributedConfig``.
         timeout_s: the seconds that a rank may keep the others waiting.
@@ -117,6 +120,7 @@ def shard_dataloader(
         check_every=check_every,
         seed=seed,
         fingerprint=fingerprint,
+        order=order,
         shuffle=shuffle,
         buffer_size=buffer_size,
     )
@@ -150,7 +154,8 @@ def shard_dataloader(
     mesh = LoaderMesh(dp=dp, peers=peers, everyone=_everyone(targets), device=device)
 
     def make() -> Claim[DistributedLoader]:
-        _check_outsiders(loader, flat(targets), is_dataset_splitted)
+        knows_own_rows = is_dataset_splitted or (options.reads_lanes and has_lanes(loader))
+        _check_outsiders(flat(targets), knows_own_rows=knows_own_rows)
         return DistributedLoader(
             loader,
             mesh,
@@ -187,13 +192,13 @@ def _check_divides(loader: object, targets: Sequence[Target]) -> None:
             )
 
 
-def _check_outsiders(loader: Iterable[object], targets: Sequence[Target], is_dataset_splitted: bool) -> None:
-    """Raise if some ranks are in no mesh, and only ranks that read the dataset know its rows."""
+def _check_outsiders(targets: Sequence[Target], *, knows_own_rows: bool) -> None:
+    """Raise if some ranks are in no mesh, and a rank knows only the rows that it reads."""
     outsiders = set(range(world_size())).difference(*(target.mesh.ranks for target in targets))
-    if outsiders and (is_dataset_splitted or has_shards(loader)):
+    if outsiders and knows_own_rows:
         raise ValueError(
-            f"ranks {sorted(outsiders)} are in none of the meshes, and the rows of a stream or of a split dataset are "
-            "known only on ranks that read them; use meshes that contain all ranks, or a map-style dataset"
+            f"ranks {sorted(outsiders)} are in none of the meshes, and the rows of lanes or of a split dataset are "
+            "known only on ranks that read them; use meshes that contain all ranks, or order='loader'"
         )
 
 

@@ -207,8 +207,8 @@ def _check_loader(loader: object) -> None:
     is_hf = kind.__module__.partition(".")[0] == "datasets"
     if (isinstance(loader, Dataset) and not isinstance(loader, DataLoader)) or is_hf:
         raise PlanError(
-            f"{must}, but it is the dataset itself ({kind.__name__}), which yields single samples; wrap it: "
-            "DataLoader(dataset, batch_size=8), or with batch_size=None if it yields whole batches"
+            f"{must}, but it is the dataset itself ({kind.__name__}), which may yield samples; wrap it: "
+            "DataLoader(dataset, batch_size=8), or with batch_size=None if it yields whole batches, as a WebLoader does"
         )
     if isinstance(loader, Sampler):
         raise PlanError(

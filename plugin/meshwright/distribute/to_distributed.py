@@ -60,7 +60,7 @@ from meshwright.plan.config import IN_PLAN, ParallelPlan, PlanLike, ToDistribute
 from meshwright.plan.fields import either_name, keywords_checked
 from meshwright.plan.foreign_names import CALL_NAMES
 from meshwright.progress import is_first_rank
-from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.adapters import check_methods, without_wrappers
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +208,7 @@ def _cuts(
         check_reads(optimizer, reads=declared(config), plan=plan)
     check_embeddings(model, plan, config.engine)
     check_mixed_rows(model, plan)
+    check_methods(model, plan.cut_axes, has_micro_batches=plan.has_micro_batches)
     check_quantised(model, plan, device)
     _check_passes(plan, loss is not None, decoder, config.engine)
     check_router_loss(decoder, plan, loss)

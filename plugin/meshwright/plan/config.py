@@ -184,6 +184,11 @@ class ParallelPlan(AxisSizes):
         return [axis for axis in ("tp", "pp", "ep", "etp") if getattr(self, axis) > 1]
 
     @property
+    def cut_axes(self) -> list[str]:
+        """The axes over which a rank may have a part of a weight, of the layers or of a row."""
+        return [*self.weight_axes, *(["cp"] if self.cp > 1 else [])]
+
+    @property
     def spreads_experts_over_dp(self) -> bool:
         """Whether ranks that read different rows of a batch share experts."""
         return self.cp * self.tp % (self.ep * self.etp) > 0
@@ -273,6 +278,7 @@ PLAN_FIELDS = tuple(field.name for field in fields(ParallelPlan))
 PlanLike = ParallelPlan | Mapping[str, object] | str | os.PathLike[str]  # the type of ``to_distributed(plan=...)``
 Source = Literal["each", "leader"]
 DrawsOf = Literal["batch", "rank"]
+ReadingOrder = Literal["loader", "lanes"]
 
 
 @names_checked()
@@ -290,11 +296,13 @@ class LoaderOptions:
         seed: seed of the shuffling. None takes the seed from the loader's generator or, if the loader has no generator,
             from torch's random state.
         fingerprint: name that identifies the dataset to other ranks and in a loader state, in place of its contents.
-        shuffle: whether to shuffle an iterable dataset with numbered shards. A map-style dataset is shuffled by its
-            DataLoader.
-        buffer_size: number of samples of a stream that are shuffled with each other, over all lanes.
-        lanes: number of shards of a stream that all ranks read at the same time. The order of the samples depends on
-            this number.
+        order: order of an iterable dataset with numbered shards. With "loader", the samples come in the order of the
+            user's DataLoader on one device, and every rank reads the whole dataset. With "lanes", each shard is read by
+            one data-parallel rank, and the samples come in an order of Meshwright's own, the same on any mesh.
+        shuffle: whether to shuffle the samples of the lanes; it implies ``order="lanes"``.
+        buffer_size: number of samples that are shuffled with each other, over all lanes.
+        lanes: number of shards that all ranks read at the same time. The order of the samples depends on this number;
+            another number than the default implies ``order="lanes"``.
 
     Raises:
         PlanError: if a field does not exist, has the wrong type or is out of range.
@@ -305,12 +313,14 @@ class LoaderOptions:
     check_every: int = 50
     seed: int | None = None
     fingerprint: str | None = None
+    order: ReadingOrder = "loader"
     shuffle: bool = False
     buffer_size: int = 1000
     lanes: int = LANES
 
     def __post_init__(self) -> None:
-        for name, choices in (("source", ("each", "leader")), ("draws", ("batch", "rank"))):
+        choices_of = {"source": ("each", "leader"), "draws": ("batch", "rank"), "order": ("loader", "lanes")}
+        for name, choices in choices_of.items():
             check_choice("LoaderOptions", name, getattr(self, name), choices)
         if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 2**63):
             raise PlanError(f"LoaderOptions.seed={self.seed!r} must be an integer from 0 to 2**63 - 1")
@@ -318,6 +328,11 @@ class LoaderOptions:
         check_type("LoaderOptions", "fingerprint", self.fingerprint, str, "a string")
         for name, least in (("check_every", 0), ("buffer_size", 1), ("lanes", 1)):
             check_int("LoaderOptions", name, getattr(self, name), least=least)
+
+    @property
+    def reads_lanes(self) -> bool:
+        """Whether a dataset with numbered shards is read in lanes."""
+        return self.order == "lanes" or self.shuffle or self.lanes != LANES
 
     @property
     def of_stream(self) -> dict[str, object]:

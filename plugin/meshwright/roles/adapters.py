@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) on a decoder's projections, recognised by their structure.
 
 PEFT wraps a projection in a module that holds the projection as ``base_layer`` and the adapters, by name, in ``lora_A``
-and ``lora_B``. PEFT wraps the model in modules with one child each. ``meshwright`` does not import PEFT.
+and ``lora_B``. PEFT wraps the model in modules of its own. ``meshwright`` does not import PEFT.
 """
 
 from __future__ import annotations
@@ -25,19 +25,7 @@ def projection(module: nn.Module) -> nn.Module:
 
 
 def without_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the prefix that PEFT's wrappers add to parameter names, and the model inside the wrappers.
-
-    Raises:
-        PlanError: if an adapter uses a method of PEFT other than LoRA.
-    """
-    for name, config in dict(getattr(model, "peft_config", None) or {}).items():
-        kind = getattr(config, "peft_type", None)
-        kind = str(getattr(kind, "value", kind))
-        if kind != "LORA":
-            raise PlanError(
-                f"the adapter {name!r} uses PEFT's {kind}, but only LoRA can be distributed; use a LoraConfig, or "
-                "merge the adapter before to_distributed"
-            )
+    """Return the prefix that PEFT's wrappers add to parameter names, and the model inside the wrappers."""
     prefix = ""
     while (children := wrapped(model)) is not None:
         name, model = children
@@ -46,10 +34,15 @@ def without_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the name and module of a PEFT wrapper's one child; None if ``model`` is not a wrapper."""
-    children = list(model.named_children())
-    is_wrapper = hasattr(model, "peft_config") and len(children) == 1 and not model._parameters
-    return children[0] if is_wrapper else None
+    """Return the name and module of what a PEFT wrapper is around; None if ``model`` is not a wrapper.
+
+    Beside it a wrapper may have an encoder of prompts, or buffers that the adapters of all layers share.
+    """
+    if not hasattr(model, "peft_config") or model._parameters:
+        return None
+    children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
+    name = "base_model" if "base_model" in children else next(iter(children)) if len(children) == 1 else None
+    return None if name is None else (name, children[name])
 
 
 def refuse_unloading(model: nn.Module, axes: str) -> None:
@@ -115,6 +108,29 @@ def _replace_by_error(part: nn.Module, name: str, message: str) -> None:
         raise PlanError(message)
 
     replace_method(part, name, refuse)
+
+
+def check_methods(model: nn.Module, axes: list[str], *, has_micro_batches: bool) -> None:
+    """Check that adapters are LoRA's if a plan cuts what they compute with; no other method is known in parts.
+
+    Args:
+        model: the model, in PEFT's wrappers if it has any.
+        axes: the axes of the plan that cut weights, layers or tokens; without any, each rank has the whole model.
+        has_micro_batches: whether the plan cuts a rank's rows, after the prompts' tokens are put before them.
+
+    Raises:
+        PlanError: if an adapter uses another method of PEFT.
+    """
+    for name, config in dict(getattr(model, "peft_config", None) or {}).items():
+        kind = getattr(config, "peft_type", None)
+        kind = str(getattr(kind, "value", kind))
+        adds_tokens = bool(getattr(config, "is_prompt_learning", False))
+        cut = axes + ["micro-batches"] * (has_micro_batches and adds_tokens)
+        if kind != "LORA" and cut:
+            raise PlanError(
+                f"the adapter {name!r} uses PEFT's {kind}, and the plan's {' and '.join(cut)} would cut what it "
+                "computes with. Use ParallelPlan(dp=..., zero_stage=...) alone, or a LoraConfig"
+            )
 
 
 def check_adapters(modules: dict[str, nn.Module]) -> None:

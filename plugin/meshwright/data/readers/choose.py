@@ -13,7 +13,7 @@ from meshwright.data.peers import Peers
 from meshwright.data.readers.base import Reader
 from meshwright.data.readers.map_style import MapReader
 from meshwright.data.readers.split import SplitReader
-from meshwright.data.readers.stream_shards import StreamReader, has_shards, stage_over_shards
+from meshwright.data.readers.stream_shards import StreamReader, has_lanes, has_shards, stage_over_shards
 from meshwright.data.readers.whole_stream import WholeReader, is_stock
 from meshwright.data.sampler_order import split_by
 from meshwright.mesh.axes import Axis
@@ -58,17 +58,19 @@ def make_reader(
     Raises:
         ValueError: an empty dataset, one that is split already, or options that do not fit it.
     """
-    if not is_part and (what := split_by(loader)):
-        raise ValueError(
-            f"the loader is split already, by {what}, and would be split a second time; pass the whole dataset in a "
-            "plain DataLoader, or call shard_dataloader(..., is_dataset_splitted=True)"
-        )
     name = options.fingerprint
-    if not is_part and has_shards(loader):
+    if not is_part and name is None and (what := split_by(loader)):
+        raise ValueError(
+            f"the loader is split already, by {what}, and would be split a second time, so that some samples are never "
+            "read; pass a plain DataLoader over the whole dataset, or call shard_dataloader(..., "
+            "is_dataset_splitted=True). If each process reads all samples already, set "
+            "LoaderOptions(fingerprint='a name')"
+        )
+    if not is_part and options.reads_lanes and has_lanes(loader):
         return StreamReader(loader, dp, share, {**options.of_stream, "name": name})
     if options.shuffle:
         raise ValueError(
-            "shuffle=True applies to an iterable dataset with several numbered shards, and this loader has none; pass "
+            "shuffle=True applies to an iterable dataset with several shards that can be read in lanes; pass "
             "DataLoader(..., shuffle=True), or shuffle the dataset itself"
         )
     if is_stock(loader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
@@ -82,13 +84,8 @@ def make_reader(
             draws=options.draws,
             format=format,
         )
-    if is_stock(loader) and not is_part and dp.size > 1 and (stage := stage_over_shards(loader.dataset)):
-        logger.warning(
-            "the dataset's pipeline has a %s, which cannot run shard by shard, so every rank reads the whole dataset "
-            "and resuming reads it again up to the saved position. Shuffle with LoaderOptions(shuffle=True) instead of "
-            "dataset.shuffle(), and select rows before streaming",
-            stage,
-        )
+    if is_stock(loader) and loader.batch_size and not is_part and dp.size > 1 and dp.rank == 0:
+        _tell_of_lanes(loader.dataset, dp.size)
     return WholeReader(
         loader,
         dp,
@@ -99,4 +96,19 @@ def make_reader(
         format=format,
         needs_rows=needs_rows,
         draws=options.draws,
+    )
+
+
+def _tell_of_lanes(dataset: object, ranks: int) -> None:
+    """Log what reading in the order of one device costs, if the dataset's shards could be spread over the ranks."""
+    if not has_shards(dataset):
+        return
+    stage = stage_over_shards(dataset)
+    logger.warning(
+        "to keep the order of one device, each of the %d data-parallel ranks reads all %d shards of the dataset, and a "
+        "resumed run reads them again up to its position. LoaderOptions(order='lanes') reads each shard once, in "
+        "another order%s",
+        ranks,
+        dataset.num_shards,
+        f", of a pipeline without {stage}: shuffle by LoaderOptions(shuffle=True)" if stage else "",
     )

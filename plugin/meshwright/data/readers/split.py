@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from meshwright.data.global_batches import Portion
+from meshwright.data.nested import digest
 from meshwright.data.peers import Peers
 from meshwright.data.readers.base import Position, Reader, check_equal, check_fields
 from meshwright.data.shuffling import Draws
@@ -15,6 +16,13 @@ from meshwright.errors import CheckpointError
 from meshwright.mesh.axes import Axis
 
 logger = logging.getLogger(__name__)
+
+
+SAME_PARTS = (
+    "the first batch is the same on all %d ranks, though is_dataset_splitted=True says that each has a part of its "
+    "own. A dataset that is made before init_process_group may know the number of processes, but not which one this "
+    "is. Then all ranks read one part, and the others are never read. Make the dataset after that call"
+)
 
 
 class SplitReader(Reader):
@@ -53,7 +61,11 @@ class SplitReader(Reader):
         last: Portion | None = None
         while True:
             portion = next(portions, None)
-            rows = [count for (count,) in Peers((self._dp,)).gather(0 if portion is None else portion.total)]
+            code = digest(portion.batch) if portion is not None and last is None and self._dp.size > 1 else 0
+            counts = Peers((self._dp,)).gather(0 if portion is None else portion.total, code)
+            if code and self._dp.rank == 0 and len({other for _, other in counts}) == 1:
+                logger.warning(SAME_PARTS, self._dp.size)
+            rows = [count for count, _ in counts]
             total = sum(rows)
             if total == 0 or self._must_stop(rows):
                 break

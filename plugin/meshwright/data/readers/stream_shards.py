@@ -37,10 +37,12 @@ STAGES_BY_ROW = {
     "VerticallyConcatenatedMultiSourcesExamplesIterable",
 }
 
+LANES = "stream"  # what a state calls this reader
+
 DRAWS_BY_RANK = (
-    "the collate function draws random numbers, and each rank collates its own rows of a dataset with shards. So the "
-    "numbers differ from those of one device. Use a map-style dataset, or draw from a generator that is seeded by what "
-    "is in the sample"
+    "the collate function draws random numbers, and each rank collates its own rows of the lanes. So the numbers "
+    "differ from those of one device. Set LoaderOptions(order='loader'), or draw from a generator that is seeded by "
+    "what is in the sample"
 )
 
 
@@ -122,10 +124,10 @@ class StreamReader(Reader):
     def state_dict(self) -> dict[str, Any]:
         if self.position.is_fresh and self.position.epoch != self._stream.epoch:
             self._stream.set_epoch(self.position.epoch)
-        return {**self.position.state("stream"), "stream": self._stream.state_dict()}
+        return {**self.position.state(LANES), "stream": self._stream.state_dict()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        expected = {"reader": "stream"}
+        expected = {"reader": LANES}
         check_equal(state, expected, "the state is of another kind of dataset")
         check_fields(state, expected, {"stream": table(anything)})
         self._stream.check_state(state["stream"])
@@ -151,20 +153,16 @@ class StreamReader(Reader):
         return batch
 
 
-def has_shards(loader: object) -> TypeGuard[DataLoader[Any]]:
-    """Return whether a loader's dataset can be read as a ShardedStream.
+def has_lanes(loader: object) -> TypeGuard[DataLoader[Any]]:
+    """Return whether a loader's dataset has several shards, and rows that do not depend on other shards."""
+    is_batched = is_stock(loader) and bool(loader.batch_size)
+    return is_batched and has_shards(loader.dataset) and stage_over_shards(loader.dataset) is None  # type: ignore[union-attr]
 
-    The dataset must have several shards, and its rows must not depend on other shards.
-    """
-    if not is_stock(loader) or not loader.batch_size:
-        return False
-    dataset = loader.dataset
-    is_streamed = isinstance(loader.dataset, IterableDataset) and hasattr(dataset, "shard") and hasattr(dataset, "iter")
-    return (
-        (isinstance(dataset, ShardedSource) or is_streamed)
-        and getattr(dataset, "num_shards", 1) > 1
-        and stage_over_shards(dataset) is None
-    )
+
+def has_shards(dataset: Any) -> bool:
+    """Return whether a dataset has several numbered shards."""
+    is_streamed = isinstance(dataset, IterableDataset) and hasattr(dataset, "shard") and hasattr(dataset, "iter")
+    return (isinstance(dataset, ShardedSource) or is_streamed) and getattr(dataset, "num_shards", 1) > 1
 
 
 def stage_over_shards(dataset: object) -> str | None:

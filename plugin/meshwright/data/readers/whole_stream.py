@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, TypeGuard
 
@@ -36,10 +37,17 @@ from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.plan.config import DrawsOf
 from meshwright.schema import integer, maybe
+from meshwright.temporarily import temporarily
 
 logger = logging.getLogger(__name__)
 
 ENDED = -1
+_UNLIKE = (
+    "The dataset may give each process a part of its own (webdataset's split_by_node, a library that reads RANK or "
+    "torch.distributed), or draw random numbers, or not every rank loaded the state. Let every process read all "
+    "samples in one order: without a split by node, and seeded alike. For a dataset that stays split, call "
+    "shard_dataloader(..., is_dataset_splitted=True)"
+)
 _NONE = object()  # in place of a batch after the last
 
 
@@ -47,7 +55,7 @@ class WholeReader(Reader):
     """Reads any iterable of batches, or a DataLoader over a dataset without numbered shards.
 
     Only the data itself can show that the ranks read the same rows, so the ranks compare a digest of each batch.
-    Resuming reads the dataset again up to the saved position. With workers, the order depends on the number of workers
+    Resuming reads the dataset again up to the saved position. With several workers, the order depends on their number
     and on the batch size, so a resumed run must not change them.
 
     Args:
@@ -116,7 +124,7 @@ class WholeReader(Reader):
             code, portion = next(rest, (ENDED, None))
             if self._readers.count > 1:
                 where = f"epoch {position.epoch}, batch {self._batches} of a dataset that every rank reads whole"
-                check_same_rows(self._readers, 0, code, where)
+                check_same_rows(self._readers, 0, code, where, _UNLIKE)
             if portion is None:
                 break
             position.samples += portion.total
@@ -139,8 +147,10 @@ class WholeReader(Reader):
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         expected = {"reader": "whole", "dataset": self._fingerprint}
+        if self._cuts_samples and state.get("num_workers") == 1:  # of a version that told one worker from none
+            state = {**state, "num_workers": 0, "batch_size": None}
         check_equal(state, expected, f"the state is of another dataset. {NAMED}")
-        check_equal(state, self._settings(), "the order of a dataset without numbered shards depends on it")
+        check_equal(state, self._settings(), "the order of a dataset that is iterated depends on it")
         fields = {"batches": integer(), "dataset_epoch": maybe(integer(0, MOST_EPOCHS))}
         check_fields(state, expected | self._settings(), fields)
 
@@ -156,16 +166,26 @@ class WholeReader(Reader):
             self._told = epoch
 
     def _settings(self) -> dict[str, Any]:
-        is_elastic = self._cuts_samples and not self._num_workers
-        return {"num_workers": self._num_workers, "batch_size": None if is_elastic else self.batch_size}
+        if self._cuts_samples and not self._has_several_workers:
+            return {"num_workers": 0, "batch_size": None}
+        return {"num_workers": self._num_workers, "batch_size": self.batch_size}
+
+    @property
+    def _has_several_workers(self) -> bool:
+        """Whether workers take turns, each with a batch of its part of the dataset."""
+        return self._num_workers > 1
 
     def _rest(self) -> Iterator[tuple[int, Portion]]:
         """Yield for each batch after the position a digest of the whole batch, and this rank's portion."""
         if not self._cuts_samples:
-            for batch in self._read(islice(self._loader, self._batches, None)):
+            # All ranks must get a batch in the same step, so workers' batches come in order.
+            is_unordered = not getattr(self._loader, "in_order", True)
+            with temporarily(self._loader, in_order=True) if is_unordered else nullcontext():
+                rest = islice(self._loader, self._batches, None)
+            for batch in self._read(rest):
                 yield digest(batch) if self._readers.count > 1 else 0, self._cut(batch)
             return
-        if self._num_workers:
+        if self._has_several_workers:
             shares = self._read(islice(self._sharing(self._dataset), self._batches, None))
         else:
             shares = self._read(self._sharing(_After(self._dataset, self.position.samples)))
