@@ -7,12 +7,15 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from meshwright.data.collation import Collate
-from meshwright.data.collation_trial import Finding, Trial
+from meshwright.data.collation_trial import TRIED, Finding, Trial
 from meshwright.data.global_batches import Share
+from meshwright.data.one_length import only_stacks
 from meshwright.data.random_states import RandomStates, seed_all
+from meshwright.mesh.axes import Axis
+from meshwright.plan.config import DrawsOf
 
 
 class Way(Enum):
@@ -72,6 +75,13 @@ def reads_together(dataset: Any) -> bool:
     while isinstance(dataset, Subset):  # which has one that passes on to its dataset
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
+
+
+def count_tried(loader: DataLoader[Any], dp: Axis, draws: DrawsOf) -> int:
+    """Return how many batches of a loader are tried. Where rows are only stacked, one shows whether they are drawn."""
+    if dp.size == 1 or draws == "rank":
+        return 0
+    return 1 if only_stacks(loader.collate_fn) and not reads_together(loader.dataset) else TRIED
 
 
 def as_read(batch: Any) -> Any:

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Generator
 from torch.utils.data import DataLoader
 
-from meshwright.data.batch_reading import BatchReading, Request, Way, WorkerStart, as_read
+from meshwright.data.batch_reading import BatchReading, Request, Way, WorkerStart, as_read, count_tried
 from meshwright.data.collation import Collate
-from meshwright.data.collation_trial import TRIED, Finding, Trial, Trials
+from meshwright.data.collation_trial import Finding, Trial, Trials
 from meshwright.data.epoch_order import InOrder, Order
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Share, Sharing
@@ -80,7 +80,7 @@ class MapReader(Reader):
         self._user_loader, self._dp, self._share = loader, dp, share
         self._collate: Collate = KeepingSamples(loader.collate_fn) if keeps_samples else loader.collate_fn
         self._trial = Trial(loader.collate_fn, dp, share, keeps_samples=keeps_samples)
-        self._trials = Trials(TRIED if dp.size > 1 and draws == "batch" else 0, format)
+        self._trials = Trials(count_tried(loader, dp, draws), format)
         self._indices = _RankIndices(dp, share, self._sampling.exhaust, self._trials)
         self._generator = Generator()
         self._inner: DataLoader[Any] | None = None

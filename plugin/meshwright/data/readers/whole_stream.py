@@ -11,8 +11,8 @@ from typing import Any, TypeGuard
 from torch import Generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from meshwright.data.batch_reading import WorkerStart
-from meshwright.data.collation_trial import TRIED, Trial, Trials, Verdict
+from meshwright.data.batch_reading import WorkerStart, count_tried
+from meshwright.data.collation_trial import Trial, Trials, Verdict
 from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.nested import digest, take_rows, why_no_batch
@@ -88,7 +88,7 @@ class WholeReader(Reader):
         self._generator = Generator()
         self._worker_seeds = WorkerSeeds.of(loader) if is_stock(loader) and loader.batch_size else None
         self._cuts_samples = self._worker_seeds is not None
-        self._trials = Trials(TRIED if dp.size > 1 and draws == "batch" else 0, format)
+        self._trials = Trials(count_tried(loader, dp, draws) if isinstance(loader, DataLoader) else 0, format)
         self._worker_seed = 0
 
     def __len__(self) -> int:
