@@ -34,6 +34,7 @@ from meshwright.data.readers.base import (
 from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
+from meshwright.parallel.batch.fixed_inputs import FixedInputs
 from meshwright.parallel.batch.items import BatchFormat
 from meshwright.parallel.batch.schema import BatchSchema
 from meshwright.plan.config import DrawsOf
@@ -89,7 +90,7 @@ class WholeReader(Reader):
         self._worker_seeds = WorkerSeeds.of(loader) if is_stock(loader) and loader.batch_size else None
         self._cuts_samples = self._worker_seeds is not None
         self._trials = Trials(count_tried(loader, dp, draws) if isinstance(loader, DataLoader) else 0, format)
-        self._worker_seed = 0
+        self._worker_seed, self._fixed = 0, FixedInputs("each data-parallel rank")
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -238,6 +239,7 @@ class WholeReader(Reader):
                 f"{others[0]} of a ready batch has something else along its first dim than the {schema.rows} rows, so "
                 "the ranks' parts are no DTensor of the whole: pass output='local' to shard_dataloader"
             )
+        self._fixed.see(schema)
         try:
             own = schema.part(slice(share.low, share.high), take_rows)
         except PlanError as error:
