@@ -111,7 +111,8 @@ class Trial:
         if is_drawn:
             return alone, Finding(whole, DRAWS, is_drawn=True)
         names = found.of_batch + found.of_rows
-        said = f"{', '.join(map(_place, names))} depends on all rows of the batch" if names else ""
+        verb = "depends" if len(names) == 1 else "depend"
+        said = f"{', '.join(map(_place, names))} {verb} on all rows of the batch" if names else ""
         return alone, Finding(whole if names else None, said, shared=(*found.fixed, *found.of_rows))
 
 

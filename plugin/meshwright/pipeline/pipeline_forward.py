@@ -136,7 +136,7 @@ class PipelineForward(BatchStep):
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
         self._formats: dict[Hashable, dict[int, Format]] = {}
         self.writes = WritesPerPiece(decoder, runtime.guard, pipeline.cut.layers)
-        self.fixed = FixedInputs("each micro-batch")
+        self.fixed = FixedInputs("Each micro-batch")
         self._loss_dtypes: dict[_Precision, torch.dtype] = {}
         self._uses_items: dict[_Kind, bool] = {}
         if runtime.comparison is not None:

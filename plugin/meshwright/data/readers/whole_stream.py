@@ -90,7 +90,7 @@ class WholeReader(Reader):
         self._worker_seeds = WorkerSeeds.of(loader) if is_stock(loader) and loader.batch_size else None
         self._cuts_samples = self._worker_seeds is not None
         self._trials = Trials(count_tried(loader, dp, draws) if isinstance(loader, DataLoader) else 0, format)
-        self._worker_seed, self._fixed = 0, FixedInputs("each data-parallel rank")
+        self._worker_seed, self._fixed = 0, FixedInputs("Each data-parallel rank")
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

@@ -27,6 +27,10 @@ class BatchSlices:
     """Compares how many items the means over the parts of one batch count."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew, for a new model."""
         self._batch: object = None  # of which the last forward pass had some rows; None if it had all, or others
         self._compared: object = None  # the batch of the counts
         self._counts: list[Callable[[], Any]] = []
@@ -54,13 +58,13 @@ class BatchSlices:
         self._has_told |= bool(other)
         if other and is_first_rank():
             logger.warning(
-                "the program calls the model with parts of a loader's batch and takes a mean over each of them, which "
-                "count %s and %s items on the ranks. Under data parallelism each part has rows of all ranks, so other "
-                "rows share a mean than on one device, and its losses differ. Pass the whole batch to the model and "
-                "cut it with the plan, ParallelPlan(gradient_accumulation_steps=2), or divide the sum over each part "
+                "the program calls the model with parts of a loader's batch and takes a mean over each of them, of "
+                "which the ranks count %s items, and then %s. Under data parallelism each part has rows of all ranks, "
+                "so other rows share a mean than on one device, and the losses differ. Pass the whole batch to the "
+                "model and cut it with ParallelPlan(gradient_accumulation_steps=2), or divide the sum over each part "
                 "by the number of items of the whole batch: loss = meshwright.global_mean(model, sum_of_part / count, "
                 "count), where count is that of this rank's rows of the whole batch",
-                *(" and ".join(f"{number:g}" for rank in counted for number in rank) for counted in (*first, *other)),
+                *(", ".join(f"{number:g}" for rank in counted for number in rank) for counted in (*first, *other)),
             )
 
 

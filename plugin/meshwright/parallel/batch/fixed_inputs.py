@@ -34,7 +34,7 @@ class FixedInputs:
     Real numbers are looked at alone: labels of classes, masks and positions are often the same in several batches.
 
     Args:
-        parts: what gets the parts of a batch, in words.
+        parts: what gets the parts of a batch, as the beginning of a sentence.
     """
 
     def __init__(self, parts: str):

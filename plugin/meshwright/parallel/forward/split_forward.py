@@ -67,7 +67,7 @@ class SplitForward(BatchStep):
         super().__init__(model)
         self.plan, self.dp, self.syncs, self.loss, self.format = plan, dp, syncs, loss, format
         self.scale, self.keeps_logits = scale, keeps_logits
-        self.writes, self.fixed = WritesPerPiece(model, guard), FixedInputs("each micro-batch")
+        self.writes, self.fixed = WritesPerPiece(model, guard), FixedInputs("Each micro-batch")
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         batch = self.batch_of(args, kwargs)
