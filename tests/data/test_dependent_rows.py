@@ -70,6 +70,16 @@ class DrawsLate:
         return x if self.calls == 1 else x + torch.rand(x.shape)
 
 
+class MakesGenerator:
+    """Makes its generator in its first call, as transformers' masks with a seed do."""
+
+    generator: torch.Generator | None = None
+
+    def __call__(self, rows: list[Tensor]) -> Tensor:
+        self.generator = self.generator or torch.Generator().manual_seed(3)
+        return torch.stack(rows) + torch.rand(len(rows), 5, generator=self.generator)
+
+
 class ReadsTogether(Dataset[Any]):
     def __len__(self) -> int:
         return len(ROWS)
@@ -87,7 +97,8 @@ DEPENDENT = [
     (advantages, "batch['advantages'] depends"),
     (with_means, "batch['mean'], batch['of_channels'] depend"),
     (of_three_or_more, "what the collate function returns depends"),
-    (DrawsLate(), "draws random numbers"),
+    (DrawsLate, "draws random numbers"),
+    (MakesGenerator, "draws random numbers"),
 ]
 
 
@@ -125,7 +136,7 @@ def check_one_device(dataset: Any, make: Callable[[], Any], workers: int, said: 
 @pytest.mark.parametrize("kind", [list, Iterated])
 @pytest.mark.parametrize(("collate", "said"), DEPENDENT, ids=str)
 def test_rows_that_depend_on_each_other_are_those_of_one_device(collate: Any, said: str, kind: Any) -> None:
-    make = type(collate) if isinstance(collate, DrawsLate) else lambda: collate
+    make = collate if isinstance(collate, type) else lambda: collate
     check_one_device(kind(ROWS), make, 0, said)
 
 

@@ -11,6 +11,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 from meshwright.data.collation import Collate
@@ -18,7 +19,7 @@ from meshwright.data.global_batches import Share, Sharing
 from meshwright.data.nested import digest
 from meshwright.data.one_length import KeepingSamples
 from meshwright.data.own_rows import own_rows
-from meshwright.data.random_states import RandomStates
+from meshwright.data.random_states import RandomStates, parts_of
 from meshwright.data.row_comparison import Comparison, compare
 from meshwright.errors import PlanError
 from meshwright.mesh.axes import Axis
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 TRIED = 3
 
 DRAWS = "the dataset or its collate function draws random numbers"
+_DEEPEST = 3  # how deep in a collate function a change is looked for
 # In place of the names of entries.
 PARTS, READ = "what the collate function returns", "what the dataset's __getitems__ returns"
 
@@ -82,6 +84,7 @@ class Trial:
     def __init__(self, collate: Collate, dp: Axis, share: Sharing, *, keeps_samples: bool):
         self._collate, self._share, self._keeps_samples = collate, share, keeps_samples
         self._dp = Axis(dp.name, dp.size, dp.rank)  # a process group cannot be sent to a worker
+        self._copy: Collate | None = None  # of the function, if a call has not changed it
 
     def of(
         self, samples: Any, rows: int, before: RandomStates, again: Callable[[Share], Any] | None = None
@@ -94,8 +97,10 @@ class Trial:
             before: the random states before the samples were read.
             again: a function that reads the rows of a share by themselves, if the dataset reads rows together.
         """
-        collate, kept = _copied(self._collate), _copied(samples)
+        outline, collate, kept = _outline(self._collate), self._copy or _copied(self._collate), _copied(samples)
         whole = self._collate(samples)
+        self._copy = collate if _outline(self._collate) == outline else None
+        tried = self._copy or _copied(collate)
         is_drawn, after = not before.are_unchanged, before.now()
         shares = [self._share(rows, replace(self._dp, rank=rank)) for rank in range(self._dp.size)]
         has_all = all(share.counted and not share.is_replicated for share in shares)  # rows for each rank
@@ -103,7 +108,9 @@ class Trial:
         try:
             read = [again(share) if again else kept[share.low : share.high] for share in shares]
             if has_all and not is_drawn:
-                found = _compared(whole, collate, kept, read, shares)
+                found = _compared(whole, tried, kept, read, shares)
+                if self._copy is None and (found.of_batch or found.of_rows):
+                    found = _compared(whole, collate, kept, read, shares, is_changed=True)
             alone = (KeepingSamples(collate) if self._keeps_samples else collate)(read[self._dp.rank])
         except Exception:  # of a function that needs more rows than a rank has
             found.of_batch = [PARTS]
@@ -192,25 +199,32 @@ def _with_shared(format: BatchFormat | None, names: tuple[str, ...]) -> BatchFor
     return replace(format, dims={**dict.fromkeys(names), **format.dims})
 
 
-def _compared(whole: object, collate: Collate, samples: Any, read: list[Any], shares: list[Share]) -> Comparison:
-    """Compare a batch with the rows of each rank, which copies of the user's function collate.
+def _compared(
+    whole: object,
+    collate: Collate,
+    samples: Any,
+    read: list[Any],
+    shares: list[Share],
+    *,
+    is_changed: bool = False,
+) -> Comparison:
+    """Compare a batch with the rows of each rank.
 
     Args:
         whole: the batch.
-        collate: a copy of the function, as it was before it collated the batch.
+        collate: a copy of the user's function, as it was before it collated the batch.
         samples: the samples of the batch, as they were then.
         read: the samples of each share.
         shares: the rows of each rank.
+        is_changed: whether a call changes the function, for example because it counts them, so that each share is
+            collated by a copy that was not called.
     """
     if isinstance(samples, list) and any(
         digest(samples[share.low : share.high]) != digest(part) for share, part in zip(shares, read, strict=True)
     ):
         return Comparison(of_batch=[READ])
-    sizes, tried = [share.high - share.low for share in shares], _copied(collate)
-    found = compare(_named(whole), [_named(tried(_copied(part))) for part in read], sizes)
-    if found.of_batch or found.of_rows:  # or the function counts its calls, which copies that were not called show
-        found = compare(_named(whole), [_named(_copied(collate)(_copied(part))) for part in read], sizes)
-    return found
+    parts = [(_copied(collate) if is_changed else collate)(_copied(part)) for part in read]
+    return compare(_named(whole), [_named(part) for part in parts], [share.high - share.low for share in shares])
 
 
 def _named(batch: object) -> Mapping[Any, Any]:
@@ -223,6 +237,19 @@ def _place(name: str) -> str:
         return name
     keys = [int(key) if key.isdigit() else key for key in name.split(".")]
     return "batch" + "".join(f"[{key!r}]" for key in (keys[1:] if keys[0] == "batch" else keys))
+
+
+def _outline(collate: Collate) -> list[object]:
+    """Return what a call may change in a function: the numbers and texts that it holds, and which objects."""
+    found: list[object] = []
+    level: list[object] = [collate]
+    for _ in range(_DEEPEST):
+        found += [x if isinstance(x, int | float | str | None) else id(x) for x in level]
+        found += [len(x) for x in level if isinstance(x, list | tuple | dict | set)]
+        level = [
+            part for x in level if not isinstance(x, type | ModuleType | int | float | str) for part in parts_of(x)
+        ]
+    return found
 
 
 def _copied(value: Any) -> Any:

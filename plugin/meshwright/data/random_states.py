@@ -113,12 +113,12 @@ def _generators(holders: Iterable[object]) -> list[Any]:
                 found[id(value)] = value
             elif id(value) not in seen and not isinstance(value, type | ModuleType | str | int | float):
                 seen.add(id(value))
-                parts += _parts(value)
+                parts += parts_of(value)
         level = parts
     return list(found.values())
 
 
-def _parts(value: object) -> Iterator[object]:
+def parts_of(value: object) -> Iterator[object]:
     """Yield an object's attributes, what it is bound to and has around it, and the items of a short list or dict."""
     yield from getattr(value, "__dict__", {}).values()
     yield getattr(value, "__self__", None)
